@@ -1,0 +1,70 @@
+# Every target creates the virtual environment VENV and installs what it needs, once.
+#
+#   make test PACKAGE=dist/lightning_zero-0.1.0-*.whl   tests a wheel instead of this tree
+
+VENV ?= .venv
+PYTHON ?= python3
+# The default is editable: changed Python files need no new installation.
+PACKAGE ?= -e .
+ARGS ?=
+
+BIN := $(VENV)/bin
+BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(shell find cpp -type f)
+
+# The isolated build takes its tools from the same list.
+export PIP_CONSTRAINT := $(abspath constraints.txt)
+export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test test-slow lint format wheel clean
+
+help:
+	@echo "demo       train GPT-2 with strategy=zero2_offload on two ranks; ARGS=... adds overrides"
+	@echo "test       fast tests; ARGS=... goes to pytest"
+	@echo "test-slow  slow tests"
+	@echo "lint       ruff, mypy, clang-format, codespell"
+	@echo "format     rewrite files in the project's format"
+	@echo "wheel      build dist/*.whl and dist/*.tar.gz"
+	@echo "clean      remove what builds and tests leave"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-examples: $(BUILD_INPUTS) | $(BIN)/python
+	$(BIN)/pip install $(PACKAGE)[examples]
+	touch $@
+
+$(VENV)/.installed-dev: $(BUILD_INPUTS) | $(BIN)/python
+	$(BIN)/pip install $(PACKAGE)[examples,dev]
+	touch $@ $(VENV)/.installed-examples
+
+demo: $(VENV)/.installed-examples
+	$(BIN)/python examples/gpt2/train.py strategy=zero2_offload trainer.devices=2 $(ARGS)
+
+# The pytest command, not `python -m pytest`: the latter puts this folder on sys.path, where the sources
+# would hide an installed wheel.
+test: $(VENV)/.installed-dev
+	$(BIN)/pytest -m "not slow and not long and not gpu" $(ARGS)
+
+# pytest exits with 5 when no test is marked slow.
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/pytest -m "slow and not long and not gpu" $(ARGS) || [ $$? -eq 5 ]
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	find cpp -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror
+	$(BIN)/codespell
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	find cpp -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format -i
+
+wheel: $(VENV)/.installed-dev
+	$(BIN)/python -m build
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find lightning_zero conf tests examples -name __pycache__ -prune -exec rm -rf {} +

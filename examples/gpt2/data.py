@@ -1,0 +1,245 @@
+"""Bytes of text as training data: random windows to train on, all held-out windows to validate on.
+
+Both loaders split one global batch over the ranks, so that step t sees the same bytes at any world size.
+"""
+
+import hashlib
+import math
+import random
+import sysconfig
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch import Tensor
+
+IGNORED = -100  # target of a position beyond the end of the text; cross_entropy leaves it out
+NOT_LIBRARY = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
+
+
+class RandomWindows:
+    """Random windows, drawn from a generator that is seeded by (seed, step): its state is the step.
+
+    Args:
+        tokens: 1D uint8, the text.
+        context: Inputs per window.
+        batch_size: Windows per optimizer step, over all ranks and micro-batches.
+        steps: Optimizer steps per epoch.
+        seed: Together with the step it determines the windows.
+        rank: Which part of the batch is ours.
+        world_size: Number of ranks.
+        accumulate: Micro-batches per optimizer step.
+    """
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        context: int,
+        batch_size: int,
+        steps: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        accumulate: int = 1,
+    ) -> None:
+        check_divisible(batch_size, world_size, accumulate)
+        self.tokens, self.context, self.batch_size, self.seed = tokens, context, batch_size, seed
+        self.steps, self.accumulate = steps, accumulate
+        self.micro_batch = batch_size // (world_size * accumulate)
+        self.rank = rank
+        self.position = 0  # micro-batches handed out since the run began
+
+    def __len__(self) -> int:
+        """Micro-batches per epoch. Without a length Lightning would fetch one batch ahead of the state."""
+        return self.steps * self.accumulate
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(len(self) - self.position % len(self)):
+            step, part = divmod(self.position, self.accumulate)
+            self.position += 1
+            yield self._micro_batch(step, part)
+
+    def _micro_batch(self, step: int, part: int) -> tuple[Tensor, Tensor]:
+        draw = random.Random(f"{self.seed}/{step}")
+        starts = [draw.randrange(len(self.tokens) - self.context) for _ in range(self.batch_size)]
+        first = (self.rank * self.accumulate + part) * self.micro_batch
+        offsets = torch.tensor(starts[first : first + self.micro_batch])[:, None]
+        windows = self.tokens[offsets + torch.arange(self.context + 1)].long()
+        return windows[:, :-1], windows[:, 1:]
+
+    def state_dict(self) -> dict[str, int]:
+        step, part = divmod(self.position, self.accumulate)
+        return {"step": step, "micro_batch": part}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["step"] * self.accumulate + state["micro_batch"]
+
+
+class HeldOutWindows:
+    """Windows side by side, the same ones each time; every rank gets as many batches.
+
+    Args:
+        tokens: 1D uint8, the held-out text.
+        context: Inputs per window; the last window is padded.
+        batch_size: Windows per batch of one rank.
+        limit: Take only this many windows, evenly spread; None for all of them.
+        rank: Which windows are ours.
+        world_size: Number of ranks.
+    """
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        context: int,
+        batch_size: int,
+        limit: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.tokens, self.context, self.batch_size = tokens, context, batch_size
+        available = math.ceil((len(tokens) - 1) / context)
+        count = min(limit or available, available)
+        self.starts = [available * i // count * context for i in range(count)]
+        self.rank, self.world_size = rank, world_size
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.starts) / (self.batch_size * self.world_size))
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for index in range(len(self)):
+            first = (index * self.world_size + self.rank) * self.batch_size
+            starts = self.starts[first : first + self.batch_size]
+            # A rank without windows left runs a forward all the same: at stage 3 the others wait for it.
+            yield self._batch(starts or [len(self.tokens)])
+
+    def _batch(self, starts: list[int]) -> tuple[Tensor, Tensor]:
+        positions = torch.tensor(starts)[:, None] + torch.arange(self.context + 1)
+        windows = self.tokens[positions.clamp(max=len(self.tokens) - 1)].long()
+        beyond = positions[:, 1:] >= len(self.tokens)
+        return windows[:, :-1], windows[:, 1:].masked_fill(beyond, IGNORED)
+
+
+def check_divisible(batch_size: int, world_size: int, accumulate: int) -> None:
+    """Every rank and micro-batch gets the same number of windows."""
+    parts = world_size * accumulate
+    if batch_size < parts or batch_size % parts:
+        near = max(1, round(batch_size / parts)) * parts
+        raise ValueError(
+            f"data.batch_size={batch_size} sequences cannot be split evenly over {world_size} ranks x "
+            f"{accumulate} micro-batches: use a multiple of {parts}, such as data.batch_size={near}."
+        )
+
+
+class ByteData(L.LightningDataModule):
+    """Training and held-out bytes behind the two loaders.
+
+    The text is read when the object is made, so that a wrong path ends the program before ranks are started.
+
+    Args:
+        train: 1D uint8, to draw training windows from.
+        held_out: 1D uint8, to validate on.
+        context: Inputs per window.
+        batch_size: Sequences per optimizer step, over all ranks and micro-batches.
+        val_batch_size: Sequences per validation batch of a rank.
+        val_windows: Validate on this many windows, evenly spread; None for all of them.
+        epoch_steps: Optimizer steps per epoch.
+        seed: Seed of the training windows.
+    """
+
+    vocab_size = 256
+
+    def __init__(
+        self,
+        train: Tensor,
+        held_out: Tensor,
+        *,
+        context: int,
+        batch_size: int,
+        epoch_steps: int,
+        val_batch_size: int = 64,
+        val_windows: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        sizes = {"batch_size": batch_size, "epoch_steps": epoch_steps, "val_batch_size": val_batch_size}
+        sizes |= {} if val_windows is None else {"val_windows": val_windows}
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"data.{name}={value} must be at least 1: set data.{name} to a positive number.")
+        for name, tokens in (("training", train), ("held-out", held_out)):
+            if len(tokens) <= context:
+                raise ValueError(
+                    f"The {name} part of the text has {len(tokens)} bytes, but a window needs {context + 1}: "
+                    "use a longer text or a smaller model.context."
+                )
+        self.train, self.held_out = train, held_out
+        self.context, self.batch_size, self.epoch_steps = context, batch_size, epoch_steps
+        self.val_batch_size, self.val_windows, self.seed = val_batch_size, val_windows, seed
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.context
+
+    def train_dataloader(self) -> RandomWindows:
+        rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        accumulate = self.trainer.accumulate_grad_batches
+        return RandomWindows(
+            self.train,
+            self.context,
+            self.batch_size,
+            self.epoch_steps,
+            self.seed,
+            rank,
+            world_size,
+            accumulate,
+        )
+
+    def val_dataloader(self) -> HeldOutWindows:
+        rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        return HeldOutWindows(self.held_out, self.context, self.val_batch_size, self.val_windows, rank, world_size)
+
+
+class StdlibData(ByteData):
+    """The Python sources of the running interpreter's standard library: real text on every machine.
+
+    A tenth of the files, chosen by a hash of their path, is held out. `options` are those of `ByteData`.
+    """
+
+    def __init__(self, **options) -> None:
+        root = Path(sysconfig.get_path("stdlib"))
+        train, held_out = bytearray(), bytearray()
+        for path in text_files(root, "*.py", without=NOT_LIBRARY):
+            name = path.relative_to(root).as_posix().encode()
+            part = held_out if hashlib.sha256(name).digest()[0] < 26 else train
+            part += path.read_bytes()
+        super().__init__(as_tokens(train), as_tokens(held_out), **options)
+
+
+class TextData(ByteData):
+    """A text file or a folder of them; the last tenth is held out. `options` are those of `ByteData`."""
+
+    def __init__(self, path: str, **options) -> None:
+        files = [Path(path)] if Path(path).is_file() else text_files(Path(path))
+        text = bytearray().join(file.read_bytes() for file in files)
+        if not text:
+            raise ValueError(f"data.path={path} is empty: expected a text; choose another path.")
+        tokens = as_tokens(text)
+        split = len(tokens) * 9 // 10
+        super().__init__(tokens[:split], tokens[split:], **options)
+
+
+def text_files(root: Path, pattern: str = "*", without: Collection[str] = ()) -> list[Path]:
+    """Files below a folder in a fixed order, without those in folders of certain names."""
+    if not root.is_dir():
+        raise ValueError(f"{root} does not exist: expected a file or a folder of text; check data.path.")
+    files = [path for path in root.rglob(pattern) if path.is_file()]
+    files = [path for path in files if not set(without) & set(path.relative_to(root).parts)]
+    if not files:
+        raise ValueError(f"{root} has no {pattern} files: expected at least one; choose another data.path.")
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def as_tokens(text: bytearray) -> Tensor:
+    """Bytes as a 1D uint8 tensor, without a copy."""
+    return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,191 @@
+"""GPT-2 as a LightningModule: pre-norm blocks, learned positions, tied input and output embeddings.
+
+Shapes in comments: B sequences, T positions, C channels (`n_embd`), H heads, V vocabulary entries.
+"""
+
+import math
+
+import lightning as L
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zero.hydra_app import build_optimizers
+
+
+class Attention(nn.Module):
+    """Causal self-attention with several heads."""
+
+    def __init__(self, n_embd: int, n_head: int, dropout: float) -> None:
+        super().__init__()
+        self.n_head = n_head
+        self.dropout = dropout
+        self.qkv = nn.Linear(n_embd, 3 * n_embd)
+        self.proj = nn.Linear(n_embd, n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)  # B H T C/H
+        y = self.proj(y.transpose(1, 2).flatten(-2))  # B T C
+        return F.dropout(y, self.dropout, self.training)
+
+
+class MLP(nn.Module):
+    """Two layers with four times the width between them."""
+
+    def __init__(self, n_embd: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.fc = nn.Linear(n_embd, 4 * n_embd)
+        self.proj = nn.Linear(4 * n_embd, n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.proj(F.gelu(self.fc(x), approximate="tanh"))  # B T C
+        return F.dropout(y, self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each normalized before and added to the residual stream."""
+
+    def __init__(self, n_embd: int, n_head: int, dropout: float) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(n_embd)
+        self.attention = Attention(n_embd, n_head, dropout)
+        self.ln_2 = nn.LayerNorm(n_embd)
+        self.mlp = MLP(n_embd, dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(L.LightningModule):
+    """The language model and how it is trained.
+
+    Args:
+        n_layer: Number of blocks.
+        n_head: Attention heads of a block.
+        n_embd: Width of the residual stream.
+        context: Longest sequence.
+        vocab_size: Number of different tokens; 256 for bytes.
+        dropout: Probability of dropping an activation in training.
+        activation_checkpointing: Keep only the blocks' inputs and compute the rest again in backward.
+        optimizer: The `optimizer` group; needed to train.
+        scheduler: The `scheduler` group; empty or None for a constant learning rate.
+    """
+
+    def __init__(
+        self,
+        n_layer: int,
+        n_head: int,
+        n_embd: int,
+        context: int,
+        vocab_size: int = 256,
+        dropout: float = 0.0,
+        activation_checkpointing: bool = False,
+        optimizer: DictConfig | None = None,
+        scheduler: DictConfig | None = None,
+    ) -> None:
+        super().__init__()
+        if n_embd % n_head:
+            raise ValueError(f"model.n_embd={n_embd} must be a multiple of model.n_head={n_head}: change one.")
+        self.save_hyperparameters(ignore=["optimizer", "scheduler"])
+        self.context = context
+        self.dropout = dropout
+        self.activation_checkpointing = activation_checkpointing
+        self.optimizer_config, self.scheduler_config = optimizer, scheduler
+
+        self.wte = nn.Embedding(vocab_size, n_embd)
+        self.wpe = nn.Embedding(context, n_embd)
+        self.blocks = nn.ModuleList(Block(n_embd, n_head, dropout) for _ in range(n_layer))
+        self.ln_f = nn.LayerNorm(n_embd)
+        self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
+        self.lm_head.weight = self.wte.weight
+        self._initialize(residual_std=0.02 / math.sqrt(2 * n_layer))
+        self._validation = torch.zeros(2)
+
+    def _initialize(self, residual_std: float) -> None:
+        """GPT-2's initialization; what is added to the residual stream starts smaller with more blocks."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("proj.weight"):
+                nn.init.normal_(parameter, std=residual_std)
+            elif parameter.ndim >= 2:
+                nn.init.normal_(parameter, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Scores of the next token at every position: B T -> B T V."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.wte(tokens) + self.wpe(positions)  # B T C
+        x = F.dropout(x, self.dropout, self.training)
+        for block in self.blocks:
+            recompute = self.activation_checkpointing and torch.is_grad_enabled()
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+        return self.lm_head(self.ln_f(x))
+
+    def _loss(self, batch: tuple[Tensor, Tensor], reduction: str) -> Tensor:
+        tokens, targets = batch
+        logits = self(tokens).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = self._loss(batch, "mean")
+        self.log("train_loss", loss, prog_bar=True, sync_dist=True)  # the mean of the global batch
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        self._validation = torch.zeros(2, dtype=torch.float64, device=self.device)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
+        count = (batch[1] >= 0).sum()  # cross_entropy leaves out targets of -100
+        self._validation += torch.stack([self._loss(batch, "sum").double(), count.double()])
+
+    def on_validation_epoch_end(self) -> None:
+        """Sum over the ranks before dividing: the mean over all targets, whatever each rank's share."""
+        loss, count = self.trainer.strategy.reduce(self._validation, reduce_op="sum")
+        self.val_loss = float(loss / count)
+        self.log("val_loss", self.val_loss, prog_bar=True, sync_dist=True)
+
+    def parameter_groups(self) -> list[dict]:
+        """Weight decay acts on matrices; biases and normalization go without."""
+        matrices = [p for p in self.parameters() if p.ndim >= 2]
+        others = [p for p in self.parameters() if p.ndim < 2]
+        return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+
+    def configure_optimizers(self):
+        if self.optimizer_config is None:
+            raise ValueError("GPT(optimizer=None) cannot be trained: pass the `optimizer` group.")
+        steps = self.trainer.estimated_stepping_batches
+        return build_optimizers(self.optimizer_config, self.scheduler_config, self.parameter_groups(), steps)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: list[int],
+        length: int,
+        *,
+        temperature: float = 0.8,
+        vocab_size: int | None = None,
+        seed: int = 0,
+    ) -> list[int]:
+        """Continue a prompt by `length` sampled tokens; equal on all ranks, which must call it together.
+
+        Args:
+            prompt: Tokens to start from, at least one.
+            length: Tokens to sample, each with one forward.
+            temperature: Below 1 prefers likely tokens.
+            vocab_size: Sample only the tokens below it; None for all.
+            seed: Seed of the draws.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        tokens = list(prompt)
+        for _ in range(length):
+            window = torch.tensor([tokens[-self.context :]], device=self.device)
+            logits = self(window)[0, -1, :vocab_size].float().cpu()  # V
+            probabilities = torch.softmax(logits / temperature, dim=-1)
+            tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+        return tokens[len(prompt) :]

@@ -1,0 +1,171 @@
+"""Named, whole state: what a checkpoint holds, independent of stage, store and number of ranks.
+
+Weights are the masters; optimizer state has torch's own format with parameter names in the place of indices, so that
+plain PyTorch loads it. Everything is gathered to rank 0, one bucket at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lightning_zero.engine import Bucket, Engine
+from lightning_zero.optim import ShardUpdater
+
+StateDict = dict[str, Any]
+
+
+def module_state_dict(engine: Engine) -> StateDict:
+    """The module's ``state_dict`` with full-precision weights. Collective.
+
+    Returns:
+        On rank 0 all of it. Elsewhere the live tensors where parameters are whole (stages 0-2), else nothing.
+    """
+    engine.settle()
+    masters: dict[int, Tensor] = {}
+    for bucket in engine.buckets:
+        if not _is_whole(bucket):
+            masters.update(_gather_parameters(engine, bucket))
+    if engine.placement.sharding.shard_params and engine.placement.mesh.world.rank != 0:
+        return {}
+    # `keep_vars` touches no freed parameter, and runs the state-dict hooks of user code.
+    live = engine.module.state_dict(keep_vars=True)
+    return {k: masters[id(v)] if id(v) in masters else _detached(v) for k, v in live.items()}
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value  # extra state may be anything
+
+
+def _is_whole(bucket: Bucket) -> bool:
+    """Whether this rank's live parameters are the full-precision values."""
+    return not bucket.placement.sharding.shard_params and bucket.master.dtype == bucket.dtype
+
+
+def _gather_parameters(engine: Engine, bucket: Bucket) -> dict[int, Tensor]:
+    """The bucket's masters by parameter id, on the CPU of rank 0; empty elsewhere."""
+    full = bucket.gather_full(bucket.master.read(0, bucket.layout.shard_numel))
+    if engine.placement.mesh.world.rank != 0:
+        return {}
+    return {id(p): _cut(bucket, i, full) for i, p in enumerate(bucket.parameters)}
+
+
+def _cut(bucket: Bucket, index: int, full: Tensor) -> Tensor:
+    """One parameter's values out of a gathered flat tensor, as a CPU tensor with memory of its own."""
+    offset, numel = bucket.layout.offsets[index], bucket.layout.numels[index]
+    return full[offset : offset + numel].view(bucket.shapes[index]).to("cpu", copy=True)
+
+
+def load_module_state_dict(engine: Engine, state: Mapping[str, Any], strict: bool = True) -> None:
+    """Overwrite parameters, masters and buffers from whole tensors. Every rank must have them all. Collective.
+
+    Raises:
+        RuntimeError: for missing or unexpected keys (``strict``) or another shape.
+    """
+    module = engine.module
+    live = module.state_dict(keep_vars=True)
+    problems = [
+        f"{key!r} has shape {tuple(state[key].shape)} in the checkpoint and {tuple(value.shape)} in the module"
+        for key, value in live.items()
+        if key in state and isinstance(value, Tensor) and value.shape != state[key].shape
+    ]
+    if strict:
+        problems += [f"{key!r} is missing in the checkpoint" for key in live if key not in state]
+        problems += [f"{key!r} is unknown to the module" for key in state if key not in live]
+    if problems:
+        raise RuntimeError(f"the checkpoint does not fit {type(module).__name__}: {'; '.join(problems)}")
+    rest = dict(state)
+    for key, value in live.items():
+        bucket = engine.bucket_of(value) if isinstance(value, Parameter) else None
+        if bucket is not None and key in state:
+            bucket.load(bucket.index[id(value)], rest.pop(key))
+    module.load_state_dict(rest, strict=False)  # buffers and extra state
+    engine.settle()
+
+
+def optimizer_state_dict(engine: Engine, updater: ShardUpdater) -> StateDict:
+    """``{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}``. Collective.
+
+    Returns:
+        On rank 0 whole tensors in the parameters' shapes; elsewhere no state.
+    """
+    names = _parameter_names(engine.module)
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": [names[id(p)] for p in group["params"]]}
+        for group in updater.optimizer.param_groups
+    ]
+    mine = {id(p) for group in updater.optimizer.param_groups for p in group["params"]}
+    state: StateDict = {}
+    for bucket in engine.buckets:
+        if any(id(p) in mine for p in bucket.parameters):
+            state.update(_gather_state(engine, bucket, updater))
+    return {"state": state, "param_groups": groups}
+
+
+def _gather_state(engine: Engine, bucket: Bucket, updater: ShardUpdater) -> dict[str, StateDict]:
+    """The state of a bucket's parameters by name, on rank 0."""
+    shard_state = updater.state_of(bucket)
+    group = engine.placement.mesh.shard
+    # A rank may own no segment of a parameter, or none at all: ask what the others have.
+    own = {s.param: shard_state.get(s).keys() for s in bucket.segments if s in shard_state}
+    scalars = {s.param: shard_state.scalars(s) for s in bucket.segments if s in shard_state}
+    dtypes = {name: tensor.dtype for name, tensor in shard_state.flat.items()}
+    known = group.all_gather_object(({i: list(keys) for i, keys in own.items()}, scalars, dtypes))
+    flat: dict[str, Tensor] = {}
+    for name, dtype in sorted({k: v for _, _, d in known for k, v in d.items()}.items()):
+        full = bucket.gather_full(shard_state.zeros(name, dtype))
+        if engine.placement.mesh.world.rank == 0:
+            flat[name] = full.to("cpu")
+    if engine.placement.mesh.world.rank != 0:
+        return {}
+    state: dict[str, StateDict] = {}
+    for keys_of, scalars_of, _ in known:
+        for index, keys in keys_of.items():
+            values = {k: _cut(bucket, index, flat[k]) if k in flat else scalars_of[index][k] for k in keys}
+            state[bucket.names[index]] = values
+    return state
+
+
+def load_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapping[str, Any]) -> None:
+    """Restore hyperparameters and this rank's part of the state, from our format or plain torch's.
+
+    Every rank must have the whole state dict.
+
+    Raises:
+        ValueError: where the groups do not match the optimizer's.
+    """
+    optimizer, names = updater.optimizer, _parameter_names(engine.module)
+    name = type(optimizer).__name__
+    if len(saved["param_groups"]) != len(optimizer.param_groups):
+        raise ValueError(
+            f"the checkpoint has {len(saved['param_groups'])} parameter groups for {name}, which has "
+            f"{len(optimizer.param_groups)}; configure the same groups, or load the weights alone"
+        )
+    keys: dict[int, Any] = {}  # by parameter id: its key in the saved state
+    for number, (group, old) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
+        own = [names[id(p)] for p in group["params"]]
+        by_name = all(isinstance(key, str) for key in old["params"])
+        if len(own) != len(old["params"]) or (by_name and set(own) != set(old["params"])):
+            differing = sorted(set(own) ^ set(old["params"]), key=str) if by_name else []
+            raise ValueError(
+                f"parameter group {number} of {name} has {len(own)} parameters, in the checkpoint "
+                f"{len(old['params'])}{': ' if differing else ''}{', '.join(differing[:5])}; configure the same "
+                "groups, or load the weights alone"
+            )
+        # Plain torch stores indices, in the order of the groups.
+        keys.update(zip(map(id, group["params"]), own if by_name else old["params"], strict=True))
+    updater.clear()
+    for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        group.update({k: v for k, v in old.items() if k not in ("params", "param_names")})
+        for parameter in group["params"]:
+            state = saved["state"].get(keys[id(parameter)])
+            bucket = engine.bucket_of(parameter)
+            if state is not None and bucket is not None:
+                updater.load(bucket, bucket.index[id(parameter)], state)
+
+
+def _parameter_names(module: nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in module.named_parameters()}

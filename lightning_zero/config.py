@@ -1,0 +1,151 @@
+"""Typed schemas of the Hydra groups: a misspelt key or value fails while the configuration is composed.
+
+Each option of a group in `lightning_zero.conf` extends one of these, as `/schema/<group>/<name>`.
+This module imports the standard library only; `register_schemas` imports Hydra.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Store(StrEnum):
+    """Where a kind of state rests between its uses."""
+
+    none = "none"  # on the device
+    cpu = "cpu"  # in host memory
+    nvme = "nvme"  # in files
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+class NativeOptimizer(StrEnum):
+    """Whether the compiled kernels may do the update on the host."""
+
+    auto = "auto"
+    off = "off"
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+@dataclass
+class StrategyConf:
+    """Arguments of `lightning_zero.ZeroStrategy`."""
+
+    _target_: str = "lightning_zero.ZeroStrategy"
+    _convert_: str = "all"
+    stage: int = 2
+    offload_optimizer: Store = Store.none
+    offload_params: Store = Store.none
+    shard_size: int | None = None
+    bucket_size_mb: float = 25.0
+    units: list[str] | None = None
+    native_optimizer: NativeOptimizer = NativeOptimizer.auto
+    skip_nonfinite: bool = True
+    timeout: int = 1800
+    start_method: str = "popen"
+    process_group_backend: str | None = None
+
+
+@dataclass
+class PrecisionConf:
+    """Arguments of `lightning_zero.ZeroPrecision`."""
+
+    _target_: str = "lightning_zero.ZeroPrecision"
+    precision: str = "32-true"
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    grad_dtype: str | None = None
+    master_weights: bool = True
+    cast_inputs: bool | None = None
+
+
+@dataclass
+class AdamWConf:
+    """Arguments of `torch.optim.AdamW`."""
+
+    _target_: str = "torch.optim.AdamW"
+    lr: float = 1e-3
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    amsgrad: bool = False
+    fused: bool | None = None
+
+
+@dataclass
+class AdamConf(AdamWConf):
+    """Arguments of `torch.optim.Adam`."""
+
+    _target_: str = "torch.optim.Adam"
+    weight_decay: float = 0.0
+
+
+@dataclass
+class SGDConf:
+    """Arguments of `torch.optim.SGD`."""
+
+    _target_: str = "torch.optim.SGD"
+    lr: float = 1e-3
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+
+@dataclass
+class AdagradConf:
+    """Arguments of `torch.optim.Adagrad`."""
+
+    _target_: str = "torch.optim.Adagrad"
+    lr: float = 1e-2
+    lr_decay: float = 0.0
+    weight_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+
+
+@dataclass
+class RMSpropConf:
+    """Arguments of `torch.optim.RMSprop`."""
+
+    _target_: str = "torch.optim.RMSprop"
+    lr: float = 1e-2
+    alpha: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    centered: bool = False
+
+
+@dataclass
+class CosineConf:
+    """Arguments of `lightning_zero.schedulers.WarmupCosineLR`."""
+
+    _target_: str = "lightning_zero.schedulers.WarmupCosineLR"
+    total_steps: int | None = None
+    warmup_steps: int = 100
+    min_lr_ratio: float = 0.1
+
+
+SCHEMAS: dict[str, type] = {
+    "strategy/zero": StrategyConf,
+    "precision/zero": PrecisionConf,
+    "optimizer/adamw": AdamWConf,
+    "optimizer/adam": AdamConf,
+    "optimizer/sgd": SGDConf,
+    "optimizer/adagrad": AdagradConf,
+    "optimizer/rmsprop": RMSpropConf,
+    "scheduler/cosine": CosineConf,
+}
+
+
+def register_schemas() -> None:
+    """Make every schema known to Hydra as `/schema/<group>/<name>`."""
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    for path, schema in SCHEMAS.items():
+        group, name = path.split("/")
+        store.store(group=f"schema/{group}", name=name, node=schema, provider="lightning_zero")

@@ -1,0 +1,38 @@
+"""Sharding, free of Lightning: buckets, stores, collectives and the runtime that drives them."""
+
+from lightning_zero.engine.bucket import Bucket, BucketState, GradientLog, ParameterSpec, Placement
+from lightning_zero.engine.collectives import Group, Mesh
+from lightning_zero.engine.freed import FreedParameter
+from lightning_zero.engine.layout import FlatLayout, Run, Segment, runs, tiles
+from lightning_zero.engine.partition import Unit, find_units
+from lightning_zero.engine.policies import MixedPrecisionPolicy, ShardingPolicy
+from lightning_zero.engine.runtime import Engine, GradientStats, Updater, engines_of, gathered_parameters
+from lightning_zero.engine.stores import DeviceStore, HostStore, Store
+
+__all__ = [
+    "Bucket",
+    "BucketState",
+    "DeviceStore",
+    "Engine",
+    "FlatLayout",
+    "FreedParameter",
+    "GradientLog",
+    "GradientStats",
+    "Group",
+    "HostStore",
+    "Mesh",
+    "MixedPrecisionPolicy",
+    "ParameterSpec",
+    "Placement",
+    "Run",
+    "Segment",
+    "ShardingPolicy",
+    "Store",
+    "Unit",
+    "Updater",
+    "engines_of",
+    "find_units",
+    "gathered_parameters",
+    "runs",
+    "tiles",
+]

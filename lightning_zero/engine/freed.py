@@ -1,0 +1,78 @@
+"""What a parameter is while its bucket holds only shards: a name, a shape, and an error for everything else.
+
+Computing with a tensor whose storage was freed does not raise in PyTorch, it reads freed memory. While a parameter is
+freed its class is a subclass whose ``__torch_function__`` raises by name; metadata stays right, so that parameter
+counts and summaries do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+_METADATA = frozenset(
+    """shape dtype device layout ndim names requires_grad grad _grad grad_fn grad_dtype is_leaf retains_grad _version
+    is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_complex is_nested is_xla is_mps is_xpu output_nr
+    _backward_hooks _post_accumulate_grad_hooks _base
+    size dim numel nelement stride storage_offset element_size itemsize nbytes is_contiguous is_floating_point is_signed
+    is_inference ndimension get_device register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad
+    __hash__ __len__ _is_view
+    empty_like full_like ones_like zeros_like rand_like randn_like new_empty new_full new_ones new_zeros""".split()
+)
+_ACCESSORS = frozenset(("__get__", "__set__", "__delete__"))
+
+
+class FreedParameter(Parameter):
+    """A parameter whose storage is freed at stage 3, outside the forward and backward of its unit."""
+
+    _zero_name: str
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self._zero_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if _name(func) not in _METADATA:
+            freed = [
+                leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FreedParameter)
+            ]
+            names = ", ".join(repr(parameter._zero_name) for parameter in freed)
+            raise RuntimeError(
+                f"{_name(func)} on parameter {names or '(unknown)'}, which is freed: at stage 3 a rank holds only a "
+                "shard of it outside its module's forward and backward. Use `with "
+                "lightning_zero.gathered_parameters(module):` on all ranks, around the code that reads it."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _name(func: Callable[..., Any]) -> str:
+    name: str = getattr(func, "__name__", str(func))
+    if name in _ACCESSORS:  # of a property: the name is the descriptor's
+        name = func.__self__.__name__  # type: ignore[attr-defined]
+    return name
+
+
+@functools.cache
+def _freed_class(cls: type[Parameter]) -> type[Parameter]:
+    return FreedParameter if cls is Parameter else type(f"Freed{cls.__name__}", (FreedParameter, cls), {})
+
+
+def mark_freed(parameter: Parameter, name: str) -> None:
+    """Make every use of ``parameter`` but its metadata an error that names it."""
+    if not isinstance(parameter, FreedParameter):
+        parameter._zero_name = name  # type: ignore[attr-defined]
+        parameter.__class__ = _freed_class(type(parameter))
+
+
+def mark_gathered(parameter: Parameter) -> None:
+    """Undo :func:`mark_freed`."""
+    if isinstance(parameter, FreedParameter):
+        own_class = type(parameter).__mro__[2] if type(parameter) is not FreedParameter else Parameter
+        parameter.__class__ = own_class

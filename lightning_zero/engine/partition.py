@@ -1,0 +1,212 @@
+"""From a module tree to units to buckets.
+
+A *unit* is a module whose parameters are gathered together at stage 3: by default the outermost repeated blocks (the
+layers of a transformer, the stages of a ResNet). What lies outside every unit belongs to the *root*, gathered for the
+whole step. Each unit's parameters split into buckets by dtype and by whether an optimizer may update them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from lightning_zero.engine.bucket import ParameterSpec
+from lightning_zero.engine.policies import MixedPrecisionPolicy, ShardingPolicy
+
+ROOT = "(root)"
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_NORMS = (
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.modules.batchnorm._NormBase,
+    nn.LocalResponseNorm,
+)
+# Normalization layers that libraries define themselves (LlamaRMSNorm, T5LayerNorm, LayerNorm2d, ...).
+_NORM_NAME = re.compile(r"norm(\d+d)?$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module whose parameters are gathered together, and its name in the tree."""
+
+    name: str
+    module: nn.Module
+
+
+@dataclass
+class BucketSpec:
+    """The parameters of one future bucket.
+
+    Attributes:
+        units: names of the units that share it (:data:`ROOT` for the root).
+        dtype: dtype that forward and backward will see.
+        optimized: whether an optimizer may update them.
+        specs: the parameters in module order.
+    """
+
+    units: list[str]
+    dtype: torch.dtype
+    optimized: bool
+    specs: list[ParameterSpec] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.parameter.numel() for spec in self.specs) * self.dtype.itemsize
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether ``module`` is a normalization layer, of torch or by its class name."""
+    return isinstance(module, _NORMS) or bool(_NORM_NAME.search(type(module).__name__))
+
+
+def find_units(root: nn.Module, patterns: Sequence[str | type[nn.Module]] | None = None) -> list[Unit]:
+    """The units of ``root`` in module order; units never nest.
+
+    Args:
+        root: the module tree.
+        patterns: classes, class names or :mod:`fnmatch` patterns of module names that make a module a unit; ``None``
+            finds the outermost repeated blocks.
+
+    Raises:
+        ValueError: for a pattern that matches no module with parameters.
+    """
+    if patterns is None:
+        return list(_repeated_blocks(root, ""))
+    units: list[Unit] = []
+    unmatched = list(patterns)
+    for name, module in root.named_modules():
+        hits = [p for p in patterns if module is not root and _matches(p, name, module)]
+        unmatched = [p for p in unmatched if p not in hits]
+        inside = any(name.startswith(f"{unit.name}.") for unit in units)
+        if hits and not inside and _has_parameters(module):
+            units.append(Unit(name, module))
+    if unmatched:
+        classes = sorted({type(m).__name__ for m in root.modules() if m is not root and _has_parameters(m)})
+        raise ValueError(
+            f"units={unmatched} match no module of {type(root).__name__}; give class names (here: "
+            f"{', '.join(classes)}) or patterns of module names such as 'transformer.h.*'"
+        )
+    return units
+
+
+def _matches(pattern: str | type[nn.Module], name: str, module: nn.Module) -> bool:
+    if isinstance(pattern, type):
+        return isinstance(module, pattern)
+    return type(module).__name__ == pattern or fnmatch.fnmatchcase(name, pattern)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[Unit]:
+    """Depth first: containers with two or more composite children of one class yield these children.
+
+    Experts are never units of their own, since a rank may route nothing to one of them: where a container of experts is
+    found outside every block, the module that holds it is the unit.
+    """
+    blocks = _blocks_of(module) if isinstance(module, _CONTAINERS) else set()
+    for child_name, child in module.named_children():
+        name = f"{prefix}{child_name}"
+        if child_name in blocks or _holds_experts(child):
+            yield Unit(name, child)
+        else:
+            yield from _repeated_blocks(child, f"{name}.")
+
+
+def _blocks_of(container: nn.Module) -> set[str]:
+    composite = {k: m for k, m in container.named_children() if _has_parameters(m) and next(m.children(), None)}
+    counts = Counter(type(m) for m in composite.values())
+    return {k for k, m in composite.items() if counts[type(m)] >= 2}
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    return any("expert" in k.lower() and isinstance(m, _CONTAINERS) for k, m in module.named_children())
+
+
+def make_buckets(
+    root: nn.Module,
+    units: Sequence[Unit],
+    optimized: set[int],
+    sharding: ShardingPolicy,
+    precision: MixedPrecisionPolicy,
+    bucket_size: int,
+) -> list[BucketSpec]:
+    """The buckets of ``root`` in forward order: the root's first, then those of each unit.
+
+    Args:
+        root: the module tree.
+        units: see :func:`find_units`.
+        optimized: ids of the parameters that an optimizer may update.
+        sharding: where parameters are whole (stages 0-2), neighbouring small units share buckets.
+        precision: gives each parameter its dtype.
+        bucket_size: bytes up to which units share a bucket.
+
+    Raises:
+        TypeError: for complex or sparse parameters.
+    """
+    members = _parameters_by_unit(root, units)
+    norms = {id(p) for m in root.modules() if is_norm(m) for p in m.parameters(recurse=False)}
+    buckets: list[BucketSpec] = []
+    open_buckets: dict[tuple[torch.dtype, torch.dtype, bool], BucketSpec] = {}
+    for unit, specs in members.items():
+        if sharding.shard_params:
+            open_buckets.clear()
+        for spec in specs:
+            _check_supported(spec)
+            dtype = precision.target_dtype(spec.parameter.dtype, id(spec.parameter) in norms)
+            key = (spec.parameter.dtype, dtype, id(spec.parameter) in optimized)
+            bucket = open_buckets.get(key)
+            if bucket is None or (unit not in bucket.units and bucket.nbytes >= bucket_size):
+                bucket = open_buckets[key] = BucketSpec([], dtype, key[2])
+                buckets.append(bucket)
+            if unit not in bucket.units:
+                bucket.units.append(unit)
+            bucket.specs.append(spec)
+    return buckets
+
+
+def _parameters_by_unit(root: nn.Module, units: Sequence[Unit]) -> dict[str, list[ParameterSpec]]:
+    """Each parameter once, under its unit; one that several units share belongs to the root."""
+    owners: dict[int, set[str]] = {}
+    for unit in units:
+        for parameter in unit.module.parameters():
+            owners.setdefault(id(parameter), set()).add(unit.name)
+    inside = {id(p) for unit in units for p in unit.module.parameters()}
+    for module in _outside(root, units):
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) in inside:  # tied to one outside every unit
+                owners[id(parameter)].add(ROOT)
+    members: dict[str, list[ParameterSpec]] = {ROOT: [], **{unit.name: [] for unit in units}}
+    for name, parameter in root.named_parameters():
+        where = owners.get(id(parameter), {ROOT})
+        members[next(iter(where)) if len(where) == 1 else ROOT].append(ParameterSpec(name, parameter))
+    return members
+
+
+def _outside(root: nn.Module, units: Sequence[Unit]) -> list[nn.Module]:
+    inside = {id(m) for unit in units for m in unit.module.modules()}
+    return [m for m in root.modules() if id(m) not in inside]
+
+
+def _check_supported(spec: ParameterSpec) -> None:
+    name, parameter = spec.name, spec.parameter
+    if not isinstance(parameter, Parameter) or isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise TypeError(
+            f"parameter {name!r} is a {type(parameter).__name__}, which has no shape yet; run one forward pass of the "
+            "lazy module before training (for example in `configure_model`)"
+        )
+    if parameter.is_complex() or parameter.layout is not torch.strided:
+        raise TypeError(
+            f"parameter {name!r} is {parameter.dtype} with layout {parameter.layout}; sharding needs real, dense "
+            "parameters. Store it as a real tensor with a last dimension of 2, or leave the model to strategy='ddp'"
+        )

@@ -1,0 +1,28 @@
+"""The interface of a store."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Store(Protocol):
+    """Gives out the long-lived tensors of a bucket: master, optimizer state, gradient log, parameter shard.
+
+    Attributes:
+        device: where the tensors that it gives out can be computed on.
+        exact: whether memory taken equals memory asked for, so that a tensor that someone else allocated is worth
+            moving into the store.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def exact(self) -> bool: ...
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A new 1-D tensor of ``numel`` zeros, alive as long as something refers to it."""
+        ...

@@ -1,0 +1,283 @@
+"""Hydra applications that train with Lightning: the decorator, clear errors, objects from a configuration."""
+
+import difflib
+import functools
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from lightning_zero.config import PrecisionConf, register_schemas
+
+if TYPE_CHECKING:
+    from hydra.errors import HydraException, MissingConfigException
+    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch.strategies import Strategy
+    from lightning.pytorch.utilities.types import OptimizerLRScheduler
+    from omegaconf import DictConfig
+
+    Task = Callable[[DictConfig], Any]
+
+_RUN_DIR_KEY = "run_dir"
+
+
+def register() -> None:
+    """Make this package's schemas and groups (`strategy`, `precision`, ...) known to Hydra."""
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+    class LightningZeroSearchPath(SearchPathPlugin):
+        def manipulate_search_path(self, search_path: Any) -> None:
+            search_path.append(provider="lightning_zero", path="pkg://lightning_zero.conf")
+
+    register_schemas()
+    known = [plugin.__name__ for plugin in Plugins.instance().discover(SearchPathPlugin)]
+    if LightningZeroSearchPath.__name__ not in known:
+        Plugins.instance().register(LightningZeroSearchPath)
+
+
+def hydra_main(config_name: str, config_path: str | None = None) -> Callable[["Task"], Callable[[], None]]:
+    """Decorate the main function of a script, as `hydra.main` does.
+
+    On top of `hydra.main`, the groups of `lightning_zero.conf` are on the search path, a misspelt key, option
+    or value ends the program with a message that lists the valid ones, and the ranks that torchrun starts
+    share one run folder. `HYDRA_FULL_ERROR=1` shows complete stack traces.
+
+    Args:
+        config_name: The primary configuration, without `.yaml`.
+        config_path: Its folder, relative to the script, or `pkg://package`.
+    """
+
+    def decorate(task: "Task") -> Callable[[], None]:
+        @functools.wraps(task)
+        def run() -> None:
+            import hydra
+
+            register()
+            # Lightning's own use of an API that newer torch deprecates: nothing a user could change.
+            warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
+            _join_run_folder()
+            main = hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)
+            _run_with_clear_errors(main(_prepared(task)), task)
+
+        return run
+
+    return decorate
+
+
+def _prepared(task: "Task") -> "Task":
+    """What happens between the composition and the task."""
+
+    @functools.wraps(task)
+    def run(cfg: "DictConfig") -> Any:
+        _check_complete(cfg)
+        _publish_run_folder()
+        return task(cfg)
+
+    return run
+
+
+# -- one run folder for all ranks ---------------------------------------------------------------------------
+
+
+def _torchrun_store() -> Any:
+    """The key-value store that torchrun's agent offers before there is a process group, or None."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = TCPStore(address, port, is_master=False, wait_for_workers=False)
+    return PrefixStore(f"lightning_zero/attempt_{attempt}", store)
+
+
+def _publish_run_folder() -> None:
+    """Tell the other ranks of torchrun which folder rank 0 writes to."""
+    from hydra.core.hydra_config import HydraConfig
+
+    store = _torchrun_store()
+    if store is not None and os.environ["RANK"] == "0":
+        store.set(_RUN_DIR_KEY, HydraConfig.get().runtime.output_dir)
+
+
+def _join_run_folder() -> None:
+    """Make the other ranks of torchrun use rank 0's folder: their own clock would name another one.
+
+    Lightning's launcher gives the ranks that it starts the same three overrides.
+    """
+    store = _torchrun_store()
+    if store is None or os.environ["RANK"] == "0":
+        return
+    folder = store.get(_RUN_DIR_KEY).decode().replace("'", r"\'")
+    name = f"hydra.job.name=train_rank_{os.environ['RANK']}"
+    sys.argv += [f"hydra.run.dir='{folder}'", name, "hydra.output_subdir=null"]
+
+
+# -- errors -------------------------------------------------------------------------------------------------
+
+
+def _run_with_clear_errors(main: Callable[[], None], task: "Task") -> None:
+    """Run `main`; a configuration error becomes a message, any other keeps the frames below `task` only."""
+    from hydra.errors import HydraException
+
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        return main()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then passes exceptions on instead of printing them
+    try:
+        return main()
+    except HydraException as error:
+        if (message := explain(error)) is None:
+            raise
+        sys.exit(message)
+    except Exception as error:
+        error.__traceback__ = _frames_from(task, error)
+        raise
+    finally:
+        del os.environ["HYDRA_FULL_ERROR"]
+
+
+def _frames_from(task: "Task", error: Exception) -> TracebackType | None:
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code is not getattr(task, "__code__", None):
+        frame = frame.tb_next
+    return frame or error.__traceback__
+
+
+def _check_complete(cfg: "DictConfig") -> None:
+    from hydra.errors import ConfigCompositionException
+    from omegaconf import OmegaConf
+
+    if missing := sorted(OmegaConf.missing_keys(cfg)):
+        raise ConfigCompositionException(
+            f"{', '.join(missing)}: no value yet. Set it on the command line: {missing[0]}=..."
+        )
+
+
+def explain(error: "HydraException") -> str | None:
+    """What to change in the configuration, or None where the stack trace says more."""
+    from hydra.errors import InstantiationException, MissingConfigException
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+    cause = error.__cause__
+    if isinstance(error, MissingConfigException) and error.options:
+        return _explain_option(error)
+    if isinstance(error, InstantiationException):
+        wrong_input = isinstance(cause, ValueError | TypeError)
+        return f"{str(error).splitlines()[0]}\n{cause}" if wrong_input else None
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError):
+        return _explain_key(cause)
+    if isinstance(cause, OmegaConfBaseException):
+        return f"{cause.full_key}: {str(cause).splitlines()[0]}"
+    return str(error)
+
+
+def _explain_option(error: "MissingConfigException") -> str:
+    group, _, option = str(error.missing_cfg_file).rpartition("/")
+    options = list(error.options or ())
+    return f"{group}={option}: no such option.{_closest(option, options)}\n{group} can be: {', '.join(options)}"
+
+
+def _explain_key(cause: Any) -> str:
+    parent = cause.parent_node
+    keys = [str(key) for key in (parent or ()) if not str(key).startswith("_") and key != "hydra"]
+    owner = str(cause.full_key).rpartition(".")[0] or "the configuration"
+    lines = [f"{cause.full_key}: no such key.{_closest(str(cause.key), keys)}"]
+    lines.append(f"{owner} has: {', '.join(keys)}" if keys else f"{owner} has no keys.")
+    if cause.object_type is dict:
+        lines.append(f"To add a key that is not there yet: +{cause.full_key}=...")
+    return "\n".join(lines)
+
+
+def _closest(word: str, candidates: Sequence[str]) -> str:
+    matches = difflib.get_close_matches(word, candidates, n=1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+# -- objects from a configuration ---------------------------------------------------------------------------
+
+
+def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "Trainer":
+    """The Trainer that the groups `trainer strategy precision logger callbacks` describe.
+
+    Args:
+        cfg: A configuration with these groups.
+        callbacks: The application's own callbacks, which come before those of the group.
+    """
+    from hydra.utils import instantiate
+    from lightning.pytorch.callbacks import LearningRateMonitor
+
+    strategy = instantiate(cfg.strategy, _convert_="all")
+    loggers = build_group(cfg.logger)
+    everything = [*callbacks, *build_group(cfg.callbacks)]
+    if not loggers:  # this callback refuses to run without a logger
+        everything = [callback for callback in everything if not isinstance(callback, LearningRateMonitor)]
+    trainer: Trainer = instantiate(
+        cfg.trainer,
+        strategy=strategy,
+        logger=loggers,
+        callbacks=everything,
+        _convert_="all",
+        **_precision_arguments(cfg.precision, strategy),
+    )
+    return trainer
+
+
+def build_group(group: "DictConfig") -> list[Any]:
+    """An object for every entry of a group of named objects; an entry set to null is left out."""
+    from hydra.utils import instantiate
+
+    return [instantiate(node, _convert_="all") for node in group.values() if node is not None]
+
+
+def _precision_arguments(cfg: "DictConfig", strategy: "Strategy") -> dict[str, Any]:
+    """Our plugin goes with our strategies; others take the name as their flag and nothing else."""
+    from hydra.utils import instantiate
+
+    from lightning_zero import ZeroStrategy
+
+    if isinstance(strategy, ZeroStrategy):
+        return {"plugins": [instantiate(cfg, _convert_="all")]}
+    ours = {k: v for k, v in cfg.items() if k not in ("_target_", "precision")}
+    changed = {k: v for k, v in ours.items() if v != getattr(PrecisionConf, str(k), None)}
+    if changed:
+        raise ValueError(
+            f"precision has {changed}, which {type(strategy).__name__} does not know: "
+            "leave these keys at their defaults or choose a zero strategy."
+        )
+    return {"precision": cfg.precision}
+
+
+def build_optimizers(
+    optimizer: "DictConfig", scheduler: "DictConfig", params: Iterable[Any], total_steps: float
+) -> "OptimizerLRScheduler":
+    """What `configure_optimizers` returns for the groups `optimizer` and `scheduler`.
+
+    Args:
+        optimizer: A torch optimizer's class and arguments.
+        scheduler: A scheduler's class and arguments; empty for none.
+        params: Parameters or parameter groups.
+        total_steps: Optimizer steps of the fit, for a scheduler whose `total_steps` is null.
+    """
+    from hydra.utils import get_class
+
+    built = get_class(optimizer["_target_"])(params, **_arguments(optimizer))
+    if not scheduler:
+        return {"optimizer": built}
+    arguments = _arguments(scheduler)
+    if "total_steps" in arguments and arguments["total_steps"] is None:
+        arguments["total_steps"] = int(total_steps)
+    schedule = get_class(scheduler["_target_"])(built, **arguments)
+    return {"optimizer": built, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _arguments(cfg: "DictConfig") -> dict[str, Any]:
+    """A node's keyword arguments; lists become tuples, the type that torch has for `betas`."""
+    from omegaconf import OmegaConf
+
+    plain = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(plain, dict)
+    arguments = {str(k): v for k, v in plain.items() if not str(k).startswith("_")}
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in arguments.items()}

@@ -1,0 +1,84 @@
+"""Optimizer state of the segments of one bucket."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine import Bucket, Segment
+
+State = dict[str, Any]
+
+
+class ShardState:
+    """State of one bucket's segments under one optimizer.
+
+    Per-element state (``exp_avg``, ...) lives in one 1-D tensor per name, laid out as the shard, in the bucket's
+    optimizer store. Scalar state (``step``, ...) is kept per segment. A segment has none before its first update.
+
+    Args:
+        bucket: the bucket.
+        per_element: names of the state that has one value per element.
+    """
+
+    def __init__(self, bucket: Bucket, per_element: frozenset[str]) -> None:
+        self._store = bucket.placement.optimizer_store
+        self._numel = bucket.layout.shard_numel
+        self._per_element = per_element
+        self.flat: dict[str, Tensor] = {}  # by name; 1-D, Ψ/S
+        self._scalars: dict[Segment, State] = {}
+        self._names: dict[Segment, tuple[str, ...]] = {}  # the per-element state that a segment has
+
+    def __contains__(self, segment: Segment) -> bool:
+        return segment in self._scalars
+
+    def get(self, segment: Segment) -> State:
+        """State as the optimizer wants it for this segment: views of the flat tensors, and the scalars."""
+        if segment not in self:
+            return {}
+        views = {name: self.flat[name][segment.start : segment.stop] for name in self._names[segment]}
+        return views | self._scalars[segment]
+
+    def put(self, segment: Segment, state: State) -> None:
+        """Take over what an update left behind; tensors that are views from :meth:`get` stay where they are."""
+        names = tuple(name for name, value in state.items() if self._is_flat(name, value))
+        for name in names:
+            view = self.zeros(name, state[name].dtype)[segment.start : segment.stop]
+            if view.data_ptr() != state[name].data_ptr():
+                view.copy_(state[name].reshape(-1))
+        self._names[segment] = names
+        self._scalars[segment] = {name: value for name, value in state.items() if name not in names}
+
+    def put_slice(self, segment: Segment, state: State) -> None:
+        """Take over this segment's part of a whole parameter's ``state`` (tensors in the parameter's shape)."""
+        part = slice(segment.param_start, segment.param_start + segment.numel)
+
+        def cut(name: str, value: Any) -> Any:
+            if self._is_flat(name, value):
+                return value.detach().reshape(-1)[part]
+            return value.detach().clone() if isinstance(value, Tensor) else value
+
+        self.put(segment, {name: cut(name, value) for name, value in state.items()})
+
+    def zeros(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The flat tensor called ``name``, made on first use."""
+        if name not in self.flat:
+            self.flat[name] = self._store.zeros(self._numel, dtype)
+        return self.flat[name]
+
+    def scalars(self, segment: Segment) -> State:
+        """The scalar state of a segment."""
+        return self._scalars[segment]
+
+    def clear(self) -> None:
+        """Forget everything, as before the first update."""
+        self.flat, self._scalars, self._names = {}, {}, {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.flat.values())
+
+    def _is_flat(self, name: str, value: Any) -> bool:
+        return name in self._per_element and isinstance(value, Tensor)

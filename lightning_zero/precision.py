@@ -1,0 +1,208 @@
+"""The precision plugin: which dtypes forward, backward, communication and update see."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero.engine import Engine, MixedPrecisionPolicy
+
+PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "bf16-true"]
+DtypeName = Literal["float16", "bfloat16", "float32", "float64"]
+
+
+class _Mode(NamedTuple):
+    """What a precision name stands for; ``None`` leaves things as they are."""
+
+    param_dtype: torch.dtype | None
+    autocast_dtype: torch.dtype | None
+    keep_norms: bool
+    cast_inputs: bool  # also buffers, and the default dtype of tensors made in a step
+
+
+_MODES: dict[str, _Mode] = {
+    "32-true": _Mode(None, None, keep_norms=True, cast_inputs=False),
+    "64-true": _Mode(torch.float64, None, keep_norms=False, cast_inputs=True),
+    "bf16-mixed": _Mode(torch.bfloat16, torch.bfloat16, keep_norms=True, cast_inputs=False),
+    "bf16-true": _Mode(torch.bfloat16, None, keep_norms=False, cast_inputs=True),
+}
+_FP16 = ("16-mixed", "16-true", "16")
+
+
+class ZeroPrecision(Precision):
+    """Precision under :class:`~lightning_zero.ZeroStrategy`.
+
+    ==============  ======================  ========  ===============================================
+    ``precision``   parameters              autocast  masters
+    ==============  ======================  ========  ===============================================
+    ``32-true``     as the module has them  no        none: they are the parameters
+    ``64-true``     fp64                    no        none
+    ``bf16-mixed``  bf16, norms fp32        bf16      fp32, sharded
+    ``bf16-true``   bf16                    no        fp32, sharded, unless ``master_weights=False``
+    ==============  ======================  ========  ===============================================
+
+    Masters are made from the initial values before anything is cast. A ``precision=`` flag of the Trainer becomes this
+    plugin with its defaults; pass it yourself (``plugins=[ZeroPrecision(...)]``) for the options.
+
+    Args:
+        precision: see the table.
+        param_dtype: dtype of parameters in forward and backward instead of the table's. ``float32`` with ``bf16-mixed``
+            is Lightning's own mixed precision: fp32 parameters that autocast casts at every use.
+        reduce_dtype: dtype in which gradients cross the network; default: that of the parameters, or fp32 where
+            micro-batches were summed in fp32 before.
+        grad_dtype: dtype in which the reduced gradient is kept until the step; default: the reduce dtype, and fp32 from
+            the second micro-batch on.
+        master_weights: keep fp32 masters of 16-bit parameters. Without them updates below half a unit in the last place
+            of a 16-bit value are lost.
+        cast_inputs: cast floating-point inputs of a step to the parameters' dtype; default: in the ``-true`` modes.
+
+    Raises:
+        ValueError: unknown precision or dtype; fp16, which needs a loss scaler.
+    """
+
+    def __init__(
+        self,
+        precision: PrecisionName = "32-true",
+        *,
+        param_dtype: DtypeName | torch.dtype | None = None,
+        reduce_dtype: DtypeName | torch.dtype | None = None,
+        grad_dtype: DtypeName | torch.dtype | None = None,
+        master_weights: bool = True,
+        cast_inputs: bool | None = None,
+    ) -> None:
+        if precision not in _MODES:
+            raise ValueError(_precision_error(precision))
+        mode = _MODES[precision]
+        self.precision = precision
+        self._autocast_dtype = mode.autocast_dtype
+        self._cast_inputs = mode.cast_inputs if cast_inputs is None else cast_inputs
+        self._input_dtype = _dtype("param_dtype", param_dtype) or mode.param_dtype
+        self._default_dtype = self._input_dtype if mode.cast_inputs else None
+        self.policy = MixedPrecisionPolicy(
+            param_dtype=self._input_dtype,
+            keep_norms=mode.keep_norms,
+            reduce_dtype=_dtype("reduce_dtype", reduce_dtype),
+            grad_dtype=_dtype("grad_dtype", grad_dtype),
+            master_weights=master_weights,
+            cast_buffers=mode.cast_inputs,
+        )
+        self._engine: Engine | None = None
+
+    def attach(self, engine: Engine) -> None:
+        """Clip through ``engine`` from now on."""
+        self._engine = engine
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError(
+                "ZeroPrecision has no engine: it works inside Trainer.fit, validate, test, predict with a "
+                f"ZeroStrategy; with another strategy use Trainer(precision={self.precision!r})"
+            )
+        return self._engine
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        self.engine  # noqa: B018  # raises under a strategy that has none, before training starts
+        return model, optimizers, lr_schedulers
+
+    @override
+    def tensor_init_context(self) -> contextlib.AbstractContextManager[Any]:
+        # 16-bit modes initialize in fp32, from which the masters are made.
+        wide = self._default_dtype == torch.float64
+        return _default_dtype(torch.float64) if wide else contextlib.nullcontext()
+
+    @override
+    def module_init_context(self) -> contextlib.AbstractContextManager[Any]:
+        return self.tensor_init_context()
+
+    @override
+    @contextlib.contextmanager
+    def forward_context(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._autocast_dtype is not None:
+                device_type = self.engine.placement.device.type
+                stack.enter_context(torch.autocast(device_type, dtype=self._autocast_dtype))
+            if self._default_dtype is not None:
+                stack.enter_context(_default_dtype(self._default_dtype))
+            yield
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        if not self._cast_inputs or self._input_dtype is None:
+            return data
+        return apply_to_collection(data, Tensor, _cast_floating, self._input_dtype)
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip the averaged gradients of ``optimizer`` by their global norm over all shards."""
+        self.engine.clip_grad_norm_(_unwrap(optimizer), clip_val)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clamp each averaged gradient of ``optimizer`` in its shard."""
+        self.engine.clip_grad_value_(_unwrap(optimizer), clip_val)
+
+
+def as_zero_precision(plugin: Precision) -> ZeroPrecision:
+    """The plugin that does under ZeroStrategy what ``plugin`` does elsewhere.
+
+    Raises:
+        TypeError: for a plugin of another kind.
+        ValueError: for fp16.
+    """
+    if isinstance(plugin, ZeroPrecision):
+        return plugin
+    if type(plugin) in (Precision, DoublePrecision, HalfPrecision, MixedPrecision):
+        return ZeroPrecision(plugin.precision)  # type: ignore[arg-type]  # other names are its ValueError
+    raise TypeError(
+        f"{type(plugin).__name__} does not work with ZeroStrategy, which casts and clips shards itself; expected "
+        f"ZeroPrecision, or one of the flags precision={', '.join(map(repr, _MODES))}"
+    )
+
+
+def _precision_error(precision: object) -> str:
+    if precision in _FP16:
+        return (
+            f"precision={precision!r} needs dynamic loss scaling over shards, which this version does not have; "
+            "use 'bf16-mixed' or 'bf16-true', which need none"
+        )
+    return f"precision={precision!r} is unknown; expected one of {', '.join(map(repr, _MODES))}"
+
+
+def _dtype(name: str, value: str | torch.dtype | None) -> torch.dtype | None:
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    if value not in get_args(DtypeName):
+        raise ValueError(f"{name}={value!r} is not a dtype; expected one of {', '.join(get_args(DtypeName))}")
+    dtype: torch.dtype = getattr(torch, value)
+    return dtype
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def _cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _unwrap(optimizer: Optimizer) -> Optimizer:
+    """The user's optimizer inside Lightning's wrapper."""
+    return getattr(optimizer, "_optimizer", optimizer)

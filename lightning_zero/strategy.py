@@ -1,0 +1,438 @@
+"""The Lightning strategy: Lightning's life cycle, and nothing of the sharding itself."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Literal, Self, get_args
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero import checkpoint as _checkpoint
+from lightning_zero.engine import (
+    DeviceStore,
+    Engine,
+    HostStore,
+    Mesh,
+    ShardingPolicy,
+    Store,
+    engines_of,
+    gathered_parameters,
+)
+from lightning_zero.engine.bucket import Placement
+from lightning_zero.optim import ShardUpdater, make_updater
+from lightning_zero.precision import ZeroPrecision, as_zero_precision
+
+StoreName = Literal["none", "cpu", "nvme"]
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+NativeName = Literal["auto", "off"]
+
+
+class ZeroStrategy(DDPStrategy):
+    """Trains with parameters, gradients and optimizer state sharded over ranks, on the device or in host memory.
+
+    ============  ======================  ===================  ===============
+    name          optimizer state         gradients            parameters
+    ============  ======================  ===================  ===============
+    ``zero0``     replicated              replicated           replicated
+    ``zero1``     sharded                 whole until reduced  replicated
+    ``zero2``     sharded                 sharded              replicated
+    ``zero3``     sharded                 sharded              sharded
+    ============  ======================  ===================  ===============
+
+    With ``_offload`` (stages 1-3) optimizer state and masters rest in host memory, at stage 3 the parameters too.
+    ZeRO: https://arxiv.org/abs/1910.02054, ZeRO-Offload: https://arxiv.org/abs/2101.06840.
+
+    Args:
+        stage: 0, 1, 2 or 3.
+        offload_optimizer: where masters, optimizer state and reduced gradients rest: ``"none"`` (the device) or
+            ``"cpu"``.
+        offload_params: where parameter shards rest at stage 3: ``"none"`` (the device) or ``"cpu"``.
+        shard_size: number of neighbouring ranks that share one copy of the state; default: all. Must divide the number
+            of ranks; fewer means more memory and less traffic between nodes.
+        bucket_size_mb: size in 2^20 bytes up to which small units share one collective, stages 0-2.
+        units: what is gathered together at stage 3: module classes, their names, or patterns of module names
+            (``"transformer.h.*"``); default: the outermost repeated blocks.
+        native_optimizer: ``"auto"`` runs torch's Adam and AdamW by the package's kernel where state rests in host
+            memory; ``"off"`` runs torch's own code.
+        skip_nonfinite: skip a step, on all ranks and with a warning, when a gradient is not finite.
+        timeout: seconds after which a collective fails that some rank never joins.
+        start_method: how the other ranks are started: ``"popen"`` re-runs the script.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend:
+            as in :class:`~lightning.pytorch.strategies.DDPStrategy`.
+
+    Raises:
+        ValueError: for a value that is not one of those above, or a combination that cannot work.
+        TypeError: for an unknown option.
+    """
+
+    strategy_name = "zero"
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # Before Python's own TypeError, which does not say which names there are.
+        known = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
+        for name in kwargs:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]!r}? " if close else ""
+                raise TypeError(f"{cls.__name__} has no option {name!r}; {hint}The options are: {', '.join(known)}")
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        stage: int = 2,
+        *,
+        offload_optimizer: StoreName = "none",
+        offload_params: StoreName = "none",
+        shard_size: int | None = None,
+        bucket_size_mb: float = 25.0,
+        units: Sequence[str | type[nn.Module]] | None = None,
+        native_optimizer: NativeName = "auto",
+        skip_nonfinite: bool = True,
+        timeout: float = 1800.0,
+        start_method: StartMethod = "popen",
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+    ) -> None:
+        self._policy = ShardingPolicy.from_stage(stage)
+        _check_choice("native_optimizer", native_optimizer, get_args(NativeName))
+        _check_choice("start_method", start_method, get_args(StartMethod))
+        _check_stores(stage, offload_optimizer, offload_params)
+        _check_shard_size(stage, shard_size)
+        if not bucket_size_mb > 0:
+            raise ValueError(f"bucket_size_mb={bucket_size_mb!r} must be greater than 0; 25 is a good start")
+        if not timeout > 0:
+            raise ValueError(f"timeout={timeout!r} must be a number of seconds greater than 0; the default is 1800")
+        if isinstance(units, str):
+            raise TypeError(f"units={units!r} must be a list, such as units=[{units!r}]")
+        self.stage = stage
+        self.offload_optimizer = offload_optimizer
+        self.offload_params = offload_params
+        self.shard_size = 1 if stage == 0 else shard_size
+        self.bucket_size_mb = bucket_size_mb
+        self.units = units
+        self.native_optimizer = native_optimizer
+        self.skip_nonfinite = skip_nonfinite
+        self._engine: Engine | None = None
+        self._mesh: Mesh | None = None
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=timeout),
+            start_method=start_method,
+        )
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Register ``zero0`` ... ``zero3_offload``."""
+        for stage in range(4):
+            description = f"ZeRO stage {stage}"
+            strategy_registry.register(f"zero{stage}", cls, description, override=True, stage=stage)
+        for stage in range(1, 4):
+            stores = {"offload_optimizer": "cpu"} | ({"offload_params": "cpu"} if stage == 3 else {})
+            description = f"ZeRO stage {stage}, state in host memory"
+            strategy_registry.register(f"zero{stage}_offload", cls, description, override=True, stage=stage, **stores)
+
+    @property
+    def engine(self) -> Engine:
+        """What shards the module; exists from ``setup`` on."""
+        if self._engine is None:
+            raise RuntimeError("ZeroStrategy has sharded no module yet; that happens inside Trainer.fit/validate/test")
+        return self._engine
+
+    # ------------------------------------------------------------------------------------------------------- set-up
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin if self._precision_plugin is not None else ZeroPrecision()
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # With a registered name Lightning makes the stock plugin for the flag and assigns it here.
+        self._precision_plugin = None if precision_plugin is None else as_zero_precision(precision_plugin)
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = _GatheringLauncher(self, start_method=self._start_method)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        expected, actual = self.num_nodes * self.num_processes, torch.distributed.get_world_size()
+        if expected != actual:
+            raise ValueError(
+                f"the process group has {actual} ranks, the Trainer expects devices x num_nodes = {expected}: a "
+                "process keeps the group of its first Trainer. Start a new process, or call "
+                "torch.distributed.destroy_process_group() before the next Trainer"
+            )
+        if self._mesh is None:
+            self._mesh = Mesh.create(self.shard_size, self._timeout)
+        # Another Trainer's engine would go on holding the values from before what is loaded next.
+        if self.lightning_module is not None:
+            for engine in engines_of(self.lightning_module):
+                if engine is not self._engine:
+                    engine.release()
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        optimizers: list[Optimizer] = []
+        if fitting:
+            if self._layer_sync is not None and self._engine is None:
+                self.model = self._layer_sync.apply(self.lightning_module)
+            self.setup_optimizers(trainer)
+            optimizers = [o for o in self.optimizers if not isinstance(o, _MockOptimizer)]
+        self._shard(self.lightning_module, optimizers if fitting else None)
+        self.setup_precision_plugin()
+        for wrapper in self._lightning_optimizers:
+            # The wrapper inherits the optimizer's class and would find the class's method before the engine's.
+            wrapper.__dict__["zero_grad"] = wrapper._optimizer.zero_grad
+
+    def _shard(self, module: pl.LightningModule, optimizers: list[Optimizer] | None) -> None:
+        """Build the engine, or give the one of an earlier run its new optimizers."""
+        parameters = [p for o in optimizers or [] for group in o.param_groups for p in group["params"]]
+        engine = self._engine
+        if engine is not None and (engine.module is not module or not engine.can_optimize(parameters)):
+            engine.release()
+            engine = None
+        if engine is None:
+            precision = self.precision_plugin
+            assert isinstance(precision, ZeroPrecision)
+            assert self._mesh is not None
+            placement = Placement(
+                self._mesh, self._policy, precision.policy, self.root_device, *self._stores(self.root_device)
+            )
+            engine = Engine(
+                module,
+                placement,
+                optimized=parameters if optimizers is not None else None,
+                units=self.units,
+                bucket_size_mb=self.bucket_size_mb,
+                skip_nonfinite=self.skip_nonfinite,
+            )
+            _update_properties(module, device=self.root_device)  # what `LightningModule.device` reports
+            precision.attach(engine)
+            self._engine = engine
+        if optimizers is not None:
+            engine.attach([make_updater(o, engine, self.native_optimizer) for o in optimizers])
+
+    def _stores(self, device: torch.device) -> tuple[Store, Store]:
+        host = HostStore(pin=device.type == "cuda")
+        on_device = DeviceStore(device)
+        return (
+            host if self.offload_optimizer == "cpu" else on_device,
+            host if self.offload_params == "cpu" else on_device,
+        )
+
+    @override
+    def model_to_device(self) -> None:
+        """Nothing: the engine moves the module bucket by bucket."""
+
+    @override
+    def teardown(self) -> None:
+        # Shards stay for `trainer.save_checkpoint`, `test` and a second `fit`; no rank may wait for another here.
+        assert self.accelerator is not None
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        # Process groups do not pickle; a spawned rank makes its own.
+        return {**super().__getstate__(), "_engine": None, "_mesh": None}
+
+    # -------------------------------------------------------------------------------------------------------- steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        with self.engine.forward_context():
+            output = super().training_step(*args, **kwargs)
+        if output is None and self.lightning_module.automatic_optimization:
+            self.engine.flush()  # no backward follows on this rank, but it may on others
+        return output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.engine.forward_context():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.engine.forward_context():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.engine.forward_context():
+            return super().predict_step(*args, **kwargs)
+
+    @contextlib.contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        with self.engine.no_sync():
+            yield
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self.engine.begin_backward()
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self.engine.flush()
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        # The hooks that follow may read any parameter.
+        self.engine.settle()
+        return output
+
+    def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> float:
+        """Clip the averaged gradients of ``optimizer`` by their global norm; returns the norm before clipping.
+
+        Use it for :func:`torch.nn.utils.clip_grad_norm_`, which sees no gradients once they are reduced. Collective.
+        """
+        return self.engine.clip_grad_norm_(_unwrap(optimizer), max_norm)
+
+    def grad_norm(self, optimizer: Optimizer) -> float:
+        """The global L2 norm of the averaged, unclipped gradients of ``optimizer``. Collective, once per step."""
+        return self.engine.stats(_unwrap(optimizer)).norm
+
+    # -------------------------------------------------------------------------------------------------- checkpoints
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return self._policy.shard_params
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        # Mapped, not read: each rank touches the pages of its own slices.
+        if type(self.checkpoint_io) is TorchCheckpointIO and "://" not in str(checkpoint_path):
+            loaded: dict[str, Any] = torch.load(
+                checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only is not False
+            )
+            return loaded
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._engine is None:
+            return super().lightning_module_state_dict()
+        return _checkpoint.module_state_dict(self._engine)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._engine is None:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            _checkpoint.load_module_state_dict(self._engine, checkpoint["state_dict"], strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        updater = self._updater_of(_unwrap(optimizer))
+        return _checkpoint.optimizer_state_dict(self.engine, updater) if updater else optimizer.state_dict()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            if (updater := self._updater_of(optimizer)) is not None:
+                _checkpoint.load_optimizer_state_dict(self.engine, updater, state)
+
+    def _updater_of(self, optimizer: Optimizer) -> ShardUpdater | None:
+        """What drives ``optimizer``; ``None`` for the stand-in of a module that configures none."""
+        for updater in self.engine.updaters:
+            if updater.optimizer is optimizer:
+                assert isinstance(updater, ShardUpdater)
+                return updater
+        return None
+
+
+class _GatheringLauncher(_MultiProcessingLauncher):
+    """Workers send the module's ``state_dict`` to the main process after teardown: it must be whole."""
+
+    @override
+    def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
+        with gathered_parameters(trainer.lightning_module):
+            return super()._collect_rank_zero_results(trainer, results)
+
+
+def _unwrap(optimizer: Optimizer) -> Optimizer:
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
+
+
+def _check_stores(stage: int, optimizer: str, params: str) -> None:
+    for name, value in (("offload_optimizer", optimizer), ("offload_params", params)):
+        _check_choice(name, value, get_args(StoreName))
+        if value == "nvme":
+            raise ValueError(f"{name}='nvme' is not available in this version; use {name}='cpu' for host memory")
+    if stage == 0 and (optimizer != "none" or params != "none"):
+        raise ValueError(
+            f"stage=0 keeps everything replicated on the device; got offload_optimizer={optimizer!r}, "
+            f"offload_params={params!r}. Use stage=1 or higher to offload"
+        )
+    if stage < 3 and params != "none":
+        raise ValueError(
+            f"offload_params={params!r} needs stage=3, where parameters are sharded; got stage={stage}. "
+            "Use stage=3, or offload_optimizer alone"
+        )
+
+
+def _check_shard_size(stage: int, shard_size: int | None) -> None:
+    if shard_size is None:
+        return
+    if not isinstance(shard_size, int) or isinstance(shard_size, bool) or shard_size < 1:
+        raise ValueError(f"shard_size={shard_size!r} must be a number of ranks >= 1, or None for all")
+    if stage == 0 and shard_size != 1:
+        raise ValueError(f"shard_size={shard_size} needs stage=1 or higher: stage=0 shards nothing")
+
+
+def register() -> None:
+    """Make the names of :meth:`ZeroStrategy.register_strategies` known to ``lightning.pytorch.Trainer``."""
+    ZeroStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,323 @@
+"""The Hydra groups of the package: every option composes and builds, and mistakes are explained."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module, resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from omegaconf import DictConfig, OmegaConf
+from torch.optim import SGD, AdamW
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.config import SCHEMAS, Store, StrategyConf
+from lightning_zero.hydra_app import build_group, build_optimizers, build_trainer, hydra_main, register
+from lightning_zero.schedulers import WarmupCosineLR
+
+CONF = Path(str(resources.files("lightning_zero.conf")))
+GROUPS = ("strategy", "precision", "optimizer", "scheduler", "trainer", "logger", "callbacks")
+PRIMARY = """\
+defaults:
+  - strategy: zero2
+  - precision: fp32
+  - optimizer: adamw
+  - scheduler: none
+  - trainer: cpu
+  - logger: none
+  - callbacks: none
+  - override hydra/job_logging: quiet
+  - _self_
+run_dir: ???
+"""
+
+Compose = Callable[..., DictConfig]
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def each_option(*groups: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("group", "option"), [(g, o) for g in groups for o in options(g)])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The configuration folder of an application that uses every group."""
+    (tmp_path / "main.yaml").write_text(PRIMARY)
+    return tmp_path
+
+
+@pytest.fixture
+def composed(folder: Path) -> Iterator[Compose]:
+    register()
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        yield lambda *overrides: compose("main", overrides=[f"run_dir={folder}", *overrides])
+
+
+# -- options --
+
+
+def test_the_groups_hold_the_promised_options() -> None:
+    assert options("strategy") == sorted(
+        ["ddp", "zero0", "zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload"]
+    )
+    assert options("precision") == ["bf16", "bf16_true", "fp32", "fp64"]
+    assert options("optimizer") == ["adagrad", "adam", "adamw", "rmsprop", "sgd"]
+    assert options("scheduler") == ["cosine", "none"]
+
+
+@each_option(*GROUPS)
+def test_every_option_composes(composed: Compose, group: str, option: str) -> None:
+    cfg = composed(f"{group}={option}")
+    OmegaConf.resolve(cfg)
+    assert group in cfg
+
+
+@each_option("strategy")
+def test_every_strategy_builds(composed: Compose, group: str, option: str) -> None:
+    trainer = build_trainer(composed(f"{group}={option}"))
+    assert isinstance(trainer.strategy, ZeroStrategy) == option.startswith("zero")
+
+
+@pytest.mark.parametrize(
+    ("option", "stage", "optimizer", "params"),
+    [
+        ("zero0", 0, "none", "none"),
+        ("zero1", 1, "none", "none"),
+        ("zero2", 2, "none", "none"),
+        ("zero3", 3, "none", "none"),
+        ("zero1_offload", 1, "cpu", "none"),
+        ("zero2_offload", 2, "cpu", "none"),
+        ("zero3_offload", 3, "cpu", "cpu"),
+    ],
+)
+def test_strategy_names_mean_what_they_say(
+    composed: Compose, option: str, stage: int, optimizer: str, params: str
+) -> None:
+    node = composed(f"strategy={option}").strategy
+    assert (node.stage, node.offload_optimizer, node.offload_params) == (stage, optimizer, params)
+
+
+@each_option("precision")
+def test_every_precision_builds_with_both_kinds_of_strategy(composed: Compose, group: str, option: str) -> None:
+    ours = build_trainer(composed(f"{group}={option}"))
+    assert type(ours.precision_plugin).__name__ == "ZeroPrecision"
+    ddp = build_trainer(composed(f"{group}={option}", "strategy=ddp"))
+    assert ddp.precision == composed(f"{group}={option}").precision.precision
+
+
+@each_option("optimizer")
+def test_every_optimizer_builds_with_torchs_defaults(composed: Compose, group: str, option: str) -> None:
+    cfg = composed(f"{group}={option}")
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    built = build_optimizers(cfg.optimizer, cfg.scheduler, [parameter], 10)["optimizer"]
+    plain = type(built)([parameter])
+    assert f"{type(built).__module__}.{type(built).__name__}".startswith("torch.optim")
+    assert built.defaults == plain.defaults
+
+
+def test_the_scheduler_runs_over_the_whole_fit(composed: Compose) -> None:
+    cfg = composed("scheduler=cosine", "scheduler.warmup_steps=2")
+    built = build_optimizers(cfg.optimizer, cfg.scheduler, [torch.nn.Parameter(torch.zeros(2))], 10)
+    assert built["lr_scheduler"]["interval"] == "step"
+    assert built["lr_scheduler"]["scheduler"].total_steps == 10
+
+
+def test_parameter_groups_keep_their_own_settings(composed: Compose) -> None:
+    groups = [
+        {"params": [torch.nn.Parameter(torch.zeros(2, 2))]},
+        {"params": [torch.nn.Parameter(torch.zeros(2))], "weight_decay": 0.0},
+    ]
+    cfg = composed("optimizer.weight_decay=0.3")
+    built = build_optimizers(cfg.optimizer, cfg.scheduler, groups, 10)["optimizer"]
+    assert [group["weight_decay"] for group in built.param_groups] == [0.3, 0.0]
+    assert built.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_default_callbacks_write_below_the_run_folder(composed: Compose, folder: Path) -> None:
+    callbacks = build_group(composed("callbacks=default", "callbacks.model_summary=null").callbacks)
+    assert len(callbacks) == 3
+    (checkpoint,) = [c for c in callbacks if isinstance(c, ModelCheckpoint)]
+    assert checkpoint.dirpath == str(folder / "checkpoints")
+
+
+def test_the_csv_logger_writes_below_the_run_folder(composed: Compose, folder: Path) -> None:
+    (logger,) = build_group(composed("logger=csv").logger)
+    assert isinstance(logger, CSVLogger)
+    assert Path(logger.log_dir) == folder / "csv"
+
+
+def test_the_trainer_takes_callbacks_of_the_application(composed: Compose) -> None:
+    mine = Callback()
+    trainer = build_trainer(composed("callbacks=default", "logger=csv"), callbacks=[mine])
+    assert mine in trainer.callbacks
+    assert any(isinstance(callback, LearningRateMonitor) for callback in trainer.callbacks)
+
+
+def test_default_callbacks_work_without_a_logger(composed: Compose) -> None:
+    trainer = build_trainer(composed("callbacks=default", "logger=none"))
+    assert trainer.loggers == []
+    assert not any(isinstance(callback, LearningRateMonitor) for callback in trainer.callbacks)
+
+
+def test_anything_the_trainer_takes_can_be_added(composed: Compose) -> None:
+    assert build_trainer(composed("+trainer.min_steps=3")).min_steps == 3
+
+
+# -- schemas --
+
+
+@pytest.mark.parametrize("path", SCHEMAS)
+def test_schemas_agree_with_what_they_configure(path: str) -> None:
+    fields = {field.name for field in dataclasses.fields(SCHEMAS[path]) if not field.name.startswith("_")}
+    module, _, name = SCHEMAS[path]._target_.rpartition(".")
+    parameters = inspect.signature(getattr(import_module(module), name)).parameters
+    assert fields <= parameters.keys()
+
+
+@pytest.mark.parametrize(
+    ("path", "option"),
+    [("strategy/zero", "zero2"), ("precision/zero", "fp32"), ("scheduler/cosine", "cosine")]
+    + [(f"optimizer/{name}", name) for name in ("adamw", "adam", "sgd", "adagrad", "rmsprop")],
+)
+def test_yaml_and_schema_state_the_same_defaults(composed: Compose, path: str, option: str) -> None:
+    group = path.partition("/")[0]
+    assert composed(f"{group}={option}")[group] == OmegaConf.structured(SCHEMAS[path])
+
+
+def test_stores_reach_the_strategy_as_plain_text(composed: Compose) -> None:
+    store = composed("strategy=zero2_offload").strategy.offload_optimizer
+    assert store == "cpu"
+    assert f"{store!r} {store}" == "'cpu' cpu"
+    assert StrategyConf().offload_params is Store.none
+
+
+@pytest.mark.parametrize("path", [f"{group}/{option}" for group in GROUPS for option in options(group)])
+def test_every_default_has_a_comment(path: str) -> None:
+    lines = (CONF / f"{path}.yaml").read_text().splitlines()
+    assert lines[0].startswith("# ")
+    for line in lines[1:]:
+        key, _, value = line.strip().partition(":")
+        structural = not value.strip() or key in ("_target_", "{}") or line.strip() == "- _self_"
+        assert structural or " # " in line, line
+
+
+# -- the learning rate --
+
+
+def rates(steps: int, **arguments: Any) -> list[float]:
+    optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = WarmupCosineLR(optimizer, **arguments)
+    seen = []
+    for _ in range(steps):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+def test_cosine_warms_up_and_ends_at_the_minimum() -> None:
+    seen = rates(12, total_steps=10, warmup_steps=3, min_lr_ratio=0.1)
+    assert seen[:4] == pytest.approx([0.5, 1.0, 1.5, 2.0])
+    assert seen[3:11] == sorted(seen[3:11], reverse=True)
+    assert seen[10:] == pytest.approx([0.2, 0.2])
+
+
+def test_cosine_resumes_where_it_was() -> None:
+    optimizer = AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = WarmupCosineLR(optimizer, total_steps=10, warmup_steps=2)
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+    fresh = WarmupCosineLR(AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0), total_steps=10, warmup_steps=2)
+    fresh.load_state_dict(scheduler.state_dict())
+    assert fresh.get_last_lr() == scheduler.get_last_lr()
+    assert fresh.get_lr() == scheduler.get_lr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"total_steps": 10, "warmup_steps": 10}, "warmup_steps=10 must be .* less than total_steps=10"),
+        ({"total_steps": 10, "warmup_steps": -1}, "warmup_steps=-1 must be at least 0"),
+        ({"total_steps": 10, "min_lr_ratio": 1.5}, "min_lr_ratio=1.5 must lie between 0 and 1"),
+    ],
+)
+def test_impossible_schedules_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rates(1, **arguments)
+
+
+# -- mistakes --
+
+
+@pytest.fixture
+def run_app(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Run an application with a command line; returns the message that it ends with."""
+
+    def run(*overrides: str, task: Callable[[DictConfig], Any] = build_trainer) -> str:
+        monkeypatch.setattr(sys, "argv", ["main.py", f"hydra.run.dir={folder}/run", *overrides])
+        monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+        with pytest.raises(SystemExit) as caught:
+            hydra_main(config_name="main", config_path=str(folder))(task)()
+        assert isinstance(caught.value.code, str)  # printed to stderr, and the exit code is 1
+        return caught.value.code
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["strategy.stge=1"], ["strategy.stge: no such key. Did you mean 'stage'?", "offload_optimizer"]),
+        (
+            ["trainer.devises=2"],
+            ["Did you mean 'devices'?", "trainer has: accelerator", "+trainer.devises=..."],
+        ),
+        (["stratgy=zero1"], ["stratgy: no such key. Did you mean 'strategy'?", "the configuration has:"]),
+        (["strategy=zero2_ofload"], ["Did you mean 'zero2_offload'?", "strategy can be: ddp, zero0"]),
+        (["precision=fp8"], ["precision=fp8: no such option", "bf16_true, fp32, fp64"]),
+        (
+            ["strategy.offload_optimizer=gpu"],
+            ["strategy.offload_optimizer", "expected one of [none, cpu, nvme]"],
+        ),
+        (["strategy.shard_size=two"], ["strategy.shard_size: Value 'two'", "Integer"]),
+        (["optimizer.lr=fast"], ["optimizer.lr: Value 'fast'", "Float"]),
+        (["optimizer=sgd", "optimizer.betas=[0,0]"], ["optimizer.betas: no such key", "momentum"]),
+        (["scheduler.steps=3"], ["scheduler has no keys."]),
+        ([], ["run_dir: no value yet", "run_dir=..."]),
+        (["run_dir=x", "+trainer.devises=2"], ["Trainer", "unexpected keyword argument 'devises'"]),
+    ],
+)
+def test_mistakes_name_what_would_be_right(
+    run_app: Callable[..., str], overrides: list[str], expected: list[str]
+) -> None:
+    message = run_app(*overrides)
+    assert "Traceback" not in message
+    for part in expected:
+        assert part in message
+
+
+def test_errors_of_the_program_keep_their_type(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def task(cfg: DictConfig) -> None:
+        raise LookupError("mine")
+
+    monkeypatch.setattr(sys, "argv", ["main.py", f"hydra.run.dir={folder}/run", "run_dir=x"])
+    with pytest.raises(LookupError, match="mine") as caught:
+        hydra_main(config_name="main", config_path=str(folder))(task)()
+    assert "hydra/_internal" not in "".join(str(entry.path) for entry in caught.traceback)
+
+
+def test_precision_settings_of_ours_are_refused_elsewhere(composed: Compose) -> None:
+    with pytest.raises(ValueError, match=r"reduce_dtype.*DDPStrategy does not know"):
+        build_trainer(composed("strategy=ddp", "precision.reduce_dtype=float32"))

@@ -1,0 +1,100 @@
+"""Rank pools as fixtures, and the rules that keep the suite fast."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.ranks import REPRODUCIBLE, ForkServer, RankPool
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+CALL_LIMIT = 5.0  # seconds for the call phase of a test without one of the markers below
+UNTIMED = ("slow", "long", "launch", "gpu")
+MAX_LAUNCH = 15
+MAY_BE_SLOW: frozenset[str] = frozenset()  # node ids without parameters that the limit does not apply to
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The reference is compared with what ranks compute, bit by bit: same threads, same arithmetic.
+    os.environ.update(REPRODUCIBLE)  # MKL reads its variable at its first call, which is still to come
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    launching = [item.nodeid for item in items if item.get_closest_marker("launch")]
+    if len(launching) > MAX_LAUNCH:
+        listed = "\n  ".join(launching)
+        raise pytest.UsageError(
+            f"{len(launching)} tests are marked launch, at most {MAX_LAUNCH} may be: use a rank pool instead "
+            f"(fixtures pool1, pool2, pool4)\n  {listed}"
+        )
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fail a test whose call takes too long; fixtures, and so the start of the ranks, do not count."""
+    report = yield
+    marked = any(item.get_closest_marker(name) for name in UNTIMED)
+    timed = report.when == "call" and not marked and item.nodeid.split("[")[0] not in MAY_BE_SLOW
+    if timed and report.passed and report.duration > CALL_LIMIT:
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{item.nodeid} took {report.duration:.2f} s, the limit is {CALL_LIMIT:g} s: "
+            "make it smaller or mark it slow"
+        )
+    return report
+
+
+@pytest.fixture(scope="session")
+def rank_pools() -> Iterator[Callable[[int], RankPool]]:
+    """Running pools by world size, which all tests share."""
+    server = ForkServer()
+    pools: dict[int, RankPool] = {}
+
+    def running(world_size: int) -> RankPool:
+        if world_size not in pools:
+            pools[world_size] = RankPool(world_size, server)
+        pools[world_size].start()
+        return pools[world_size]
+
+    yield running
+    for pool in pools.values():
+        pool.close()
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def pool1(rank_pools: Callable[[int], RankPool]) -> RankPool:
+    return rank_pools(1)
+
+
+@pytest.fixture(scope="session")
+def pool2(rank_pools: Callable[[int], RankPool]) -> RankPool:
+    return rank_pools(2)
+
+
+@pytest.fixture(scope="session")
+def pool4(rank_pools: Callable[[int], RankPool]) -> RankPool:
+    return rank_pools(4)
+
+
+@pytest.fixture(scope="session")
+def pool(request: pytest.FixtureRequest, rank_pools: Callable[[int], RankPool]) -> RankPool:
+    """A pool of the world sizes that `helpers.ranks.ranks` gives."""
+    return rank_pools(request.param)
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Real text and images, where this machine has them."""
+    folder = REPOSITORY.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("needs the shared data folder beside the repository")
+    return folder

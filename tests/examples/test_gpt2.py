@@ -1,0 +1,418 @@
+"""The GPT-2 example: the model, the data, and short runs of its main function."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import RankPool, ranks
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from lightning import Trainer
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_zero.hydra_app import register
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt2"
+MODULES = ("data", "model", "report", "train")
+NANO = {"n_layer": 2, "n_head": 2, "n_embd": 16, "context": 8}
+TEXT = bytes(i * i % 251 for i in range(3000))
+
+
+@contextlib.contextmanager
+def example_modules() -> Iterator[SimpleNamespace]:
+    """The example's modules by name; other examples have modules of the same names."""
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
+    finally:
+        sys.path.remove(str(EXAMPLE))
+        for name in MODULES:
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Iterator[SimpleNamespace]:
+    with example_modules() as modules:
+        yield modules
+
+
+def composed(*overrides: str, run_dir: str = "run") -> DictConfig:
+    register()
+    with initialize_config_dir(str(EXAMPLE / "conf"), version_base="1.3"):
+        return compose("train", overrides=[f"run_dir={run_dir}", "strategy_name=test", *overrides])
+
+
+# -- configuration --
+
+
+@pytest.mark.parametrize("group", ["model", "data", "experiment", "optimizer"])
+def test_every_option_composes_and_resolves(group: str) -> None:
+    for path in (EXAMPLE / "conf" / group).glob("*.yaml"):
+        OmegaConf.resolve(composed(f"{group}={path.stem}", "data.path=x" if path.stem == "text" else "seed=1"))
+
+
+def test_the_experiment_is_nanogpts_setting() -> None:
+    cfg = composed("experiment=shakespeare_cpu", "data=text", "data.path=input.txt", "strategy=zero3")
+    assert (cfg.model.n_layer, cfg.model.n_head, cfg.model.n_embd, cfg.model.context) == (4, 4, 128, 64)
+    assert (cfg.data.batch_size, cfg.data.val_windows, cfg.trainer.max_steps) == (12, None, 2000)
+    assert (cfg.optimizer.lr, cfg.optimizer.betas, cfg.optimizer.weight_decay) == (1e-3, [0.9, 0.99], 0.1)
+    assert (cfg.scheduler.warmup_steps, cfg.scheduler.min_lr_ratio) == (100, 0.1)
+    assert (cfg.model.dropout, cfg.trainer.gradient_clip_val) == (0.0, 1.0)
+    assert cfg.strategy.stage == 3
+
+
+# -- model --
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters"),
+    [
+        ("nano", 834_304),
+        ("gpt2", 124_439_808),
+        ("gpt2_medium", 354_823_168),
+        ("gpt2_large", 774_030_080),
+        ("gpt2_xl", 1_557_611_200),
+        ("gpt2_10b", 10_279_047_168),
+    ],
+)
+def test_sizes_have_the_published_parameter_counts(gpt2: SimpleNamespace, size: str, parameters: int) -> None:
+    with torch.device("meta"):
+        model = instantiate(composed(f"model={size}").model)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+def test_output_and_input_embedding_are_one_parameter(gpt2: SimpleNamespace) -> None:
+    model = gpt2.model.GPT(**NANO)
+    assert model.lm_head.weight is model.wte.weight
+    assert len([p for p in model.parameters() if p is model.wte.weight]) == 1
+
+
+def test_initialization_follows_gpt2(gpt2: SimpleNamespace) -> None:
+    torch.manual_seed(0)
+    model = gpt2.model.GPT(n_layer=8, n_head=2, n_embd=128, context=64)
+    std = {name: parameter.std().item() for name, parameter in model.named_parameters()}
+    residual = 0.02 / math.sqrt(2 * 8)
+    for name, value in std.items():
+        if name.endswith("proj.weight"):
+            assert value == pytest.approx(residual, rel=0.05)
+        elif name.endswith("weight") and ".ln_" not in name and name != "ln_f.weight":
+            assert value == pytest.approx(0.02, rel=0.05)
+        else:
+            assert value == 0
+
+
+def test_a_new_model_predicts_every_byte_alike(gpt2: SimpleNamespace) -> None:
+    torch.manual_seed(0)
+    model = gpt2.model.GPT(**NANO)
+    batch = torch.randint(256, (4, 8)), torch.randint(256, (4, 8))
+    assert model._loss(batch, "mean").item() == pytest.approx(math.log(256), rel=0.01)
+
+
+def test_attention_does_not_look_ahead(gpt2: SimpleNamespace) -> None:
+    model = gpt2.model.GPT(**NANO).eval()
+    tokens = torch.randint(256, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5] += 1
+    same = (model(tokens) == model(changed % 256)).all(dim=-1)[0]
+    assert same.tolist() == [True] * 5 + [False] * 3
+
+
+def test_checkpointing_changes_neither_loss_nor_gradients(gpt2: SimpleNamespace) -> None:
+    torch.manual_seed(0)
+    plain = gpt2.model.GPT(**NANO)
+    recomputing = gpt2.model.GPT(**NANO, activation_checkpointing=True)
+    recomputing.load_state_dict(plain.state_dict())
+    batch = torch.randint(256, (4, 8)), torch.randint(256, (4, 8))
+    losses = [model._loss(batch, "mean") for model in (plain, recomputing)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    for p, q in zip(plain.parameters(), recomputing.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_dropout_acts_in_training_only(gpt2: SimpleNamespace) -> None:
+    model = gpt2.model.GPT(**NANO, dropout=0.5)
+    tokens = torch.randint(256, (1, 8))
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
+def test_weight_decay_acts_on_matrices(gpt2: SimpleNamespace) -> None:
+    model = gpt2.model.GPT(**NANO)
+    decayed, others = model.parameter_groups()
+    assert {p.ndim for p in decayed["params"]} == {2}
+    assert {p.ndim for p in others["params"]} == {1}
+    assert others["weight_decay"] == 0.0
+    assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
+
+
+def test_samples_depend_on_the_seed_alone(gpt2: SimpleNamespace) -> None:
+    model = gpt2.model.GPT(**NANO, vocab_size=300)
+    sample = model.generate([1], 40, vocab_size=256, seed=3)
+    torch.manual_seed(99)
+    assert sample == model.generate([1], 40, vocab_size=256, seed=3)
+    assert sample != model.generate([1], 40, vocab_size=256, seed=4)
+    assert len(sample) == 40
+    assert max(sample) < 256
+
+
+def test_the_model_loads_from_its_checkpoint(gpt2: SimpleNamespace, tmp_path: Path) -> None:
+    model = gpt2.model.GPT(**NANO, optimizer=composed().optimizer)
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.strategy.connect(model)
+    trainer.save_checkpoint(tmp_path / "model.ckpt")
+    loaded = gpt2.model.GPT.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), loaded.parameters(), strict=True))
+
+
+# -- data --
+
+
+def windows(gpt2: SimpleNamespace, **options: Any) -> Any:
+    tokens = gpt2.data.as_tokens(bytearray(TEXT))
+    return gpt2.data.RandomWindows(tokens, **{"context": 8, "batch_size": 12, "steps": 5, "seed": 1, **options})
+
+
+def test_training_windows_are_pieces_of_the_text(gpt2: SimpleNamespace) -> None:
+    for inputs, targets in windows(gpt2):
+        assert inputs.shape == targets.shape == (12, 8)
+        for row, target in zip(inputs, targets, strict=True):
+            assert bytes(row.tolist() + target[-1:].tolist()) in TEXT
+            assert torch.equal(row[1:], target[:-1])
+
+
+def test_training_windows_depend_on_seed_and_step(gpt2: SimpleNamespace) -> None:
+    first, again, other = (
+        [x for x, _ in windows(gpt2, seed=seed)] for seed in (1, 1, 2)
+    )  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    assert not torch.equal(first[0], first[1])
+
+
+@pytest.mark.parametrize(("world_size", "accumulate"), [(1, 1), (2, 1), (4, 1), (1, 3), (2, 3)])
+def test_a_step_sees_the_same_bytes_however_it_is_split(
+    gpt2: SimpleNamespace, world_size: int, accumulate: int
+) -> None:
+    whole = torch.cat([x for x, _ in windows(gpt2)])
+    by_rank = [
+        list(windows(gpt2, rank=rank, world_size=world_size, accumulate=accumulate)) for rank in range(world_size)
+    ]
+    steps = [
+        torch.cat([x for part in by_rank for x, _ in part[step * accumulate : (step + 1) * accumulate]])
+        for step in range(5)
+    ]
+    assert torch.equal(torch.cat(steps), whole)
+
+
+def test_the_loader_goes_on_where_its_state_was_taken(gpt2: SimpleNamespace) -> None:
+    whole = windows(gpt2, accumulate=2)
+    everything = [x for _ in range(2) for x, _ in whole]  # two epochs
+    loader = windows(gpt2, accumulate=2)
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    state = loader.state_dict()
+    assert state == {"step": 1, "micro_batch": 1}
+    resumed = windows(gpt2, accumulate=2)
+    resumed.load_state_dict(state)
+    rest = [x for _ in range(2) for x, _ in resumed]
+    assert len(rest) == len(everything) - 3
+    assert all(torch.equal(a, b) for a, b in zip(rest, everything[3:], strict=True))
+
+
+@pytest.mark.parametrize("length", [17, 100, 3000])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_validation_covers_every_held_out_byte_once(gpt2: SimpleNamespace, length: int, world_size: int) -> None:
+    tokens = gpt2.data.as_tokens(bytearray(TEXT[:length]))
+    batches = []
+    for rank in range(world_size):
+        loader = gpt2.data.HeldOutWindows(tokens, 8, 4, rank=rank, world_size=world_size)
+        batches.append(list(loader))
+        assert len(batches[-1]) == len(loader)
+    assert len({len(mine) for mine in batches}) == 1  # as many forwards on every rank
+    targets = torch.cat([y.flatten() for mine in zip(*batches, strict=True) for _, y in mine])
+    assert bytes(targets[targets >= 0].tolist()) == TEXT[1:length]
+
+
+def test_a_limit_spreads_the_windows(gpt2: SimpleNamespace) -> None:
+    tokens = gpt2.data.as_tokens(bytearray(TEXT))
+    assert gpt2.data.HeldOutWindows(tokens, 10, 4, limit=3).starts == [0, 1000, 2000]
+
+
+def test_the_standard_library_is_split_by_path(gpt2: SimpleNamespace) -> None:
+    data = gpt2.data.StdlibData(context=64, batch_size=12, epoch_steps=10)
+    share = len(data.held_out) / (len(data.held_out) + len(data.train))
+    assert 0.05 < share < 0.2
+    assert len(data.train) > 2_000_000
+    again = gpt2.data.StdlibData(context=64, batch_size=12, epoch_steps=10)
+    assert torch.equal(data.held_out, again.held_out)
+
+
+def test_a_text_may_be_a_file_or_a_folder(gpt2: SimpleNamespace, tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "second.txt").write_bytes(TEXT[1000:])
+    (tmp_path / "a.txt").write_bytes(TEXT[:1000])
+    (tmp_path / "whole").write_bytes(TEXT)
+    options = {"context": 8, "batch_size": 4, "epoch_steps": 2}
+    folder = gpt2.data.TextData(str(tmp_path), **options)
+    assert bytes(folder.train.tolist()).startswith(TEXT[:2700])
+    file = gpt2.data.TextData(str(tmp_path / "whole"), **options)
+    assert bytes(file.train.tolist()) == TEXT[:2700]
+    assert bytes(file.held_out.tolist()) == TEXT[2700:]
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        (None, {}, "does not exist: expected a file or a folder"),
+        ({}, {}, r"has no \* files: expected at least one"),
+        (b"", {}, "is empty: expected a text"),
+        (b"short", {}, "has 4 bytes, but a window needs 9: use a longer text"),
+        (TEXT[:50], {}, "held-out part of the text has 5 bytes"),
+        (TEXT, {"batch_size": 0}, "batch_size=0 must be at least 1"),
+        (TEXT, {"val_windows": 0}, "val_windows=0 must be at least 1"),
+        (TEXT, {"epoch_steps": -1}, "epoch_steps=-1 must be at least 1"),
+    ],
+)
+def test_unusable_data_is_refused(
+    gpt2: SimpleNamespace, tmp_path: Path, content: Any, options: dict[str, int], message: str
+) -> None:
+    path = tmp_path / "text"
+    if content == {}:
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        gpt2.data.TextData(str(path), **{"context": 8, "batch_size": 4, "epoch_steps": 2, **options})
+
+
+def test_an_uneven_split_of_the_batch_is_refused(gpt2: SimpleNamespace) -> None:
+    message = r"batch_size=10 .* 3 ranks x 1 micro-batches: use a multiple of 3, such as data.batch_size=9"
+    with pytest.raises(ValueError, match=message):
+        gpt2.data.check_divisible(10, 3, 1)
+
+
+# -- short runs --
+
+SHORT = (
+    "strategy=ddp",
+    "trainer=cpu",
+    "trainer.max_steps=4",
+    "trainer.val_check_interval=2",
+    "trainer.log_every_n_steps=1",
+    "trainer.enable_progress_bar=false",
+    "callbacks.progress_bar=null",
+    "trainer.enable_model_summary=false",
+    "callbacks.model_summary=null",
+    "scheduler.warmup_steps=1",
+    "model.n_layer=1",
+    "model.n_embd=16",
+    "model.context=8",
+    "sample.length=5",
+    "data=text",
+)
+
+
+def train_briefly(folder: str, devices: int, *overrides: str) -> None:
+    """The example's main function on this rank."""
+    Path(folder).mkdir(exist_ok=True)
+    text = f"data.path={Path(folder).parent}/text"
+    cfg = composed(*SHORT, text, f"trainer.devices={devices}", *overrides, run_dir=folder)
+    with example_modules() as modules:
+        modules.train.main.__wrapped__(cfg)
+
+
+def results(folder: Path) -> tuple[dict[str, Any], list[float]]:
+    """The summary and the logged training losses."""
+    with (folder / "csv" / "metrics.csv").open() as file:
+        losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
+    return json.loads((folder / "summary.json").read_text()), losses
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    (tmp_path / "text").write_bytes(TEXT)
+    return tmp_path
+
+
+@ranks(1, 2)
+def test_a_run_leaves_its_results(pool: RankPool, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pool.run(train_briefly, str(runs / "run"), pool.world_size)
+    summary, losses = results(runs / "run")
+    assert list(summary) == [
+        "val_loss",
+        "train_loss",
+        "steps",
+        "tokens_per_second",
+        "strategy",
+        "world_size",
+        "peak_memory_bytes",
+    ]
+    assert (summary["steps"], summary["strategy"], summary["world_size"]) == (4, "test", pool.world_size)
+    assert summary["train_loss"] == pytest.approx(sum(losses) / 4)
+    assert 1e7 < summary["peak_memory_bytes"] < 1e11
+    assert summary["tokens_per_second"] > 0
+    assert (runs / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (runs / "run" / "sample.txt").read_text().startswith("\n")
+    assert {p.name for p in (runs / "run" / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    printed = capsys.readouterr().out
+    assert printed.rstrip().count(str(runs / "run")) == 1  # by rank 0 only
+    assert "--- output of rank 1 ---" not in printed or "summary.json" not in printed.split("rank 1 ---")[1]
+
+
+def test_losses_do_not_depend_on_world_size_and_accumulation(pool1: RankPool, pool2: RankPool, runs: Path) -> None:
+    pool1.run(train_briefly, str(runs / "one"), 1)
+    pool2.run(train_briefly, str(runs / "two"), 2)
+    pool1.run(train_briefly, str(runs / "accumulated"), 1, "trainer.accumulate_grad_batches=3")
+    one, two, accumulated = (results(runs / name)[0]["val_loss"] for name in ("one", "two", "accumulated"))
+    assert two == pytest.approx(one, rel=1e-5)
+    assert accumulated == pytest.approx(one, rel=1e-5)
+
+
+def test_resuming_within_an_epoch_equals_the_whole_run(pool1: RankPool, runs: Path) -> None:
+    keep = ("callbacks.checkpoint.filename='{step}'", "callbacks.checkpoint.save_top_k=-1")
+    pool1.run(train_briefly, str(runs / "whole"), 1, *keep)
+    checkpoint = runs / "whole" / "checkpoints" / "2.ckpt"
+    pool1.run(train_briefly, str(runs / "resumed"), 1, f"ckpt_path={checkpoint}")
+    whole, resumed = results(runs / "whole"), results(runs / "resumed")
+    assert resumed[1] == whole[1][2:]
+    assert resumed[0]["val_loss"] == whole[0]["val_loss"]
+    ends = [torch.load(runs / name / "checkpoints" / "last.ckpt") for name in ("whole", "resumed")]
+    for key, value in ends[0]["state_dict"].items():
+        assert torch.equal(value, ends[1]["state_dict"][key])
+
+
+def test_a_finished_run_has_nothing_left_to_train(pool1: RankPool, runs: Path) -> None:
+    pool1.run(train_briefly, str(runs / "whole"), 1)
+    last = f"ckpt_path={runs}/whole/checkpoints/last.ckpt"
+    pool1.run(train_briefly, str(runs / "again"), 1, last, "logger=none")
+    summary = json.loads((runs / "again" / "summary.json").read_text())
+    assert summary["val_loss"] == results(runs / "whole")[0]["val_loss"]
+    assert summary["train_loss"] is None
+
+
+def test_a_finished_run_can_be_extended(pool1: RankPool, runs: Path) -> None:
+    pool1.run(train_briefly, str(runs / "whole"), 1)
+    last = f"ckpt_path={runs}/whole/checkpoints/last.ckpt"
+    pool1.run(train_briefly, str(runs / "longer"), 1, last, "trainer.max_steps=6")
+    summary, losses = results(runs / "longer")
+    assert (summary["steps"], len(losses)) == (6, 2)
+
+
+def test_the_last_steps_are_validated(pool1: RankPool, runs: Path) -> None:
+    pool1.run(train_briefly, str(runs / "odd"), 1, "trainer.max_steps=3")
+    assert results(runs / "odd")[0]["steps"] == 3

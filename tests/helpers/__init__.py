@@ -1,0 +1,1 @@
+"""What the tests share: rank pools, the reference trainer, small models."""

@@ -1,0 +1,208 @@
+"""The far side of `helpers.ranks`: a fork server, and the ranks that it forks.
+
+The server imports torch, Lightning and the package once; a rank is then a fork of it and costs milliseconds,
+so that a pool that had to be killed is back at once. It runs as a script; the tests' side takes the message
+types from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import pickle
+import queue
+import random
+import signal
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+MAX_MESSAGE = 65536
+
+
+@dataclasses.dataclass(frozen=True)
+class RankSpec:
+    """Who a forked rank is, its working folder, and the port that its launcher variables name."""
+
+    rank: int
+    world_size: int
+    folder: str
+    port: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A function to run, by the file it is in, with pickled arguments; `timeout` bounds its collectives."""
+
+    number: int
+    module: str
+    path: str
+    qualname: str
+    arguments: bytes
+    timeout: float
+
+
+def serve(control: socket.socket) -> None:
+    """Fork one rank per request until the tests close their end."""
+    sys.path[:], preload = json.loads(control.recv(MAX_MESSAGE))
+    for name in preload:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    control.sendall(b"ready")
+    gc.collect()
+    gc.freeze()  # what is imported stays for ever: a rank's collections between tests need not walk it
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ranks are reaped without a wait
+    while True:
+        request, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE, 1)
+        if not request:
+            return
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            become_rank(fds[0], RankSpec(**json.loads(request)))
+        os.close(fds[0])
+        control.sendall(b"%d" % pid)
+
+
+def become_rank(fd: int, spec: RankSpec) -> None:
+    """Run jobs in this forked process until the pool closes the connection; does not return."""
+    os.setsid()  # the pool kills the whole group, so that data loader workers go too
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.chdir(spec.folder)
+    log = os.open(f"rank{spec.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(log, number)
+        stream.reconfigure(line_buffering=True)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.environ.update(launcher_variables(spec))
+    jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    connection = Connection(fd)
+    threading.Thread(target=receive, args=(connection, jobs), daemon=True).start()
+    while True:
+        reply = answer(Job(**pickle.loads(jobs.get())), spec)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send_bytes(reply)
+
+
+def launcher_variables(spec: RankSpec) -> dict[str, str]:
+    """What a launcher sets.
+
+    LOCAL_RANK is what keeps LightningEnvironment from starting processes. TORCHELASTIC_RUN_ID is not set, or
+    Lightning would take this for a torchrun launch.
+    """
+    return {
+        "LOCAL_RANK": str(spec.rank),
+        "RANK": str(spec.rank),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": str(spec.world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(spec.port),
+    }
+
+
+def receive(connection: Connection, jobs: queue.SimpleQueue[bytes]) -> None:
+    """Pass jobs on; a closed connection means that the tests ended, in whatever way: take the group along."""
+    while True:
+        try:
+            jobs.put(connection.recv_bytes())
+        except (EOFError, OSError):
+            os.killpg(0, signal.SIGKILL)
+
+
+def answer(job: Job, spec: RankSpec) -> bytes:
+    """Run one job; the reply holds the pickled result, or what was raised."""
+    try:
+        function: Any = load_module(job.module, job.path)
+        for name in job.qualname.split("."):
+            function = getattr(function, name)
+        args, kwargs = pickle.loads(job.arguments)
+        with clean_state(spec, job):
+            return pickle.dumps(("result", pickle.dumps(function(*args, **kwargs))))
+    except BaseException as error:  # noqa: BLE001  (whatever a test raises, SystemExit too, is its answer)
+        text = "".join(traceback.format_exception(error))
+        return pickle.dumps(("raised", type(error).__name__, str(error), text))
+
+
+def load_module(name: str, path: str) -> ModuleType:
+    """The module at `path`, under the name it has in the tests, so that its classes pickle both ways."""
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = None
+    with contextlib.suppress(ModuleNotFoundError):
+        spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None or not Path(spec.origin).samefile(path):
+        spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load {path} as {name}")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+@contextlib.contextmanager
+def clean_state(spec: RankSpec, job: Job) -> Iterator[None]:
+    """A process group of its own for every job, and nothing left over from the job before."""
+    import torch
+
+    reset_libraries(spec)
+    environment = dict(os.environ)
+    # All ranks have answered the job before: none can still be inside a collective of the old group.
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    gc.collect()
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{spec.folder}/store{job.number}",
+        rank=spec.rank,
+        world_size=spec.world_size,
+        timeout=timedelta(seconds=job.timeout),
+    )
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(spec.folder)
+
+
+def reset_libraries(spec: RankSpec) -> None:
+    """Process-wide settings that tests change."""
+    import numpy as np
+    import torch
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    seeds: tuple[Callable[[int], Any], ...] = (torch.manual_seed, np.random.seed, random.seed)
+    for seed in seeds:
+        seed(0)
+    rank_zero_only.rank = spec.rank
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=int(sys.argv[1])) as server_end:
+        serve(server_end)

@@ -1,0 +1,269 @@
+"""Persistent pools of ranks: `pool.run(function, ...)` runs a function on every rank of a gloo world.
+
+Each run has a process group of its own and the launcher's variables set, so that `Trainer(accelerator="cpu",
+devices=world_size)` uses the ranks as they are and launches nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from helpers import rank_worker
+
+T = TypeVar("T")
+
+# One thread, and matrix products that do not depend on where in a flat buffer a parameter lies: by default
+# MKL rounds differently for another alignment, most of all in float64.
+REPRODUCIBLE = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_CBWR": "COMPATIBLE",
+}
+PRELOAD = ("numpy", "torch", "torch.distributed", "pytest", "lightning.pytorch", "lightning_zero")
+START_TIMEOUT = 120.0
+GRACE = 2.0  # seconds that the other ranks get to answer once one has failed
+
+
+def ranks(*world_sizes: int) -> pytest.MarkDecorator:
+    """Run a test that uses the fixture `pool` once per world size."""
+    ids = [f"{size}ranks" for size in world_sizes]
+    return pytest.mark.parametrize("pool", world_sizes, indirect=True, ids=ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """How a run failed on one rank; `kind` is the exception's class name, or "died" or "timeout"."""
+
+    kind: str
+    message: str
+    traceback: str = ""
+    answered: bool = True
+
+    def describe(self, rank: int) -> str:
+        return f"rank {rank}: {self.kind}: {self.message}\n{self.traceback}".rstrip()
+
+
+class RankError(Exception):
+    """A run failed; `failures` says how, by rank, and `rank` is the one that failed first."""
+
+    def __init__(self, failures: dict[int, Failure]) -> None:
+        self.failures = failures
+        self.rank = next(iter(failures))
+        super().__init__("\n".join(failure.describe(rank) for rank, failure in failures.items()))
+
+
+class ForkServer:
+    """The process that ranks are forked from, with `preload` imported; the first fork starts it."""
+
+    def __init__(self, preload: Sequence[str] = PRELOAD) -> None:
+        self._preload = preload
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def fork(self, spec: rank_worker.RankSpec) -> tuple[int, Connection]:
+        """A new rank: its process id and the connection to it."""
+        control = self._control or self._start()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            request = json.dumps(dataclasses.asdict(spec)).encode()
+            socket.send_fds(control, [request], [theirs.fileno()])
+            pid = int(control.recv(64))
+        return pid, Connection(ours.detach())
+
+    def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(START_TIMEOUT)
+        self._control = ours
+        command = [sys.executable, rank_worker.__file__, str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=server_environment(),
+                start_new_session=True,
+            )
+        # The tests' own path, and no working folder: both sides import the same installed package.
+        path = [str(Path(entry).absolute()) for entry in sys.path if entry]
+        ours.sendall(json.dumps([path, self._preload]).encode())
+        if ours.recv(64) != b"ready":
+            self.close()
+            raise RuntimeError("the fork server of the rank pools did not start; its error is above")
+        return ours
+
+    def close(self) -> None:
+        """Closing the control socket ends the server; ranks end with their own connections."""
+        if self._control is not None and self._process is not None:
+            self._control.close()
+            self._process.wait(timeout=START_TIMEOUT)
+            self._control = None
+
+
+def server_environment() -> dict[str, str]:
+    """Reproducible arithmetic; no multi-node launcher's variables; gloo on the loopback device."""
+    launcher = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(launcher)} | REPRODUCIBLE
+    if "lo" in dict(socket.if_nameindex()).values():
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    return environment
+
+
+class RankPool:
+    """`world_size` processes that run functions together, started at first use and again after a hang."""
+
+    def __init__(self, world_size: int, server: ForkServer, *, timeout: float = 60.0) -> None:
+        self.world_size = world_size
+        self.timeout = timeout
+        self._server = server
+        self._folder = tempfile.TemporaryDirectory(prefix=f"ranks{world_size}-", ignore_cleanup_errors=True)
+        self._pids: list[int] = []
+        self._connections: list[Connection] = []
+        self._printed = [0] * world_size
+        self._jobs = 0
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The ranks' process ids; empty while none runs."""
+        return tuple(self._pids)
+
+    def start(self) -> None:
+        """Have the ranks running; without effect where they are."""
+        if self._pids:
+            return
+        port = free_port()
+        for rank in range(self.world_size):
+            spec = rank_worker.RankSpec(rank, self.world_size, self._folder.name, port)
+            pid, connection = self._server.fork(spec)
+            self._pids.append(pid)
+            self._connections.append(connection)
+
+    def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
+        """The results of `function(*args, **kwargs)` on every rank, in rank order.
+
+        The function must be at module level; arguments and results are pickled. What the ranks print is
+        printed here. Raises RankError if any rank raises, dies or takes longer than the pool's time limit.
+        """
+        return self.run_within(self.timeout, function, *args, **kwargs)
+
+    def run_within(self, seconds: float, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
+        """As `run`, with a time limit of its own."""
+        job = self._job(seconds, function, args, kwargs)
+        self.start()
+        try:
+            for connection in self._connections:
+                with contextlib.suppress(ConnectionError):  # it died since: `_collect` reports it
+                    connection.send_bytes(job)
+            results, failures = self._collect(seconds)
+        except BaseException:  # interrupted: the answers of this run must not be taken for the next one's
+            self.kill()
+            raise
+        if not all(failure.answered for failure in failures.values()):
+            self.kill()
+        self._print_output()
+        if failures:
+            raise RankError(failures)
+        return [pickle.loads(results[rank]) for rank in range(self.world_size)]
+
+    def kill(self) -> None:
+        """End the ranks at once, with every process they started."""
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        for connection in self._connections:
+            connection.close()
+        self._pids, self._connections = [], []
+
+    def close(self) -> None:
+        self.kill()
+        self._folder.cleanup()
+
+    def _job(self, seconds: float, function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
+        if "<" in function.__qualname__:
+            raise TypeError(
+                f"{function.__qualname__} is not at module level: the ranks cannot find it by name"
+            )
+        self._jobs += 1
+        job = rank_worker.Job(
+            number=self._jobs,
+            module=function.__module__,
+            path=str(Path(inspect.getfile(function)).absolute()),
+            qualname=function.__qualname__,
+            arguments=pickle.dumps((args, kwargs)),
+            # After the pool's own limit, so that the pool sees which ranks hang, and where.
+            timeout=seconds + 5,
+        )
+        return pickle.dumps(dataclasses.asdict(job))
+
+    def _collect(self, seconds: float) -> tuple[dict[int, bytes], dict[int, Failure]]:
+        """Each rank's result or failure, in order of arrival."""
+        results: dict[int, bytes] = {}
+        failures: dict[int, Failure] = {}
+        waiting: dict[Any, int] = {connection: rank for rank, connection in enumerate(self._connections)}
+        deadline = time.monotonic() + seconds
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                failures.update(self._hung(list(waiting.values()), seconds))
+                break
+            for connection in ready:
+                rank = waiting.pop(connection)
+                reply = receive_reply(self._connections[rank])
+                if isinstance(reply, Failure):
+                    failures[rank] = reply
+                    deadline = min(deadline, time.monotonic() + GRACE)
+                else:
+                    results[rank] = reply
+        return results, failures
+
+    def _hung(self, hung: list[int], seconds: float) -> dict[int, Failure]:
+        """Ranks that do not answer, each of which prints its stacks first."""
+        for rank in hung:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids[rank], signal.SIGUSR1)
+        time.sleep(0.2)
+        message = f"no answer within {seconds:g} s, or {GRACE:g} s after another rank's; stacks are printed"
+        return {rank: Failure("timeout", message, answered=False) for rank in hung}
+
+    def _print_output(self) -> None:
+        """What the ranks printed in this run, which pytest shows if the test fails."""
+        for rank in range(self.world_size):
+            log = Path(self._folder.name, f"rank{rank}.log")
+            with log.open("rb") as file:
+                file.seek(self._printed[rank])
+                text = file.read()
+            self._printed[rank] += len(text)
+            if text:
+                print(f"--- output of rank {rank} ---\n{text.decode(errors='replace')}")
+
+
+def receive_reply(connection: Connection) -> bytes | Failure:
+    try:
+        status, *content = pickle.loads(connection.recv_bytes())
+    except (EOFError, ConnectionError):
+        return Failure("died", "the process ended; its last output may say why", answered=False)
+    return content[0] if status == "result" else Failure(*content)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,166 @@
+"""What sharded training must equal: one process that runs every rank's micro-batches with a stock optimizer.
+
+It sums gradients in rank order, pre-divided by the world size, as a rank-ordered reduction does:
+`g = (g_0 / W + g_1 / W) + g_2 / W ...`, each term `g_r * (1 / W)` rounded to the reduce dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Batches = Sequence[Sequence[Sequence[Tensor]]]  # [step][micro-batch][rank]
+LossFunction = Callable[[nn.Module, Tensor], Tensor]
+OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
+Gradients = Sequence[Tensor | None]  # by parameter; None where nothing used it
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What training left, tensors copied; `norms` are the steps' global gradient norms before clipping."""
+
+    weights: dict[str, Tensor]
+    optimizer_state: dict[str, dict[str, Any]]
+    norms: list[float]
+
+
+def train_reference(
+    model: nn.Module,
+    make_optimizer: OptimizerFactory,
+    batches: Batches,
+    loss_fn: LossFunction,
+    *,
+    reduce_each: bool,
+    accumulate: int | None = None,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    make_scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
+    cast: Callable[[nn.Module], nn.Module] | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+) -> Trained:
+    """Train a copy of `model` on `batches` and return the result. The model must not change its buffers.
+
+    `reduce_each=True` reduces every micro-batch and sums the results (stages 2 and 3); False sums each rank's
+    micro-batches first and reduces the sums (stages 0 and 1). A loss is divided by `accumulate` (default: the
+    step's micro-batches), as Lightning does. `cast` turns a copy of the model into the one that computes: the
+    optimizer then updates `model`'s own precision, the masters, which the working copy follows.
+
+    Gradients are reduced in `reduce_dtype` (default: the parameter's) and kept in `grad_dtype` (default: the
+    reduce dtype, or fp32 if that has 16 bits and there are several micro-batches).
+    """
+    master = copy.deepcopy(model)
+    working = master if cast is None else cast(copy.deepcopy(model))
+    optimizer = make_optimizer(master)
+    scheduler = make_scheduler(optimizer) if make_scheduler else None
+    norms = []
+    for step in batches:
+        divisor = accumulate or len(step)
+        micro = [[rank_gradients(working, batch, loss_fn, divisor) for batch in ranks] for ranks in step]
+        gradients = (reduce_then_sum if reduce_each else sum_then_reduce)(micro, reduce_dtype, grad_dtype)
+        set_gradients(master, gradients)
+        norms.append(clip_gradients(master, clip_norm, clip_value))
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        follow(working, master)
+    weights = {name: value.clone() for name, value in master.state_dict().items()}
+    return Trained(weights, state_by_name(master, optimizer), norms)
+
+
+def rank_gradients(model: nn.Module, batch: Tensor, loss_fn: LossFunction, divisor: int) -> Gradients:
+    """One rank's gradients of one micro-batch."""
+    model.zero_grad(set_to_none=True)
+    (loss_fn(model, batch) / divisor).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def reduce_then_sum(
+    micro: Sequence[Sequence[Gradients]], reduce_dtype: torch.dtype | None, grad_dtype: torch.dtype | None
+) -> Gradients:
+    """Reduce each micro-batch over ranks, then sum over micro-batches in the dtype gradients are kept in."""
+    return sum_micro([reduce_ranks(ranks, reduce_dtype) for ranks in micro], grad_dtype)
+
+
+def sum_then_reduce(
+    micro: Sequence[Sequence[Gradients]], reduce_dtype: torch.dtype | None, grad_dtype: torch.dtype | None
+) -> Gradients:
+    """Sum each rank's micro-batches (in fp32 if they are 16-bit and several), then reduce the sums."""
+    local = [sum_micro(rank, None) for rank in zip(*micro, strict=True)]
+    return [kept(g, grad_dtype, len(micro)) for g in reduce_ranks(local, reduce_dtype)]
+
+
+def sum_micro(micro: Sequence[Gradients], dtype: torch.dtype | None) -> Gradients:
+    """The sum over micro-batches, in order, in the dtype gradients are kept in."""
+    terms = zip(*micro, strict=True)
+    return [ordered_sum([kept(g, dtype, len(micro)) for g in each]) for each in terms]
+
+
+def reduce_ranks(per_rank: Sequence[Gradients], dtype: torch.dtype | None) -> Gradients:
+    """The rank-ordered, pre-divided sum; a rank without a gradient contributes zeros."""
+    scale = 1.0 / len(per_rank)
+    scaled = ([None if g is None else g.to(dtype or g.dtype) * scale for g in rank] for rank in per_rank)
+    return [ordered_sum(terms) for terms in zip(*scaled, strict=True)]
+
+
+def ordered_sum(terms: Sequence[Tensor | None]) -> Tensor | None:
+    """((t_0 + t_1) + t_2) + ... over the terms there are."""
+    present = [term for term in terms if term is not None]
+    if not present:
+        return None
+    total = present[0].clone()
+    for term in present[1:]:
+        total += term
+    return total
+
+
+def kept(gradient: Tensor | None, dtype: torch.dtype | None, micro_batches: int) -> Tensor | None:
+    """The gradient in the dtype it is kept in."""
+    if gradient is None:
+        return None
+    if dtype is None and micro_batches > 1 and gradient.element_size() == 2:
+        dtype = torch.float32
+    return gradient.to(dtype or gradient.dtype)
+
+
+def set_gradients(model: nn.Module, gradients: Gradients) -> None:
+    """Give each parameter its gradient, in its own dtype."""
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+
+
+def clip_gradients(model: nn.Module, clip_norm: float | None, clip_value: float | None) -> float:
+    """Clip in place; returns the global norm before.
+
+    The norm and the coefficient `min(1, clip_norm / (norm + 1e-6))` are computed in float64. For gradients of
+    32 and 16 bits the multiplication rounds the coefficient to fp32, which hides the order in which squares
+    were added, and then the product to the gradient's dtype.
+    """
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = math.sqrt(math.fsum(float(gradient.double().square().sum()) for gradient in gradients))
+    for gradient in gradients:
+        if clip_norm is not None:
+            gradient.mul_(min(1.0, clip_norm / (norm + 1e-6)))
+        if clip_value is not None:
+            gradient.clamp_(-clip_value, clip_value)
+    return norm
+
+
+@torch.no_grad()
+def follow(working: nn.Module, master: nn.Module) -> None:
+    """Round the masters into the model that computes."""
+    if working is not master:
+        for low, high in zip(working.parameters(), master.parameters(), strict=True):
+            low.copy_(high)
+
+
+def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """A copy of the optimizer's state by parameter name, for parameters that have any."""
+    named = ((name, optimizer.state.get(parameter)) for name, parameter in model.named_parameters())
+    return {name: copy.deepcopy(state) for name, state in named if state}
