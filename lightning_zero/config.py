@@ -43,7 +43,7 @@ class StrategyConf:
     units: list[str] | None = None
     native_optimizer: NativeOptimizer = NativeOptimizer.auto
     skip_nonfinite: bool = True
-    timeout: int = 1800
+    timeout: float = 1800.0
     start_method: str = "popen"
     process_group_backend: str | None = None
 

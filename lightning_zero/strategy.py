@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import inspect
+import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, ParamSpec, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -41,9 +44,26 @@ from lightning_zero.engine.bucket import Placement
 from lightning_zero.optim import ShardUpdater, make_updater
 from lightning_zero.precision import ZeroPrecision, as_zero_precision
 
+P = ParamSpec("P")
 StoreName = Literal["none", "cpu", "nvme"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 NativeName = Literal["auto", "off"]
+
+
+def _lists_options(init: Callable[P, None]) -> Callable[P, None]:
+    """Decorate a constructor: an unknown keyword is an error that says which ones there are."""
+    known = list(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]!r}? " if close else ""
+                raise TypeError(f"ZeroStrategy has no option {name!r}; {hint}The options are: {', '.join(known)}")
+        init(*args, **kwargs)
+
+    return checked
 
 
 class ZeroStrategy(DDPStrategy):
@@ -86,16 +106,7 @@ class ZeroStrategy(DDPStrategy):
 
     strategy_name = "zero"
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        # Before Python's own TypeError, which does not say which names there are.
-        known = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
-        for name in kwargs:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]!r}? " if close else ""
-                raise TypeError(f"{cls.__name__} has no option {name!r}; {hint}The options are: {', '.join(known)}")
-        return super().__new__(cls)
-
+    @_lists_options
     def __init__(
         self,
         stage: int = 2,
@@ -121,12 +132,11 @@ class ZeroStrategy(DDPStrategy):
         _check_choice("start_method", start_method, get_args(StartMethod))
         _check_stores(stage, offload_optimizer, offload_params)
         _check_shard_size(stage, shard_size)
-        if not bucket_size_mb > 0:
-            raise ValueError(f"bucket_size_mb={bucket_size_mb!r} must be greater than 0; 25 is a good start")
-        if not timeout > 0:
-            raise ValueError(f"timeout={timeout!r} must be a number of seconds greater than 0; the default is 1800")
-        if isinstance(units, str):
-            raise TypeError(f"units={units!r} must be a list, such as units=[{units!r}]")
+        _check_positive("bucket_size_mb", bucket_size_mb, "a number greater than 0; 25 is a good start")
+        _check_positive("timeout", timeout, "a number of seconds greater than 0; the default is 1800")
+        if not isinstance(skip_nonfinite, bool):
+            raise TypeError(f"skip_nonfinite={skip_nonfinite!r} must be True or False")
+        _check_units(units)
         self.stage = stage
         self.offload_optimizer = offload_optimizer
         self.offload_params = offload_params
@@ -188,14 +198,11 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
+        # Lightning's own set-up would fail by an index on a rank beyond `devices`.
+        if torch.distributed.is_initialized():
+            self._check_world_size()
         super().setup_environment()
-        expected, actual = self.num_nodes * self.num_processes, torch.distributed.get_world_size()
-        if expected != actual:
-            raise ValueError(
-                f"the process group has {actual} ranks, the Trainer expects devices x num_nodes = {expected}: a "
-                "process keeps the group of its first Trainer. Start a new process, or call "
-                "torch.distributed.destroy_process_group() before the next Trainer"
-            )
+        self._check_world_size()
         if self._mesh is None:
             self._mesh = Mesh.create(self.shard_size, self._timeout)
         # Another Trainer's engine would go on holding the values from before what is loaded next.
@@ -203,6 +210,15 @@ class ZeroStrategy(DDPStrategy):
             for engine in engines_of(self.lightning_module):
                 if engine is not self._engine:
                     engine.release()
+
+    def _check_world_size(self) -> None:
+        expected, actual = self.num_nodes * self.num_processes, torch.distributed.get_world_size()
+        if expected != actual:
+            raise ValueError(
+                f"the process group has {actual} ranks, the Trainer expects devices x num_nodes = {expected}: a "
+                "process keeps the group of its first Trainer. Start a new process, or call "
+                "torch.distributed.destroy_process_group() before the next Trainer"
+            )
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -407,6 +423,19 @@ def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
 
 
+def _check_positive(name: str, value: object, expectation: str) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"{name}={value!r} must be {expectation}")
+
+
+def _check_units(units: object) -> None:
+    if isinstance(units, str | type):
+        raise TypeError(f"units={units!r} must be a list, such as units=[{units!r}]")
+    for unit in units or ():  # type: ignore[attr-defined]
+        if not isinstance(unit, str | type):
+            raise TypeError(f"units={units!r} must hold classes, their names or patterns of module names; got {unit!r}")
+
+
 def _check_stores(stage: int, optimizer: str, params: str) -> None:
     for name, value in (("offload_optimizer", optimizer), ("offload_params", params)):
         _check_choice(name, value, get_args(StoreName))
@@ -434,5 +463,20 @@ def _check_shard_size(stage: int, shard_size: int | None) -> None:
 
 
 def register() -> None:
-    """Make the names of :meth:`ZeroStrategy.register_strategies` known to ``lightning.pytorch.Trainer``."""
+    """Make the names of :meth:`ZeroStrategy.register_strategies` known to ``lightning.pytorch.Trainer``.
+
+    In the registry of ``pytorch_lightning``, a copy of the same code with classes of its own, they become an error that
+    says what to import.
+    """
     ZeroStrategy.register_strategies(StrategyRegistry)
+    if (other := sys.modules.get("pytorch_lightning.strategies")) is not None:
+        for name in StrategyRegistry.available_strategies():
+            if StrategyRegistry[name]["strategy"] is ZeroStrategy:
+                other.StrategyRegistry.register(name, _refuse_pytorch_lightning, override=True)
+
+
+def _refuse_pytorch_lightning() -> None:
+    raise ImportError(
+        "lightning_zero works with the package `lightning`, not with `pytorch_lightning`: their classes do not mix. "
+        "Write `import lightning.pytorch as pl` in the place of `import pytorch_lightning as pl`"
+    )

@@ -129,7 +129,8 @@ class GPT(L.LightningModule):
 
     def _loss(self, batch: tuple[Tensor, Tensor], reduction: str) -> Tensor:
         tokens, targets = batch
-        logits = self(tokens).float()
+        logits = self(tokens)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # a 16-bit softmax loses too much
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:

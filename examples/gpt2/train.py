@@ -2,7 +2,7 @@
 
     python examples/gpt2/train.py strategy=zero2_offload trainer.devices=2
 
-The default is a model of 0.8 million parameters on bytes. Two CPU cores train its 2,000 steps in about two
+The default is a model of 0.8 million parameters on bytes. Two CPU cores train its 2,000 steps in a few
 minutes, to a validation loss below 1.9 nats per byte. `--help` lists everything that can be changed.
 """
 

@@ -84,10 +84,11 @@ def find_units(root: nn.Module, patterns: Sequence[str | type[nn.Module]] | None
     units: list[Unit] = []
     unmatched = list(patterns)
     for name, module in root.named_modules():
-        hits = [p for p in patterns if module is not root and _matches(p, name, module)]
+        candidate = module is not root and _has_parameters(module)
+        hits = [p for p in patterns if candidate and _matches(p, name, module)]
         unmatched = [p for p in unmatched if p not in hits]
         inside = any(name.startswith(f"{unit.name}.") for unit in units)
-        if hits and not inside and _has_parameters(module):
+        if hits and not inside:
             units.append(Unit(name, module))
     if unmatched:
         classes = sorted({type(m).__name__ for m in root.modules() if m is not root and _has_parameters(m)})

@@ -16,6 +16,7 @@ import contextlib
 import copy
 import math
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -425,6 +426,12 @@ class Engine:
         if stats.found_inf and self.skip_nonfinite:
             self.skipped_steps += 1
             self.zero_grad(_parameters_of(optimizer))
+            if self.placement.mesh.world.rank == 0:
+                warnings.warn(
+                    f"skipped a step of {type(optimizer).__name__} on all ranks: a gradient is inf or nan "
+                    f"(skipped so far: {self.skipped_steps}; skip_nonfinite=False would apply it)",
+                    stacklevel=2,
+                )
             return False
         scale = self._clip.get(id(optimizer), 1.0)
         hyperparameters = _snapshot(optimizer)

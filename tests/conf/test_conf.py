@@ -181,7 +181,7 @@ def test_anything_the_trainer_takes_can_be_added(composed: Compose) -> None:
 def test_schemas_agree_with_what_they_configure(path: str) -> None:
     fields = {field.name for field in dataclasses.fields(SCHEMAS[path]) if not field.name.startswith("_")}
     module, _, name = SCHEMAS[path]._target_.rpartition(".")
-    parameters = inspect.signature(getattr(import_module(module), name)).parameters
+    parameters = inspect.signature(getattr(import_module(module), name).__init__).parameters
     assert fields <= parameters.keys()
 
 

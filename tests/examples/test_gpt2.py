@@ -7,6 +7,7 @@ import csv
 import importlib
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -383,6 +384,27 @@ def test_losses_do_not_depend_on_world_size_and_accumulation(pool1: RankPool, po
     assert accumulated == pytest.approx(one, rel=1e-5)
 
 
+ZERO = ("zero0", "zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload")
+
+
+@pytest.mark.parametrize("strategy", ZERO)
+def test_every_strategy_trains_and_samples_as_ddp_does(pool2: RankPool, runs: Path, strategy: str) -> None:
+    pool2.run(train_briefly, str(runs / "ddp"), 2)
+    pool2.run(train_briefly, str(runs / strategy), 2, f"strategy={strategy}")
+    ddp, ours = results(runs / "ddp"), results(runs / strategy)
+    assert ours[1] == pytest.approx(ddp[1], rel=1e-5)
+    assert ours[0]["val_loss"] == pytest.approx(ddp[0]["val_loss"], rel=1e-5)
+    assert (runs / strategy / "sample.txt").read_text() == (runs / "ddp" / "sample.txt").read_text()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_true"])
+def test_sixteen_bits_end_close_to_fp32(pool2: RankPool, runs: Path, precision: str) -> None:
+    pool2.run(train_briefly, str(runs / "fp32"), 2, "strategy=zero3")
+    pool2.run(train_briefly, str(runs / precision), 2, "strategy=zero3", f"precision={precision}")
+    fp32, bf16 = (results(runs / name)[0]["val_loss"] for name in ("fp32", precision))
+    assert bf16 == pytest.approx(fp32, abs=0.01)
+
+
 def test_resuming_within_an_epoch_equals_the_whole_run(pool1: RankPool, runs: Path) -> None:
     keep = ("callbacks.checkpoint.filename='{step}'", "callbacks.checkpoint.save_top_k=-1")
     pool1.run(train_briefly, str(runs / "whole"), 1, *keep)
@@ -416,3 +438,45 @@ def test_a_finished_run_can_be_extended(pool1: RankPool, runs: Path) -> None:
 def test_the_last_steps_are_validated(pool1: RankPool, runs: Path) -> None:
     pool1.run(train_briefly, str(runs / "odd"), 1, "trainer.max_steps=3")
     assert results(runs / "odd")[0]["steps"] == 3
+
+
+# -- launchers --
+
+
+def launched(runs: Path, *command: str) -> str:
+    """What `command` prints when it runs the example briefly on two ranks."""
+    arguments = [*command, str(EXAMPLE / "train.py"), *SHORT, f"data.path={runs}/text", "trainer.devices=2"]
+    process = subprocess.Popen(arguments, cwd=runs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        printed, errors = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # not kill: the launcher must end its ranks first
+        process.communicate()
+        raise
+    assert process.returncode == 0, errors
+    return printed
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    "command",
+    [
+        (sys.executable,),
+        (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+    ],
+    ids=["lightning", "torchrun"],
+)
+def test_launched_ranks_share_a_run_folder_and_rank_0_reports(runs: Path, command: tuple[str, ...]) -> None:
+    printed = launched(runs, *command)
+    (folder,) = (runs / "outputs" / "gpt2").iterdir()
+    assert printed.rstrip().splitlines()[-1] == str(folder)
+    assert printed.count("summary.json") == 1
+    assert results(folder)[0]["world_size"] == 2
+    assert {path.name for path in folder.iterdir()} == {
+        ".hydra",
+        "checkpoints",
+        "csv",
+        "loss.png",
+        "sample.txt",
+        "summary.json",
+    }

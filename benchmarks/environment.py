@@ -1,0 +1,37 @@
+"""What every result file says about where it was measured."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def describe() -> dict[str, Any]:
+    """Date, command, hardware and versions of this process."""
+    cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
+    memory = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", "-m", _module_name(), *sys.argv[1:]]),
+        "cpu": cpu or platform.processor(),
+        "cores": torch.get_num_threads(),
+        "memory_gib": round(memory / 2**20, 1),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "lightning", "lightning-zero")},
+    }
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def _module_name() -> str:
+    spec = sys.modules["__main__"].__spec__
+    return spec.name if spec is not None else Path(sys.argv[0]).stem

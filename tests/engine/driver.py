@@ -1,0 +1,257 @@
+"""Drives the engine as a strategy does, without Lightning; results have the form of the reference's."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from helpers import models
+from helpers.reference import LossFunction, OptimizerFactory, Trained
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.engine import (
+    DeviceStore,
+    Engine,
+    HostStore,
+    Mesh,
+    MixedPrecisionPolicy,
+    Placement,
+    ShardingPolicy,
+)
+from lightning_zero.optim import ShardUpdater, make_updater
+from lightning_zero.optim.update import NativeOptimizer
+
+CPU = torch.device("cpu")
+UNCHANGED = MixedPrecisionPolicy()
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """How the engine is configured; `offload` rests the optimizer's state and stage 3's shards on the host."""
+
+    stage: int = 2
+    offload: bool = False
+    offload_params: bool = True
+    native: NativeOptimizer = "off"
+    precision: MixedPrecisionPolicy = UNCHANGED
+    units: tuple[str, ...] | None = None
+    bucket_size_mb: float = 0.001  # several buckets also at stages 0-2
+    shard_size: int | None = None
+
+
+class Meshes:
+    """The meshes of one job, each created once."""
+
+    def __init__(self) -> None:
+        self._meshes: dict[int | None, Mesh] = {}
+
+    def of(self, setup: Setup) -> Mesh:
+        size = 1 if setup.stage == 0 else setup.shard_size
+        if size not in self._meshes:
+            self._meshes[size] = Mesh.create(size)
+        return self._meshes[size]
+
+
+class Session(NamedTuple):
+    """A model on an engine, with an optimizer that the engine drives."""
+
+    model: Any
+    engine: Engine
+    optimizer: Optimizer
+    updater: ShardUpdater
+
+
+def make_placement(setup: Setup, mesh: Mesh | None = None) -> Placement:
+    """`mesh` is a new one by default: a collective call."""
+    optimizer_store = HostStore() if setup.offload else DeviceStore(CPU)
+    shared = setup.stage == 3 and setup.offload_params
+    return Placement(
+        mesh or Meshes().of(setup),
+        ShardingPolicy.from_stage(setup.stage),
+        setup.precision,
+        CPU,
+        optimizer_store,
+        optimizer_store if shared else DeviceStore(CPU),
+    )
+
+
+def make_engine(
+    model: nn.Module, setup: Setup, mesh: Mesh | None = None, *, optimizers: Sequence[Optimizer] = ()
+) -> Engine:
+    """An engine, before `attach`; given optimizers, only their parameters are reduced."""
+    optimized = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    return Engine(
+        model,
+        make_placement(setup, mesh),
+        optimized=optimized if optimizers else None,
+        units=setup.units,
+        bucket_size_mb=setup.bucket_size_mb,
+    )
+
+
+def start(
+    model: nn.Module,
+    make_optimizer: OptimizerFactory,
+    setup: Setup,
+    mesh: Mesh | None = None,
+) -> Session:
+    optimizer = make_optimizer(model)
+    engine = make_engine(model, setup, mesh, optimizers=[optimizer])
+    updater = make_updater(optimizer, engine, setup.native)
+    engine.attach([updater])
+    return Session(model, engine, optimizer, updater)
+
+
+def backward(engine: Engine, loss: Tensor, *, last: bool = True) -> None:
+    """One micro-batch's backward; `last` if the step follows."""
+    with contextlib.nullcontext() if last else engine.no_sync():
+        engine.begin_backward()
+        loss.backward()
+        engine.flush()
+
+
+def run_step(
+    session: Session,
+    micro: Sequence[Tensor],
+    loss_fn: LossFunction = models.next_token_loss,
+    *,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+) -> float | None:
+    """One optimizer step over this rank's micro-batches; returns the norm before clipping, where it is known."""
+    session.optimizer.zero_grad()
+    for index, batch in enumerate(micro, start=1):
+        loss = loss_fn(session.model, batch) / len(micro)
+        backward(session.engine, loss, last=index == len(micro))
+    norm = None
+    if clip_norm is not None:
+        norm = session.engine.clip_grad_norm_(session.optimizer, clip_norm)
+    if clip_value is not None:
+        session.engine.clip_grad_value_(session.optimizer, clip_value)
+    session.optimizer.step()
+    return norm
+
+
+class Piece(NamedTuple):
+    """One rank's part of one parameter's optimizer state."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    elements: dict[str, Tensor]
+    scalars: dict[str, Any]
+
+
+class RankResult(NamedTuple):
+    """What training left on one rank."""
+
+    seen: dict[str, Tensor]  # parameters as user code sees them
+    weights: dict[str, Tensor]  # at full precision
+    pieces: list[Piece]
+    norms: list[float]
+
+
+def train(
+    model: nn.Module,
+    make_optimizer: OptimizerFactory,
+    batches: Sequence[Sequence[Tensor]],
+    setup: Setup,
+    mesh: Mesh | None = None,
+    *,
+    loss_fn: LossFunction = models.next_token_loss,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+) -> RankResult:
+    """Train on this rank's `batches[step][micro-batch]`; the counterpart of `train_reference`."""
+    session = start(model, make_optimizer, setup, mesh)
+    norms = []
+    for micro in batches:
+        norm = run_step(session, micro, loss_fn, clip_norm=clip_norm, clip_value=clip_value)
+        norms += [] if norm is None else [norm]
+    return finish(session, norms)
+
+
+def finish(session: Session, norms: Sequence[float] = ()) -> RankResult:
+    """Take everything out of the engine and release it."""
+    engine = session.engine
+    engine.settle()
+    seen = copy_of_parameters(engine)
+    pieces = state_pieces(engine, session.updater)
+    engine.release()
+    weights = {name: value.detach().clone() for name, value in session.model.state_dict().items()}
+    return RankResult(seen, weights, pieces, list(norms))
+
+
+def copy_of_parameters(engine: Engine) -> dict[str, Tensor]:
+    """Whole parameters by name, as user code sees them; tied ones under each name."""
+    with engine.gathered(engine.module.parameters()):
+        return {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+
+
+def state_pieces(engine: Engine, updater: ShardUpdater) -> list[Piece]:
+    """This rank's optimizer state; a parameter without any has no piece."""
+    pieces = []
+    for bucket in engine.buckets:
+        state = updater.state_of(bucket)
+        for segment in bucket.segments:
+            if segment in state:
+                values = state.get(segment)
+                elements = {k: v.clone() for k, v in values.items() if k in state.flat}
+                scalars = {k: v for k, v in values.items() if k not in state.flat}
+                name, shape = bucket.names[segment.param], bucket.shapes[segment.param]
+                pieces.append(Piece(name, shape, segment.param_start, elements, scalars))
+    return pieces
+
+
+def assemble(pieces: Sequence[Piece]) -> dict[str, dict[str, Any]]:
+    """Whole optimizer states by parameter name; what no rank holds is NaN."""
+    states: dict[str, dict[str, Any]] = {}
+    for piece in pieces:
+        state = states.setdefault(piece.name, dict(piece.scalars))
+        assert {k: float(state[k]) for k in piece.scalars} == {k: float(v) for k, v in piece.scalars.items()}
+        for key, values in piece.elements.items():
+            whole = state.setdefault(key, torch.full(piece.shape, torch.nan, dtype=values.dtype))
+            whole.view(-1)[piece.start : piece.start + values.numel()] = values
+    return {name: state for name, state in states.items() if state}
+
+
+def combine(results: Sequence[RankResult]) -> Trained:
+    """One result from all ranks', after a check that they agree."""
+    first = results[0]
+    for other in results[1:]:
+        assert_equal(other.weights, first.weights)
+        assert_equal(other.seen, first.seen)
+        assert other.norms == first.norms
+    return Trained(first.weights, assemble([piece for result in results for piece in result.pieces]), first.norms)
+
+
+Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
+
+
+def assert_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    wrong = [name for name in actual if not torch.equal(actual[name], expected[name])]
+    assert {name: (actual[name] - expected[name]).abs().max().item() for name in wrong} == {}
+
+
+def assert_close(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float = 1e-9, atol: float = 1e-12
+) -> None:
+    torch.testing.assert_close(dict(actual), dict(expected), rtol=rtol, atol=atol)
+
+
+def assert_trained(actual: Trained, expected: Trained, compare: Compare = assert_equal) -> None:
+    """Weights and optimizer state agree; scalar state (`step`, ...) is always equal."""
+    compare(actual.weights, expected.weights)
+    assert actual.optimizer_state.keys() == expected.optimizer_state.keys()
+    for name, state in expected.optimizer_state.items():
+        got = actual.optimizer_state[name]
+        assert got.keys() == state.keys()
+        tensors = {k for k, v in state.items() if isinstance(v, Tensor) and v.shape == expected.weights[name].shape}
+        compare({k: got[k] for k in tensors}, {k: state[k] for k in tensors})
+        scalars = state.keys() - tensors
+        assert {k: float(got[k]) for k in scalars} == {k: float(state[k]) for k in scalars}, name

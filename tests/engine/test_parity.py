@@ -1,0 +1,174 @@
+"""Sharded training against one plain process, over stages, stores, ranks, accumulation, clipping and optimizers.
+
+On CPU the engine adds gradients in rank order, so stock optimizers give the reference's fp32 result bit for bit,
+clipped or not: the norm is a float64 sum, whose order vanishes when the factor is rounded to fp32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import pytest
+import torch
+from engine.cases import Case, check_cases
+from engine.driver import Setup, assert_close
+from helpers import models
+from helpers.ranks import RankPool, ranks
+
+from lightning_zero.engine import MixedPrecisionPolicy
+
+STAGES = (0, 1, 2, 3)
+CLIP = 0.3  # below all norms of these models' gradients
+OPTIMIZERS = ("adamw", "momentum", "adagrad", "rmsprop")
+BF16_MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+BF16_TRUE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, keep_norms=False)
+
+
+def matrix(stage: int) -> list[Case]:
+    """Every combination at one stage."""
+    return [
+        Case(Setup(stage, offload=offload), optimizer, accumulate=accumulate, clip_norm=clip)
+        for optimizer, offload, accumulate, clip in itertools.product(OPTIMIZERS, (False, True), (1, 3), (None, CLIP))
+    ]
+
+
+def sample(stage: int) -> list[Case]:
+    """One case per optimizer, in which every two settings meet in some case of some stage."""
+    return [
+        Case(
+            Setup(stage, offload=(index + stage) % 2 == 0),
+            optimizer,
+            accumulate=(1, 3)[(index // 2 + stage) % 2],
+            clip_norm=(None, CLIP)[(index + index // 2 + stage // 2) % 2],
+        )
+        for index, optimizer in enumerate(OPTIMIZERS)
+    ]
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("stage", STAGES)
+def test_stock_optimizers_are_bitwise_equal(pool: RankPool, stage: int) -> None:
+    check_cases(pool, sample(stage))
+
+
+@pytest.mark.slow
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_full_matrix_is_bitwise_equal(pool: RankPool, stage: int) -> None:
+    check_cases(pool, matrix(stage))
+
+
+@pytest.mark.slow
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_full_matrix_is_close_in_float64(pool: RankPool, stage: int) -> None:
+    check_cases(pool, [dataclasses.replace(case, dtype=torch.float64) for case in matrix(stage)], assert_close)
+
+
+@ranks(2)
+def test_float64_is_close(pool: RankPool) -> None:
+    cases = [dataclasses.replace(sample(stage)[stage], dtype=torch.float64) for stage in STAGES]
+    check_cases(pool, cases, assert_close)
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_torch_optimizer_is_bitwise_equal(pool: RankPool, stage: int) -> None:
+    others = [name for name in models.OPTIMIZERS if name not in OPTIMIZERS]
+    check_cases(pool, [Case(Setup(stage, offload=stage % 2 == 1), name, model="mlp") for name in others])
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_unit_and_large_buckets_are_bitwise_equal(pool: RankPool, stage: int) -> None:
+    large = Setup(stage, bucket_size_mb=25.0)
+    check_cases(pool, [Case(large, accumulate=3), Case(large, model="mlp", accumulate=3)])
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_by_value_is_bitwise_equal(pool: RankPool, stage: int) -> None:
+    check_cases(pool, [Case(Setup(stage), optimizer, clip_value=0.01) for optimizer in ("adamw", "momentum")])
+
+
+@ranks(2)
+def test_parameters_may_stay_on_the_device_where_state_is_on_the_host(pool: RankPool) -> None:
+    setup = Setup(3, offload=True, offload_params=False)
+    check_cases(pool, [Case(setup, "momentum", accumulate=3), Case(setup, clip_norm=CLIP)])
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_activation_checkpointing_is_bitwise_equal(pool: RankPool, stage: int) -> None:
+    cases = [
+        Case(Setup(stage), "momentum", "checkpointed", like="transformer", accumulate=accumulate, clip_norm=CLIP)
+        for accumulate in (1, 3)
+    ]
+    check_cases(pool, cases)
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_modules_called_twice_are_bitwise_equal(pool: RankPool, stage: int) -> None:
+    check_cases(pool, [Case(Setup(stage), model="looped", accumulate=accumulate) for accumulate in (1, 3)])
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("model", ["reentrant", "looped_reentrant"])
+def test_gradients_that_arrive_twice_are_all_reduced(pool: RankPool, stage: int, model: str) -> None:
+    like = {"reentrant": "transformer", "looped_reentrant": "looped"}[model]
+    cases = [
+        Case(Setup(stage), "momentum", model, like=like, accumulate=accumulate, dtype=torch.float64)
+        for accumulate in (1, 3)
+    ]
+    check_cases(pool, cases, assert_close)
+
+
+@ranks(4)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_hybrid_sharding_is_close(pool: RankPool, stage: int) -> None:
+    setup = Setup(stage, shard_size=2)
+    cases = [
+        Case(setup, "adamw", accumulate=3, dtype=torch.float64),
+        Case(setup, "momentum", clip_norm=CLIP, dtype=torch.float64),
+        Case(setup, "momentum", "optional", accumulate=3, flagged=models.by_turns, dtype=torch.float64),
+    ]
+    check_cases(pool, cases, assert_close)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("precision", "autocast"), [(BF16_MIXED, True), (BF16_TRUE, False)], ids=["mixed", "true"])
+def test_bf16_with_masters_is_bitwise_equal(
+    pool: RankPool, stage: int, precision: MixedPrecisionPolicy, autocast: bool
+) -> None:
+    setup = Setup(stage, offload=stage % 2 == 1, precision=precision)
+    check_cases(
+        pool,
+        [
+            Case(setup, optimizer, accumulate=accumulate, autocast=autocast)
+            for optimizer, accumulate in (("momentum", 1), ("adamw", 3))
+        ],
+    )
+
+
+@ranks(4)
+def test_bf16_reduced_in_fp32_is_bitwise_equal(pool: RankPool) -> None:
+    # With more than two ranks the reference rounds each addition of bf16 values, the engine the sum only.
+    precision = dataclasses.replace(BF16_MIXED, reduce_dtype=torch.float32)
+    check_cases(pool, [Case(Setup(stage, precision=precision), "momentum", autocast=True) for stage in (1, 3)])
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_native_kernel_is_within_its_bound(pool: RankPool, stage: int) -> None:
+    """Per step 1 ulp and 2^-21 of the update (see `lightning_zero.ops.adamw_`), and what gradients make of it."""
+    setup = Setup(stage, offload=True, native="auto")
+    cases = [
+        Case(setup, optimizer, accumulate=accumulate, clip_norm=clip)
+        for optimizer, accumulate, clip in (("adamw", 1, None), ("adamw", 3, CLIP), ("adam", 1, CLIP))
+    ]
+    check_cases(pool, cases, functools.partial(assert_close, rtol=1e-6, atol=1e-7))

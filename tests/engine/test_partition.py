@@ -1,0 +1,287 @@
+"""From module trees to units and buckets."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import pytest
+import torch
+from helpers import models
+from torch import Tensor, nn
+
+from lightning_zero.engine import MixedPrecisionPolicy, ShardingPolicy, find_units
+from lightning_zero.engine.partition import ROOT, BucketSpec, is_norm, make_buckets
+
+KEEP = MixedPrecisionPolicy()
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+LARGE = 1 << 30
+
+
+class Composite(nn.Module):
+    """A block: a module with children."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+
+class OtherBlock(Composite):
+    pass
+
+
+class Nested(nn.Module):
+    """A block of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Composite() for _ in range(2))
+
+
+class Experts(nn.Module):
+    """A mixture of experts without repeated blocks around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(3, 2)
+        self.experts = nn.ModuleList(Composite() for _ in range(2))
+
+
+class Tree(nn.Module):
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+
+def unit_names(root: nn.Module, patterns: Sequence[str | type[nn.Module]] | None = None) -> list[str]:
+    units = find_units(root, patterns)
+    assert all(root.get_submodule(unit.name) is unit.module for unit in units)
+    return [unit.name for unit in units]
+
+
+def test_repeated_blocks_are_units() -> None:
+    assert unit_names(models.make_model("transformer")) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_a_model_without_repeated_blocks_has_no_units() -> None:
+    assert unit_names(models.make_model("mlp")) == []
+    assert unit_names(Tree(only=nn.ModuleList([Composite()]))) == []
+
+
+def test_every_container_is_looked_into() -> None:
+    first, second = Composite(), Composite()
+    assert unit_names(Tree(body=nn.ModuleList([first, second]))) == ["body.0", "body.1"]
+    assert unit_names(Tree(body=nn.Sequential(first, second))) == ["body.0", "body.1"]
+    assert unit_names(Tree(body=nn.ModuleDict({"x": first, "y": second}))) == ["body.x", "body.y"]
+
+
+def test_a_sequential_root_is_a_container_of_blocks() -> None:
+    assert unit_names(nn.Sequential(nn.Linear(3, 3), Composite(), Composite())) == ["1", "2"]
+
+
+def test_only_the_outermost_blocks_are_units() -> None:
+    assert unit_names(Tree(stages=nn.ModuleList([Nested(), Nested()]))) == ["stages.0", "stages.1"]
+    assert unit_names(Tree(one=Nested())) == ["one.layers.0", "one.layers.1"]
+
+
+def test_single_layers_are_no_blocks() -> None:
+    assert unit_names(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))) == []
+    assert unit_names(Tree(acts=nn.ModuleList([nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())]))) == []
+
+
+def test_blocks_of_different_classes_are_counted_apart() -> None:
+    assert unit_names(nn.Sequential(Composite(), OtherBlock(), Composite())) == ["0", "2"]
+
+
+def test_experts_are_never_units() -> None:
+    assert unit_names(Tree(moe=Experts())) == ["moe"]
+    assert unit_names(Tree(layers=nn.ModuleList([Experts(), Experts()]))) == ["layers.0", "layers.1"]
+    # A stack of blocks whose only experts lie deeper.
+    deep = Tree(layers=nn.ModuleList([Tree(mlp=Experts()), Tree(mlp=Experts())]))
+    assert unit_names(deep) == ["layers.0", "layers.1"]
+
+
+@pytest.mark.parametrize("pattern", [Composite, "Composite", "one.layers.*"])
+def test_units_can_be_chosen(pattern: str | type[nn.Module]) -> None:
+    assert unit_names(Tree(one=Nested(), two=nn.Linear(3, 3)), [pattern]) == ["one.layers.0", "one.layers.1"]
+
+
+def test_chosen_units_do_not_nest() -> None:
+    tree = Tree(one=Nested(), ones=Composite())
+    assert unit_names(tree, ["one", "one.layers.0"]) == ["one"]
+    assert unit_names(tree, ["one", "Composite"]) == ["one", "ones"]
+    assert unit_names(tree, ["ones.inner", "Nested"]) == ["one", "ones.inner"]
+
+
+def test_an_empty_choice_makes_everything_the_roots() -> None:
+    assert unit_names(models.make_model("transformer"), []) == []
+
+
+def test_a_choice_that_matches_nothing_names_what_there_is() -> None:
+    with pytest.raises(ValueError, match=r"units=\['Blok'\] match no module of TinyTransformer") as caught:
+        find_units(models.make_model("transformer"), ["Block", "Blok"])
+    assert all(name in str(caught.value) for name in ("Block", "Embedding", "LayerNorm", "Linear", "'transformer.h.*'"))
+    with pytest.raises(ValueError, match="match no module"):
+        find_units(nn.Sequential(nn.ReLU()), ["ReLU"])
+
+
+def buckets_of(
+    root: nn.Module,
+    stage: int = 3,
+    precision: MixedPrecisionPolicy = KEEP,
+    *,
+    size: int = LARGE,
+    optimized: Sequence[nn.Parameter] | None = None,
+) -> list[BucketSpec]:
+    chosen = root.parameters() if optimized is None else optimized
+    sharding = ShardingPolicy.from_stage(stage)
+    return make_buckets(root, find_units(root), {id(p) for p in chosen}, sharding, precision, size)
+
+
+def names_of(bucket: BucketSpec) -> list[str]:
+    return [spec.name for spec in bucket.specs]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("size", [1, 500, LARGE])
+@pytest.mark.parametrize("model", models.CONSTRUCTORS)
+def test_every_parameter_is_in_one_bucket(model: str, stage: int, size: int) -> None:
+    root = models.make_model(model)
+    found = [spec for bucket in buckets_of(root, stage, size=size) for spec in bucket.specs]
+    assert sorted(spec.name for spec in found) == sorted(name for name, _ in root.named_parameters())
+    assert all(root.get_parameter(spec.name) is spec.parameter for spec in found)
+
+
+def test_parameters_sharded_by_unit_share_no_bucket() -> None:
+    buckets = buckets_of(models.make_model("transformer"), 3)
+    assert [bucket.units for bucket in buckets] == [[ROOT], ["blocks.0"], ["blocks.1"], ["blocks.2"]]
+    assert names_of(buckets[0]) == ["tokens.weight", "positions.weight", "norm.weight", "norm.bias"]
+    assert all(name.startswith("blocks.0.") for name in names_of(buckets[1]))
+
+
+def test_whole_parameters_fill_buckets_in_forward_order() -> None:
+    root = models.make_model("transformer")
+    (packed,) = buckets_of(root, 2)
+    assert packed.units == [ROOT, "blocks.0", "blocks.1", "blocks.2"]
+    block = sum(p.numel() for p in root.blocks[0].parameters()) * 4
+    # A unit is not split: a bucket is closed to further units once it has the size.
+    pairs = buckets_of(root, 2, size=block + 1)
+    assert [bucket.units for bucket in pairs] == [[ROOT, "blocks.0"], ["blocks.1", "blocks.2"]]
+    assert [len(bucket.units) for bucket in buckets_of(root, 2, size=1)] == [1, 1, 1, 1]
+
+
+def test_a_parameter_that_units_share_is_the_roots() -> None:
+    root = models.make_model("transformer")
+    root.blocks[2].up.weight = root.blocks[0].up.weight
+    names = [names_of(bucket) for bucket in buckets_of(root)]
+    assert "blocks.0.up.weight" in names[0]
+    assert "blocks.0.up.weight" not in names[1]
+    assert "blocks.1.up.weight" in names[2]
+
+
+def test_a_parameter_tied_to_one_outside_units_is_the_roots() -> None:
+    root = models.make_model("transformer")
+    root.blocks[1].project.weight = nn.Parameter(torch.zeros(models.WIDTH, models.WIDTH))
+    root.extra = nn.Linear(models.WIDTH, models.WIDTH, bias=False)
+    root.extra.weight = root.blocks[1].project.weight
+    assert "blocks.1.project.weight" in names_of(buckets_of(root)[0])
+
+
+def test_a_parameter_tied_inside_one_unit_stays_there() -> None:
+    root = Tree(blocks=nn.ModuleList([Nested(), Nested()]))
+    first = root.blocks[0].layers
+    first[1].inner.weight = first[0].inner.weight
+    assert [bucket.units for bucket in buckets_of(root)] == [["blocks.0"], ["blocks.1"]]
+    assert names_of(buckets_of(root)[0]).count("blocks.0.layers.0.inner.weight") == 1
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_dtypes_do_not_mix(stage: int) -> None:
+    root = models.make_model("transformer")
+    root.blocks[1].up.double()
+    buckets = buckets_of(root, stage)
+    assert all({spec.parameter.dtype for spec in bucket.specs} == {bucket.dtype} for bucket in buckets)
+    doubles = [names_of(bucket) for bucket in buckets if bucket.dtype == torch.float64]
+    assert doubles == [["blocks.1.up.weight", "blocks.1.up.bias"]]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_no_optimizer_updates_has_buckets_of_its_own(stage: int) -> None:
+    root = models.make_model("frozen")
+    trained = [p for p in root.parameters() if p.requires_grad]
+    buckets = buckets_of(root, stage, optimized=trained)
+    chosen = {id(p) for p in trained}
+    assert all({id(spec.parameter) in chosen for spec in bucket.specs} == {bucket.optimized} for bucket in buckets)
+    assert {bucket.optimized for bucket in buckets} == {True, False}
+
+
+def test_requires_grad_does_not_split() -> None:
+    root = models.make_model("transformer")
+    before = [names_of(bucket) for bucket in buckets_of(root)]
+    root.blocks[1].up.weight.requires_grad_(False)
+    assert [names_of(bucket) for bucket in buckets_of(root)] == before
+
+
+class LlamaRMSNorm(nn.Module):
+    """A normalization layer of a library's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.LayerNorm(3),
+        nn.RMSNorm(3),
+        nn.GroupNorm(1, 3),
+        nn.BatchNorm2d(3),
+        nn.InstanceNorm1d(3, affine=True),
+        LlamaRMSNorm(),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_norms_keep_their_dtype_in_mixed_precision(layer: nn.Module) -> None:
+    assert is_norm(layer)
+    root = Tree(linear=nn.Linear(3, 3), norm=layer)
+    dtypes = {name: bucket.dtype for bucket in buckets_of(root, 2, BF16) for name in names_of(bucket)}
+    assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == {n for n in dtypes if "norm" in n}
+    assert dtypes["linear.weight"] == torch.bfloat16
+    true = MixedPrecisionPolicy(param_dtype=torch.bfloat16, keep_norms=False)
+    assert {bucket.dtype for bucket in buckets_of(root, 2, true)} == {torch.bfloat16}
+
+
+def test_weight_normalization_is_no_norm_layer() -> None:
+    assert not is_norm(nn.Linear(3, 3))
+    assert not is_norm(nn.Sequential(OrderedDict(norm=nn.ReLU())))
+
+
+def test_integer_parameters_are_not_cast() -> None:
+    root = Tree(linear=nn.Linear(3, 3))
+    root.table = nn.Parameter(torch.arange(3), requires_grad=False)
+    trained = list(root.linear.parameters())
+    dtypes = {name: b.dtype for b in buckets_of(root, 2, BF16, optimized=trained) for name in names_of(b)}
+    assert dtypes["table"] == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.zeros(2, dtype=torch.complex64), r"'weight' is torch\.complex64.*real, dense"),
+        (torch.zeros(2, 2).to_sparse(), r"'weight' is torch\.float32 with layout torch\.sparse_coo"),
+    ],
+    ids=["complex", "sparse"],
+)
+def test_unsupported_parameters_are_refused(weight: Tensor, message: str) -> None:
+    root = nn.Module()
+    root.weight = nn.Parameter(weight)
+    with pytest.raises(TypeError, match=message):
+        buckets_of(root)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_lazy_parameters_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"'0\.weight' is a UninitializedParameter, which has no shape yet"):
+        buckets_of(nn.Sequential(nn.LazyLinear(3)))

@@ -1,0 +1,201 @@
+"""Callbacks see current weights, rates and decisions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import models
+from helpers.ranks import RankPool, ranks
+from helpers.reference import rank_gradients, reduce_ranks, train_reference
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+)
+from lightning.pytorch.loggers import CSVLogger
+from strategy.fits import NAMES, Fitted, Lit, Recipe, assert_same, fit, reduces_each, reference
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero import gathered_parameters
+
+MOMENTUM = Recipe(optimizer="momentum")
+WHOLE = [name for name in NAMES if "3" not in name]
+
+
+def weights_after_each_step(name: str, recipe: Recipe, world: int) -> list[dict[str, Tensor]]:
+    batches = recipe.batches(world)
+    return [reference(name, recipe, world, batches=batches[: n + 1]).weights for n in range(len(batches))]
+
+
+class Reader(Callback):
+    """Copies all parameters wherever a user's callback may read them after a step."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[dict[str, Tensor]]] = {"batch_end": [], "zero_grad": [], "batch_start": []}
+
+    def read(self, module: LightningModule, where: str) -> None:
+        with gathered_parameters(module):
+            state = module.model.state_dict()
+            self.seen[where].append({name: value.clone() for name, value in state.items()})
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.read(pl_module, "batch_end")
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, _: Optimizer) -> None:
+        self.read(pl_module, "zero_grad")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.read(pl_module, "batch_start")
+
+
+def fit_and_read(name: str, recipe: Recipe) -> dict[str, list[dict[str, Tensor]]]:
+    reader = Reader()
+    fit(name, recipe, callbacks=[reader])
+    return reader.seen
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("name", NAMES)
+def test_callbacks_never_read_stale_parameters(pool: RankPool, name: str) -> None:
+    after = weights_after_each_step(name, MOMENTUM, pool.world_size)
+    before = [MOMENTUM.make_model().state_dict(), *after[:-1]]
+    for seen in pool.run(fit_and_read, name, MOMENTUM):
+        for where, expected in (("batch_end", after), ("zero_grad", before), ("batch_start", before)):
+            for actual, weights in zip(seen[where], expected, strict=True):
+                assert_same(actual, weights)
+
+
+class Bare(Callback):
+    """Reads parameters as a callback does that knows nothing of sharding."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.seen.append({name: value.clone() for name, value in pl_module.model.state_dict().items()})
+
+
+def fit_and_read_bare(name: str, recipe: Recipe) -> list[dict[str, Tensor]]:
+    reader = Bare()
+    fit(name, recipe, callbacks=[reader])
+    return reader.seen
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_parameters_need_no_context_to_be_read(pool: RankPool, name: str) -> None:
+    expected = weights_after_each_step(name, MOMENTUM, 2)
+    for seen in pool.run(fit_and_read_bare, name, MOMENTUM):
+        for actual, weights in zip(seen, expected, strict=True):
+            assert_same(actual, weights)
+
+
+class Clamp(Callback):
+    """Changes parameters after each step, as a WGAN does."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        with gathered_parameters(pl_module), torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.clamp_(-0.3, 0.3)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_changed_by_a_callback_stay_changed(pool: RankPool, name: str) -> None:
+    recipe, world = MOMENTUM, pool.world_size
+    model = recipe.make_model()
+    optimizer = recipe.make_optimizer(model)
+    for step in recipe.batches(world):
+        # One reference step at a time cannot carry momentum over: the loop is written out.
+        gradients = one_step_gradients(model, step[0], world)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.3, 0.3)
+    results = pool.run(fit, name, recipe, callbacks=[Clamp()])
+    assert_same(results[0].weights, model.state_dict())
+
+
+def one_step_gradients(model: torch.nn.Module, batches: list[Tensor], world: int) -> Any:
+    return reduce_ranks([rank_gradients(model, batch, models.next_token_loss, 1) for batch in batches], None)
+
+
+def fit_with_monitor(name: str, recipe: Recipe, folder: str) -> dict[str, list[float]]:
+    monitor = LearningRateMonitor(logging_interval="step")
+    fit(name, recipe, callbacks=[monitor], logger=CSVLogger(folder), log_every_n_steps=1)
+    return monitor.lrs
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("name", ["zero0", "zero2_offload", "zero3"])
+def test_the_learning_rate_monitor_shows_the_rates_used(pool: RankPool, name: str, tmp_path: Path) -> None:
+    recipe = Recipe(scheduled=True, options={"lr": 0.25})
+    rates = pool.run(fit_with_monitor, name, recipe, str(tmp_path))[0]
+    assert rates == {"lr-AdamW/pg1": [0.25, 0.125, 0.0625], "lr-AdamW/pg2": [0.25, 0.125, 0.0625]}
+
+
+class WorseOnOneRank(Lit):
+    """Its metric stops improving on the last rank only."""
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        last = dist.get_rank() == dist.get_world_size() - 1
+        self.log("score", float(self.current_epoch) if last else 0.0, sync_dist=False)
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_early_stopping_stops_all_ranks_together(pool: RankPool, name: str) -> None:
+    stopping = EarlyStopping("score", patience=2, mode="max", min_delta=0.5)
+    results = pool.run(fit, name, MOMENTUM, WorseOnOneRank, callbacks=[stopping], max_epochs=9, limit_val_batches=1)
+    assert [result.epochs for result in results] == [3, 3]
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("name", NAMES)
+def test_accumulation_may_be_scheduled(pool: RankPool, name: str) -> None:
+    recipe = Recipe(optimizer="momentum", steps=4)
+    flat = [step[0] for step in recipe.batches(pool.world_size)]
+    schedule = GradientAccumulationScheduler({0: 1, 1: 2})
+    results = pool.run(fit, name, recipe, callbacks=[schedule], max_epochs=2)
+    batches = [*([ranks_of] for ranks_of in flat), flat[:2], flat[2:]]
+    expected = accumulated_reference(name, recipe, pool.world_size, batches)
+    assert_same(results[0].weights, expected)
+
+
+def accumulated_reference(name: str, recipe: Recipe, world: int, batches: Any) -> dict[str, Tensor]:
+    """Each step divides its losses by its own number of micro-batches."""
+    return train_reference(
+        recipe.make_model(), recipe.make_optimizer, batches, models.next_token_loss, reduce_each=reduces_each(name)
+    ).weights
+
+
+def average(weights: list[dict[str, Tensor]], decay: float) -> dict[str, Tensor]:
+    """Lightning's average begins with the weights after the first step."""
+    mean = {name: value.clone() for name, value in weights[0].items()}
+    for current in weights[1:]:
+        for name, value in current.items():
+            mean[name].lerp_(value, 1 - decay)
+    return mean
+
+
+def fit_averaged(name: str, recipe: Recipe) -> Fitted:
+    averaging = EMAWeightAveraging(decay=0.5)
+    return fit(name, recipe, callbacks=[averaging], limit_val_batches=1, val_check_interval=1)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("name", WHOLE)
+def test_weight_averaging(pool: RankPool, name: str) -> None:
+    """Validation in between swaps the averaged weights in and out again; training must not notice."""
+    results = pool.run(fit_averaged, name, MOMENTUM)
+    expected = average(weights_after_each_step(name, MOMENTUM, pool.world_size), 0.5)
+    torch.testing.assert_close(results[0].weights, expected, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,382 @@
+"""Trainer's entry points in every order, several Trainers on one module, and modules made late."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import models
+from helpers.ranks import RankError, RankPool, ranks
+from helpers.reference import Trained, train_reference
+from lightning import Trainer
+from lightning.pytorch.utilities.model_summary import summarize
+from strategy.fits import (
+    NAMES,
+    Fitted,
+    Lit,
+    Recipe,
+    StrategyArgument,
+    assert_same,
+    fit,
+    full_batch_loss,
+    is_native,
+    make_trainer,
+    observe,
+    reduces_each,
+    reference,
+)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_zero import ZeroStrategy, gathered_parameters
+
+MOMENTUM = Recipe(optimizer="momentum")
+SHARDED = ["zero2", "zero3", "zero3_offload"]
+
+
+def continued(strategies: Sequence[StrategyArgument], recipe: Recipe, world: int) -> Trained:
+    """Training again and again with a new optimizer, as every call of `fit` makes one."""
+    model = recipe.make_model()
+    for strategy in strategies:
+        trained = reference(strategy, recipe, world, model=model)
+        model.load_state_dict(trained.weights)
+    return trained
+
+
+def loss_at(weights: dict[str, Tensor], recipe: Recipe, world: int) -> float:
+    return full_batch_loss(weights, recipe, recipe.batches(world))
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("name", NAMES)
+def test_validation_inside_fit_sees_the_new_weights(pool: RankPool, name: str) -> None:
+    world = pool.world_size
+    results = pool.run(fit, name, MOMENTUM, limit_val_batches=None, val_check_interval=1, num_sanity_val_steps=1)
+    expected = reference(name, MOMENTUM, world)
+    assert_same(results[0].weights, expected.weights)
+    loss = loss_at(expected.weights, MOMENTUM, world)
+    assert [result.metrics["val_loss"] for result in results] == [pytest.approx(loss, rel=1e-5)] * world
+
+
+def evaluate_around_fit(name: str, recipe: Recipe) -> tuple[list[float], list[bool], Fitted]:
+    """Validate, test and predict before and after `fit`: losses, and whether predictions are the model's own."""
+    lit = Lit(recipe)
+    trainer = make_trainer(name, limit_val_batches=None)
+    losses, same = [], []
+
+    def evaluate() -> None:
+        losses.append(trainer.validate(lit, verbose=False)[0]["val_loss"])
+        losses.append(trainer.test(lit, verbose=False)[0]["test_loss"])
+        predictions = trainer.predict(lit)
+        with gathered_parameters(lit), torch.no_grad():
+            expected = [lit.model(batch[:, :-1]) for batch in lit.loader()]
+        same.append(all(map(torch.equal, predictions, expected)))
+
+    evaluate()
+    trainer.fit(lit)
+    evaluate()
+    return losses, same, observe(trainer, lit)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluation_works_before_and_after_fit(pool: RankPool, name: str) -> None:
+    world = pool.world_size
+    results = pool.run(evaluate_around_fit, name, MOMENTUM)
+    expected = reference(name, MOMENTUM, world).weights
+    before = loss_at(MOMENTUM.make_model().state_dict(), MOMENTUM, world)
+    after = loss_at(expected, MOMENTUM, world)
+    for losses, same, _ in results:
+        assert losses == pytest.approx([before, before, after, after], rel=1e-5)
+        assert same == [True, True]
+    assert_same(results[0][2].weights, expected)
+
+
+def fit_repeatedly(name: str, recipe: Recipe, between: str | None) -> Fitted:
+    """Fit twice with one Trainer, with another entry point in between."""
+    lit = Lit(recipe)
+    trainer = make_trainer(name, accumulate_grad_batches=recipe.micro)
+    trainer.fit(lit)
+    if between is not None:
+        getattr(trainer, between)(lit)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(lit)
+    return observe(trainer, lit)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("between", [None, "test", "predict"])
+def test_fit_runs_again(pool: RankPool, name: str, between: str | None) -> None:
+    recipe = Recipe(optimizer="momentum", micro=2)
+    results = pool.run(fit_repeatedly, name, recipe, between)
+    assert_same(results[0].weights, continued([name, name], recipe, pool.world_size).weights)
+    assert results[0].steps == 2 * recipe.steps
+
+
+def fit_with_each(strategies: Sequence[StrategyArgument], recipe: Recipe) -> Fitted:
+    """One module, a new Trainer per strategy."""
+    lit = Lit(recipe)
+    for strategy in strategies:
+        trainer = make_trainer(strategy)
+        trainer.fit(lit)
+    return observe(trainer, lit)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize(
+    "names",
+    [("zero3", "zero1"), ("zero2_offload", "zero3_offload"), ("zero0", "zero3"), ("zero2", "zero2")],
+    ids="-".join,
+)
+def test_another_trainer_takes_the_module_over(pool: RankPool, names: tuple[str, ...]) -> None:
+    results = pool.run(fit_with_each, names, MOMENTUM)
+    assert_same(results[0].weights, continued(names, MOMENTUM, pool.world_size).weights)
+
+
+def two_trainers_by_turns(first: str, second: str, recipe: Recipe) -> Fitted:
+    lit = Lit(recipe)
+    trainers = [make_trainer(first), make_trainer(second)]
+    for epochs in (1, 2):
+        for trainer in trainers:
+            trainer.fit_loop.max_epochs = epochs
+            trainer.fit(lit)
+    return observe(trainers[1], lit)
+
+
+@ranks(1, 2)
+def test_two_trainers_may_take_turns(pool: RankPool) -> None:
+    names = ("zero3", "zero1")
+    results = pool.run(two_trainers_by_turns, *names, MOMENTUM)
+    assert_same(results[0].weights, continued(names * 2, MOMENTUM, pool.world_size).weights)
+
+
+def one_trainer_two_modules(name: str, recipe: Recipe) -> list[Fitted]:
+    trainer = make_trainer(name)
+    fitted = []
+    for epochs in (1, 2):
+        lit = Lit(recipe)
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(lit)
+        fitted.append(observe(trainer, lit))
+    return fitted
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_trainer_may_fit_another_module(pool: RankPool, name: str) -> None:
+    expected = reference(name, MOMENTUM, 2)
+    for fitted in pool.run(one_trainer_two_modules, name, MOMENTUM)[0]:
+        assert_same(fitted.weights, expected.weights)
+
+
+def train_head_then_all(name: str, recipe: Recipe) -> Fitted:
+    lit = Lit(recipe)
+    chosen: list[nn.Module] = [lit.model.norm, lit.model]
+    lit.configure_optimizers = lambda: recipe.make_optimizer(chosen.pop(0))  # type: ignore[method-assign]
+    trainer = make_trainer(name)
+    trainer.fit(lit)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(lit)
+    return observe(trainer, lit)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("name", ["zero1", "zero2_offload", "zero3"])
+def test_a_second_fit_may_optimize_other_parameters(pool: RankPool, name: str) -> None:
+    recipe, world = MOMENTUM, pool.world_size
+    options: dict[str, Any] = {"loss_fn": models.next_token_loss, "reduce_each": reduces_each(name)}
+    model, batches = recipe.make_model(), recipe.batches(world)
+    first = train_reference(model, lambda m: recipe.make_optimizer(m.norm), batches, **options)
+    model.load_state_dict(first.weights)
+    second = train_reference(model, recipe.make_optimizer, batches, **options)
+    assert_same(pool.run(train_head_then_all, name, recipe)[0].weights, second.weights)
+
+
+def plain_module_after_fit(name: str, recipe: Recipe) -> dict[str, Tensor]:
+    """The weights that a user reads without a Trainer once training is over."""
+    lit = Lit(recipe)
+    make_trainer(name).fit(lit)
+    with gathered_parameters(lit):
+        return {key: value.clone() for key, value in lit.model.state_dict().items()}
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_module_is_readable_after_fit(pool: RankPool, name: str) -> None:
+    expected = reference(name, MOMENTUM, pool.world_size).weights
+    for weights in pool.run(plain_module_after_fit, name, MOMENTUM):
+        assert_same(weights, expected)
+
+
+class MadeLate(Lit):
+    """Its layers come into being in `configure_model`, which is called more than once."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.model: nn.Module | None = None  # type: ignore[assignment]
+
+    def configure_model(self) -> None:
+        self.notes.append(str(torch.get_default_dtype()))
+        if self.model is None:
+            self.model = self.recipe.make_model()
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("name", SHARDED)
+def test_layers_may_be_made_in_configure_model(pool: RankPool, name: str) -> None:
+    results = pool.run(fit, name, MOMENTUM, MadeLate)
+    assert_same(results[0].weights, reference(name, MOMENTUM, pool.world_size).weights)
+
+
+def fit_under_init_module(name: str, recipe: Recipe) -> Fitted:
+    trainer = make_trainer(name)
+    with trainer.init_module():
+        lit = Lit(recipe)
+    trainer.fit(lit)
+    return observe(trainer, lit)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_module_may_be_made_under_init_module(pool: RankPool, name: str) -> None:
+    results = pool.run(fit_under_init_module, name, MOMENTUM)
+    assert_same(results[0].weights, reference(name, MOMENTUM, pool.world_size).weights)
+
+
+def forward_outside(name: str, recipe: Recipe) -> tuple[Tensor, str]:
+    """A part of the module, called by the user between two fits, and a freed parameter, read directly."""
+    lit = Lit(recipe)
+    make_trainer(name).fit(lit)
+    with torch.no_grad():
+        logits = lit.model(torch.arange(1, 4).unsqueeze(0))
+    with pytest.raises(RuntimeError) as caught:
+        lit.model.blocks[1].up.weight.sum()
+    return logits, str(caught.value)
+
+
+@ranks(2)
+def test_at_stage_3_parts_compute_and_freed_parameters_raise_by_name(pool: RankPool) -> None:
+    model = MOMENTUM.make_model()
+    model.load_state_dict(reference("zero3", MOMENTUM, 2).weights)
+    for logits, message in pool.run(forward_outside, "zero3", MOMENTUM):
+        assert torch.equal(logits, model(torch.arange(1, 4).unsqueeze(0)))
+        assert "model.blocks.1.up.weight" in message
+        assert "gathered_parameters" in message
+
+
+class Summarized(Lit):
+    def on_train_start(self) -> None:
+        summary = summarize(self, max_depth=-1)
+        self.notes.append((summary.total_parameters, summary.trainable_parameters, summary.model_size))
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("name", ["zero2", "zero3", "zero3_offload"])
+@pytest.mark.parametrize("model", ["transformer", "frozen"])
+def test_a_summary_counts_whole_parameters(pool: RankPool, name: str, model: str) -> None:
+    recipe = Recipe(model=model)
+    plain = summarize(Lit(recipe), max_depth=-1)
+    expected = (plain.total_parameters, plain.trainable_parameters, plain.model_size)
+    for result in pool.run(fit, name, recipe, Summarized, enable_model_summary=True):
+        assert result.notes == [expected]
+
+
+class Sleeps(Lit):
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        if dist.get_rank() == 1:
+            time.sleep(30)
+        return super().training_step(batch, index)
+
+
+def test_a_collective_that_a_rank_never_joins_times_out(pool2: RankPool) -> None:
+    with pytest.raises(RankError) as caught:
+        pool2.run_within(20, fit, {"stage": 2, "timeout": 1.0}, Recipe(), Sleeps)
+    assert caught.value.rank == 0
+    assert caught.value.failures[0].kind != "timeout"  # an error on that rank, not the pool's own limit
+
+
+class Sampled(Lit):
+    """Leaves the distribution of samples to Lightning."""
+
+    def loader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.arange(8))  # type: ignore[arg-type]
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return self.loader()
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        self.notes.append(batch.item())
+        self.log("mean", batch.float().mean(), on_step=False, on_epoch=True, sync_dist=True)
+        return self.model.tokens.weight.sum()
+
+    def predict_step(self, batch: Tensor, index: int) -> Tensor:
+        return batch
+
+    predict_dataloader = loader
+
+
+@ranks(2)
+def test_lightning_distributes_samples_and_reduces_what_is_logged(pool: RankPool) -> None:
+    results = pool.run(fit, "zero3", MOMENTUM, Sampled, use_distributed_sampler=True)
+    assert [len(result.notes) for result in results] == [4, 4]
+    assert sorted(results[0].notes + results[1].notes) == list(range(8))
+    assert [result.metrics["mean"] for result in results] == [3.5, 3.5]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_makes_a_trainer(name: str) -> None:
+    trainer = Trainer(strategy=name, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    strategy = trainer.strategy
+    assert isinstance(strategy, ZeroStrategy)
+    assert strategy.stage == int(name[4])
+    assert strategy.offload_optimizer == ("cpu" if "offload" in name else "none")
+    assert strategy.offload_params == ("cpu" if name == "zero3_offload" else "none")
+    assert trainer._accelerator_connector.is_distributed  # what Lightning's samplers and metrics go by
+
+
+def test_an_instance_makes_a_trainer() -> None:
+    strategy = ZeroStrategy(3, offload_params="cpu", bucket_size_mb=1, timeout=60)
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+    assert trainer.strategy is strategy
+    assert trainer.world_size == 2
+    assert trainer.distributed_sampler_kwargs == {"num_replicas": 2, "rank": 0}
+
+
+@pytest.mark.slow
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "rmsprop"])
+def test_two_fits_and_evaluation_with_every_optimizer(pool: RankPool, name: str, optimizer: str) -> None:
+    recipe = Recipe(optimizer=optimizer, micro=2, tail=1)
+    results = pool.run(fit_repeatedly, name, recipe, "test")
+    expected = continued([name, name], recipe, pool.world_size)
+    assert_same(results[0].weights, expected.weights, native=is_native(name, recipe))
+
+
+@ranks(4)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_shards_may_be_replicated(pool: RankPool, stage: int) -> None:
+    """Two copies of the state, each over two ranks; the order of sums is another one."""
+    strategy = {"stage": stage, "shard_size": 2}
+    recipe = Recipe(optimizer="momentum", micro=2, dtype=torch.float64)
+    results = pool.run(fit, strategy, recipe, gradient_clip_val=0.3)
+    expected = reference(strategy, recipe, 4, clip_norm=0.3).weights
+    torch.testing.assert_close(results[0].weights, expected, rtol=1e-9, atol=1e-12)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize(
+    "options",
+    [{"units": ["Block"]}, {"units": ["*.blocks.1", nn.Linear]}, {"bucket_size_mb": 1e-4}, {"units": []}],
+    ids=str,
+)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_units_and_bucket_size_change_no_number(pool: RankPool, stage: int, options: dict[str, Any]) -> None:
+    strategy = {"stage": stage, **options}
+    results = pool.run(fit, strategy, MOMENTUM)
+    assert_same(results[0].weights, reference(strategy, MOMENTUM, pool.world_size).weights)

@@ -1,0 +1,38 @@
+"""The package's public surface."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import lightning_zero
+import pytest
+from lightning.pytorch.strategies import StrategyRegistry
+
+NAMES = ["zero0", "zero1", "zero1_offload", "zero2", "zero2_offload", "zero3", "zero3_offload"]
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_all_is_sorted_and_importable() -> None:
+    assert lightning_zero.__all__ == sorted(lightning_zero.__all__)
+    assert all(hasattr(lightning_zero, name) for name in lightning_zero.__all__)
+
+
+def test_importing_registers_the_strategies() -> None:
+    assert sorted(n for n in StrategyRegistry.available_strategies() if n.startswith("zero")) == NAMES
+
+
+@pytest.mark.slow
+def test_pytorch_lightning_is_told_what_to_import() -> None:
+    code = "import pytorch_lightning as pl, lightning_zero; pl.Trainer(strategy='zero2', accelerator='cpu', logger=False)"
+    result = run_python(code)
+    assert result.returncode == 1
+    assert "import lightning.pytorch as pl" in result.stderr
+
+
+def test_an_unknown_attribute_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="ZeroStrateegy"):
+        _ = lightning_zero.ZeroStrateegy
