@@ -242,7 +242,7 @@ class ZeroStrategy(DDPStrategy):
         """Build the engine, or give the one of an earlier run its new optimizers."""
         parameters = [p for o in optimizers or [] for group in o.param_groups for p in group["params"]]
         engine = self._engine
-        if engine is not None and (engine.module is not module or not engine.can_optimize(parameters)):
+        if engine is not None and (engine.module is not module or not engine.holds(parameters)):
             engine.release()
             engine = None
         if engine is None:
@@ -278,6 +278,16 @@ class ZeroStrategy(DDPStrategy):
     def model_to_device(self) -> None:
         """Nothing: the engine moves the module bucket by bucket."""
 
+    def release(self) -> None:
+        """Give the module ordinary parameters again, whole and at full precision, and free the shards. Collective.
+
+        After ``fit`` the module stays sharded (stage 3) and in its 16-bit dtype, ready for ``test``, a second ``fit``
+        or ``save_checkpoint``. Call this before code that wants a plain module, such as an export.
+        """
+        if self._engine is not None:
+            self._engine.release()
+            self._engine = None
+
     @override
     def teardown(self) -> None:
         # Shards stay for `trainer.save_checkpoint`, `test` and a second `fit`; no rank may wait for another here.
@@ -295,12 +305,8 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
         with self.engine.forward_context():
-            output = super().training_step(*args, **kwargs)
-        if output is None and self.lightning_module.automatic_optimization:
-            self.engine.flush()  # no backward follows on this rank, but it may on others
-        return output
+            return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -316,6 +322,18 @@ class ZeroStrategy(DDPStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.engine.forward_context():
             return super().predict_step(*args, **kwargs)
+
+    @override
+    def on_validation_start(self) -> None:
+        self.engine.sync_buffers()
+
+    @override
+    def on_test_start(self) -> None:
+        self.engine.sync_buffers()
+
+    @override
+    def on_predict_start(self) -> None:
+        self.engine.sync_buffers()
 
     @contextlib.contextmanager
     @override
@@ -381,6 +399,11 @@ class ZeroStrategy(DDPStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._engine is None:
+            assert isinstance(self.precision_plugin, ZeroPrecision)
+            if self.precision_plugin.policy.param_dtype == torch.float64:
+                # Parameters get their dtype in `setup`; before it, the values would be rounded to what they have.
+                assert self.lightning_module is not None
+                self.lightning_module.double()
             super().load_model_state_dict(checkpoint, strict)
         else:
             _checkpoint.load_module_state_dict(self._engine, checkpoint["state_dict"], strict)

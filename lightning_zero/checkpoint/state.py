@@ -25,6 +25,7 @@ def module_state_dict(engine: Engine) -> StateDict:
         On rank 0 all of it. Elsewhere the live tensors where parameters are whole (stages 0-2), else nothing.
     """
     engine.settle()
+    engine.sync_buffers()
     masters: dict[int, Tensor] = {}
     for bucket in engine.buckets:
         if not _is_whole(bucket):
@@ -66,6 +67,8 @@ def load_module_state_dict(engine: Engine, state: Mapping[str, Any], strict: boo
         RuntimeError: for missing or unexpected keys (``strict``) or another shape.
     """
     module = engine.module
+    state = dict(state)
+    _run_load_hooks(module, state)
     live = module.state_dict(keep_vars=True)
     problems = [
         f"{key!r} has shape {tuple(state[key].shape)} in the checkpoint and {tuple(value.shape)} in the module"
@@ -77,13 +80,19 @@ def load_module_state_dict(engine: Engine, state: Mapping[str, Any], strict: boo
         problems += [f"{key!r} is unknown to the module" for key in state if key not in live]
     if problems:
         raise RuntimeError(f"the checkpoint does not fit {type(module).__name__}: {'; '.join(problems)}")
-    rest = dict(state)
     for key, value in live.items():
         bucket = engine.bucket_of(value) if isinstance(value, Parameter) else None
         if bucket is not None and key in state:
-            bucket.load(bucket.index[id(value)], rest.pop(key))
-    module.load_state_dict(rest, strict=False)  # buffers and extra state
+            bucket.load(bucket.index[id(value)], state.pop(key))
+    module.load_state_dict(state, strict=False)  # buffers and extra state
     engine.settle()
+
+
+def _run_load_hooks(module: nn.Module, state: StateDict) -> None:
+    """Let the modules' own hooks rename keys in ``state``, as :meth:`torch.nn.Module.load_state_dict` does."""
+    for name, child in module.named_modules():
+        for hook in child._load_state_dict_pre_hooks.values():
+            hook(state, f"{name}." if name else "", {}, True, [], [], [])
 
 
 def optimizer_state_dict(engine: Engine, updater: ShardUpdater) -> StateDict:

@@ -1,8 +1,9 @@
 """Sharding, free of Lightning: buckets, stores, collectives and the runtime that drives them."""
 
-from lightning_zero.engine.bucket import Bucket, BucketState, GradientLog, ParameterSpec, Placement
+from lightning_zero.engine.bucket import Bucket, BucketState, ParameterSpec, Placement
 from lightning_zero.engine.collectives import Group, Mesh
 from lightning_zero.engine.freed import FreedParameter
+from lightning_zero.engine.gradients import GradientLog
 from lightning_zero.engine.layout import FlatLayout, Run, Segment, runs, tiles
 from lightning_zero.engine.partition import Unit, find_units
 from lightning_zero.engine.policies import MixedPrecisionPolicy, ShardingPolicy

@@ -23,6 +23,7 @@ from torch.nn import Parameter
 
 from lightning_zero.engine.collectives import Mesh
 from lightning_zero.engine.freed import mark_freed, mark_gathered
+from lightning_zero.engine.gradients import GradientLog
 from lightning_zero.engine.layout import FlatLayout, Segment
 from lightning_zero.engine.master import CopyMaster, Master, NoMaster
 from lightning_zero.engine.policies import MixedPrecisionPolicy, ShardingPolicy
@@ -88,6 +89,7 @@ class Bucket:
         self.pins = 0  # open `gathered_parameters` contexts: resharding waits for them
         self.gradients = GradientLog(placement.optimizer_store, self.layout.shard_numel, placement.precision.grad_dtype)
         self.received = [False] * len(self.parameters)  # gradient seen on this rank since zero_grad
+        self._cleared: set[int] = set()  # parameters whose gradients were cleared since the last one arrived
         self._partial: Tensor | None = None  # 1-D fp32, Ψ: 16-bit gradients summed over micro-batches before reduction
         self._window: Tensor | None = None  # 1-D, Ψ/S: micro-batches of a step that replicas have not summed yet
         self._adopt()
@@ -102,7 +104,7 @@ class Bucket:
             view.copy_(parameter.detach())
         placement.mesh.world.broadcast_(full)
         start, stop = layout.shard_range(placement.mesh.shard.rank)
-
+        self._initial_dtype = full.dtype
         self.flat = full if full.dtype == self.dtype else full.to(self.dtype)
         self.shard = self.flat[start:stop]
         if placement.sharding.shard_params:
@@ -116,19 +118,28 @@ class Bucket:
 
     def _make_master(self, values: Tensor) -> Master:
         placement = self.placement
-        cast = placement.precision.needs_master(self.dtype)
+        narrowed = self._initial_dtype.itemsize > self.dtype.itemsize
+        # A frozen parameter keeps its full precision too: it is what a checkpoint holds.
+        cast = placement.precision.needs_master(self.dtype) and (self.optimized or narrowed)
         moved = placement.optimizer_store.device != self.shard.device or placement.optimizer_store.exact
         moved = moved and not (placement.sharding.shard_params and placement.param_store is placement.optimizer_store)
-        if self.optimized and (cast or moved):
+        if cast or (self.optimized and moved):
             return CopyMaster(self.shard, values, placement.optimizer_store, torch.float32 if cast else self.dtype)
         return NoMaster(self.shard)
 
+    def optimize(self) -> None:
+        """Make ready for updates: a parameter of the bucket has joined an optimizer. The same call on all ranks."""
+        if not self.optimized:
+            self.optimized = True
+            if isinstance(self.master, NoMaster):
+                self.master = self._make_master(self.shard)
+
+    def _view(self, flat: Tensor, index: int) -> Tensor:
+        offset = self.layout.offsets[index]
+        return flat[offset : offset + self.layout.numels[index]].view(self.shapes[index])
+
     def _views(self, flat: Tensor) -> list[Tensor]:
-        layout = self.layout
-        return [
-            flat[offset : offset + numel].view(shape)
-            for offset, numel, shape in zip(layout.offsets, layout.numels, self.shapes, strict=True)
-        ]
+        return [self._view(flat, index) for index in range(len(self.parameters))]
 
     def range_of(self, segment: Segment) -> slice:
         """The segment's elements in the flat buffer."""
@@ -137,6 +148,7 @@ class Bucket:
 
     # -------------------------------------------------------------------------------------------------- parameters
 
+    @torch.no_grad()
     def unshard(self) -> None:
         """Give ``flat`` the current values of all shards; nothing happens where it has them."""
         if self.state is BucketState.GATHERED:
@@ -152,6 +164,7 @@ class Bucket:
             mark_gathered(parameter)
         self._versions = [p._version for p in self.parameters]
 
+    @torch.no_grad()
     def reshard(self) -> None:
         """Free ``flat`` where the stage shards parameters and nobody holds them gathered."""
         if not self.placement.sharding.shard_params or self.pins or self.state is BucketState.SHARDED:
@@ -163,20 +176,43 @@ class Bucket:
         for name, parameter in zip(self.names, self.parameters, strict=True):
             mark_freed(parameter, name)
 
-    def mark_updated(self) -> None:
-        """The shards have new values: what is gathered is out of date."""
+    def mark_updated(self, indices: Iterable[int]) -> None:
+        """The shards have new values for the parameters ``indices``: what is gathered is out of date."""
+        # As after an update in place: backward through a graph from before it is an error, not a wrong gradient.
+        torch.autograd.graph.increment_version([self.parameters[i] for i in indices])
+        self._versions = [p._version for p in self.parameters]
         # With one shard at stages 0 to 2, `flat` is the shard.
         if self.state is BucketState.GATHERED and (self.layout.shards > 1 or self.placement.sharding.shard_params):
             self.state = BucketState.STALE
 
+    @torch.no_grad()
     def absorb_edits(self, everything: bool = False) -> None:
-        """Take over in-place changes by user code: of gathered parameters whose version moved, or of all."""
+        """Take over what user code changed in gathered parameters, in place or by assigning ``data``.
+
+        Args:
+            everything: also look at parameters whose version counter did not move (changes through ``.data``).
+        """
+        edited = set()
+        for index, parameter in enumerate(self.parameters):
+            if self._reattach(index) or everything or parameter._version != self._versions[index]:
+                edited.add(index)
+        if not edited:
+            return
         for segment in self.segments:
-            parameter = self.parameters[segment.param]
-            if everything or parameter._version != self._versions[segment.param]:
+            if segment.param in edited:
                 self.shard[segment.start : segment.stop].copy_(self.flat[self.range_of(segment)])
                 self.master.derive(segment.start, segment.stop)
         self._versions = [p._version for p in self.parameters]
+
+    def _reattach(self, index: int) -> bool:
+        """Make a parameter a view of ``flat`` again where ``data`` was assigned (``module.double()``); True if so."""
+        parameter, start = self.parameters[index], self.layout.offsets[index] * self.dtype.itemsize
+        if parameter.data_ptr() == self.flat.data_ptr() + start or not parameter.numel():
+            return False
+        view = self._view(self.flat, index)
+        view.copy_(parameter.data)
+        parameter.data = view
+        return True
 
     def load(self, index: int, values: Tensor) -> None:
         """Overwrite one parameter with full-precision ``values`` of its shape; ``flat`` becomes out of date."""
@@ -186,7 +222,7 @@ class Bucket:
                 part = values[segment.param_start : segment.param_start + segment.numel]
                 self.master.read(segment.start, segment.stop).copy_(part)
                 self.master.write(segment.start, segment.stop)
-        self.mark_updated()
+        self.mark_updated([index])
 
     def gather_full(self, shard: Tensor) -> Tensor:
         """All-gather any 1-D tensor laid out as the shard; returns the full one (padded) on the device. Collective."""
@@ -198,6 +234,8 @@ class Bucket:
 
     def release(self) -> None:
         """Give every parameter an ordinary tensor at full precision and forget the flat buffer. Collective."""
+        if self.state is BucketState.GATHERED:
+            self.absorb_edits()
         full = self.gather_full(self.master.read(0, self.layout.shard_numel))
         for view, parameter in zip(self._views(full), self.parameters, strict=True):
             mark_gathered(parameter)
@@ -209,10 +247,12 @@ class Bucket:
         """Whether a parameter holds a gradient that has not been reduced."""
         return any(p.grad is not None for p in self.parameters)
 
+    @torch.no_grad()
     def keep_local(self) -> None:
         """Between micro-batches where gradients stay whole: sum 16-bit gradients in fp32, leave others in ``grad``."""
         self._note_received()
-        if self.dtype.itemsize < 4 and self.has_gradient():
+        if self.dtype.itemsize < 4:
+            # On every rank, with gradients or without: it decides the dtype of the reduction.
             if self._partial is None:
                 self._partial = torch.zeros(self.layout.padded_numel, dtype=torch.float32, device=self.placement.device)
             for view, parameter in zip(self._views(self._partial), self.parameters, strict=True):
@@ -220,6 +260,7 @@ class Bucket:
                     view.add_(parameter.grad)
                     parameter.grad = None
 
+    @torch.no_grad()
     def reduce(self, last: bool) -> None:
         """Average the gradients over all ranks, add the owned slice to the log and free the whole ones. Collective.
 
@@ -242,6 +283,7 @@ class Bucket:
         for i, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 self.received[i] = True
+        self._cleared = set()
 
     def _collect(self) -> Tensor:
         """Copy the gradients to a flat buffer in the reduce dtype, divided by the number of ranks; free them."""
@@ -268,7 +310,9 @@ class Bucket:
         if not keep_used:
             for i in chosen:
                 self.received[i] = False
-        if not any(self.received):
+        # Other ranks' gradients lie in this slice too: only when all are cleared is it empty.
+        self._cleared |= chosen
+        if len(self._cleared) == len(self.parameters) and not keep_used:
             self.gradients.clear()
             self._partial = self._window = None
             return
@@ -281,61 +325,3 @@ class Bucket:
             views = self._views(self._partial)
             for i in chosen:
                 views[i].zero_()
-
-
-class GradientLog:
-    """The owned slice of the averaged gradient, accumulated over micro-batches until the next ``zero_grad``.
-
-    Its dtype does not depend on stage or store, since overflow and norm are judged from these values.
-
-    Args:
-        store: where the log rests.
-        numel: length of the shard.
-        dtype: a fixed dtype, or ``None`` for that of what arrives, raised to fp32 by a second arrival.
-    """
-
-    def __init__(self, store: Store, numel: int, dtype: torch.dtype | None) -> None:
-        self._store = store
-        self._numel = numel
-        self._fixed_dtype = dtype
-        self._values: Tensor | None = None  # 1-D
-        self._empty = True
-
-    def add(self, values: Tensor) -> None:
-        """Add ``values`` (1-D)."""
-        if self._empty:
-            self._ensure(self._fixed_dtype or values.dtype).copy_(values)
-            self._empty = False
-        else:
-            wide = torch.promote_types(values.dtype, torch.float32)
-            self._ensure(self._fixed_dtype or wide).add_(values.to(self._store.device))
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """A view of the gradient of elements ``[start, stop)``; zeros where nothing arrived."""
-        if self._empty:
-            self._ensure(self._fixed_dtype or torch.float32).zero_()
-            self._empty = False
-        assert self._values is not None
-        return self._values[start:stop]
-
-    def clear(self) -> None:
-        """Forget the values; the memory is kept for the next step."""
-        self._empty = True
-
-    @property
-    def empty(self) -> bool:
-        return self._empty
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self._values is None else self._values.nbytes
-
-    def _ensure(self, dtype: torch.dtype) -> Tensor:
-        """The tensor, at least as wide as ``dtype``; a wider one of an earlier step holds the same values."""
-        if self._values is None:
-            self._values = self._store.zeros(self._numel, dtype)
-        elif torch.promote_types(self._values.dtype, dtype) != self._values.dtype:
-            narrow = self._values
-            self._values = self._store.zeros(self._numel, dtype)
-            self._values.copy_(narrow)
-        return self._values

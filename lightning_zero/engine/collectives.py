@@ -52,8 +52,9 @@ class Group:
         """Fill ``flat`` (1-D, a multiple of ``size``) from every rank's own slice of it, in place."""
         if self.size == 1:
             return
-        shard = flat.chunk(self.size)[self.rank]
-        _all_gather_flat(flat, shard, group=self.process_group)
+        data = flat.view(torch.uint8)  # backends do not know every dtype
+        shard = data.chunk(self.size)[self.rank]
+        _all_gather_flat(data, shard, group=self.process_group)
         self._count("all_gather", (self.size - 1) * shard.nbytes)
 
     def reduce_scatter(self, flat: Tensor) -> Tensor:
@@ -100,9 +101,9 @@ class Group:
         return flat
 
     def broadcast_(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Overwrite ``tensor`` with that of the group's rank ``src``."""
-        if self.size > 1:
-            dist.broadcast(tensor, group=self.process_group, group_src=src)
+        """Overwrite ``tensor`` (contiguous) with that of the group's rank ``src``."""
+        if self.size > 1 and tensor.numel():
+            dist.broadcast(tensor.view(-1).view(torch.uint8), group=self.process_group, group_src=src)
             self._count("broadcast", tensor.nbytes if self.rank == src else 0)
         return tensor
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.nn import Parameter
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _METADATA = frozenset(
     """shape dtype device layout ndim names requires_grad grad _grad grad_fn grad_dtype is_leaf retains_grad _version
@@ -62,6 +65,17 @@ def _name(func: Callable[..., Any]) -> str:
 @functools.cache
 def _freed_class(cls: type[Parameter]) -> type[Parameter]:
     return FreedParameter if cls is Parameter else type(f"Freed{cls.__name__}", (FreedParameter, cls), {})
+
+
+def without_freed_checks(function: Callable[P, T]) -> Callable[P, T]:
+    """For the engine's own functions, which read gradients and metadata only: without a detour for each access."""
+
+    @functools.wraps(function)
+    def unchecked(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return unchecked
 
 
 def mark_freed(parameter: Parameter, name: str) -> None:

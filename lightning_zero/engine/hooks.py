@@ -1,38 +1,70 @@
 """Stage 3's forward and backward hooks: parameters are whole exactly while their unit computes.
 
 A unit gathers its buckets before its forward and frees them after it, gathers them again when the first gradient of its
-outputs arrives, and frees them when its inputs have theirs or all its own gradients are reduced. Every module that
-holds a parameter itself gathers as well, so that calling a part of the model (``module.net.generate()``) works.
+outputs arrives, and frees them when all its backward has run. Every module that holds a parameter itself gathers as
+well, so that calling a part of the model (``module.net.generate()``) works.
+
+When has all backward of a call run? Autograd runs ready nodes in the order of their sequence numbers, latest first, and
+a node's users have later numbers than the node. So when it comes to the node that made the *latest input* of the call,
+every node made during the call has run, also those that do not lie between input and output. (Accumulation into leaves
+is the exception, it runs at once: a leaf input says nothing.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.bucket import Bucket
+
+_DEPTH = 3  # of objects inside objects, searched for a unit's output tensors
+
+OnBackwardEnd = Callable[[Sequence[Bucket]], None]
+
+
+class _Call:
+    """One forward call of a module, which may run backward several times (``retain_graph``)."""
+
+    __slots__ = ("begun", "has_end")
+
+    def __init__(self) -> None:
+        self.has_end = False  # whether a hook will see the end of its backward
+        self.begun: object = None  # the generation of backward passes in which its own has begun
 
 
 class UnshardHooks:
     """The hooks of one module.
 
     Args:
-        module: a unit, or a module that holds parameters itself.
-        buckets: the buckets that its forward and backward need.
-        owns: whether it frees them afterwards (a unit), or leaves that to its unit or to the end of the step.
+        buckets: those that the module's forward and backward need.
+        on_backward_end: what a unit does when its backward has run, on all ranks in the same order; ``None`` for a
+            module that only holds parameters and leaves freeing them to its unit or to the end of the step.
+        unit: the hooks of the unit that the module lies in; while it computes, the module's own have nothing to do.
     """
 
-    def __init__(self, module: nn.Module, buckets: Sequence[Bucket], owns: bool) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        on_backward_end: OnBackwardEnd | None = None,
+        unit: UnshardHooks | None = None,
+    ) -> None:
         self._buckets = tuple(buckets)
-        self._owns = owns
-        self._backward_passes = 0  # calls of the module whose backward has begun and not ended
-        self._handles: list[RemovableHandle] = [
+        self._on_backward_end = on_backward_end
+        self._unit = unit
+        self._calls: list[_Call] = []  # forward calls under way
+        self._in_backward = 0  # calls whose backward has begun and not ended
+        self._generation = object()  # changes with every flush
+        self._handles: list[RemovableHandle] = []
+
+    def install(self, module: nn.Module) -> None:
+        """Attach to ``module``."""
+        self._handles = [
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
             # Also when forward raises: otherwise a caught error would leave the unit gathered for good.
             module.register_forward_hook(self._after_forward, always_call=True),
@@ -44,50 +76,95 @@ class UnshardHooks:
             handle.remove()
 
     def end_backward(self) -> None:
-        """Forget backward passes whose end no hook saw (inputs without gradients)."""
-        self._backward_passes = 0
+        """After the outermost backward: forget calls whose end no hook saw."""
+        self._in_backward = 0
+        self._generation = object()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnshardHooks:
+        return UnshardHooks(())  # a copied module has parameters of its own, in no bucket
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UnshardHooks, ((),)
+
+    def _covered(self) -> bool:
+        return self._unit is not None and bool(self._unit._calls)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._covered():
+            return
         for bucket in self._buckets:
             bucket.unshard()
+        call = _Call()
+        self._calls.append(call)
         # A forward inside backward is the recomputation of a checkpoint: the hooks of the first forward still stand.
-        if self._owns and not self._backward_passes and (inputs := _differentiable((args, kwargs))):
-            register_multi_grad_hook(inputs, self._after_backward, mode="all")
+        if self._on_backward_end is None or self._in_backward or not torch.is_grad_enabled():
+            return
+        if (latest := _latest_non_leaf(tree_leaves((args, kwargs)))) is not None:
+            call.has_end = True
+            latest.register_hook(partial(self._after_backward, call))
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        outputs = _differentiable(output)
-        if outputs and not self._backward_passes:
-            register_multi_grad_hook(outputs, self._before_backward, mode="any")
-        if self._owns and not self._backward_passes:
-            self._reshard()
+        if self._covered() or not self._calls:
+            return
+        call = self._calls.pop()
+        if self._in_backward:
+            return
+        outputs = [t for t in _tensors(output, _DEPTH) if t.requires_grad] if torch.is_grad_enabled() else []
+        for tensor in outputs:
+            tensor.register_hook(partial(self._before_backward, call))
+        # Where backward will come and no output tells when, the unit stays whole until the flush.
+        if self._on_backward_end is not None and (outputs or not self._has_backward(call)):
+            for bucket in self._buckets:
+                bucket.reshard()
 
-    def _before_backward(self, grad: Tensor) -> None:
-        self._backward_passes += self._owns
+    def _has_backward(self, call: _Call) -> bool:
+        trainable = any(p.requires_grad for bucket in self._buckets for p in bucket.parameters)
+        return torch.is_grad_enabled() and (call.has_end or trainable)
+
+    def _before_backward(self, call: _Call, grad: Tensor) -> None:
         for bucket in self._buckets:
             bucket.unshard()
+        if call.begun is not self._generation:
+            call.begun = self._generation
+            self._in_backward += 1
 
-    def _after_backward(self, grads: Sequence[Tensor | None]) -> None:
+    def _after_backward(self, call: _Call, grad: Tensor) -> None:
+        if call.begun is not self._generation:
+            return
+        call.begun = None
         # Of a module called twice, the first call's backward may have begun already: its output is the second's input.
-        self._backward_passes = max(self._backward_passes - 1, 0)
-        if not self._backward_passes:
-            self._reshard()
+        self._in_backward -= 1
+        # With `create_graph` a second backward through the same parameters will come: the flush frees them.
+        if not self._in_backward and not torch.is_grad_enabled() and self._on_backward_end is not None:
+            self._on_backward_end(self._buckets)
 
-    def _reshard(self) -> None:
+
+class RefreshHook:
+    """Stages 0-2: gathers what the last update made stale, when the module that reads it computes."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = tuple(buckets)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         for bucket in self._buckets:
-            bucket.reshard()
-
-
-def refresh_before_forward(module: nn.Module, buckets: Sequence[Bucket]) -> RemovableHandle:
-    """Stages 0-2: gather what the last update made stale, when the module that reads it computes."""
-
-    def refresh(module: nn.Module, args: tuple[Any, ...]) -> None:
-        for bucket in buckets:
             bucket.unshard()
 
-    return module.register_forward_pre_hook(refresh, prepend=True)
+    def __deepcopy__(self, memo: dict[int, Any]) -> RefreshHook:
+        return RefreshHook(())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RefreshHook, ((),)
 
 
-def _differentiable(tree: Any) -> list[Tensor]:
-    if not torch.is_grad_enabled():
-        return []
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
+def _latest_non_leaf(leaves: Sequence[Any]) -> Tensor | None:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    return max(tensors, key=lambda t: t.grad_fn._sequence_nr(), default=None)  # type: ignore[union-attr]
+
+
+def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
+    """The tensors in nested containers and in the attributes of objects such as dataclasses."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and hasattr(leaf, "__dict__") and not callable(leaf):
+            yield from _tensors(vars(leaf), depth - 1)

@@ -101,13 +101,20 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def runs(segments: Sequence[Segment], key: Callable[[Segment], Hashable]) -> Iterator[Run]:
-    """Group adjacent segments with equal keys; a ``None`` key leaves the segment out and ends the run."""
+def runs(segments: Sequence[Segment], key: Callable[[Segment], Hashable], gap: int = 0) -> Iterator[Run]:
+    """Group adjacent segments with equal keys; a ``None`` key leaves the segment out and ends the run.
+
+    Args:
+        segments: in ascending order.
+        key: of a segment.
+        gap: segments at most this far apart are adjacent. Alignment leaves gaps shorter than ``FlatLayout.align``; they
+            hold zeros and may be computed on.
+    """
     group: list[Segment] = []
     group_key: Hashable = None
     for segment in segments:
         segment_key = key(segment)
-        if group and (segment_key != group_key or group[-1].stop != segment.start):
+        if group and (segment_key != group_key or segment.start - group[-1].stop > gap):
             yield Run(group[0].start, group[-1].stop, tuple(group))
             group = []
         if segment_key is not None:

@@ -116,4 +116,7 @@ class CopyMaster:
         return self._shard[start:stop] if same_place and self._shard.dtype.itemsize == 2 else None
 
     def derive(self, start: int, stop: int) -> None:
-        self._values[start:stop].copy_(self._shard[start:stop])
+        # Only what changed: a master holds more digits than the shard.
+        master, shard = self._values[start:stop], self._shard[start:stop]
+        values = shard.to(master)
+        torch.where(master.to(shard.dtype) == values.to(shard.dtype), master, values, out=master)

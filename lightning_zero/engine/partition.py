@@ -155,6 +155,11 @@ def make_buckets(
     Raises:
         TypeError: for complex or sparse parameters.
     """
+    for name, module in root.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise TypeError(
+                f"module {name!r} is {module}: sparse gradients cannot be sharded. Use sparse=False, or strategy='ddp'"
+            )
     members = _parameters_by_unit(root, units)
     norms = {id(p) for m in root.modules() if is_norm(m) for p in m.parameters(recurse=False)}
     buckets: list[BucketSpec] = []

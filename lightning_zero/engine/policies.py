@@ -71,6 +71,12 @@ class MixedPrecisionPolicy:
             return dtype
         return self.param_dtype
 
+    def buffer_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that a buffer of ``dtype`` takes."""
+        if self.param_dtype is None or not self.cast_buffers or not dtype.is_floating_point:
+            return dtype
+        return self.param_dtype
+
     def needs_master(self, dtype: torch.dtype) -> bool:
         """Whether parameters cast to ``dtype`` have an fp32 master of their own."""
         return self.master_weights and self.param_dtype == dtype and dtype.itemsize < 4

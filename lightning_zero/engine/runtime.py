@@ -1,8 +1,7 @@
 """The engine: drives buckets through forward, backward and step, in one order on all ranks.
 
     forward    stage 3: each unit gathers before and frees after (``hooks.py``)
-    backward   a gradient marks its parameter ready; buckets are reduced in reverse module order, each as soon as it and
-               all before it are ready
+    backward   gradients are reduced in one order on all ranks (``reducer.py``)
     flush      after the outermost backward: whatever has not been reduced, with zeros for what was unused here
     step       one small all-reduce; every rank then knows norm, overflow and used parameters, and updates its shards
     settle     gathers what the update made stale
@@ -15,10 +14,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,9 +26,18 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.bucket import Bucket, BucketState, Placement
-from lightning_zero.engine.hooks import UnshardHooks, refresh_before_forward
+from lightning_zero.engine.freed import without_freed_checks
+from lightning_zero.engine.hooks import RefreshHook, UnshardHooks
 from lightning_zero.engine.layout import Segment, runs
 from lightning_zero.engine.partition import ROOT, Unit, find_units, make_buckets
+from lightning_zero.engine.reducer import Reducer
+from lightning_zero.engine.takeover import (
+    give_back_module,
+    give_back_optimizer,
+    parameters_of,
+    take_over_module,
+    take_over_optimizer,
+)
 
 _NORM_TILE = 1 << 20  # elements converted to float64 at a time
 
@@ -53,6 +60,10 @@ class Updater(Protocol):
         """
         ...
 
+    def adopt(self, engine: Engine) -> None:
+        """Move state that lies in the optimizer itself into shards."""
+        ...
+
 
 class GradientStats(NamedTuple):
     """What all ranks know of one optimizer's gradients after the small all-reduce."""
@@ -68,7 +79,8 @@ class Engine:
     Args:
         module: fully initialized on every rank; rank 0's parameters and buffers are broadcast.
         placement: process groups, policies, device and stores.
-        optimized: parameters that optimizers may update; ``None`` means all that require a gradient.
+        optimized: parameters that optimizers will update (others may join later); ``None`` means all that require a
+            gradient.
         units: see :func:`~lightning_zero.engine.partition.find_units`.
         bucket_size_mb: size, in 2^20 bytes, up to which small units share a bucket at stages 0-2.
         skip_nonfinite: skip the step, on all ranks, when a gradient is not finite.
@@ -104,16 +116,13 @@ class Engine:
         self.buckets = [Bucket(", ".join(s.units), s.specs, s.dtype, s.optimized, placement) for s in specs]
         self._bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
         self._root_buckets = [b for b, s in zip(self.buckets, specs, strict=True) if ROOT in s.units]
+        self._reducer = Reducer(self.buckets, placement.sharding)
         self._updaters: dict[int, Updater] = {}  # by id of the optimizer
+        self._sizes: dict[int, int] = {}  # by id of the optimizer: parameters in its groups
         self._clip: dict[int, float] = {}  # by id of the optimizer: factor that clipping asked for
         self._stats: dict[int, GradientStats] | None = None
-        self._in_backward = False
-        self._eager = False  # reduce buckets during backward, not only at its flush
-        self._last_micro_batch = True
-        self._pending: list[Bucket] = []  # of this backward, in launch order, not yet reduced
-        self._ready: dict[int, set[int]] = {}  # by id of the bucket: parameters whose gradient has arrived
-        self._expected: dict[int, int] = {}  # by id of the bucket: parameters that require a gradient
         self._handles: list[RemovableHandle] = []
+        self._optimizer_handles: list[RemovableHandle] = []
         self._unshard_hooks: list[UnshardHooks] = []
         self._install_hooks(unit_list)
         _ENGINES.add(self)
@@ -122,35 +131,77 @@ class Engine:
 
     def _convert_buffers(self) -> None:
         """Move buffers to the device, give them the dtype of the policy and rank 0's values."""
-        precision = self.placement.precision
+        placement = self.placement
+        converted: dict[int, Tensor] = {}  # a buffer may be registered twice
         for module in self.module.modules():
+            if type(module)._apply is not nn.Module._apply and next(module.parameters(), None) is None:
+                module.to(placement.device)  # state that is neither parameter nor buffer, as torchmetrics has
             for name, buffer in module._buffers.items():
-                if buffer is None:
-                    continue
-                dtype = buffer.dtype
-                if precision.cast_buffers and dtype.is_floating_point and precision.param_dtype is not None:
-                    dtype = precision.param_dtype
-                converted = buffer.to(self.placement.device, dtype)
-                module._buffers[name] = self.placement.mesh.world.broadcast_(converted.contiguous())
+                if buffer is not None:
+                    if id(buffer) not in converted:
+                        dtype = placement.precision.buffer_dtype(buffer.dtype)
+                        # Contiguous: an expanded buffer cannot be written to.
+                        strided = buffer.layout is torch.strided
+                        moved = buffer.to(placement.device, dtype)
+                        converted[id(buffer)] = moved.contiguous() if strided else moved
+                    module._buffers[name] = converted[id(buffer)]
+        self.sync_buffers()
+
+    def sync_buffers(self) -> None:
+        """Give every rank rank 0's buffers (statistics of BatchNorm, which each rank gathers alone). Collective."""
+        for buffer in {id(b): b for b in self.module.buffers()}.values():
+            if buffer.layout is torch.strided:
+                data = self.placement.mesh.world.broadcast_(buffer.detach().contiguous())
+                if data.data_ptr() != buffer.data_ptr():
+                    buffer.detach().copy_(data)
 
     def _install_hooks(self, units: Sequence[Unit]) -> None:
-        for bucket in self.buckets:
-            if bucket.optimized:
-                for index, parameter in enumerate(bucket.parameters):
-                    hook = self._make_gradient_hook(bucket, index)
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        for number, bucket in enumerate(self.buckets):
+            for index, parameter in enumerate(bucket.parameters):
+                if parameter.is_floating_point():
+                    self._handles.append(self._hook_gradient(parameter, number, index))
+        for module in self.module.modules():
+            take_over_module(module, self)
+        if self.placement.sharding.shard_params:
+            self._install_unshard_hooks(units)
+        else:
+            for module in (self.module, *(unit.module for unit in units)):
+                hook = RefreshHook(self._buckets_of(module, recurse=module is not self.module))
+                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+
+    def _hook_gradient(self, parameter: Parameter, number: int, index: int) -> RemovableHandle:
+        # Neither engine nor bucket: Python's collector does not see references held by a tensor's hooks.
+        engine = weakref.ref(self)
+
+        def mark_ready(_: Tensor) -> None:
+            if (alive := engine()) is not None:
+                if not alive._reducer.in_backward:  # `loss.backward()` by user code: reduced when it steps
+                    alive.begin_backward(eager=False)
+                alive._reducer.mark_ready(alive.buckets[number], index)
+
+        requires_grad = parameter.requires_grad
+        parameter.requires_grad_(True)  # a hook can be registered on nothing else; it stays when that is turned off
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(mark_ready)
+        parameter.requires_grad_(requires_grad)
+        return handle
+
+    def _install_unshard_hooks(self, units: Sequence[Unit]) -> None:
+        inside: dict[int, UnshardHooks] = {}  # by id of a module: the hooks of the unit it lies in
+        for unit in units:
+            # The root's buckets stay gathered for the whole step, whoever else holds a parameter of them.
+            own = [b for b in self._buckets_of(unit.module, recurse=True) if b not in self._root_buckets]
+            hooks = UnshardHooks(own, self._end_unit)
+            self._install(hooks, unit.module)
+            inside.update((id(module), hooks) for module in unit.module.modules())
         unit_modules = {id(unit.module) for unit in units}
         for module in self.module.modules():
-            self._take_over_zero_grad(module)
-            is_unit = id(module) in unit_modules
-            held = self._buckets_of(module, recurse=is_unit)
-            if self.placement.sharding.shard_params:
-                # The root's buckets stay gathered for the whole step, whoever else holds a parameter of them.
-                mine = [b for b in held if not (is_unit and b in self._root_buckets)]
-                if mine:
-                    self._unshard_hooks.append(UnshardHooks(module, mine, owns=is_unit))
-            elif is_unit or module is self.module:
-                self._handles.append(refresh_before_forward(module, held))
+            buckets = self._buckets_of(module, recurse=False)
+            if buckets and id(module) not in unit_modules:
+                self._install(UnshardHooks(buckets, unit=inside.get(id(module))), module)
+
+    def _install(self, hooks: UnshardHooks, module: nn.Module) -> None:
+        hooks.install(module)
+        self._unshard_hooks.append(hooks)
 
     def _buckets_of(self, module: nn.Module, recurse: bool) -> list[Bucket]:
         """The buckets that the forward of ``module`` reads; for the root module, those of the root."""
@@ -158,28 +209,6 @@ class Engine:
         if module is self.module:
             held.update((id(b), b) for b in self._root_buckets)
         return list(held.values())
-
-    def _make_gradient_hook(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
-        def mark_ready(_: Tensor) -> None:
-            if not self._in_backward:  # `loss.backward()` by user code: reduced at the flush that the step makes
-                self.begin_backward(eager=False)
-            self._ready[id(bucket)].add(index)
-            if self._eager:
-                self._reduce_ready()
-
-        return mark_ready
-
-    def _take_over_zero_grad(self, module: nn.Module) -> None:
-        engine = weakref.ref(self)
-
-        # Its name makes the bound method picklable, as a look-up on the unpickled module; a deep copy of the module has
-        # parameters that no engine holds.
-        def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
-            type(module).zero_grad(module, set_to_none)
-            if (alive := engine()) is not None:
-                alive.zero_grad((p for p in module.parameters() if id(p) in alive._bucket_of), set_to_none)
-
-        module.zero_grad = types.MethodType(zero_grad, module)  # type: ignore[method-assign]
 
     # ----------------------------------------------------------------------------------------- forward and backward
 
@@ -197,67 +226,37 @@ class Engine:
             if not torch.is_grad_enabled():
                 self._reshard()
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Around the backward of every micro-batch but the last of a step."""
-        previous, self._last_micro_batch = self._last_micro_batch, False
-        try:
-            yield
-        finally:
-            self._last_micro_batch = previous
+        return self._reducer.no_sync()
 
+    @without_freed_checks
     def begin_backward(self, eager: bool = True) -> None:
         """Before the outermost backward.
 
         Args:
             eager: reduce buckets while backward goes on; ``False`` leaves all to :meth:`flush`.
         """
+        self._admit_parameters()
         self._fold_clipping()
         self._stats = None
-        self._in_backward = True
-        self._pending = []
-        for bucket in reversed(self.buckets):
-            expected = sum(p.requires_grad for p in bucket.parameters) if bucket.optimized else 0
-            self._ready[id(bucket)] = set()
-            self._expected[id(bucket)] = expected
-            # `toggle_optimizer` and frozen parts turn `requires_grad` off, on all ranks alike.
-            if expected:
-                self._pending.append(bucket)
-        self._eager = eager and self._reduces_now
+        self._reducer.begin(eager)
 
-    @property
-    def _reduces_now(self) -> bool:
-        return self.placement.sharding.shard_grads or self._last_micro_batch
+    def _end_unit(self, buckets: Sequence[Bucket]) -> None:
+        """Stage 3: all backward of a unit has run."""
+        self._reducer.end_unit(buckets)
+        for bucket in buckets:
+            bucket.reshard()
 
-    def _reduce_ready(self) -> None:
-        while self._pending and len(self._ready[id(self._pending[0])]) >= self._expected[id(self._pending[0])]:
-            bucket = self._pending.pop(0)
-            bucket.reduce(self._last_micro_batch)
-            # All gradients are there, so backward has used all its parameters, unless some need none.
-            if self._expected[id(bucket)] == len(bucket.parameters):
-                bucket.reshard()
-
+    @without_freed_checks
     def flush(self) -> None:
         """After the outermost backward: reduce what is left, on every rank, used or not, and free what was gathered.
 
         A rank that ran no backward in a micro-batch in which others did must call it all the same.
         """
-        if not self._in_backward:
+        if not self._reducer.in_backward:
             self.begin_backward(eager=False)
-        self._in_backward = self._eager = False
-        if self._reduces_now:
-            reduced_early = [b for b in reversed(self.buckets) if self._expected[id(b)] and b not in self._pending]
-            for bucket in self._pending:
-                bucket.reduce(self._last_micro_batch)
-            # Gradients that arrived after their bucket was reduced: a parameter's hook fires several times under
-            # reentrant checkpointing.
-            for bucket in reduced_early:
-                if bucket.has_gradient():
-                    bucket.reduce(self._last_micro_batch)
-        else:
-            for bucket in self._pending:
-                bucket.keep_local()
-        self._pending = []
+        self._reducer.flush()
         for hooks in self._unshard_hooks:
             hooks.end_backward()
         self._reshard()
@@ -274,110 +273,120 @@ class Engine:
         The optimizer objects, their groups and parameters stay what they are. Replaces those attached before.
 
         Raises:
-            ValueError: where an optimizer holds a parameter that the module does not, or that was not among those
-                that may be optimized.
+            ValueError: where an optimizer holds a parameter that the module does not.
         """
-        for updater in updaters:
-            self._check_parameters(updater.optimizer)
         self.detach()
+        self._updaters = {id(updater.optimizer): updater for updater in updaters}
+        self._admit_parameters()
         for updater in updaters:
-            self._updaters[id(updater.optimizer)] = updater
-            self._take_over(updater.optimizer)
+            updater.adopt(self)
+            self._optimizer_handles += take_over_optimizer(updater.optimizer, self)
         self.zero_grad(p for b in self.buckets for p in b.parameters)
 
-    def can_optimize(self, parameters: Iterable[Parameter]) -> bool:
-        """Whether gradients of all ``parameters`` are reduced here."""
-        buckets = [self._bucket_of.get(id(p)) for p in parameters]
-        return all(bucket is not None and bucket.optimized for bucket in buckets)
-
-    def _check_parameters(self, optimizer: Optimizer) -> None:
-        for parameter in _parameters_of(optimizer):
-            if not self.can_optimize([parameter]):
-                raise ValueError(
-                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is not "
-                    "registered in the module, or was in no optimizer when training was set up; give optimizers "
-                    "registered parameters, all of them in `configure_optimizers`"
-                )
+    def _admit_parameters(self) -> None:
+        """Make ready what has joined an optimizer's groups."""
+        for key, updater in self._updaters.items():
+            size = sum(len(group["params"]) for group in updater.optimizer.param_groups)
+            if self._sizes.get(key) == size:
+                continue
+            for parameter in parameters_of(updater.optimizer):
+                bucket = self._bucket_of.get(id(parameter))
+                if bucket is None:
+                    raise ValueError(
+                        f"{type(updater.optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that "
+                        f"is not registered in {type(self.module).__name__}; give optimizers the module's parameters"
+                    )
+                bucket.optimize()
+            self._sizes[key] = size
 
     def detach(self) -> None:
         """Give the attached optimizers their own methods back."""
         for updater in self._updaters.values():
-            for method in ("step", "zero_grad"):
-                updater.optimizer.__dict__.pop(method, None)
-        self._updaters = {}
-        self._clip = {}
+            give_back_optimizer(updater.optimizer)
+        for handle in self._optimizer_handles:
+            handle.remove()
+        self._updaters, self._sizes, self._clip = {}, {}, {}
+        self._optimizer_handles = []
         self._stats = None
-
-    def _take_over(self, optimizer: Optimizer) -> None:
-        engine = weakref.ref(self)  # an optimizer that outlives the engine must not keep its buckets alive
-
-        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            with torch.enable_grad():
-                loss = closure() if closure is not None else None
-            _alive(engine).step(optimizer)
-            return loss
-
-        def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
-            _alive(engine).zero_grad(_parameters_of(optimizer), set_to_none)
-
-        # The same wrapper as torch puts around every optimizer's step: pre- and post-hooks and the profiler's record.
-        method = types.MethodType(Optimizer.profile_hook_step(step), optimizer)
-        # Schedulers warn unless `step` carries their mark; what it stands for, `_opt_called`, the engine sets.
-        method.__func__._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.step = method  # type: ignore[method-assign]
-        optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
 
     @property
     def updaters(self) -> list[Updater]:
         """Those attached, in the order given."""
         return list(self._updaters.values())
 
+    def adopt_state(self, optimizer: Optimizer) -> None:
+        """Move state that user code loaded into an attached optimizer into shards."""
+        self._updaters[id(optimizer)].adopt(self)
+
+    @without_freed_checks
     def zero_grad(self, parameters: Iterable[Parameter], set_to_none: bool = True) -> None:
         """Clear gradients of ``parameters``, whole ones and owned slices.
 
         Args:
-            parameters: some of the module's.
+            parameters: any; those that are not the module's are cleared as torch does.
             set_to_none: as in torch: ``False`` makes them zeros, which optimizers still apply.
         """
         self._stats = None
         by_bucket: dict[int, list[int]] = {}
         for parameter in parameters:
-            bucket = self._bucket_of[id(parameter)]
-            by_bucket.setdefault(id(bucket), []).append(bucket.index[id(parameter)])
             parameter.grad = None
+            if (bucket := self._bucket_of.get(id(parameter))) is not None:
+                by_bucket.setdefault(id(bucket), []).append(bucket.index[id(parameter)])
         for bucket in self.buckets:
             if indices := by_bucket.get(id(bucket)):
                 bucket.clear_gradients(indices, keep_used=not set_to_none)
         for key, updater in self._updaters.items():
-            if any(id(self._bucket_of[id(p)]) in by_bucket for p in _parameters_of(updater.optimizer)):
+            if any(id(self._bucket_of.get(id(p))) in by_bucket for p in parameters_of(updater.optimizer)):
                 self._clip.pop(key, None)
 
+    @without_freed_checks
     def stats(self, optimizer: Optimizer) -> GradientStats:
         """Norm, overflow and used parameters of the averaged gradients of ``optimizer``. Collective, then cached."""
-        if self._in_backward:
+        if self._reducer.in_backward:
             self.flush()
         if self._stats is None:
+            self._admit_parameters()
             self._stats = self._reduce_stats()
         return self._stats[id(optimizer)]
 
     def _reduce_stats(self) -> dict[int, GradientStats]:
-        """The one small all-reduce of a step: norm² per optimizer, and which parameters were used anywhere."""
-        owner = {id(p): n for n, u in enumerate(self._updaters.values()) for p in _parameters_of(u.optimizer)}
-        norms = [0.0] * len(self._updaters)
-        # Replicas hold the same slices: one of them speaks for all.
-        if self.placement.mesh.replica.rank == 0:
-            for bucket in self.buckets:
-                if not bucket.gradients.empty:
-                    _add_squares(bucket, owner, norms)
+        """The one small all-reduce of a step: norm² per optimizer, which parameters were used, what was left over.
+
+        Left over are gradients that arrived after their bucket was reduced (a parameter's hook fires several times
+        under reentrant checkpointing) or that user code assigned. Any rank may have some, so all reduce them.
+        """
+        squares = self._squares()
         used = [float(received) for bucket in self.buckets for received in bucket.received]
-        vector = torch.tensor(norms + used, dtype=torch.float64).to(self.placement.device)
-        values = self.placement.mesh.world.all_reduce_(vector).tolist()
+        left = [float(bucket.optimized and bucket.has_gradient()) for bucket in self.buckets]
+        flags = torch.tensor(used + left, dtype=torch.float64, device=self.placement.device)
+        values = self.placement.mesh.world.all_reduce_(torch.cat([squares, flags])).tolist()
+        left_anywhere = values[len(squares) + len(used) :]
+        if any(left_anywhere):
+            for bucket, count in zip(self.buckets, left_anywhere, strict=True):
+                if count:
+                    bucket.reduce(last=True)
+            return self._reduce_stats()
         parameters = [p for bucket in self.buckets for p in bucket.parameters]
-        used_ids = frozenset(id(p) for p, n in zip(parameters, values[len(norms) :], strict=True) if n)
+        used_ids = frozenset(id(p) for p, count in zip(parameters, values[len(squares) :], strict=False) if count)
         return {
             key: GradientStats(math.sqrt(square), not math.isfinite(square), used_ids)
             for key, square in zip(self._updaters, values, strict=False)
         }
+
+    def _squares(self) -> Tensor:
+        """This rank's part of the squared gradient norm of each optimizer; float64, on the device."""
+        owners: dict[int, tuple[int, ...]] = {}
+        for number, updater in enumerate(self._updaters.values()):
+            for parameter in parameters_of(updater.optimizer):
+                owners[id(parameter)] = (*owners.get(id(parameter), ()), number)
+        squares = [torch.zeros((), dtype=torch.float64, device=self.placement.optimizer_store.device)]
+        squares *= len(self._updaters)
+        # Replicas hold the same slices: one of them speaks for all.
+        if self.placement.mesh.replica.rank == 0:
+            for bucket in self.buckets:
+                if not bucket.gradients.empty:
+                    _add_squares(bucket, owners, squares)
+        return torch.stack(squares).to(self.placement.device) if squares else torch.zeros(0, dtype=torch.float64)
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> float:
         """Scale the gradients of ``optimizer`` to a global norm of at most ``max_norm``; returns the norm before.
@@ -392,19 +401,23 @@ class Engine:
     def clip_grad_value_(self, optimizer: Optimizer, clip_value: float) -> None:
         """Clamp every averaged gradient of ``optimizer`` to ``[-clip_value, clip_value]``, where it is. Collective."""
         self.stats(optimizer)  # overflow is judged before a clamp hides it
-        for bucket, segments in self._owned_segments(_parameters_of(optimizer)):
-            for run in runs(segments, lambda _: True):
-                bucket.gradients.read(run.start, run.stop).clamp_(-clip_value, clip_value)
+        for gradients in self._owned_gradients(optimizer):
+            gradients.clamp_(-clip_value, clip_value)
 
     def _fold_clipping(self) -> None:
         """Gradients that outlive a clipped step stay clipped when more are added to them, as in torch."""
         for key, scale in self._clip.items():
             if scale != 1.0:
-                for bucket, segments in self._owned_segments(_parameters_of(self._updaters[key].optimizer)):
-                    if not bucket.gradients.empty:
-                        for run in runs(segments, lambda _: True):
-                            bucket.gradients.read(run.start, run.stop).mul_(scale)
+                for gradients in self._owned_gradients(self._updaters[key].optimizer):
+                    gradients.mul_(scale)
         self._clip = {}
+
+    def _owned_gradients(self, optimizer: Optimizer) -> Iterator[Tensor]:
+        """Views of the owned slices that hold gradients of ``optimizer``'s parameters."""
+        for bucket, segments in self._owned_segments(parameters_of(optimizer)):
+            if not bucket.gradients.empty:
+                for run in runs(segments, lambda _: True):
+                    yield bucket.gradients.read(run.start, run.stop)
 
     def _owned_segments(self, parameters: Iterable[Parameter]) -> Iterator[tuple[Bucket, list[Segment]]]:
         chosen = {id(p) for p in parameters}
@@ -414,48 +427,54 @@ class Engine:
                 yield bucket, segments
 
     @torch.no_grad()
+    @without_freed_checks
     def step(self, optimizer: Optimizer) -> bool:
         """Update the shards of ``optimizer``'s parameters; returns False where all ranks skip. Collective.
 
         Hyperparameters are copied before anything is updated, so that a scheduler may change them right after.
         """
-        updater = self._updaters[id(optimizer)]
-        self._check_parameters(optimizer)  # a group may have joined since
         stats = self.stats(optimizer)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers, see `_take_over`
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask for
         if stats.found_inf and self.skip_nonfinite:
-            self.skipped_steps += 1
-            self.zero_grad(_parameters_of(optimizer))
-            if self.placement.mesh.world.rank == 0:
-                warnings.warn(
-                    f"skipped a step of {type(optimizer).__name__} on all ranks: a gradient is inf or nan "
-                    f"(skipped so far: {self.skipped_steps}; skip_nonfinite=False would apply it)",
-                    stacklevel=2,
-                )
+            self._skip(optimizer)
             return False
-        scale = self._clip.get(id(optimizer), 1.0)
+        self._absorb_edits()
+        updater, scale = self._updaters[id(optimizer)], self._clip.get(id(optimizer), 1.0)
         hyperparameters = _snapshot(optimizer)
-        used = [p for p in _parameters_of(optimizer) if id(p) in stats.used]
-        for bucket in self.buckets:
-            if bucket.state is BucketState.GATHERED:
-                bucket.absorb_edits()
+        used = [p for p in parameters_of(optimizer) if id(p) in stats.used]
         for bucket, segments in self._owned_segments(used):
             groups = {i: hyperparameters[id(p)] for i, p in enumerate(bucket.parameters) if id(p) in hyperparameters}
             updater.update(bucket, segments, groups, scale)
-        # A bucket is stale on all ranks or on none, also where this rank owns no segment of it.
-        touched = {id(self._bucket_of[id(p)]) for p in used}
+        used_ids = set(map(id, used))
         for bucket in self.buckets:
-            if id(bucket) in touched:
-                bucket.mark_updated()
+            # Stale on all ranks or on none, also where this rank owns no segment of it.
+            if indices := [i for i, p in enumerate(bucket.parameters) if id(p) in used_ids]:
+                bucket.mark_updated(indices)
         return True
+
+    def _skip(self, optimizer: Optimizer) -> None:
+        self.skipped_steps += 1
+        self.zero_grad(parameters_of(optimizer))
+        if self.placement.mesh.world.rank == 0:
+            warnings.warn(
+                f"skipped a step of {type(optimizer).__name__} on all ranks: a gradient is inf or nan "
+                f"(skipped so far: {self.skipped_steps}; skip_nonfinite=False would apply it)",
+                stacklevel=3,
+            )
 
     # -------------------------------------------------------------------------------------------------- consistency
 
     def settle(self) -> None:
-        """Finish updates and gathers: afterwards no whole parameter is older than its shards. Collective."""
+        """Finish updates and gathers, take over edits by user code: shards and whole parameters agree. Collective."""
+        self._absorb_edits()
         for bucket in self.buckets:
             if bucket.state is BucketState.STALE:
                 bucket.unshard()
+
+    def _absorb_edits(self) -> None:
+        for bucket in self.buckets:
+            if bucket.state is BucketState.GATHERED:
+                bucket.absorb_edits()
 
     @contextlib.contextmanager
     def gathered(self, parameters: Iterable[Parameter], writeback: bool = False) -> Iterator[None]:
@@ -477,17 +496,19 @@ class Engine:
         finally:
             for bucket in buckets:
                 bucket.pins -= 1
-                if writeback:
-                    self.placement.mesh.world.broadcast_(bucket.flat)
                 if bucket.state is BucketState.GATHERED:
-                    bucket.absorb_edits(everything=writeback)
+                    bucket.absorb_edits()
+                    if writeback:
+                        self.placement.mesh.world.broadcast_(bucket.flat)
+                        bucket.absorb_edits(everything=True)
                 bucket.reshard()
 
     def release(self) -> None:
         """Undo everything: ordinary parameters at full precision, no hooks, optimizers of their own. Collective."""
+        self.settle()
         self.detach()
         for module in self.module.modules():
-            module.__dict__.pop("zero_grad", None)
+            give_back_module(module)
         for handle in self._handles:
             handle.remove()
         for hooks in self._unshard_hooks:
@@ -501,6 +522,10 @@ class Engine:
     def bucket_of(self, parameter: Tensor) -> Bucket | None:
         """The bucket that holds ``parameter``, or ``None``."""
         return self._bucket_of.get(id(parameter))
+
+    def holds(self, parameters: Iterable[Parameter]) -> bool:
+        """Whether all ``parameters`` are the module's."""
+        return all(id(p) in self._bucket_of for p in parameters)
 
 
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -538,10 +563,6 @@ def gathered_parameters(
         yield
 
 
-def _parameters_of(optimizer: Optimizer) -> list[Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _snapshot(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     """The hyperparameters of every parameter, by its id; parameters of one group share one copy."""
     snapshot: dict[int, dict[str, Any]] = {}
@@ -551,20 +572,18 @@ def _snapshot(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     return snapshot
 
 
-def _add_squares(bucket: Bucket, owner: dict[int, int], norms: list[float]) -> None:
+def _add_squares(bucket: Bucket, owners: dict[int, tuple[int, ...]], squares: list[Tensor]) -> None:
     """Add the squares of a bucket's owned gradients to the sum of each optimizer, in float64.
 
     A non-finite element makes the sum non-finite, and squares of finite fp32 elements cannot overflow float64.
     """
-    for run in runs(bucket.segments, lambda s: owner.get(id(bucket.parameters[s.param]))):
-        which = owner[id(bucket.parameters[run.segments[0].param])]
+
+    def owners_of(segment: Segment) -> tuple[int, ...] | None:
+        return owners.get(id(bucket.parameters[segment.param]))
+
+    for run in runs(bucket.segments, owners_of, gap=bucket.layout.align - 1):
         for tile in bucket.gradients.read(run.start, run.stop).split(_NORM_TILE):
             wide = tile.double()
-            norms[which] += float(torch.dot(wide, wide))
-
-
-def _alive(reference: weakref.ref[Engine]) -> Engine:
-    engine = reference()
-    if engine is None:
-        raise RuntimeError("this optimizer was attached to an engine that no longer exists; make a new optimizer")
-    return engine
+            total = torch.dot(wide, wide)
+            for number in owners_of(run.segments[0]) or ():
+                squares[number] = squares[number] + total

@@ -41,7 +41,7 @@ def check_element_wise(optimizer: Optimizer, device: torch.device) -> frozenset[
     """Make sure that updating parts of parameters equals updating whole ones; returns the names of per-element state.
 
     torch's element-wise classes are known; any other class takes three steps on a small matrix, whole and split in two
-    as shards split it, which must agree bit for bit.
+    as shards split it, which must agree bit for bit, and must keep all its state in ``state``.
 
     Args:
         optimizer: as the user configured it; it is not changed.
@@ -86,9 +86,39 @@ def _trial(optimizer: Optimizer, parts: list[slice], device: torch.device) -> tu
         for tensor, part, state in zip(tensors, parts, states, strict=True):
             tensor.grad = gradient if len(parts) == 1 else gradient.reshape(-1)[part]
             states_of = {tensor: state}
-            run_step(optimizer, [ShellGroup([tensor], hyperparameters)], states_of)
+            before = copy.deepcopy((hyperparameters, _attributes(optimizer)))
+            shell = run_step(optimizer, [ShellGroup([tensor], hyperparameters)], states_of)
+            _check_unchanged(type(optimizer).__name__, before, shell)
             state.update(states_of[tensor])
     return flat.clone().reshape(_SHAPE), states[0]
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """What a class may count on the optimizer itself: numbers, as such or as tensors."""
+    return {
+        k: v
+        for k, v in vars(optimizer).items()
+        if isinstance(v, int | float) or (isinstance(v, Tensor) and v.numel() == 1)
+    }
+
+
+def _check_unchanged(name: str, before: tuple[dict[str, Any], dict[str, Any]], shell: Optimizer) -> None:
+    """A step runs once per tile on a copy of the groups and attributes: what it writes there would be lost."""
+    group = {k: v for k, v in shell.param_groups[0].items() if k != "params"}
+    attributes = _attributes(shell)
+    for where, old, new in (("its parameter groups", before[0], group), ("its attributes", before[1], attributes)):
+        changed = [k for k, v in new.items() if k not in old or not _same(old[k], v)]
+        if changed:
+            raise ValueError(
+                f"{name} keeps state outside `state`: a step changes {', '.join(map(repr, changed))} in {where}. Keep "
+                "it in self.state[parameter], or use strategy='ddp'"
+            )
+
+
+def _same(old: Any, new: Any) -> bool:
+    if isinstance(old, Tensor) or isinstance(new, Tensor):
+        return isinstance(old, Tensor) and isinstance(new, Tensor) and torch.equal(old, new)
+    return bool(old == new)
 
 
 def _fresh_state(optimizer: Optimizer, tensor: Tensor) -> dict[str, Any]:

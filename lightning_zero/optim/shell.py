@@ -33,8 +33,8 @@ class ShellGroup(NamedTuple):
     hyperparameters: dict[str, Any]
 
 
-def run_step(optimizer: Optimizer, groups: Sequence[ShellGroup], state: dict[Tensor, dict[str, Any]]) -> None:
-    """Update the tensors of ``groups`` and their ``state`` in place, by the rule of ``optimizer``."""
+def run_step(optimizer: Optimizer, groups: Sequence[ShellGroup], state: dict[Tensor, dict[str, Any]]) -> Optimizer:
+    """Update the tensors of ``groups`` and their ``state`` in place, by ``optimizer``'s rule; returns the shell."""
     shell = object.__new__(type(optimizer))
     shell.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in _REPLACED})
     shell.__dict__.update({hook: OrderedDict() for hook in _HOOKS})
@@ -46,3 +46,4 @@ def run_step(optimizer: Optimizer, groups: Sequence[ShellGroup], state: dict[Ten
     with torch.no_grad():
         step(shell)
     state.update(shell.state)
+    return shell

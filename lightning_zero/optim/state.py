@@ -72,6 +72,11 @@ class ShardState:
         """The scalar state of a segment."""
         return self._scalars[segment]
 
+    def put_scalars(self, segment: Segment, scalars: State, names: tuple[str, ...]) -> None:
+        """Set the scalar state of a segment whose state called ``names`` was updated where it is."""
+        self._scalars[segment] = scalars
+        self._names[segment] = names
+
     def clear(self) -> None:
         """Forget everything, as before the first update."""
         self.flat, self._scalars, self._names = {}, {}, {}

@@ -110,8 +110,10 @@ class NativeAdamUpdater(ShardUpdater):
         if any(g["amsgrad"] or g["maximize"] or g["differentiable"] for g in optimizer.param_groups):
             return False
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        buckets = [b for p in parameters if (b := engine.bucket_of(p)) is not None]
-        return all(b.master.dtype == torch.float32 and b.master.device.type == "cpu" for b in buckets)
+        masters = [b.master for p in parameters if (b := engine.bucket_of(p)) is not None]
+        precision = engine.placement.precision
+        wide = torch.float64 in (precision.reduce_dtype, precision.grad_dtype)
+        return not wide and all(m.dtype == torch.float32 and m.device.type == "cpu" for m in masters)
 
     def update(self, bucket: Bucket, segments: Sequence[Segment], groups: Groups, grad_scale: float) -> None:
         state = self.state_of(bucket)
@@ -122,7 +124,8 @@ class NativeAdamUpdater(ShardUpdater):
             step = int(state.scalars(segment)["step"]) if segment in state else 0
             return id(groups[segment.param]), step
 
-        for run in runs(segments, key):
+        # Padding between parameters is updated too: gradient and state are zeros there.
+        for run in runs(segments, key, gap=bucket.layout.align - 1):
             step = key(run.segments[0])[1] + 1
             span = slice(run.start, run.stop)
             copy_out = bucket.master.copy_out(run.start, run.stop)
@@ -139,10 +142,10 @@ class NativeAdamUpdater(ShardUpdater):
             )
             if copy_out is None:
                 bucket.master.write(run.start, run.stop)
+            # One scalar for all segments of the run: nobody changes it in place.
+            scalars = {"step": torch.tensor(float(step))}
             for segment in run.segments:
-                views = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-                views = {name: flat[segment.start : segment.stop] for name, flat in views.items()}
-                state.put(segment, {"step": torch.tensor(float(step)), **views})
+                state.put_scalars(segment, scalars, ("exp_avg", "exp_avg_sq"))
 
 
 def decoupled_weight_decay(optimizer: Optimizer) -> bool:
@@ -177,8 +180,9 @@ def make_updater(optimizer: Optimizer, engine: Engine, native: NativeOptimizer =
         ValueError: the optimizer is not element-wise (see :func:`check_element_wise`).
     """
     store = engine.placement.optimizer_store
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if (bucket := engine.bucket_of(parameter)) is not None:
+            bucket.optimize()
     per_element = check_element_wise(optimizer, store.device)
     use_native = native == "auto" and store.exact and NativeAdamUpdater.supports(optimizer, engine)
-    updater = (NativeAdamUpdater if use_native else TorchUpdater)(optimizer, per_element)
-    updater.adopt(engine)
-    return updater
+    return (NativeAdamUpdater if use_native else TorchUpdater)(optimizer, per_element)

@@ -13,7 +13,18 @@ from helpers import models
 from helpers.ranks import RankError, RankPool, ranks
 from helpers.reference import train_reference
 from lightning import Callback
-from strategy.fits import NAMES, Fitted, Lit, Recipe, StrategyArgument, assert_same, assert_same_states, make_trainer
+from strategy.fits import (
+    NAMES,
+    Fitted,
+    Lit,
+    Recipe,
+    StrategyArgument,
+    assert_same,
+    assert_same_states,
+    halving,
+    make_trainer,
+    observe,
+)
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -121,8 +132,6 @@ def test_schedulers_and_callbacks_go_on(pool: RankPool, name: str, tmp_path: Pat
 
 def resume_twice_in_one_process(name: str, path: str, recipe: Recipe) -> Fitted:
     """The Trainer that saved goes back to what it saved, and on from there."""
-    from strategy.fits import observe
-
     trainer = make_trainer(name, max_epochs=-1, max_steps=2)
     lit = Resumable(recipe)
     trainer.fit(lit)
@@ -149,8 +158,6 @@ DOUBLE = Recipe(steps=3, dtype=torch.float64, scheduled=True, optimizer="adamw",
 
 def global_reference(steps: int) -> dict[str, Tensor]:
     """One process on the global batches; the learning rate goes on where it was."""
-    from strategy.fits import halving
-
     batches = [[[torch.cat(step[0])]] for step in DOUBLE.batches(4)]
     return train_reference(
         DOUBLE.make_model(),

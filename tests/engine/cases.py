@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_zero.engine.partition import is_norm
 
 STEPS = 4
-TIMEOUT = 40.0  # a lost collective hangs: it should cost less than the pool's own limit
+TIMEOUT = 30.0  # a lost collective hangs: it should cost less than the pool's own limit
 
 
 class Checkpointed(models.TinyTransformer):

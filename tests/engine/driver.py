@@ -121,8 +121,12 @@ def run_step(
     *,
     clip_norm: float | None = None,
     clip_value: float | None = None,
+    settle: bool = False,
 ) -> float | None:
-    """One optimizer step over this rank's micro-batches; returns the norm before clipping, where it is known."""
+    """One optimizer step over this rank's micro-batches; returns the norm before clipping, where it is known.
+
+    Without `settle`, the next forward gathers what the step made stale.
+    """
     session.optimizer.zero_grad()
     for index, batch in enumerate(micro, start=1):
         loss = loss_fn(session.model, batch) / len(micro)
@@ -133,6 +137,8 @@ def run_step(
     if clip_value is not None:
         session.engine.clip_grad_value_(session.optimizer, clip_value)
     session.optimizer.step()
+    if settle:
+        session.engine.settle()
     return norm
 
 
@@ -165,12 +171,13 @@ def train(
     loss_fn: LossFunction = models.next_token_loss,
     clip_norm: float | None = None,
     clip_value: float | None = None,
+    settle: bool = False,
 ) -> RankResult:
     """Train on this rank's `batches[step][micro-batch]`; the counterpart of `train_reference`."""
     session = start(model, make_optimizer, setup, mesh)
     norms = []
     for micro in batches:
-        norm = run_step(session, micro, loss_fn, clip_norm=clip_norm, clip_value=clip_value)
+        norm = run_step(session, micro, loss_fn, clip_norm=clip_norm, clip_value=clip_value, settle=settle)
         norms += [] if norm is None else [norm]
     return finish(session, norms)
 

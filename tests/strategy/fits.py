@@ -163,7 +163,7 @@ def observe(trainer: Trainer, lit: Lit) -> Fitted:
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
     """The module's whole state, with the names that the model has by itself."""
     state = trainer.strategy.lightning_module_state_dict()
-    return {name.removeprefix("model."): value.detach().clone() for name, value in state.items()}
+    return {name.removeprefix("model."): value.detach().cpu().clone() for name, value in state.items()}
 
 
 def optimizer_state(trainer: Trainer, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:

@@ -1,0 +1,94 @@
+"""Methods of the user's optimizers and modules that act on shards from then on.
+
+The objects stay what they are; only these methods are replaced, on the instance, and can be given back.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+
+class Target(Protocol):
+    """What the methods call."""
+
+    def step(self, optimizer: Optimizer) -> bool: ...
+    def zero_grad(self, parameters: Iterable[Parameter], set_to_none: bool = True) -> None: ...
+    def adopt_state(self, optimizer: Optimizer) -> None: ...
+
+
+def parameters_of(optimizer: Optimizer) -> list[Parameter]:
+    """The parameters of all groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def take_over_optimizer(optimizer: Optimizer, target: Target) -> list[RemovableHandle]:
+    """Replace ``step`` and ``zero_grad``; guard ``state_dict`` and ``load_state_dict``. Returns the guards' handles."""
+    engine = weakref.ref(target)  # an optimizer that outlives the engine must not keep its buckets alive
+
+    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        _alive(engine).step(optimizer)
+        return loss
+
+    def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+        _alive(engine).zero_grad(parameters_of(optimizer), set_to_none)
+
+    # The same wrapper as torch puts around every optimizer's step: pre- and post-hooks and the profiler's record.
+    method = types.MethodType(Optimizer.profile_hook_step(step), optimizer)
+    # Schedulers warn unless `step` carries their mark; what it stands for, `_opt_called`, the engine sets.
+    method.__func__._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = method  # type: ignore[method-assign]
+    optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+    return [
+        optimizer.register_state_dict_pre_hook(_refuse_state_dict),
+        optimizer.register_load_state_dict_post_hook(lambda optimizer: _alive(engine).adopt_state(optimizer)),
+    ]
+
+
+def give_back_optimizer(optimizer: Optimizer) -> None:
+    """The class's own methods again."""
+    for method in ("step", "zero_grad"):
+        optimizer.__dict__.pop(method, None)
+
+
+def take_over_module(module: nn.Module, target: Target) -> None:
+    """Make ``zero_grad`` of one module, which also runs on its own, clear owned slices as well."""
+    engine = weakref.ref(target)
+
+    # Its name makes the bound method picklable, as a look-up on the unpickled module; a deep copy of the module has
+    # parameters that no engine holds.
+    def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+        type(module).zero_grad(module, set_to_none)
+        if (alive := engine()) is not None:
+            alive.zero_grad(module.parameters(), set_to_none)
+
+    module.zero_grad = types.MethodType(zero_grad, module)  # type: ignore[method-assign]
+
+
+def give_back_module(module: nn.Module) -> None:
+    """The class's own method again."""
+    module.__dict__.pop("zero_grad", None)
+
+
+def _refuse_state_dict(optimizer: Optimizer) -> None:
+    raise RuntimeError(
+        f"{type(optimizer).__name__}.state_dict() would be empty: the state is sharded. Use "
+        "trainer.strategy.optimizer_state(optimizer) on all ranks, or a checkpoint of the Trainer"
+    )
+
+
+def _alive(reference: weakref.ref[Target]) -> Target:
+    engine = reference()
+    if engine is None:
+        raise RuntimeError("this optimizer was attached to an engine that no longer exists; make a new optimizer")
+    return engine

@@ -1,0 +1,82 @@
+"""Training started as users start it: Lightning's own launchers and torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from e2e.train_tiny import RECIPE
+from helpers.ranks import server_environment
+from strategy.fits import assert_same, reference
+
+HERE = Path(__file__).resolve().parent
+SCRIPT = HERE / "train_tiny.py"
+PLAIN = [sys.executable, str(SCRIPT)]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT)]
+LIMIT = 60.0  # seconds in which a failed run must have ended, all ranks of it
+
+pytestmark = pytest.mark.launch
+
+
+def launch(command: list[str], folder: Path, **options: Any) -> tuple[int, str, float]:
+    """Run the script; its exit status, output, and seconds taken. Nothing of it outlives the call."""
+    path = [str(HERE.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = server_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+    begin = time.monotonic()
+    process = subprocess.Popen(
+        [*command, json.dumps({"out": str(folder / "weights.pt"), **options})],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"not ended after {LIMIT:g} s:\n{output}")
+    print(output)
+    return process.returncode, output, time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    ("command", "strategy"),
+    [
+        (PLAIN, "zero2_offload"),
+        (TORCHRUN, "zero2"),
+        (PLAIN, {"stage": 3, "start_method": "spawn"}),
+    ],
+    ids=["popen", "torchrun", "spawn"],
+)
+def test_a_launched_run_trains_as_one_process_would(command: list[str], strategy: Any, tmp_path: Path) -> None:
+    """After a spawned run the module of the main process is whole, at stage 3 too."""
+    status, _, _ = launch(command, tmp_path, strategy=strategy)
+    assert status == 0
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert_same(weights, reference(strategy, RECIPE, 2).weights)
+
+
+@pytest.mark.parametrize(
+    ("command", "strategy", "rank"),
+    [(PLAIN, "zero3", 0), (PLAIN, "zero2", 1), (TORCHRUN, "zero3", 1)],
+    ids=["popen, rank 0", "popen, rank 1", "torchrun, rank 1"],
+)
+def test_a_rank_that_raises_ends_the_run_with_its_error(
+    command: list[str], strategy: str, rank: int, tmp_path: Path
+) -> None:
+    status, output, seconds = launch(command, tmp_path, strategy=strategy, fail_on=rank)
+    assert status != 0
+    assert f"LookupError: rank {rank} gave up" in output
+    assert not (tmp_path / "weights.pt").exists()
+    assert seconds < LIMIT

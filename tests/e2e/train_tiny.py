@@ -1,0 +1,55 @@
+"""A training script as users write it: `train_tiny.py '{"strategy": ..., "out": ...}'`, run by a launcher."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning import Trainer
+from strategy.fits import Lit, Recipe
+from torch import Tensor
+
+from lightning_zero import ZeroStrategy, gathered_parameters
+
+RECIPE = Recipe(optimizer="momentum", steps=4)
+
+
+class FailsOn(Lit):
+    """Raises on one rank in the second step; -1: on none."""
+
+    def __init__(self, recipe: Recipe, rank: int) -> None:
+        super().__init__(recipe)
+        self.rank = rank
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        if index == 1 and dist.get_rank() == self.rank:
+            raise LookupError(f"rank {self.rank} gave up")
+        return super().training_step(batch, index)
+
+
+def main(strategy: str | dict[str, Any], out: str, fail_on: int = -1) -> None:
+    torch.set_num_threads(1)
+    trainer = Trainer(
+        strategy=ZeroStrategy(**strategy) if isinstance(strategy, dict) else strategy,
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        limit_val_batches=0,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = FailsOn(RECIPE, fail_on)
+    trainer.fit(module)
+    with gathered_parameters(module):
+        if trainer.is_global_zero:
+            torch.save(module.model.state_dict(), out)
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

@@ -1,0 +1,1117 @@
+"""What the engine sends, keeps and frees, and how it looks to user code."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine import driver
+from engine.cases import make_model
+from engine.driver import Meshes, Session, Setup, assert_close, assert_equal
+from helpers import models
+from helpers.ranks import RankPool, ranks
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_zero.engine import (
+    Bucket,
+    Engine,
+    FreedParameter,
+    HostStore,
+    Mesh,
+    MixedPrecisionPolicy,
+    engines_of,
+    gathered_parameters,
+)
+from lightning_zero.optim import make_updater
+
+STAGES = (0, 1, 2, 3)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+def started(setup: Setup, model: str = "transformer", optimizer: str = "momentum", **options: Any) -> Session:
+    """A session over all ranks of the job; only rank 0 has the weights that count."""
+    module = make_model(model, seed=dist.get_rank(), **options)
+    return driver.start(module, models.optimizer_factory(optimizer), setup, Meshes().of(setup))
+
+
+def alone(setup: Setup, model: str = "transformer", optimizer: str = "momentum", **options: Any) -> Session:
+    """A session in this process, without a process group."""
+    module = make_model(model, **options)
+    return driver.start(module, models.optimizer_factory(optimizer), setup, Mesh.single())
+
+
+def batch(step: int = 0, rank: int = 0) -> Tensor:
+    return models.make_batches(step + 1, 1, rank + 1)[step][0][rank]
+
+
+def forward_backward(session: Session, step: int = 0, *, last: bool = True) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    loss = models.next_token_loss(session.model, batch(step, rank))
+    driver.backward(session.engine, loss, last=last)
+
+
+def flat_bytes(bucket: Bucket) -> int:
+    return bucket.layout.padded_numel * bucket.dtype.itemsize
+
+
+def is_freed(bucket: Bucket) -> bool:
+    return bucket.flat.untyped_storage().size() == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- traffic
+
+
+def sent_in_a_step(setup: Setup, accumulate: int, model: str) -> dict[str, Any]:
+    """Collectives of one step after the first, and what the table of stages allows."""
+    module = make_model(model)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    mesh = Meshes().of(setup)
+    session = driver.start(module, lambda _: torch.optim.AdamW(trained), setup, mesh)
+    micro = [batch(0, dist.get_rank())] * accumulate
+    driver.run_step(session, micro)
+    groups = list({id(group): group for group in (mesh.world, mesh.shard, mesh.replica)}.values())
+    for group in groups:
+        group.reset_counters()
+    driver.run_step(session, micro)
+    return {
+        "sent": sum((group.sent for group in groups), Counter()),
+        "calls": sum((group.calls for group in groups), Counter()),
+        "expected": expected_traffic(session.engine, accumulate),
+    }
+
+
+def expected_traffic(engine: Engine, accumulate: int) -> tuple[Counter[str], Counter[str]]:
+    """Bytes and calls per rank; the buckets that nothing trains cost gathers at stage 3 only."""
+    mesh, sharding = engine.placement.mesh, engine.placement.sharding
+    sent: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+
+    def count(name: str, nbytes: float, times: int, size: int) -> None:
+        if times and size > 1:
+            sent[name] += times * int(nbytes * (size - 1) / size)
+            calls[name] += times
+
+    for bucket in engine.buckets:
+        trained, size = bucket.optimized, flat_bytes(bucket)
+        gathers = int(trained)
+        if sharding.shard_params:  # the root stays whole between forward and backward
+            gathers = accumulate * (1 if "(root)" in bucket.name else 2)
+        count("all_gather", size, gathers, mesh.shard.size)
+        reductions = (accumulate if sharding.shard_grads else 1) * trained
+        count("reduce_scatter", size, reductions, mesh.shard.size)
+        count("all_reduce", 2 * size / mesh.shard.size, int(trained), mesh.replica.size)
+    # Squared norms, which parameters were used, which buckets got gradients after their reduction.
+    numbers = len(engine.updaters) + sum(len(bucket.parameters) + 1 for bucket in engine.buckets)
+    padded = math.ceil(numbers / mesh.world.size) * mesh.world.size
+    count("all_reduce", 2 * padded * 8, 1, mesh.world.size)
+    return sent, calls
+
+
+def check_traffic(pool: RankPool, setup: Setup, accumulate: int, model: str = "transformer") -> dict[str, Any]:
+    results = pool.run(sent_in_a_step, setup, accumulate, model)
+    for result in results:
+        assert (result["sent"], result["calls"]) == result["expected"]
+    return results[0]
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_sends_what_the_table_says(pool: RankPool, stage: int, accumulate: int) -> None:
+    result = check_traffic(pool, Setup(stage), accumulate)
+    # The table in numbers: 2, (k + 1) and at most 3k times the model, and a few bytes.
+    padded = 4 * 2048
+    share = (pool.world_size - 1) / pool.world_size
+    factor = {0: 2, 1: 2, 2: accumulate + 1, 3: 3 * accumulate}[stage]
+    assert sum(result["sent"].values()) <= factor * padded * share + 4096
+
+
+@ranks(4)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_replicas_are_summed_once_a_step(pool: RankPool, stage: int) -> None:
+    check_traffic(pool, Setup(stage, shard_size=2), 3)
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_not_trained_is_never_reduced(pool: RankPool, stage: int) -> None:
+    check_traffic(pool, Setup(stage), 1, "frozen")
+
+
+def bf16_bytes() -> int:
+    setup = Setup(2, precision=BF16)
+    session = started(setup)
+    session.engine.placement.mesh.shard.reset_counters()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        forward_backward(session)
+    sent = session.engine.placement.mesh.shard.sent["reduce_scatter"]
+    assert sent == sum(flat_bytes(b) for b in session.engine.buckets) // 2
+    return sum(b.layout.padded_numel * 4 for b in session.engine.buckets) // 2 - sent
+
+
+def test_16_bit_gradients_are_sent_in_16_bits(pool2: RankPool) -> None:
+    assert min(pool2.run(bf16_bytes)) > 0
+
+
+# -------------------------------------------------------------------------------------------------- gradient memory
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("precision", [driver.UNCHANGED, BF16], ids=["fp32", "bf16"])
+def test_whole_gradients_are_freed_once_reduced(stage: int, precision: MixedPrecisionPolicy) -> None:
+    session = alone(Setup(stage, precision=precision))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is BF16):
+        forward_backward(session, last=False)
+        kept = [p for p in session.model.parameters() if p.grad is not None]
+        forward_backward(session)
+    # Stages 0 and 1 wait for the last micro-batch, with sums of 16-bit gradients in fp32.
+    assert {p.dtype for p in kept} == ({torch.float32} if stage < 2 else set())
+    assert all(p.grad is None for p in session.model.parameters())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_reduction_overlaps_with_backward(stage: int) -> None:
+    session = alone(Setup(stage))
+    engine = session.engine
+    loss = models.next_token_loss(session.model, batch())
+    engine.begin_backward()
+    loss.backward()
+    reduced = [bucket for bucket in engine.buckets if not bucket.gradients.empty]
+    assert len(reduced) >= len(engine.buckets) - 1 >= 2
+    engine.flush()
+
+
+# ------------------------------------------------------------------------------------------------- stage 3's memory
+
+
+def check_freed_between_passes() -> None:
+    session = started(Setup(3))
+    engine, optimizer = session.engine, session.optimizer
+    for step in range(2):
+        assert all(map(is_freed, engine.buckets))
+        loss = models.next_token_loss(session.model, batch(step, dist.get_rank()))
+        units = [b for b in engine.buckets if "(root)" not in b.name]
+        assert len(units) == 3
+        assert all(map(is_freed, units))
+        driver.backward(engine, loss)
+        assert all(map(is_freed, engine.buckets))
+        optimizer.step()
+        engine.settle()
+    with torch.no_grad(), engine.forward_context():
+        session.model(batch()[:, :-1])
+    assert all(map(is_freed, engine.buckets))
+
+
+def test_parameters_are_freed_outside_forward_and_backward(pool2: RankPool) -> None:
+    pool2.run(check_freed_between_passes)
+
+
+class Deep(nn.Module):
+    """Many small blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 8)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(self.embed(x))
+
+
+def test_few_units_are_whole_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = driver.start(Deep(), lambda m: torch.optim.SGD(m.parameters()), Setup(3), Mesh.single())
+    live: list[int] = []
+    unshard = Bucket.unshard
+
+    def observed(bucket: Bucket) -> None:
+        unshard(bucket)
+        live.append(sum(b.flat.untyped_storage().size() for b in session.engine.buckets))
+
+    monkeypatch.setattr(Bucket, "unshard", observed)
+    root, *units = session.engine.buckets
+    driver.backward(session.engine, session.model(torch.ones(2, 3)).sum())
+    assert len(units) == 8
+    assert max(live) <= flat_bytes(root) + 2 * flat_bytes(units[0])
+
+
+def test_a_unit_is_freed_when_its_forward_raises() -> None:
+    session = alone(Setup(3))
+    with pytest.raises(RuntimeError, match="shape"):
+        session.model.blocks[1](torch.ones(2, 3, 5))
+    assert all(is_freed(b) for b in session.engine.buckets)
+
+
+class DetachedUse(nn.Module):
+    """A block that reads its weight once without a gradient, before the use that has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.tanh(nn.functional.linear(x, self.linear.weight.detach())))
+
+
+def detached_uses() -> nn.Module:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), DetachedUse(), DetachedUse())
+
+
+def train_detached() -> dict[str, Tensor]:
+    session = driver.start(detached_uses(), lambda m: torch.optim.SGD(m.parameters(), lr=0.1), Setup(3))
+    driver.backward(session.engine, session.model(torch.ones(2, 4)).square().sum())
+    session.optimizer.step()
+    return driver.finish(session).weights
+
+
+def test_a_unit_stays_whole_until_all_its_backward_is_done(pool1: RankPool) -> None:
+    model = detached_uses()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    assert_close(pool1.run_within(20, train_detached)[0], model.state_dict(), rtol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------- freed parameters
+
+
+@pytest.fixture
+def freed() -> Iterator[Session]:
+    session = alone(Setup(3))
+    yield session
+    session.engine.release()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        torch.sum,
+        torch.clone,
+        copy.deepcopy,
+        lambda p: p + 1,
+        lambda p: p.detach(),
+        lambda p: p.data,
+        lambda p: p[0],
+        lambda p: p.tolist(),
+        lambda p: p.mul_(2),
+        lambda p: torch.cat([torch.ones(3), p]),
+        lambda p: torch.empty(3).copy_(p),
+        lambda p: p.cpu().numpy(),
+        lambda p: nn.functional.linear(torch.ones(13), p),
+    ],
+)
+def test_a_freed_parameter_raises_by_name(freed: Session, use: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"'blocks\.1\.down\.weight', which is freed.*gathered_parameters"):
+        use(freed.model.blocks[1].down.weight)
+
+
+def test_copies_of_a_freed_module_raise(freed: Session) -> None:
+    for use in (copy.deepcopy, nn.Module.state_dict):
+        with pytest.raises(RuntimeError, match=r"'tokens\.weight', which is freed"):
+            use(freed.model)
+
+
+def test_metadata_of_a_freed_parameter_is_right(freed: Session) -> None:
+    plain = make_model("transformer").blocks[1].down.weight
+    parameter = freed.model.blocks[1].down.weight
+    assert isinstance(parameter, FreedParameter)
+    assert isinstance(parameter, Parameter)
+    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "grad"):
+        assert getattr(parameter, name) == getattr(plain, name)
+    assert (parameter.numel(), parameter.size(0), parameter.stride()) == (plain.numel(), 6, plain.stride())
+    assert len(parameter) == 6
+    assert "blocks.1.down.weight" in repr(parameter)
+    assert len({parameter, parameter}) == 1
+    assert torch.zeros_like(parameter).shape == plain.shape
+    count = sum(p.numel() for p in freed.model.parameters())
+    assert count == sum(p.numel() for p in make_model("transformer").parameters())
+
+
+class Special(Parameter):
+    """A user's own class of parameters."""
+
+
+def test_the_class_of_a_parameter_comes_back() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].weight = Special(torch.ones(3, 3))
+    engine = driver.make_engine(model, Setup(3), Mesh.single())
+    weight, bias = model[0].weight, model[0].bias
+    assert isinstance(weight, FreedParameter)
+    assert isinstance(weight, Special)
+    with gathered_parameters(model):
+        assert (type(weight), type(bias)) == (Special, Parameter)
+    assert isinstance(weight, FreedParameter)
+    engine.release()
+    assert (type(weight), type(bias)) == (Special, Parameter)
+
+
+# ----------------------------------------------------------------------------------------------- gathered parameters
+
+
+def check_gathered() -> None:
+    expected = make_model("transformer").state_dict()
+    session = started(Setup(3))
+    engine, model = session.engine, session.model
+    weight, other = model.blocks[0].up.weight, model.blocks[2].up.weight
+    with gathered_parameters(weight):
+        assert torch.equal(weight, expected["blocks.0.up.weight"])
+        assert isinstance(other, FreedParameter)
+        with gathered_parameters([weight, other]):
+            assert torch.equal(other, expected["blocks.2.up.weight"])
+        assert torch.equal(weight, expected["blocks.0.up.weight"])  # the outer context still holds it
+        assert isinstance(other, FreedParameter)
+    assert isinstance(weight, FreedParameter)
+    with gathered_parameters(model):
+        assert_equal(model.state_dict(), expected)
+        for _ in range(dist.get_rank() + 1):  # no collectives inside
+            model(batch()[:, :-1])
+            model.blocks[0](torch.ones(1, 2, models.WIDTH))
+    assert all(map(is_freed, engine.buckets))
+    with pytest.raises(KeyError, match="inside"), gathered_parameters(model):
+        raise KeyError("inside")
+    assert all(map(is_freed, engine.buckets))
+
+
+def test_gathered_parameters_are_whole_inside_the_context(pool2: RankPool) -> None:
+    pool2.run(check_gathered)
+
+
+def check_edits(setup: Setup) -> None:
+    """Edits that the version counter sees, and with `writeback` all of rank 0's, reach the masters."""
+    session = started(setup)
+    expected = make_model("transformer").state_dict()
+    seen, hidden, ranked = "blocks.0.up.weight", "blocks.0.up.bias", "blocks.1.up.bias"
+    parameters = dict(session.model.named_parameters())
+    with torch.no_grad(), gathered_parameters(session.model):
+        parameters[seen].clamp_(-0.1, 0.1)
+    expected[seen].clamp_(-0.1, 0.1)
+    with gathered_parameters([parameters[hidden], parameters[ranked]], writeback=True):
+        parameters[hidden].data.fill_(0.5)
+        parameters[ranked].data.fill_(1.0 + dist.get_rank())
+    expected[hidden].fill_(0.5)
+    expected[ranked].fill_(1.0)
+    assert_equal(driver.copy_of_parameters(session.engine), expected)
+    session.optimizer.zero_grad()
+    assert_equal(driver.finish(session).weights, expected)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_edits_of_gathered_parameters_are_kept(pool: RankPool, stage: int, offload: bool) -> None:
+    pool.run(check_edits, Setup(stage, offload=offload))
+
+
+def check_hidden_edits_are_lost() -> None:
+    session = started(Setup(3))
+    with gathered_parameters(session.model):
+        session.model.norm.weight.data.fill_(7.0)
+    assert_equal(driver.copy_of_parameters(session.engine), make_model("transformer").state_dict())
+
+
+def test_edits_through_data_need_writeback(pool2: RankPool) -> None:
+    pool2.run(check_hidden_edits_are_lost)
+
+
+def check_edits_derive_only_their_masters() -> None:
+    """An edited 16-bit parameter gives its master a new value; others keep what 16 bits cannot hold."""
+    session = started(Setup(dist.get_world_size() + 1, precision=BF16))
+    expected = make_model("transformer").state_dict()
+    with torch.no_grad(), gathered_parameters(session.model):
+        session.model.blocks[0].up.weight.fill_(0.3)
+    expected["blocks.0.up.weight"].fill_(torch.tensor(0.3, dtype=torch.bfloat16).item())
+    assert_equal(driver.finish(session).weights, expected)
+
+
+@ranks(1, 2)
+def test_masters_of_unedited_parameters_are_not_rebuilt(pool: RankPool) -> None:
+    pool.run(check_edits_derive_only_their_masters)
+
+
+def check_edit_after_step(stage: int) -> dict[str, Tensor]:
+    """Weight clamping as of a Wasserstein GAN's critic."""
+    session = started(Setup(stage), optimizer="sgd")
+    for step in range(2):
+        driver.run_step(session, [batch(step)])
+        session.engine.settle()
+        with torch.no_grad(), gathered_parameters(session.model):
+            for parameter in session.model.parameters():
+                parameter.clamp_(-0.2, 0.2)
+    return driver.finish(session).weights
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_may_be_clamped_after_each_step(pool: RankPool, stage: int) -> None:
+    model = make_model("transformer")
+    optimizer = models.make_optimizer("sgd", model)
+    for step in range(2):
+        optimizer.zero_grad()
+        models.next_token_loss(model, batch(step)).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.2, 0.2)
+    for weights in pool.run(check_edit_after_step, stage):
+        assert_close(weights, model.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+def test_modules_without_an_engine_are_left_alone() -> None:
+    model = nn.Linear(2, 2)
+    with gathered_parameters(model):
+        assert engines_of(model) == []
+    assert engines_of(alone(Setup(2)).model) != []
+
+
+# --------------------------------------------------------------------------------------------------- construction
+
+
+def check_broadcast(stage: int) -> None:
+    """Parameters and buffers are rank 0's everywhere, whatever the other ranks had."""
+    model = nn.Sequential(make_model("transformer", seed=dist.get_rank()), nn.BatchNorm1d(3))
+    model[1].running_mean.fill_(dist.get_rank() + 1.0)
+    model[1].num_batches_tracked.fill_(dist.get_rank() + 5)
+    engine = driver.make_engine(model, Setup(stage))
+    expected = make_model("transformer", seed=0).state_dict()
+    got = driver.copy_of_parameters(engine)
+    assert_equal({name: got[f"0.{name}"] for name in expected}, expected)
+    assert got["1.running_mean"].tolist() == [1.0] * 3
+    assert got["1.num_batches_tracked"].item() == 5
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_and_buffers_are_those_of_rank_0(pool: RankPool, stage: int) -> None:
+    pool.run(check_broadcast, stage)
+
+
+def test_tied_parameters_stay_tied() -> None:
+    model = alone(Setup(3)).model
+    assert model.head.weight is model.tokens.weight
+
+
+def test_a_bucket_size_of_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"bucket_size_mb=0\.0 must be greater than 0"):
+        driver.make_engine(make_model("mlp"), Setup(2, bucket_size_mb=0.0), Mesh.single())
+
+
+@pytest.mark.parametrize("stage", [4, -1, True, "2", 2.5])
+def test_an_unknown_stage_is_refused(stage: Any) -> None:
+    with pytest.raises(ValueError, match=r"is not a ZeRO stage; expected one of 0, 1, 2, 3"):
+        driver.make_engine(make_model("mlp"), Setup(stage), Mesh.single())
+
+
+def create_mesh(shard_size: int) -> None:
+    Mesh.create(shard_size)
+
+
+def test_a_shard_size_must_divide_the_world(pool2: RankPool) -> None:
+    with pytest.raises(Exception, match=r"shard_size=3 does not divide the world size 2; choose one of \[1, 2\]"):
+        pool2.run(create_mesh, 3)
+
+
+def test_an_optimizer_with_a_foreign_parameter_is_refused() -> None:
+    engine = driver.make_engine(make_model("mlp"), Setup(2), Mesh.single())
+    optimizer = torch.optim.SGD([*engine.module.parameters(), Parameter(torch.ones(7, 2))], lr=0.1)
+    updater = make_updater(optimizer, engine)
+    with pytest.raises(ValueError, match=r"SGD holds a parameter of shape \(7, 2\) that is not registered"):
+        engine.attach([updater])
+
+
+def test_a_group_with_a_foreign_parameter_is_refused_at_the_step() -> None:
+    session = alone(Setup(2))
+    session.optimizer.add_param_group({"params": [Parameter(torch.ones(7, 2))]})
+    forward_backward(session)
+    with pytest.raises(ValueError, match=r"parameter of shape \(7, 2\)"):
+        session.optimizer.step()
+
+
+# ------------------------------------------------------------------------------------- the loops of PyTorch users
+#
+# Each script runs as it stands on plain torch, whose loss is the mean of the ranks' losses, and on an engine.
+
+
+@dataclasses.dataclass
+class Loop:
+    """A model, its optimizers and what differs between plain torch and an engine."""
+
+    model: Any
+    optimizers: list[Optimizer]
+    world: int
+    rank: int | None = None  # None: all ranks' batches
+    engine: Engine | None = None
+
+    def loss(self, step: int, model: nn.Module | None = None) -> Tensor:
+        chosen = range(self.world) if self.rank is None else [self.rank]
+        losses = [models.next_token_loss(model or self.model, batch(step, rank)) for rank in chosen]
+        return sum(losses, torch.zeros((), dtype=torch.float64)) / len(losses)
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        if self.engine is not None:
+            self.engine.begin_backward()
+        loss.backward(**options)
+        if self.engine is not None:
+            self.engine.flush()
+
+    def clip_norm(self, max_norm: float) -> float:
+        if self.engine is None:
+            return float(nn.utils.clip_grad_norm_(self.model.parameters(), max_norm))
+        return self.engine.clip_grad_norm_(self.optimizers[0], max_norm)
+
+    def clip_value(self, value: float) -> None:
+        if self.engine is None:
+            nn.utils.clip_grad_value_(self.model.parameters(), value)
+        else:
+            self.engine.clip_grad_value_(self.optimizers[0], value)
+
+
+def zero_by_optimizer(loop: Loop) -> None:
+    (optimizer,) = loop.optimizers
+    for step in range(3):
+        loop.backward(loop.loss(step))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def zero_by_module(loop: Loop) -> None:
+    for step in range(3):
+        loop.model.zero_grad()
+        loop.backward(loop.loss(step))
+        loop.optimizers[0].step()
+
+
+def zero_a_submodule(loop: Loop) -> None:
+    """What is cleared between backward and step is not updated."""
+    for step in range(3):
+        loop.optimizers[0].zero_grad()
+        loop.backward(loop.loss(step))
+        loop.model.blocks[step].zero_grad()
+        loop.model.norm.zero_grad()
+        loop.optimizers[0].step()
+
+
+def zero_to_zeros(loop: Loop) -> None:
+    """Zero gradients are applied: momentum and decay go on."""
+    for step in range(3):
+        loop.backward(loop.loss(step))
+        loop.optimizers[0].step()
+        loop.optimizers[0].zero_grad(set_to_none=False)
+        loop.optimizers[0].step()
+        loop.model.zero_grad(set_to_none=False)
+        loop.optimizers[0].step()
+
+
+def never_cleared(loop: Loop) -> None:
+    for step in range(3):
+        loop.backward(loop.loss(step))
+        loop.optimizers[0].step()
+
+
+def accumulate_on_clipped(loop: Loop) -> None:
+    for step in range(3):
+        loop.backward(loop.loss(step))
+        loop.clip_norm(0.2)
+        loop.optimizers[0].step()
+
+
+def accumulate_on_clipped_values(loop: Loop) -> None:
+    for step in range(3):
+        loop.backward(loop.loss(step))
+        loop.clip_value(0.01)
+        loop.optimizers[0].step()
+
+
+def clip_at_times(loop: Loop) -> None:
+    """A factor belongs to one step's gradients."""
+    for step in range(4):
+        loop.optimizers[0].zero_grad()
+        loop.backward(loop.loss(step))
+        if step % 2 == 0:
+            loop.clip_norm(0.2)
+        loop.optimizers[0].step()
+
+
+def clip_twice(loop: Loop) -> None:
+    for step in range(2):
+        loop.optimizers[0].zero_grad()
+        loop.backward(loop.loss(step))
+        loop.clip_norm(0.2)
+        loop.clip_norm(0.4)
+        loop.optimizers[0].step()
+
+
+def clip_value_then_norm(loop: Loop) -> None:
+    for step in range(2):
+        loop.optimizers[0].zero_grad()
+        loop.backward(loop.loss(step))
+        loop.clip_value(0.02)
+        loop.clip_norm(0.1)
+        loop.optimizers[0].step()
+
+
+def clip_norm_then_value(loop: Loop) -> None:
+    for step in range(2):
+        loop.optimizers[0].zero_grad()
+        loop.backward(loop.loss(step))
+        loop.clip_norm(0.3)
+        loop.clip_value(0.01)
+        loop.optimizers[0].step()
+
+
+def two_backwards(loop: Loop) -> None:
+    for step in (0, 2):
+        loop.optimizers[0].zero_grad()
+        loop.backward(loop.loss(step))
+        loop.backward(loop.loss(step + 1))
+        loop.optimizers[0].step()
+
+
+def two_losses_first(loop: Loop) -> None:
+    """Both forwards before both backwards."""
+    for step in (0, 2):
+        loop.optimizers[0].zero_grad()
+        first, second = loop.loss(step), loop.loss(step + 1)
+        loop.backward(first)
+        loop.backward(second)
+        loop.optimizers[0].step()
+
+
+def retain_graph(loop: Loop) -> None:
+    for step in range(2):
+        loop.optimizers[0].zero_grad()
+        loss = loop.loss(step)
+        loop.backward(loss, retain_graph=True)
+        loop.backward(loss)
+        loop.optimizers[0].step()
+
+
+def called_twice(loop: Loop) -> None:
+    for step in (0, 2):
+        loop.optimizers[0].zero_grad()
+        loop.backward(loop.loss(step) + loop.loss(step + 1))
+        loop.optimizers[0].step()
+
+
+def plain_backward(loop: Loop) -> None:
+    """Backward without the engine's calls around it: the step reduces."""
+    for step in range(3):
+        loop.optimizers[0].zero_grad()
+        loop.loss(step).backward()
+        loop.optimizers[0].step()
+
+
+def closure(loop: Loop) -> None:
+    for step in range(3):
+
+        def compute(step: int = step) -> Tensor:
+            loop.optimizers[0].zero_grad()
+            loss = loop.loss(step)
+            loop.backward(loss)
+            return loss
+
+        assert loop.optimizers[0].step(compute) is not None
+
+
+def scheduled(loop: Loop) -> None:
+    """The rate of a step is the one that held when it was called."""
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(loop.optimizers[0], 0.5)
+    for step in range(4):
+        loop.optimizers[0].zero_grad()
+        loop.backward(loop.loss(step))
+        loop.optimizers[0].step()
+        scheduler.step()
+
+
+def frozen_later(loop: Loop) -> None:
+    """`requires_grad` may change between steps."""
+    for step in range(4):
+        loop.model.blocks[1].requires_grad_(step % 2 == 0)
+        loop.optimizers[0].zero_grad()
+        loop.backward(loop.loss(step))
+        loop.optimizers[0].step()
+
+
+def step_without_gradients(loop: Loop) -> None:
+    loop.optimizers[0].step()
+    loop.backward(loop.loss(0))
+    loop.optimizers[0].zero_grad()
+    loop.optimizers[0].step()
+    loop.backward(loop.loss(1))
+    loop.optimizers[0].step()
+
+
+SCRIPTS: list[Callable[[Loop], None]] = [
+    zero_by_optimizer,
+    zero_by_module,
+    zero_a_submodule,
+    zero_to_zeros,
+    never_cleared,
+    accumulate_on_clipped,
+    accumulate_on_clipped_values,
+    clip_at_times,
+    clip_twice,
+    clip_value_then_norm,
+    clip_norm_then_value,
+    two_backwards,
+    two_losses_first,
+    retain_graph,
+    called_twice,
+    plain_backward,
+    closure,
+    scheduled,
+    frozen_later,
+    step_without_gradients,
+]
+
+
+def run_script(script: Callable[[Loop], None], setup: Setup) -> dict[str, Tensor]:
+    session = started(setup, dtype=torch.float64)
+    loop = Loop(session.model, [session.optimizer], dist.get_world_size(), dist.get_rank(), session.engine)
+    script(loop)
+    session.model.requires_grad_(True)
+    return driver.finish(session).weights
+
+
+def plain_script(script: Callable[[Loop], None], world: int) -> dict[str, Tensor]:
+    model = make_model("transformer", dtype=torch.float64)
+    script(Loop(model, [models.make_optimizer("momentum", model)], world))
+    return model.state_dict()
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_loop_does_what_it_does_in_torch(pool: RankPool, stage: int, script: Callable[[Loop], None]) -> None:
+    expected = plain_script(script, pool.world_size)
+    assert not torch.equal(expected["tokens.weight"], make_model("transformer").tokens.weight.double())
+    for weights in pool.run_within(20, run_script, script, Setup(stage, offload=stage % 2 == 1)):
+        assert_close(weights, expected)
+
+
+class Adversaries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.critic = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def adversaries() -> Adversaries:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return Adversaries().double()
+
+
+def adversarial(loop: Loop, *, toggle: bool) -> None:
+    """Generator and critic in turns; the generator's backward leaves gradients in the critic."""
+    generator, critic = loop.model.generator, loop.model.critic
+    for step in range(4):
+        for optimizer, network, sign in zip(loop.optimizers, (generator, critic), (1.0, -1.0), strict=True):
+            if toggle:
+                loop.model.requires_grad_(False)
+                network.requires_grad_(True)
+            optimizer.zero_grad()
+            loop.backward(sign * critic(generator(noise(loop, step))).square().mean())
+            optimizer.step()
+    loop.model.requires_grad_(True)
+
+
+def noise(loop: Loop, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    values = torch.randn(loop.world, 3, 4, generator=generator, dtype=torch.float64)
+    return values.flatten(0, 1) if loop.rank is None else values[loop.rank]
+
+
+def two_optimizers(model: Any) -> list[Optimizer]:
+    first = torch.optim.Adam(model.generator.parameters(), lr=0.01)
+    return [first, torch.optim.SGD(model.critic.parameters(), lr=0.1, momentum=0.5)]
+
+
+def train_adversaries(setup: Setup, toggle: bool) -> dict[str, Tensor]:
+    model = adversaries()
+    optimizers = two_optimizers(model)
+    engine = driver.make_engine(model, setup, optimizers=optimizers)
+    engine.attach([make_updater(optimizer, engine, "off") for optimizer in optimizers])
+    adversarial(Loop(model, optimizers, dist.get_world_size(), dist.get_rank(), engine), toggle=toggle)
+    engine.release()
+    return model.state_dict()
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("toggle", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_optimizers_take_turns_as_in_torch(pool: RankPool, stage: int, toggle: bool) -> None:
+    model = adversaries()
+    adversarial(Loop(model, two_optimizers(model), pool.world_size), toggle=toggle)
+    setup = Setup(stage, units=("generator", "critic"), bucket_size_mb=1e-6)
+    for weights in pool.run_within(20, train_adversaries, setup, toggle):
+        assert_close(weights, model.state_dict())
+
+
+# -------------------------------------------------------------------------------------------------------- the step
+
+
+def test_hooks_of_the_optimizer_fire_once() -> None:
+    session = alone(Setup(2))
+    fired: list[str] = []
+    session.optimizer.register_step_pre_hook(lambda *_: fired.append("before"))
+    session.optimizer.register_step_post_hook(lambda *_: fired.append("after"))
+    forward_backward(session)
+    session.optimizer.step()
+    assert fired == ["before", "after"]
+
+
+def test_schedulers_see_that_the_optimizer_stepped() -> None:
+    session = alone(Setup(2))  # warnings are errors here
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(session.optimizer, 0.5)
+    forward_backward(session)
+    session.optimizer.step()
+    scheduler.step()
+    assert [group["lr"] for group in session.optimizer.param_groups] == [0.05, 0.05]
+
+
+def test_the_users_optimizer_stays_what_it_is() -> None:
+    session = alone(Setup(3), optimizer="adamw")
+    groups = session.optimizer.param_groups
+    parameters = [p for group in groups for p in group["params"]]
+    forward_backward(session)
+    session.optimizer.step()
+    assert session.optimizer.param_groups is groups
+    assert {id(p) for p in parameters} == {id(p) for p in session.model.parameters()}
+    assert type(session.optimizer) is torch.optim.AdamW
+    assert not session.optimizer.state  # it is in the shards
+
+
+def test_hyperparameters_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update that begins after the scheduler's step must not see the new rate."""
+    session = alone(Setup(2), optimizer="sgd")
+    seen: list[float] = []
+    update = type(session.updater).update
+
+    def delayed(self: Any, bucket: Bucket, segments: Any, groups: dict[int, dict[str, Any]], scale: float) -> None:
+        for group in session.optimizer.param_groups:
+            group["lr"] = 99.0
+        seen.extend(group["lr"] for group in groups.values())
+        update(self, bucket, segments, groups, scale)
+
+    monkeypatch.setattr(type(session.updater), "update", delayed)
+    forward_backward(session)
+    session.optimizer.step()
+    assert set(seen) == {0.1}
+
+
+def check_skip(setup: Setup, bad: float) -> None:
+    """One rank's gradient is not finite: nobody updates, and the next step is as if nothing had been."""
+    session = started(setup, optimizer="adamw")
+    driver.run_step(session, [batch(0, dist.get_rank())])
+    session.engine.settle()
+    weights, pieces = driver.copy_of_parameters(session.engine), driver.state_pieces(session.engine, session.updater)
+    factor = bad if dist.get_rank() == 1 else 1.0
+    driver.run_step(session, [batch(1, dist.get_rank())], lambda m, b: models.next_token_loss(m, b) * factor)
+    session.engine.settle()
+    assert session.engine.skipped_steps == 1
+    assert_equal(driver.copy_of_parameters(session.engine), weights)
+    after = driver.state_pieces(session.engine, session.updater)
+    assert [p.scalars for p in after] == [p.scalars for p in pieces]
+    for new, old in zip(after, pieces, strict=True):
+        assert_equal(new.elements, old.elements)
+    driver.backward(session.engine, models.next_token_loss(session.model, batch(2, dist.get_rank())))
+    session.optimizer.step()  # no zero_grad: the skip has cleared what was not finite
+    assert session.engine.skipped_steps == 1
+    assert all(values.isfinite().all() for values in driver.finish(session).weights.values())
+
+
+@ranks(2)
+@pytest.mark.filterwarnings("ignore:skipped a step")
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(pool: RankPool, stage: int, bad: float) -> None:
+    pool.run(check_skip, Setup(stage, offload=stage % 2 == 1, native="auto"), bad)
+
+
+@pytest.mark.filterwarnings("ignore:skipped a step")
+def test_only_the_optimizer_with_a_bad_gradient_is_skipped() -> None:
+    model = adversaries()
+    optimizers = two_optimizers(model)
+    engine = driver.make_engine(model, Setup(2), Mesh.single(), optimizers=optimizers)
+    engine.attach([make_updater(optimizer, engine, "off") for optimizer in optimizers])
+    before = driver.copy_of_parameters(engine)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    driver.backward(engine, model.generator(x).sum() + model.critic(x).sum() * math.nan)
+    for optimizer in optimizers:
+        optimizer.step()
+    after = driver.copy_of_parameters(engine)
+    assert {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])} == {"generator"}
+    assert engine.skipped_steps == 1
+
+
+def norm_of(stage: int) -> float:
+    session = started(Setup(stage))
+    forward_backward(session)
+    stats = session.engine.stats(session.optimizer)
+    assert session.engine.stats(session.optimizer) is stats  # no second all-reduce
+    return stats.norm
+
+
+@ranks(1, 2, 4)
+def test_the_norm_is_the_same_on_all_ranks_and_at_all_stages(pool: RankPool) -> None:
+    model = make_model("transformer")
+    losses = [models.next_token_loss(model, batch(0, rank)) for rank in range(pool.world_size)]
+    (sum(losses) / pool.world_size).backward()
+    expected = float(nn.utils.clip_grad_norm_(model.parameters(), math.inf))
+    norms = [pool.run(norm_of, stage) for stage in STAGES]
+    assert all(len(set(each)) == 1 for each in norms)
+    assert [each[0] for each in norms] == pytest.approx([expected] * 4, rel=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------- calling parts
+
+
+def check_direct_call(with_gradient: bool) -> None:
+    """As `module.net.generate()` in a callback: parts of the model work by themselves."""
+    session = started(Setup(3))
+    model, plain = session.model, make_model("transformer")
+    x = torch.ones(1, 2, models.WIDTH)
+    with torch.set_grad_enabled(with_gradient):
+        for name in ("blocks.1", "blocks.1.up", "norm", "head"):
+            assert torch.equal(model.get_submodule(name)(x), plain.get_submodule(name)(x))
+    session.engine.flush()
+    assert all(map(is_freed, session.engine.buckets))
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_parts_of_a_sharded_model_can_be_called(pool: RankPool, with_gradient: bool) -> None:
+    pool.run(check_direct_call, with_gradient)
+
+
+def check_values_after_step(stage: int) -> None:
+    """What forward reads after a step is new, without a call to settle."""
+    session = started(Setup(stage))
+    before = session.model(batch()[:, :-1]).detach().clone()
+    driver.run_step(session, [batch(0, dist.get_rank())])
+    after = session.model(batch()[:, :-1]).detach().clone()
+    session.engine.settle()
+    assert torch.equal(session.model(batch()[:, :-1]), after)
+    assert not torch.equal(before, after)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_forward_reads_what_the_last_step_wrote(pool: RankPool, stage: int) -> None:
+    pool.run(check_values_after_step, stage)
+
+
+# --------------------------------------------------------------------------------------------------------- release
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("precision", [driver.UNCHANGED, BF16], ids=["fp32", "bf16"])
+def test_release_leaves_an_ordinary_module(stage: int, precision: MixedPrecisionPolicy) -> None:
+    session = alone(Setup(stage, precision=precision))
+    model, optimizer = session.model, session.optimizer
+    session.engine.release()
+    assert_equal(model.state_dict(), make_model("transformer").state_dict())
+    storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert len(storages) == len(list(model.parameters()))
+    assert all(type(p) is Parameter for p in model.parameters())
+    assert not any("zero_grad" in module.__dict__ or module._forward_pre_hooks for module in model.modules())
+    assert "step" not in optimizer.__dict__
+    assert engines_of(model) == []
+    models.next_token_loss(model, batch()).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+    assert not torch.equal(model.norm.bias, torch.zeros_like(model.norm.bias))
+    copy.deepcopy(model)
+
+
+def test_an_engine_can_follow_another() -> None:
+    session = alone(Setup(3))
+    driver.run_step(session, [batch()])
+    session.engine.release()
+    expected = {name: value.clone() for name, value in session.model.state_dict().items()}
+    second = driver.make_engine(session.model, Setup(2), Mesh.single())
+    assert_equal(driver.copy_of_parameters(second), expected)
+
+
+def test_an_optimizer_that_outlives_its_engine_says_so() -> None:
+    session = alone(Setup(2))
+    optimizer = session.optimizer
+    del session
+    gc.collect()
+    with pytest.raises(RuntimeError, match="attached to an engine that no longer exists"):
+        optimizer.step()
+
+
+# ----------------------------------------------------------------------------------------------------- host memory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("numel", [1, 1000, (1 << 20) + 1])
+def test_host_tensors_take_what_was_asked_for(numel: int, dtype: torch.dtype) -> None:
+    tensor = HostStore().zeros(numel, dtype)
+    assert (tensor.shape, tensor.dtype) == ((numel,), dtype)
+    assert tensor.untyped_storage().nbytes() == numel * dtype.itemsize
+    assert not tensor.any()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_host_memory_returns_when_its_tensor_dies() -> None:
+    size = 64 << 20
+    before = resident_bytes()
+    tensor = HostStore().zeros(size // 4, torch.float32)
+    assert resident_bytes() - before < size // 8  # untouched pages take nothing
+    tensor.fill_(1.0)
+    assert resident_bytes() - before == pytest.approx(size, rel=0.1)
+    del tensor
+    assert resident_bytes() - before < size // 8
+
+
+class CountingStore(HostStore):
+    """Adds up what is asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        self.asked += numel * dtype.itemsize
+        return super().zeros(numel, dtype)
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize(
+    ("precision", "per_element"),
+    [(driver.UNCHANGED, 4 + 8 + 4), (MixedPrecisionPolicy(torch.bfloat16, keep_norms=False), 4 + 8 + 2)],
+    ids=["fp32", "bf16"],
+)
+def test_host_memory_is_the_master_the_moments_and_the_gradient(
+    native: driver.NativeOptimizer, precision: MixedPrecisionPolicy, per_element: int
+) -> None:
+    store = CountingStore()
+    setup = Setup(2, offload=True, precision=precision)
+    model = make_model("transformer")
+    engine = Engine(model, driver.make_placement(setup, Mesh.single())._replace(optimizer_store=store))
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine.attach([make_updater(optimizer, engine, native)])
+    session = Session(model, engine, optimizer, engine.updaters[0])  # type: ignore[arg-type]
+    forward_backward(session)
+    optimizer.step()
+    driver.run_step(session, [batch(1)])
+    assert store.asked == sum(b.layout.shard_numel for b in engine.buckets) * per_element

@@ -1,0 +1,224 @@
+"""Which optimizers run over shards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import models
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.optim import check_element_wise
+from lightning_zero.optim.rules import ELEMENT_WISE, NOT_ELEMENT_WISE
+from lightning_zero.optim.shell import ShellGroup, run_step
+
+CPU = torch.device("cpu")
+Rule = Callable[[Optimizer, Tensor, dict[str, Any], dict[str, Any]], None]
+
+
+class UserOptimizer(Optimizer):
+    """Applies `rule` to each parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def rule(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.rule(parameter, self.state[parameter], group)
+
+
+class SignMomentum(UserOptimizer):
+    """Element-wise, as Lion."""
+
+    def rule(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["step"] = 0
+            state["momentum"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        state["momentum"].mul_(0.9).add_(parameter.grad)
+        parameter.add_(state["momentum"].sign(), alpha=-group["lr"] / state["step"])
+
+
+class TrustRatio(UserOptimizer):
+    """Scales by norms of the whole parameter, as LAMB and LARS."""
+
+    def rule(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        ratio = parameter.norm() / parameter.grad.norm()
+        parameter.add_(parameter.grad * ratio, alpha=-group["lr"])
+
+
+class Counted(UserOptimizer):
+    """Keeps its step count in itself and counts calls: a call per tile would count too often."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        super().step()
+
+    def rule(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        parameter.add_(parameter.grad, alpha=-group["lr"] / self.calls)
+
+
+class CountedInGroup(UserOptimizer):
+    """Keeps its step count in the group, as schedule-free optimizers."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        super().step()
+
+    def rule(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        parameter.add_(parameter.grad, alpha=-group["lr"] / group["k"])
+
+
+class ByShape(UserOptimizer):
+    """Treats matrices in another way than vectors, as Muon with a fallback."""
+
+    def rule(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        update = parameter.grad.sign() if parameter.dim() == 2 else parameter.grad
+        parameter.add_(update, alpha=-group["lr"])
+
+
+class NeedsMatrices(UserOptimizer):
+    def rule(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        parameter.add_(parameter.grad @ parameter.grad.mT @ parameter.grad, alpha=-group["lr"])
+
+
+class Smoothed(UserOptimizer):
+    """Reads the neighbouring elements."""
+
+    def rule(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        parameter.add_(parameter.grad.roll(1), alpha=-group["lr"])
+
+
+def weights() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(6))]
+
+
+KNOWN = sorted(cls.__name__ for cls in ELEMENT_WISE)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_torch_optimizers_on_the_list_update_parts_as_wholes(name: str) -> None:
+    cls = getattr(torch.optim, name)
+    optimizer = cls(weights(), lr=0.05)
+    check_element_wise(optimizer, CPU)
+    # The list is a promise: a subclass, which is not on it, takes the probe.
+    subclass = type(f"My{name}", (cls,), {})
+    check_element_wise(subclass(weights(), lr=0.05), CPU)
+
+
+@pytest.mark.parametrize("name", models.OPTIMIZERS)
+def test_every_configuration_is_element_wise_over_any_cut(name: str) -> None:
+    cls, options = models.OPTIMIZERS[name]
+    whole = nn.Parameter(torch.linspace(-1, 1, 60).view(6, 10))
+    parts = [p.clone() for p in whole.detach().view(-1).split([1, 16, 33, 10])]
+    optimizer = cls([whole], **options)
+    hyperparameters = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    state = {part: fresh_state(optimizer, whole, part) for part in parts}
+    for step in range(4):
+        whole.grad = torch.sin(torch.arange(60.0) * (step + 1)).view(6, 10)
+        for part, gradient in zip(parts, whole.grad.view(-1).split([1, 16, 33, 10]), strict=True):
+            part.grad = gradient
+        optimizer.step()
+        run_step(optimizer, [ShellGroup(parts, hyperparameters)], state)
+    assert torch.equal(torch.cat(parts), whole.detach().view(-1))
+
+
+def fresh_state(optimizer: Optimizer, whole: Tensor, part: Tensor) -> dict[str, Any]:
+    """What the constructor made (Adagrad), for a part."""
+    made = optimizer.state.get(whole, {})
+    return {k: v.new_full(part.shape, v.flatten()[0]) if v.dim() else v.clone() for k, v in made.items()}
+
+
+@pytest.mark.parametrize("name", NOT_ELEMENT_WISE)
+def test_optimizers_that_need_whole_parameters_are_refused_by_name(name: str) -> None:
+    cls = type(name, (SignMomentum,), {})
+    with pytest.raises(ValueError, match=rf"{name} cannot run over shards: it.*torch\.optim\.AdamW.*'ddp'"):
+        check_element_wise(cls(weights()), CPU)
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon", "SparseAdam"])
+def test_torchs_own_that_need_whole_parameters_are_refused(name: str) -> None:
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"this torch has no {name}")
+    matrix = [nn.Parameter(torch.ones(4, 6))]
+    with pytest.raises(ValueError, match=f"{name} cannot run over shards"):
+        check_element_wise(getattr(torch.optim, name)(matrix), CPU)
+
+
+def test_no_torch_optimizer_is_unheard_of() -> None:
+    """A new class in torch must be sorted into a list."""
+    classes = {v for v in vars(torch.optim).values() if isinstance(v, type) and issubclass(v, Optimizer)}
+    unknown = {cls.__name__ for cls in classes - {Optimizer} - ELEMENT_WISE} - NOT_ELEMENT_WISE.keys()
+    assert unknown == set()
+
+
+def test_an_element_wise_user_class_is_accepted() -> None:
+    assert check_element_wise(SignMomentum(weights()), CPU) == {"momentum"}
+
+
+@pytest.mark.parametrize("cls", [TrustRatio, ByShape, Smoothed])
+def test_a_user_class_that_reads_other_elements_is_refused(cls: type[UserOptimizer]) -> None:
+    with pytest.raises(ValueError, match=rf"{cls.__name__} is not element-wise: .* differs .* by up to \d.*'ddp'"):
+        check_element_wise(cls(weights()), CPU)
+
+
+@pytest.mark.parametrize("cls", [Counted, CountedInGroup])
+def test_a_step_count_outside_the_state_is_refused(cls: type[UserOptimizer]) -> None:
+    with pytest.raises(ValueError, match=cls.__name__):
+        check_element_wise(cls(weights()), CPU)
+
+
+def test_a_user_class_that_fails_on_vectors_is_refused() -> None:
+    with pytest.raises(ValueError, match="NeedsMatrices could not update a part of a parameter as a 1-D tensor"):
+        check_element_wise(NeedsMatrices(weights()), CPU)
+
+
+@pytest.mark.parametrize("value", [None, "adamw", nn.Linear(2, 2), object()])
+def test_what_is_no_optimizer_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"is not a torch\.optim\.Optimizer"):
+        check_element_wise(value, CPU)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "names"),
+    [
+        ("adamw", {"exp_avg", "exp_avg_sq"}),
+        ("amsgrad", {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+        ("momentum", {"momentum_buffer"}),
+        ("sgd", set()),
+        ("adagrad", {"sum"}),
+        ("rmsprop", {"square_avg", "momentum_buffer", "grad_avg"}),
+        ("adadelta", {"square_avg", "acc_delta"}),
+    ],
+)
+def test_the_names_of_per_element_state_are_found(optimizer: str, names: set[str]) -> None:
+    made = models.make_optimizer(optimizer, models.make_model("mlp"))
+    assert check_element_wise(made, CPU) == names
+
+
+@pytest.mark.parametrize("name", ["adamw", "adagrad", "momentum"])
+def test_the_probe_changes_nothing(name: str) -> None:
+    model = models.make_model("mlp")
+    optimizer = models.make_optimizer(name, model)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    seed = torch.get_rng_state()
+    check_element_wise(optimizer, CPU)
+    after = (model.state_dict(), optimizer.state_dict())
+    assert str(after) == str(before)
+    assert torch.equal(torch.get_rng_state(), seed)
+    assert all(p.grad is None for p in model.parameters())

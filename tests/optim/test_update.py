@@ -1,0 +1,308 @@
+"""Updaters over shards: shells, state and the native kernel."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from engine import driver
+from engine.driver import Session, Setup, assert_close, assert_equal
+from helpers import models
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.engine import Bucket, Mesh, MixedPrecisionPolicy
+from lightning_zero.optim import NativeAdamUpdater, ShardState, TorchUpdater, make_updater
+from lightning_zero.optim.shell import ShellGroup, run_step
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+def start(setup: Setup, optimizer: str = "adamw", model: str = "mlp", **options: Any) -> Session:
+    make = models.optimizer_factory(optimizer, **options)
+    return driver.start(models.make_model(model), make, setup, Mesh.single())
+
+
+def step(session: Session, index: int = 0) -> None:
+    driver.run_step(session, [models.make_batches(index + 1, 1, 1)[index][0][0]])
+
+
+def hyperparameters_of(optimizer: Optimizer, group: int = 0) -> dict[str, Any]:
+    return {k: v for k, v in optimizer.param_groups[group].items() if k != "params"}
+
+
+class Recording(torch.optim.SGD):
+    """Notes what its step saw."""
+
+    seen: list[Any]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.seen.append((self, copy.deepcopy(self.param_groups)))
+        return super().step(closure)
+
+
+def test_a_shell_has_the_optimizers_class_and_attributes_but_other_groups() -> None:
+    optimizer = Recording([nn.Parameter(torch.ones(3))], lr=0.1)
+    optimizer.seen = []
+    tensor = torch.zeros(2)
+    tensor.grad = torch.ones(2)
+    hyperparameters = hyperparameters_of(optimizer) | {"lr": 0.5}
+    run_step(optimizer, [ShellGroup([tensor], hyperparameters)], {})
+    ((shell, groups),) = optimizer.seen
+    assert type(shell) is Recording
+    assert shell is not optimizer
+    assert groups[0]["lr"] == 0.5
+    assert tensor.tolist() == [-0.5, -0.5]
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert optimizer.param_groups[0]["params"][0].tolist() == [1.0] * 3
+
+
+def test_a_shell_fires_no_hooks() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
+    fired: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: fired.append("before"))
+    optimizer.register_step_post_hook(lambda *_: fired.append("after"))
+    tensor = torch.zeros(2)
+    tensor.grad = torch.ones(2)
+    run_step(
+        optimizer, [ShellGroup([tensor], {k: v for k, v in optimizer.param_groups[0].items() if k != "params"})], {}
+    )
+    assert fired == []
+    assert tensor.ne(0).all()
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("name", ["adamw", "adagrad", "momentum"])
+def test_an_update_never_touches_live_groups(name: str, native: driver.NativeOptimizer) -> None:
+    session = start(Setup(2, offload=True, native=native), name)
+    groups = session.optimizer.param_groups
+    before = [hyperparameters_of(session.optimizer, index) for index in range(2)]
+    parameters = [id(p) for group in groups for p in group["params"]]
+    step(session)
+    assert session.optimizer.param_groups is groups
+    assert [hyperparameters_of(session.optimizer, index) for index in range(2)] == before
+    assert [id(p) for group in groups for p in group["params"]] == parameters
+    assert all(p.grad is None for group in groups for p in group["params"])
+    assert not session.optimizer.state
+
+
+def test_the_gradient_survives_a_scaled_update() -> None:
+    """Out of place: gradients belong to the user until zero_grad."""
+    session = start(Setup(2))
+    loss = models.next_token_loss(session.model, models.make_batches(1, 1, 1)[0][0][0])
+    driver.backward(session.engine, loss)
+    (bucket, *_) = session.engine.buckets
+    before = bucket.gradients.read(0, bucket.layout.shard_numel).clone()
+    session.engine.clip_grad_norm_(session.optimizer, 1e-3)
+    session.optimizer.step()
+    assert torch.equal(bucket.gradients.read(0, bucket.layout.shard_numel), before)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("first", ["optimizer", "engine"])
+def test_state_of_the_constructor_moves_into_shards(first: str, offload: bool) -> None:
+    """Adagrad makes its sums, here not zeros, before the first step; the engine may exist by then."""
+    model = models.make_model("mlp")
+
+    def adagrad() -> Optimizer:
+        return torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.25)
+
+    optimizer = adagrad() if first == "optimizer" else None
+    engine = driver.make_engine(model, Setup(3, offload=offload), Mesh.single())
+    optimizer = optimizer or adagrad()
+    assert len(optimizer.state) == len(list(model.parameters()))
+    updater = make_updater(optimizer, engine)
+    engine.attach([updater])
+    assert not optimizer.state
+    for bucket in engine.buckets:
+        for segment in bucket.segments:
+            state = updater.state_of(bucket).get(segment)
+            assert torch.equal(state["sum"], torch.full((segment.numel,), 0.25))
+            assert float(state["step"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("setup", "optimizer", "options", "native"),
+    [
+        (Setup(2, offload=True, native="auto"), "adamw", {}, True),
+        (Setup(3, offload=True, native="auto"), "adam", {}, True),
+        (Setup(2, offload=True, native="auto", precision=BF16), "adamw", {}, True),
+        (Setup(2, offload=True, native="off"), "adamw", {}, False),
+        (Setup(2, offload=False, native="auto"), "adamw", {}, False),
+        (Setup(2, offload=True, native="auto"), "amsgrad", {}, False),
+        (Setup(2, offload=True, native="auto"), "adamw", {"maximize": True}, False),
+        (Setup(2, offload=True, native="auto"), "momentum", {}, False),
+        (Setup(2, offload=True, native="auto"), "nadam", {}, False),
+    ],
+)
+def test_the_native_kernel_runs_where_it_computes_the_same(
+    setup: Setup, optimizer: str, options: dict[str, Any], native: bool
+) -> None:
+    session = start(setup, optimizer, **options)
+    assert type(session.updater) is (NativeAdamUpdater if native else TorchUpdater)
+
+
+def test_a_subclass_of_adam_is_not_taken_for_adam() -> None:
+    class Mine(torch.optim.AdamW):
+        pass
+
+    model = models.make_model("mlp")
+    engine = driver.make_engine(model, Setup(2, offload=True), Mesh.single())
+    assert type(make_updater(Mine(model.parameters()), engine)) is TorchUpdater
+
+
+def test_doubles_are_left_to_torch() -> None:
+    model = models.make_model("mlp", dtype=torch.float64)
+    engine = driver.make_engine(model, Setup(2, offload=True), Mesh.single())
+    assert type(make_updater(torch.optim.AdamW(model.parameters()), engine)) is TorchUpdater
+
+
+def test_a_group_that_the_kernel_cannot_update_is_an_error() -> None:
+    session = start(Setup(2, offload=True, native="auto"))
+    session.optimizer.param_groups[1]["amsgrad"] = True
+    with pytest.raises(ValueError, match=r"amsgrad=True, maximize=False joined .* native_optimizer='off'"):
+        step(session)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_one_native_step_is_within_the_kernels_bound(optimizer: str) -> None:
+    """1 ulp of the parameter and 2^-21 of its update; the moments are equal."""
+    initial = models.make_model("transformer").state_dict()
+    trained = []
+    for native in ("auto", "off"):
+        session = start(Setup(2, offload=True, native=native), optimizer, "transformer")
+        step(session)
+        trained.append(driver.combine([driver.finish(session)]))
+    native_one, torch_one = trained
+    for name, expected in torch_one.weights.items():
+        ulp = torch.nextafter(expected.abs(), torch.tensor(torch.inf)) - expected.abs()
+        bound = ulp + (expected - initial[name]).abs() * 2**-21
+        assert ((native_one.weights[name] - expected).abs() <= bound).all(), name
+    for name, state in torch_one.optimizer_state.items():
+        assert_equal(
+            {k: native_one.optimizer_state[name][k] for k in ("exp_avg", "exp_avg_sq")},
+            {k: state[k] for k in ("exp_avg", "exp_avg_sq")},
+        )
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_native_state_has_torchs_names_types_and_shapes(optimizer: str) -> None:
+    states = []
+    for native in ("auto", "off"):
+        session = start(Setup(2, offload=True, native=native), optimizer)
+        step(session)
+        states.append(driver.combine([driver.finish(session)]).optimizer_state)
+    native_state, torch_state = states
+    assert native_state.keys() == torch_state.keys()
+    for name, state in torch_state.items():
+        described = {k: (v.dtype, v.shape, v.device) for k, v in state.items()}
+        assert {k: (v.dtype, v.shape, v.device) for k, v in native_state[name].items()} == described
+
+
+def test_the_kernel_goes_on_from_torchs_state() -> None:
+    """Loaded state of any origin: three steps of torch and one of the kernel are near four of torch."""
+    session, other = start(Setup(2, offload=True, native="off")), start(Setup(2, offload=True, native="auto"))
+    for index in range(3):
+        step(session, index)
+    halfway = driver.combine([driver.finish(session)])
+    for name, parameter in other.model.named_parameters():
+        bucket = other.engine.bucket_of(parameter)
+        assert bucket is not None
+        index = bucket.index[id(parameter)]
+        bucket.load(index, halfway.weights[name])
+        other.updater.load(bucket, index, halfway.optimizer_state[name])
+    step(other, 3)
+    through = start(Setup(2))
+    for index in range(4):
+        step(through, index)
+    expected, got = driver.combine([driver.finish(through)]), driver.combine([driver.finish(other)])
+    assert_close(got.weights, expected.weights, rtol=1e-6, atol=1e-7)
+    assert {float(s["step"]) for s in got.optimizer_state.values()} == {4.0}
+
+
+def test_segments_whose_steps_differ_keep_them_apart() -> None:
+    """A parameter unused for a while has its own bias correction."""
+    session = start(Setup(2, offload=True, native="auto"), "adamw", "optional")
+    batches = models.make_batches(3, 1, 1, flagged=models.only_in_step_1)
+    for (micro,) in batches:
+        driver.run_step(session, micro)
+    state = driver.combine([driver.finish(session)]).optimizer_state
+    assert {name: float(s["step"]) for name, s in state.items()} == {
+        name: 1.0 if "adapter" in name else 3.0 for name in state
+    }
+
+
+def test_masters_are_published_in_16_bits() -> None:
+    for native in ("auto", "off"):
+        session = start(Setup(2, offload=True, native=native, precision=BF16), "adamw", "transformer")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            step(session)
+        result = driver.finish(session)
+        for name, seen in result.seen.items():
+            assert torch.equal(seen, result.weights[name].to(seen.dtype))
+
+
+@pytest.fixture
+def bucket() -> Bucket:
+    engine = driver.make_engine(models.make_model("mlp"), Setup(2, offload=True), Mesh.single())
+    return engine.buckets[0]
+
+
+def test_state_comes_back_as_it_was_put(bucket: Bucket) -> None:
+    state = ShardState(bucket, frozenset({"average"}))
+    first, second = bucket.segments[:2]
+    average = torch.arange(float(first.numel))
+    state.put(first, {"average": average, "step": torch.tensor(2.0), "flag": True})
+    assert first in state
+    assert second not in state
+    assert state.get(second) == {}
+    got = state.get(first)
+    assert (got["step"].item(), got["flag"]) == (2.0, True)
+    assert torch.equal(got["average"], average)
+    assert got["average"].data_ptr() != average.data_ptr()
+    assert state.scalars(first).keys() == {"step", "flag"}
+
+
+def test_state_is_updated_in_place(bucket: Bucket) -> None:
+    state = ShardState(bucket, frozenset({"average"}))
+    segment = bucket.segments[1]
+    state.put(segment, {"average": torch.zeros(segment.numel)})
+    view = state.get(segment)["average"]
+    view.add_(3.0)
+    state.put(segment, {"average": view})
+    assert torch.equal(state.flat["average"][segment.start : segment.stop], torch.full((segment.numel,), 3.0))
+    assert state.flat["average"].sum() == 3.0 * segment.numel  # nobody else's elements
+    assert state.nbytes == bucket.layout.shard_numel * 4
+
+
+def test_a_rank_takes_its_part_of_a_whole_state(bucket: Bucket) -> None:
+    state = ShardState(bucket, frozenset({"average"}))
+    segment = bucket.segments[0]
+    whole = torch.arange(float(segment.numel)).view(bucket.shapes[0])
+    step = torch.tensor(5.0)
+    state.put_slice(segment, {"average": whole, "step": step})
+    step += 1
+    assert torch.equal(state.get(segment)["average"], whole.view(-1))
+    assert state.get(segment)["step"] == 5.0
+
+
+def test_cleared_state_is_that_of_a_new_optimizer() -> None:
+    session = start(Setup(2, offload=True))
+    step(session)
+    session.updater.clear()
+    assert driver.state_pieces(session.engine, session.updater) == []
+    step(session, 1)
+    assert {float(p.scalars["step"]) for p in driver.state_pieces(session.engine, session.updater)} == {1.0}
+
+
+def test_a_learning_rate_that_is_a_tensor_works() -> None:
+    def weights(lr: float | Tensor, native: driver.NativeOptimizer) -> dict[str, Tensor]:
+        session = start(Setup(2, offload=True, native=native), lr=lr)
+        step(session)
+        return driver.finish(session).weights
+
+    for native in ("auto", "off"):
+        assert_close(weights(torch.tensor(0.01), native), weights(0.01, native), rtol=1e-6, atol=1e-7)
