@@ -370,8 +370,8 @@ class ZeroStrategy(DDPStrategy):
         return self.engine.clip_grad_norm_(_unwrap(optimizer), max_norm)
 
     def grad_norm(self, optimizer: Optimizer) -> float:
-        """The global L2 norm of the averaged, unclipped gradients of ``optimizer``. Collective, once per step."""
-        return self.engine.stats(_unwrap(optimizer)).norm
+        """The global L2 norm of the averaged gradients of ``optimizer``, as clipped so far. Collective."""
+        return self.engine.grad_norm(_unwrap(optimizer))
 
     # -------------------------------------------------------------------------------------------------- checkpoints
 

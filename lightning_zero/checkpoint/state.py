@@ -134,7 +134,8 @@ def _gather_state(engine: Engine, bucket: Bucket, updater: ShardUpdater) -> dict
     for keys_of, scalars_of, _ in known:
         for index, keys in keys_of.items():
             values = {k: _cut(bucket, index, flat[k]) if k in flat else scalars_of[index][k] for k in keys}
-            state[bucket.names[index]] = values
+            if values:  # plain SGD has none, and in torch's format then no entry either
+                state[bucket.names[index]] = values
     return state
 
 

@@ -121,6 +121,7 @@ class Engine:
         self._sizes: dict[int, int] = {}  # by id of the optimizer: parameters in its groups
         self._clip: dict[int, float] = {}  # by id of the optimizer: factor that clipping asked for
         self._stats: dict[int, GradientStats] | None = None
+        self._clamped = False  # gradients were clamped since the norm in `_stats` was taken
         self._handles: list[RemovableHandle] = []
         self._optimizer_handles: list[RemovableHandle] = []
         self._unshard_hooks: list[UnshardHooks] = []
@@ -238,7 +239,8 @@ class Engine:
             eager: reduce buckets while backward goes on; ``False`` leaves all to :meth:`flush`.
         """
         self._admit_parameters()
-        self._fold_clipping()
+        for updater in self._updaters.values():
+            self._fold_clipping(updater.optimizer)  # gradients that are not cleared stay clipped, as in torch
         self._stats = None
         self._reducer.begin(eager)
 
@@ -388,29 +390,39 @@ class Engine:
                     _add_squares(bucket, owners, squares)
         return torch.stack(squares).to(self.placement.device) if squares else torch.zeros(0, dtype=torch.float64)
 
+    def grad_norm(self, optimizer: Optimizer) -> float:
+        """The global L2 norm of the averaged gradients of ``optimizer`` as they are now, clipped or not. Collective."""
+        if self._clamped:
+            self._stats = None
+            self._clamped = False
+        return self.stats(optimizer).norm * self._clip.get(id(optimizer), 1.0)
+
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> float:
         """Scale the gradients of ``optimizer`` to a global norm of at most ``max_norm``; returns the norm before.
 
         As :func:`torch.nn.utils.clip_grad_norm_`, over all shards. The factor is applied inside the update. Collective.
         """
-        norm = self.stats(optimizer).norm
+        norm = self.grad_norm(optimizer)
         # A norm that is not finite is the business of `skip_nonfinite`.
-        self._clip[id(optimizer)] = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+        factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+        self._clip[id(optimizer)] = factor * self._clip.get(id(optimizer), 1.0)
         return norm
 
     def clip_grad_value_(self, optimizer: Optimizer, clip_value: float) -> None:
         """Clamp every averaged gradient of ``optimizer`` to ``[-clip_value, clip_value]``, where it is. Collective."""
-        self.stats(optimizer)  # overflow is judged before a clamp hides it
+        if self.stats(optimizer).found_inf and self.skip_nonfinite:
+            return  # the step will be skipped: a clamp must not hide why
+        self._fold_clipping(optimizer)
         for gradients in self._owned_gradients(optimizer):
             gradients.clamp_(-clip_value, clip_value)
+        self._clamped = True
 
-    def _fold_clipping(self) -> None:
-        """Gradients that outlive a clipped step stay clipped when more are added to them, as in torch."""
-        for key, scale in self._clip.items():
-            if scale != 1.0:
-                for gradients in self._owned_gradients(self._updaters[key].optimizer):
-                    gradients.mul_(scale)
-        self._clip = {}
+    def _fold_clipping(self, optimizer: Optimizer) -> None:
+        """Apply the factor of :meth:`clip_grad_norm_` to the gradients, before more happens to them than a step."""
+        scale = self._clip.pop(id(optimizer), 1.0)
+        if scale != 1.0:
+            for gradients in self._owned_gradients(optimizer):
+                gradients.mul_(scale)
 
     def _owned_gradients(self, optimizer: Optimizer) -> Iterator[Tensor]:
         """Views of the owned slices that hold gradients of ``optimizer``'s parameters."""

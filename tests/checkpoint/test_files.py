@@ -13,12 +13,13 @@ from helpers import models
 from helpers.ranks import RankPool, ranks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from strategy.fits import (
-    NAMES,
     Lit,
     Recipe,
     assert_same,
+    every_name,
     full_batch_loss,
     make_trainer,
+    one_or_two_ranks,
     state_of,
 )
 from torch import Tensor, nn
@@ -37,9 +38,9 @@ def weights_in(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
     return {name.removeprefix("model."): value for name, value in checkpoint["state_dict"].items()}
 
 
-@ranks(1, 2)
+@one_or_two_ranks
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_a_file_holds_whole_named_full_precision_state(
     pool: RankPool, name: str, precision: str, tmp_path: Path
 ) -> None:
@@ -67,7 +68,7 @@ def test_a_file_holds_whole_named_full_precision_state(
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_tied_parameters_are_stored_once(pool: RankPool, name: str, tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
     pool.run(save_at_end, name, RECIPE, path)
@@ -77,7 +78,7 @@ def test_tied_parameters_are_stored_once(pool: RankPool, name: str, tmp_path: Pa
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_frozen_parameters_and_buffers_are_stored(pool: RankPool, name: str, tmp_path: Path) -> None:
     path, recipe = str(tmp_path / "a.ckpt"), dataclasses.replace(RECIPE, model="frozen")
     pool.run(save_at_end, name, recipe, path, module=WithBuffers)
@@ -114,7 +115,7 @@ class WithBuffers(Resumable):
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_a_parameter_that_was_never_used_has_no_state(pool: RankPool, name: str, tmp_path: Path) -> None:
     path, recipe = str(tmp_path / "a.ckpt"), dataclasses.replace(RECIPE, model="optional")
     pool.run(save_at_end, name, recipe, path)
@@ -124,7 +125,7 @@ def test_a_parameter_that_was_never_used_has_no_state(pool: RankPool, name: str,
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_plain_pytorch_goes_on_from_a_file(pool: RankPool, name: str, tmp_path: Path) -> None:
     """The weights, and the state in torch's own format, in a loop without this package."""
     path = str(tmp_path / "a.ckpt")
@@ -141,8 +142,8 @@ def test_plain_pytorch_goes_on_from_a_file(pool: RankPool, name: str, tmp_path: 
     optimizer.step()
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 def test_load_from_checkpoint(pool: RankPool, name: str, tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
     results = pool.run(save_at_end, name, RECIPE, path)
@@ -168,8 +169,8 @@ def fit_and_keep(
 
 
 @ranks(2)
-@pytest.mark.parametrize(("mode", "kept"), [("min", {9, 12}), ("max", {3, 6})])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("mode", "kept"), [("min", {9, 12}), pytest.param("max", {3, 6}, marks=pytest.mark.slow)])
+@every_name
 def test_model_checkpoint_keeps_the_best_and_the_last(
     pool: RankPool, name: str, mode: str, kept: set[int], tmp_path: Path
 ) -> None:
@@ -230,7 +231,7 @@ def loaded_by_a_user(name: str, path: str, recipe: Recipe) -> dict[str, Tensor]:
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_weights_loaded_by_hand_reach_the_masters(pool: RankPool, name: str, tmp_path: Path) -> None:
     path, recipe = str(tmp_path / "a.ckpt"), Recipe(optimizer="momentum")
     saved = pool.run(save_at_end, name, recipe, path)
@@ -246,8 +247,8 @@ def fit_evaluated_only(name: str, path: str, recipe: Recipe) -> tuple[float, dic
     return loss, state_of(trainer)
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 def test_a_file_is_tested_without_a_fit(pool: RankPool, name: str, tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
     saved = pool.run(save_at_end, name, RECIPE, path)[0].weights

@@ -14,6 +14,7 @@ from helpers.ranks import RankError, RankPool, ranks
 from helpers.reference import train_reference
 from lightning import Callback
 from strategy.fits import (
+    FEW,
     NAMES,
     Fitted,
     Lit,
@@ -21,9 +22,12 @@ from strategy.fits import (
     StrategyArgument,
     assert_same,
     assert_same_states,
+    every_name,
     halving,
     make_trainer,
     observe,
+    one_or_two_ranks,
+    slow_unless,
 )
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -51,8 +55,10 @@ def check_resume(
     assert whole[0].steps == 6
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("saved", [2, 3], ids=["in the middle of an epoch", "at its end"])
+@one_or_two_ranks
+@pytest.mark.parametrize(
+    "saved", [2, pytest.param(3, marks=pytest.mark.slow)], ids=["in the middle of an epoch", "at its end"]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_resumed_run_equals_an_uninterrupted_one(pool: RankPool, name: str, saved: int, tmp_path: Path) -> None:
     check_resume(pool, tmp_path, name, RECIPE, saved, gradient_clip_val=0.5)
@@ -60,14 +66,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(pool: RankPool, name: str, sa
 
 @ranks(2)
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("name", ["zero1", "zero2_offload", "zero3", "zero3_offload"])
+@pytest.mark.parametrize("name", slow_unless(["zero2_offload"], ["zero1", "zero2_offload", "zero3", "zero3_offload"]))
 def test_resuming_in_other_precisions(pool: RankPool, name: str, precision: str, tmp_path: Path) -> None:
     check_resume(pool, tmp_path, name, RECIPE, 2, precision=precision)
 
 
 @ranks(2)
-@pytest.mark.parametrize("model", ["mlp", "frozen", "optional"])
-@pytest.mark.parametrize("name", ["zero1", "zero2_offload", "zero3"])
+@pytest.mark.parametrize("model", slow_unless(["frozen", "optional"], ["mlp", "frozen", "optional"]))
+@pytest.mark.parametrize("name", slow_unless(["zero3"], FEW))
 def test_resuming_other_models(pool: RankPool, name: str, model: str, tmp_path: Path) -> None:
     recipe = dataclasses.replace(RECIPE, model=model, flagged=both_ranks_by_turns)
     check_resume(pool, tmp_path, name, recipe, 2)
@@ -78,7 +84,7 @@ def both_ranks_by_turns(step: int, micro: int, rank: int) -> bool:
 
 
 @ranks(2)
-@pytest.mark.parametrize("optimizer", ["momentum", "adagrad", "rmsprop", "amsgrad", "nadam"])
+@pytest.mark.parametrize("optimizer", slow_unless(["adagrad"], ["momentum", "adagrad", "rmsprop", "amsgrad", "nadam"]))
 @pytest.mark.parametrize("name", ["zero2", "zero3_offload"])
 def test_resuming_other_optimizers(pool: RankPool, name: str, optimizer: str, tmp_path: Path) -> None:
     check_resume(pool, tmp_path, name, dataclasses.replace(RECIPE, optimizer=optimizer, options={}), 2)
@@ -88,7 +94,7 @@ def test_resuming_other_optimizers(pool: RankPool, name: str, optimizer: str, tm
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adagrad", "momentum"])
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_resuming_everything(pool: RankPool, name: str, optimizer: str, precision: str, tmp_path: Path) -> None:
     recipe = dataclasses.replace(RECIPE, optimizer=optimizer, options={}, tail=1)
     check_resume(pool, tmp_path, name, recipe, 2, precision=precision, gradient_clip_val=0.5)
@@ -142,8 +148,8 @@ def resume_twice_in_one_process(name: str, path: str, recipe: Recipe) -> Fitted:
     return observe(trainer, lit)
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 def test_a_trainer_may_go_back_to_its_own_checkpoint(pool: RankPool, name: str, tmp_path: Path) -> None:
     recipe = dataclasses.replace(RECIPE, micro=1)
     whole = pool.run(run, name, recipe, steps=4)
@@ -202,8 +208,7 @@ def check_crossing(rank_pools: Any, first: str, world: int, second: str, other_w
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("other_world", [1, 2, 4])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(("world", "other_world"), [(2, 2), (4, 1), (1, 2)])
 @pytest.mark.parametrize("second", [*NAMES, "ddp"])
 @pytest.mark.parametrize("first", [*NAMES, "ddp"])
 def test_every_crossing(rank_pools: Any, first: str, world: int, second: str, other_world: int, tmp_path: Path) -> None:
@@ -222,7 +227,7 @@ def test_where_sums_have_one_order_another_stage_resumes_bit_for_bit(
 
 
 @ranks(1)
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_ddp_resumes_bit_for_bit_from_ours_and_ours_from_its(pool: RankPool, name: str, tmp_path: Path) -> None:
     """On one rank nothing is summed: weights, Adam's state, the learning rate and the loader's place must all be right.
 

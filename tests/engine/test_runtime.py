@@ -245,11 +245,14 @@ def test_few_units_are_whole_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(live) <= flat_bytes(root) + 2 * flat_bytes(units[0])
 
 
-def test_a_unit_is_freed_when_its_forward_raises() -> None:
+def test_a_unit_whose_forward_raises_is_freed() -> None:
     session = alone(Setup(3))
-    with pytest.raises(RuntimeError, match="shape"):
-        session.model.blocks[1](torch.ones(2, 3, 5))
-    assert all(is_freed(b) for b in session.engine.buckets)
+    for with_gradient in (False, True):
+        with torch.set_grad_enabled(with_gradient), pytest.raises(RuntimeError, match="shape"):
+            session.model.blocks[1](torch.ones(2, 3, 5))
+        if with_gradient:  # at the latest when a backward would have ended
+            session.engine.flush()
+        assert all(is_freed(b) for b in session.engine.buckets)
 
 
 class DetachedUse(nn.Module):
@@ -530,12 +533,11 @@ def test_an_optimizer_with_a_foreign_parameter_is_refused() -> None:
         engine.attach([updater])
 
 
-def test_a_group_with_a_foreign_parameter_is_refused_at_the_step() -> None:
+def test_a_group_with_a_foreign_parameter_is_refused() -> None:
     session = alone(Setup(2))
     session.optimizer.add_param_group({"params": [Parameter(torch.ones(7, 2))]})
-    forward_backward(session)
     with pytest.raises(ValueError, match=r"parameter of shape \(7, 2\)"):
-        session.optimizer.step()
+        driver.run_step(session, [batch()])
 
 
 # ------------------------------------------------------------------------------------- the loops of PyTorch users
@@ -856,6 +858,66 @@ def test_optimizers_take_turns_as_in_torch(pool: RankPool, stage: int, toggle: b
     adversarial(Loop(model, two_optimizers(model), pool.world_size), toggle=toggle)
     setup = Setup(stage, units=("generator", "critic"), bucket_size_mb=1e-6)
     for weights in pool.run_within(20, train_adversaries, setup, toggle):
+        assert_close(weights, model.state_dict())
+
+
+def growing(loop: Loop, *, clear: bool) -> None:
+    """A part of the model joins the optimizer later; it has had gradients before."""
+    (optimizer,) = loop.optimizers
+    for step in range(4):
+        if step == 2:
+            optimizer.add_param_group({"params": list(loop.model.critic.parameters()), "lr": 0.02})
+        (loop.model if clear else optimizer).zero_grad()
+        loop.backward(loop.model.critic(loop.model.generator(noise(loop, step))).square().mean())
+        optimizer.step()
+
+
+def train_growing(setup: Setup, clear: bool) -> dict[str, Tensor]:
+    model = adversaries()
+    optimizer = torch.optim.Adam(model.generator.parameters(), lr=0.01)
+    engine = driver.make_engine(model, setup, optimizers=[optimizer])
+    engine.attach([make_updater(optimizer, engine, "off")])
+    growing(Loop(model, [optimizer], dist.get_world_size(), dist.get_rank(), engine), clear=clear)
+    engine.release()
+    return model.state_dict()
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("clear", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_part_may_join_the_optimizer_later(pool: RankPool, stage: int, clear: bool) -> None:
+    model = adversaries()
+    growing(Loop(model, [torch.optim.Adam(model.generator.parameters(), lr=0.01)], pool.world_size), clear=clear)
+    setup = Setup(stage, offload=stage > 1, units=("generator", "critic"), bucket_size_mb=1e-6)
+    for weights in pool.run_within(20, train_growing, setup, clear):
+        assert_close(weights, model.state_dict())
+
+
+def penalized(loop: Loop) -> None:
+    """A penalty on the critic's gradient with respect to its input: a backward through a backward."""
+    (optimizer,) = loop.optimizers
+    for step in range(3):
+        optimizer.zero_grad()
+        x = noise(loop, step).requires_grad_()
+        scores = loop.model.critic(loop.model.generator(x))
+        (slope,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+        loop.backward(scores.mean() + slope.square().sum(1).mean())
+        optimizer.step()
+
+
+def train_penalized(setup: Setup) -> dict[str, Tensor]:
+    session = driver.start(adversaries(), lambda m: torch.optim.SGD(m.parameters(), lr=0.1), setup)
+    penalized(Loop(session.model, [session.optimizer], dist.get_world_size(), dist.get_rank(), session.engine))
+    return driver.finish(session).weights
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_gradients_are_as_in_torch(pool: RankPool, stage: int) -> None:
+    model = adversaries()
+    penalized(Loop(model, [torch.optim.SGD(model.parameters(), lr=0.1)], pool.world_size))
+    setup = Setup(stage, units=("generator", "critic"), bucket_size_mb=1e-6)
+    for weights in pool.run_within(20, train_penalized, setup):
         assert_close(weights, model.state_dict())
 
 

@@ -15,15 +15,17 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from strategy.fits import (
-    NAMES,
     Lit,
     Recipe,
     assert_same,
     assert_same_states,
+    every_name,
     fit,
     is_native,
     make_trainer,
+    one_or_two_ranks,
     reference,
+    slow_unless,
 )
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -192,8 +194,8 @@ def test_a_precision_means_the_same_however_it_is_asked_for(pool: RankPool, flag
             assert torch.equal(value, initial[name].to(value.dtype)), name  # unrounded
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 @pytest.mark.parametrize("flag", FLAGS)
 def test_a_precision_means_the_same_at_every_stage(pool: RankPool, name: str, flag: str) -> None:
     for notes, _ in pool.run(probe, "flag", flag, name, {}):
@@ -267,9 +269,9 @@ NUMBERS: dict[str, dict[str, Any]] = {
 }
 
 
-@ranks(1, 2)
+@one_or_two_ranks
 @pytest.mark.parametrize("micro", [1, 2])
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 @pytest.mark.parametrize("flag", NUMBERS)
 def test_bf16_training_equals_the_reference(pool: RankPool, flag: str, name: str, micro: int) -> None:
     recipe = Recipe(optimizer="momentum", micro=micro)
@@ -280,8 +282,8 @@ def test_bf16_training_equals_the_reference(pool: RankPool, flag: str, name: str
     assert {value.dtype for value in results[0].weights.values()} == {FP32}
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 @pytest.mark.parametrize("flag", NUMBERS)
 def test_bf16_adamw_with_clipping(pool: RankPool, flag: str, name: str) -> None:
     recipe = Recipe(micro=2, tail=1)
@@ -296,8 +298,8 @@ def test_bf16_adamw_with_clipping(pool: RankPool, flag: str, name: str) -> None:
         assert difference.abs().median() < 1e-6
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 def test_bf16_without_masters_equals_the_reference(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum", dtype=BF16)
     plugin = ZeroPrecision("bf16-true", master_weights=False)
@@ -306,7 +308,7 @@ def test_bf16_without_masters_equals_the_reference(pool: RankPool, name: str) ->
     assert_same(results[0].weights, reference(name, recipe, pool.world_size).weights)
 
 
-@ranks(1, 2)
+@one_or_two_ranks
 @pytest.mark.parametrize("name", ["zero1", "zero2_offload", "zero3"])
 def test_small_updates_survive_in_masters(pool: RankPool, name: str) -> None:
     """Each is less than half a unit in the last place of a bf16 weight."""
@@ -321,7 +323,7 @@ def test_small_updates_survive_in_masters(pool: RankPool, name: str) -> None:
 
 
 @ranks(1)
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_fp32_parameters_under_autocast_are_lightnings_own_arithmetic(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum", micro=2)
     plain = pool.run(fit, "ddp", recipe, precision="bf16-mixed")[0].weights
@@ -329,8 +331,8 @@ def test_fp32_parameters_under_autocast_are_lightnings_own_arithmetic(pool: Rank
     assert_same(ours, plain)
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 def test_float64_training_equals_the_reference(pool: RankPool, name: str) -> None:
     """A module of fp32 under `64-true` is trained in fp64 from its fp32 values."""
     recipe = Recipe(micro=2)
@@ -341,7 +343,7 @@ def test_float64_training_equals_the_reference(pool: RankPool, name: str) -> Non
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("name", slow_unless(["zero2"], ["zero1", "zero2", "zero3"]))
 @pytest.mark.parametrize("option", ["reduce_dtype", "grad_dtype"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_dtypes_of_reduction_and_gradients(pool: RankPool, name: str, option: str, dtype: str) -> None:
@@ -375,7 +377,7 @@ def evaluate(name: str, flag: str, recipe: Recipe) -> tuple[float, list[torch.dt
     return trainer.test(lit, verbose=False)[0]["test_loss"], [p.dtype for p in predictions]
 
 
-@ranks(1, 2)
+@one_or_two_ranks
 @pytest.mark.parametrize("name", ["zero0", "zero2_offload", "zero3"])
 @pytest.mark.parametrize(("flag", "dtype"), [("32-true", FP32), ("64-true", FP64), ("bf16-mixed", BF16)])
 def test_evaluation_uses_the_precision_too(pool: RankPool, name: str, flag: str, dtype: torch.dtype) -> None:

@@ -6,9 +6,10 @@ Everything here runs inside the ranks of a pool: `pool.run(fit, "zero2", Recipe(
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from helpers import models
@@ -23,7 +24,20 @@ from torch.utils.data import DataLoader
 from lightning_zero import ZeroStrategy
 
 NAMES = ("zero0", "zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload")
+FEW = ("zero1", "zero2_offload", "zero3")  # each way of keeping parameters and state once
 StrategyArgument = str | dict[str, Any]  # a name, or the arguments of a ZeroStrategy
+
+
+def slow_unless(fast: Sequence[Any], values: Iterable[Any]) -> list[Any]:
+    """Values for `parametrize`, slow but for some."""
+    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+# The fast tests run with a few names on two ranks; the slow ones with all, and on one rank as well.
+every_name = pytest.mark.parametrize("name", slow_unless(FEW, NAMES))
+one_or_two_ranks = pytest.mark.parametrize(
+    "pool", [pytest.param(1, marks=pytest.mark.slow), 2], indirect=True, ids=["1ranks", "2ranks"]
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +177,8 @@ def observe(trainer: Trainer, lit: Lit) -> Fitted:
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
     """The module's whole state, with the names that the model has by itself."""
     state = trainer.strategy.lightning_module_state_dict()
-    return {name.removeprefix("model."): value.detach().cpu().clone() for name, value in state.items()}
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}  # not extra state
+    return {name.removeprefix("model."): value.detach().cpu().clone() for name, value in tensors.items()}
 
 
 def optimizer_state(trainer: Trainer, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:

@@ -143,7 +143,7 @@ def test_shards_that_do_not_divide_the_ranks(pool: RankPool, size: int) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("units", [["Blok"], ["model.blocks.7"], [nn.Conv2d], ["Block", "Blok"]], ids=str)
+@pytest.mark.parametrize("units", [["Brick"], ["model.blocks.7"], [nn.Conv2d], ["Block", "Brick"]], ids=str)
 def test_units_that_match_nothing(pool: RankPool, units: list[Any]) -> None:
     refuse(pool, contains(repr(units[-1]), "Block", "Linear"), {"stage": 3, "units": units})
 

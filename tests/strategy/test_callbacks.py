@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import models
-from helpers.ranks import RankPool, ranks
+from helpers.ranks import RankError, RankPool, ranks
 from helpers.reference import rank_gradients, reduce_ranks, train_reference
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -19,7 +19,19 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
 )
 from lightning.pytorch.loggers import CSVLogger
-from strategy.fits import NAMES, Fitted, Lit, Recipe, assert_same, fit, reduces_each, reference
+from strategy.fits import (
+    NAMES,
+    Fitted,
+    Lit,
+    Recipe,
+    assert_same,
+    every_name,
+    fit,
+    one_or_two_ranks,
+    reduces_each,
+    reference,
+    slow_unless,
+)
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -61,8 +73,8 @@ def fit_and_read(name: str, recipe: Recipe) -> dict[str, list[dict[str, Tensor]]
     return reader.seen
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 def test_callbacks_never_read_stale_parameters(pool: RankPool, name: str) -> None:
     after = weights_after_each_step(name, MOMENTUM, pool.world_size)
     before = [MOMENTUM.make_model().state_dict(), *after[:-1]]
@@ -106,8 +118,8 @@ class Clamp(Callback):
                 parameter.clamp_(-0.3, 0.3)
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 def test_parameters_changed_by_a_callback_stay_changed(pool: RankPool, name: str) -> None:
     recipe, world = MOMENTUM, pool.world_size
     model = recipe.make_model()
@@ -135,7 +147,7 @@ def fit_with_monitor(name: str, recipe: Recipe, folder: str) -> dict[str, list[f
     return monitor.lrs
 
 
-@ranks(1, 2)
+@one_or_two_ranks
 @pytest.mark.parametrize("name", ["zero0", "zero2_offload", "zero3"])
 def test_the_learning_rate_monitor_shows_the_rates_used(pool: RankPool, name: str, tmp_path: Path) -> None:
     recipe = Recipe(scheduled=True, options={"lr": 0.25})
@@ -159,8 +171,8 @@ def test_early_stopping_stops_all_ranks_together(pool: RankPool, name: str) -> N
     assert [result.epochs for result in results] == [3, 3]
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 def test_accumulation_may_be_scheduled(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum", steps=4)
     flat = [step[0] for step in recipe.batches(pool.world_size)]
@@ -187,15 +199,32 @@ def average(weights: list[dict[str, Tensor]], decay: float) -> dict[str, Tensor]
     return mean
 
 
-def fit_averaged(name: str, recipe: Recipe) -> Fitted:
+def fit_averaged(name: str, recipe: Recipe, **flags: Any) -> Fitted:
     averaging = EMAWeightAveraging(decay=0.5)
-    return fit(name, recipe, callbacks=[averaging], limit_val_batches=1, val_check_interval=1)
+    return fit(name, recipe, callbacks=[averaging], limit_val_batches=1, val_check_interval=1, **flags)
 
 
-@ranks(1, 2)
+@one_or_two_ranks
 @pytest.mark.parametrize("name", WHOLE)
 def test_weight_averaging(pool: RankPool, name: str) -> None:
     """Validation in between swaps the averaged weights in and out again; training must not notice."""
     results = pool.run(fit_averaged, name, MOMENTUM)
     expected = average(weights_after_each_step(name, MOMENTUM, pool.world_size), 0.5)
     torch.testing.assert_close(results[0].weights, expected, rtol=1e-5, atol=1e-7)
+
+
+@one_or_two_ranks
+@pytest.mark.parametrize("name", slow_unless(["zero2"], WHOLE))
+def test_weight_averaging_of_16_bit_parameters(pool: RankPool, name: str) -> None:
+    """The callback writes the average through `.data` when training ends; masters must not win over it."""
+    results = pool.run(fit_averaged, name, MOMENTUM, precision="bf16-mixed")
+    expected = average(weights_after_each_step(name, MOMENTUM, pool.world_size), 0.5)
+    torch.testing.assert_close(results[0].weights, expected, rtol=2e-2, atol=2e-2)
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["zero3", "zero3_offload"])
+def test_weight_averaging_at_stage_3_is_refused_by_name(pool: RankPool, name: str) -> None:
+    with pytest.raises(RankError, match=r"(?s)model\..*gathered_parameters") as caught:
+        pool.run_within(10, fit_averaged, name, MOMENTUM)
+    assert len(caught.value.failures) == 2

@@ -17,9 +17,11 @@ from strategy.fits import (
     StrategyArgument,
     assert_same,
     assert_same_states,
+    every_name,
     fit,
     halving,
     is_native,
+    one_or_two_ranks,
     reference,
 )
 from torch import Tensor, nn
@@ -44,6 +46,15 @@ def test_every_name_trains_as_one_process_would(pool: RankPool, name: str, optim
     assert [result.steps for result in results] == [recipe.steps] * pool.world_size
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("name", NAMES)
+def test_everything_at_once(pool: RankPool, name: str) -> None:
+    """Accumulation with a short last step, clipping and a scheduler; the other tests take them one by one."""
+    recipe = Recipe(micro=2, tail=1, scheduled=True)
+    results = pool.run(fit, name, recipe, gradient_clip_val=0.3)
+    check(name, recipe, results, clip_norm=0.3)
+
+
 @ranks(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_whole_ranks_hold_the_same_weights(pool: RankPool, name: str) -> None:
@@ -55,8 +66,8 @@ def test_whole_ranks_hold_the_same_weights(pool: RankPool, name: str) -> None:
         assert_same(second, first)
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 @pytest.mark.parametrize(
     ("flags", "options"),
     [
@@ -72,8 +83,8 @@ def test_trainer_clips_gradients(pool: RankPool, name: str, flags: dict[str, Any
     assert not torch.equal(clipped.weights["head.weight"], free.weights["head.weight"])
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 def test_gradients_accumulate_and_the_last_step_may_be_short(pool: RankPool, name: str) -> None:
     recipe = Recipe(micro=3, steps=2, tail=1)
     results = pool.run(fit, name, recipe)
@@ -81,14 +92,14 @@ def test_gradients_accumulate_and_the_last_step_may_be_short(pool: RankPool, nam
     assert results[0].steps == 3
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 def test_the_learning_rate_used_is_the_schedulers(pool: RankPool, name: str) -> None:
     recipe = Recipe(scheduled=True, steps=4)
     check(name, recipe, pool.run(fit, name, recipe))
 
 
-@ranks(1, 2)
+@one_or_two_ranks
 @pytest.mark.parametrize("model", ["mlp", "frozen", "optional"])
 @pytest.mark.parametrize("name", ["zero1", "zero2_offload", "zero3"])
 def test_other_models_train_as_one_process_would(pool: RankPool, name: str, model: str) -> None:
@@ -123,7 +134,7 @@ def only_first_of_step_1(step: int, micro: int, rank: int) -> bool:
 
 
 @ranks(1)
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_a_micro_batch_may_have_no_loss(pool: RankPool, name: str) -> None:
     recipe = Recipe(flagged=only_first_of_step_1, micro=2)
     check(name, recipe, pool.run(fit, name, recipe, SkipsFlagged), loss_fn=loss_or_nothing)
@@ -134,7 +145,7 @@ def step_1(step: int, micro: int, rank: int) -> bool:
 
 
 @ranks(1)
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_a_step_without_a_loss_changes_nothing(pool: RankPool, name: str) -> None:
     recipe = Recipe(flagged=step_1, optimizer="momentum")
     results = pool.run(fit, name, recipe, SkipsFlagged)
@@ -177,8 +188,8 @@ def own_parameters_loss(module: nn.Module, batch: Tensor) -> Tensor:
     return OwnParameters.training_step(module, batch, 0)  # type: ignore[arg-type]
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 def test_the_modules_own_parameters_may_be_used_directly(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum")
     results = pool.run(fit, name, recipe, OwnParameters)
@@ -198,7 +209,7 @@ class SeededByRank(Lit):
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_ranks_start_from_the_weights_of_rank_0(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum")
     results = pool.run(fit, name, recipe, SeededByRank)
@@ -224,8 +235,8 @@ class ClipsByTrainer(Lit):
         self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 @pytest.mark.parametrize("module", [ClipsItself, ClipsByTrainer])
 def test_the_clipping_hook_may_be_overridden(pool: RankPool, name: str, module: type[Lit]) -> None:
     recipe = Recipe(optimizer="momentum")
@@ -244,8 +255,8 @@ class ReadsNorm(Lit):
         self.notes.append(self.trainer.strategy.grad_norm(optimizer))
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 def test_the_gradient_norm_is_the_global_one(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum", micro=2)
     results = pool.run(fit, name, recipe, ReadsNorm)
@@ -262,8 +273,8 @@ class NotFinite(Lit):
         return super().training_step(batch, index) * (torch.inf if index == 1 and last else 1.0)
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 def test_a_step_with_a_gradient_that_is_not_finite_is_skipped(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum")
     results = pool.run(fit, name, recipe, NotFinite, gradient_clip_val=0.3)
@@ -296,8 +307,8 @@ class NoOptimizer(Lit):
         return None
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers.*")
 def test_a_module_without_an_optimizer_runs(pool: RankPool, name: str) -> None:
     recipe = Recipe()

@@ -15,19 +15,21 @@ from helpers.reference import Trained, train_reference
 from lightning import Trainer
 from lightning.pytorch.utilities.model_summary import summarize
 from strategy.fits import (
-    NAMES,
     Fitted,
     Lit,
     Recipe,
     StrategyArgument,
     assert_same,
+    every_name,
     fit,
     full_batch_loss,
     is_native,
     make_trainer,
     observe,
+    one_or_two_ranks,
     reduces_each,
     reference,
+    slow_unless,
 )
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -51,8 +53,8 @@ def loss_at(weights: dict[str, Tensor], recipe: Recipe, world: int) -> float:
     return full_batch_loss(weights, recipe, recipe.batches(world))
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 def test_validation_inside_fit_sees_the_new_weights(pool: RankPool, name: str) -> None:
     world = pool.world_size
     results = pool.run(fit, name, MOMENTUM, limit_val_batches=None, val_check_interval=1, num_sanity_val_steps=1)
@@ -82,8 +84,8 @@ def evaluate_around_fit(name: str, recipe: Recipe) -> tuple[list[float], list[bo
     return losses, same, observe(trainer, lit)
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 def test_evaluation_works_before_and_after_fit(pool: RankPool, name: str) -> None:
     world = pool.world_size
     results = pool.run(evaluate_around_fit, name, MOMENTUM)
@@ -108,9 +110,9 @@ def fit_repeatedly(name: str, recipe: Recipe, between: str | None) -> Fitted:
     return observe(trainer, lit)
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("between", [None, "test", "predict"])
+@one_or_two_ranks
+@every_name
+@pytest.mark.parametrize("between", slow_unless(["test"], [None, "test", "predict"]))
 def test_fit_runs_again(pool: RankPool, name: str, between: str | None) -> None:
     recipe = Recipe(optimizer="momentum", micro=2)
     results = pool.run(fit_repeatedly, name, recipe, between)
@@ -127,7 +129,7 @@ def fit_with_each(strategies: Sequence[StrategyArgument], recipe: Recipe) -> Fit
     return observe(trainer, lit)
 
 
-@ranks(1, 2)
+@one_or_two_ranks
 @pytest.mark.parametrize(
     "names",
     [("zero3", "zero1"), ("zero2_offload", "zero3_offload"), ("zero0", "zero3"), ("zero2", "zero2")],
@@ -148,7 +150,7 @@ def two_trainers_by_turns(first: str, second: str, recipe: Recipe) -> Fitted:
     return observe(trainers[1], lit)
 
 
-@ranks(1, 2)
+@one_or_two_ranks
 def test_two_trainers_may_take_turns(pool: RankPool) -> None:
     names = ("zero3", "zero1")
     results = pool.run(two_trainers_by_turns, *names, MOMENTUM)
@@ -185,7 +187,7 @@ def train_head_then_all(name: str, recipe: Recipe) -> Fitted:
     return observe(trainer, lit)
 
 
-@ranks(1, 2)
+@one_or_two_ranks
 @pytest.mark.parametrize("name", ["zero1", "zero2_offload", "zero3"])
 def test_a_second_fit_may_optimize_other_parameters(pool: RankPool, name: str) -> None:
     recipe, world = MOMENTUM, pool.world_size
@@ -205,8 +207,8 @@ def plain_module_after_fit(name: str, recipe: Recipe) -> dict[str, Tensor]:
         return {key: value.clone() for key, value in lit.model.state_dict().items()}
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 def test_the_module_is_readable_after_fit(pool: RankPool, name: str) -> None:
     expected = reference(name, MOMENTUM, pool.world_size).weights
     for weights in pool.run(plain_module_after_fit, name, MOMENTUM):
@@ -226,7 +228,7 @@ class MadeLate(Lit):
             self.model = self.recipe.make_model()
 
 
-@ranks(1, 2)
+@one_or_two_ranks
 @pytest.mark.parametrize("name", SHARDED)
 def test_layers_may_be_made_in_configure_model(pool: RankPool, name: str) -> None:
     results = pool.run(fit, name, MOMENTUM, MadeLate)
@@ -241,7 +243,7 @@ def fit_under_init_module(name: str, recipe: Recipe) -> Fitted:
     return observe(trainer, lit)
 
 
-@ranks(1, 2)
+@one_or_two_ranks
 @pytest.mark.parametrize("name", SHARDED)
 def test_a_module_may_be_made_under_init_module(pool: RankPool, name: str) -> None:
     results = pool.run(fit_under_init_module, name, MOMENTUM)
@@ -275,7 +277,7 @@ class Summarized(Lit):
         self.notes.append((summary.total_parameters, summary.trainable_parameters, summary.model_size))
 
 
-@ranks(1, 2)
+@one_or_two_ranks
 @pytest.mark.parametrize("name", ["zero2", "zero3", "zero3_offload"])
 @pytest.mark.parametrize("model", ["transformer", "frozen"])
 def test_a_summary_counts_whole_parameters(pool: RankPool, name: str, model: str) -> None:
@@ -328,7 +330,7 @@ def test_lightning_distributes_samples_and_reduces_what_is_logged(pool: RankPool
     assert [result.metrics["mean"] for result in results] == [3.5, 3.5]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_a_name_makes_a_trainer(name: str) -> None:
     trainer = Trainer(strategy=name, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     strategy = trainer.strategy
@@ -349,7 +351,7 @@ def test_an_instance_makes_a_trainer() -> None:
 
 @pytest.mark.slow
 @ranks(1, 2, 4)
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum", "rmsprop"])
 def test_two_fits_and_evaluation_with_every_optimizer(pool: RankPool, name: str, optimizer: str) -> None:
     recipe = Recipe(optimizer=optimizer, micro=2, tail=1)
@@ -369,7 +371,7 @@ def test_shards_may_be_replicated(pool: RankPool, stage: int) -> None:
     torch.testing.assert_close(results[0].weights, expected, rtol=1e-9, atol=1e-12)
 
 
-@ranks(1, 2)
+@one_or_two_ranks
 @pytest.mark.parametrize(
     "options",
     [{"units": ["Block"]}, {"units": ["*.blocks.1", nn.Linear]}, {"bucket_size_mb": 1e-4}, {"units": []}],

@@ -9,20 +9,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import models
-from helpers.ranks import RankPool, ranks
+from helpers.ranks import RankPool
 from lightning import LightningModule
 from strategy.fits import (
-    NAMES,
     Fitted,
     Lit,
     Recipe,
     assert_close,
     assert_same,
+    every_name,
     fit,
     halve,
     is_native,
     make_trainer,
     observe,
+    one_or_two_ranks,
     reference,
 )
 from torch import Tensor, nn
@@ -67,8 +68,8 @@ class ManualValueClipped(Manual):
         self.clip_gradients(optimizer, gradient_clip_val=0.02, gradient_clip_algorithm="value")
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 @pytest.mark.parametrize("micro", [1, 2])
 def test_one_optimizer_by_hand(pool: RankPool, name: str, micro: int) -> None:
     recipe = Recipe(micro=micro, scheduled=True)
@@ -78,8 +79,8 @@ def test_one_optimizer_by_hand(pool: RankPool, name: str, micro: int) -> None:
     assert results[0].steps == recipe.steps
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 @pytest.mark.parametrize(
     ("module", "options"), [(ManualClipped, {"clip_norm": 0.3}), (ManualValueClipped, {"clip_value": 0.02})]
 )
@@ -101,8 +102,8 @@ class PlainBackward(Manual):
         optimizer.step()
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 def test_a_plain_backward_call_trains_too(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum")
     results = pool.run(fit, name, recipe, PlainBackward)
@@ -124,8 +125,8 @@ class WithClosure(Manual):
         optimizer.step(closure=closure)
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 def test_a_closure_may_be_given_by_hand(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum")
     results = pool.run(fit, name, recipe, WithClosure)
@@ -143,8 +144,8 @@ class Uneven(Manual):
         optimizer.step()
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 def test_several_backwards_add_up(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum")
     results = pool.run(fit, name, recipe, Uneven)
@@ -255,8 +256,8 @@ def fit_gan(name: str, toggle: bool, dtype: torch.dtype) -> Fitted:
     return observe(trainer, gan)  # type: ignore[arg-type]
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("name", NAMES)
+@one_or_two_ranks
+@every_name
 @pytest.mark.parametrize("toggle", [True, False])
 def test_a_gan_trains_as_in_plain_pytorch(pool: RankPool, name: str, toggle: bool) -> None:
     dtype = torch.float64 if pool.world_size > 1 else torch.float32
