@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import platform
 import sys
 from importlib.metadata import version
@@ -17,7 +17,7 @@ def describe() -> dict[str, Any]:
     cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
     memory = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
     return {
-        "date": datetime.date.today().isoformat(),
+        "date": dt.date.today().isoformat(),
         "command": " ".join(["python", "-m", _module_name(), *sys.argv[1:]]),
         "cpu": cpu or platform.processor(),
         "cores": torch.get_num_threads(),

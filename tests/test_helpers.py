@@ -204,9 +204,7 @@ def test_ranks_end_with_the_tests(tmp_path: Path) -> None:
         "os.kill(os.getpid(), 9)\n"
     )
     environment = os.environ | {"TMPDIR": str(tmp_path)}  # a killed process cleans nothing up
-    done = subprocess.run(
-        [sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True, check=False)
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 2
     assert all_end(pids)
@@ -563,10 +561,7 @@ def test_a_slow_test_must_be_marked(guarded: pytest.Pytester) -> None:
 @pytest.mark.parametrize(("count", "allowed"), [(15, True), (16, False)])
 def test_few_tests_may_launch(guarded: pytest.Pytester, count: int, allowed: bool) -> None:
     guarded.makepyfile(
-        "import pytest\n"
-        "@pytest.mark.launch\n"
-        f"@pytest.mark.parametrize('n', range({count}))\n"
-        "def test_it(n): pass\n"
+        f"import pytest\n@pytest.mark.launch\n@pytest.mark.parametrize('n', range({count}))\ndef test_it(n): pass\n"
     )
     result = guarded.runpytest_inprocess()
     assert (result.ret == pytest.ExitCode.OK) == allowed

@@ -119,8 +119,8 @@ def test_an_empty_choice_makes_everything_the_roots() -> None:
 
 
 def test_a_choice_that_matches_nothing_names_what_there_is() -> None:
-    with pytest.raises(ValueError, match=r"units=\['Blok'\] match no module of TinyTransformer") as caught:
-        find_units(models.make_model("transformer"), ["Block", "Blok"])
+    with pytest.raises(ValueError, match=r"units=\['Blocks'\] match no module of TinyTransformer") as caught:
+        find_units(models.make_model("transformer"), ["Block", "Blocks"])
     assert all(name in str(caught.value) for name in ("Block", "Embedding", "LayerNorm", "Linear", "'transformer.h.*'"))
     with pytest.raises(ValueError, match="match no module"):
         find_units(nn.Sequential(nn.ReLU()), ["ReLU"])

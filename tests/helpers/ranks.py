@@ -197,9 +197,7 @@ class RankPool:
 
     def _job(self, seconds: float, function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
         if "<" in function.__qualname__:
-            raise TypeError(
-                f"{function.__qualname__} is not at module level: the ranks cannot find it by name"
-            )
+            raise TypeError(f"{function.__qualname__} is not at module level: the ranks cannot find it by name")
         self._jobs += 1
         job = rank_worker.Job(
             number=self._jobs,

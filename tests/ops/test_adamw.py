@@ -30,9 +30,7 @@ def same_bits(actual: Tensor, expected: Tensor) -> bool:
     """Equal bits; two NaNs are equal whatever their payload."""
     nan = expected.isnan()
     integer = INTEGERS[expected.itemsize]
-    return torch.equal(actual.isnan(), nan) and torch.equal(
-        actual[~nan].view(integer), expected[~nan].view(integer)
-    )
+    return torch.equal(actual.isnan(), nan) and torch.equal(actual[~nan].view(integer), expected[~nan].view(integer))
 
 
 def random_bits(count: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -113,9 +111,7 @@ def test_memory_around_the_tensors_is_left_alone(problem: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("make", [random_bits, ordinary])
 @pytest.mark.parametrize("grad_dtype", FLOATS)
-def test_instruction_sets_give_the_same_bits_on_a_million_elements(
-    make: Any, grad_dtype: torch.dtype
-) -> None:
+def test_instruction_sets_give_the_same_bits_on_a_million_elements(make: Any, grad_dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     count = 1_000_003
     problem = {
@@ -184,9 +180,7 @@ def test_thirty_steps_match_torch_without_correction(decoupled: bool) -> None:
     for step in range(1, 31):
         reference.grad = torch.randn(count, generator=generator)
         optimizer.step()
-        ops.adamw_(
-            param, exp_avg, exp_avg_sq, reference.grad, step=step, decoupled=decoupled, **HYPERPARAMETERS
-        )
+        ops.adamw_(param, exp_avg, exp_avg_sq, reference.grad, step=step, decoupled=decoupled, **HYPERPARAMETERS)
     torch.testing.assert_close(param, reference.detach(), rtol=2e-6, atol=1e-8)
 
 
