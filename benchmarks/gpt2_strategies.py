@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpt2_strategies --data path/to/tinyshakespeare.txt
 
-All names must end at the same validation loss: within 0.002 of each other in fp32, within 0.01 of fp32 in bf16. The
+A run is added to the results file, or replaces the one of the same strategy and precision. All names must end at the same validation loss: within 0.002 of each other in fp32, within 0.01 of fp32 in bf16. The
 speeds are those of one run each, on a machine that may do other things: not a comparison.
 """
 
@@ -33,13 +33,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpt2_strategies.json")
     options = parser.parse_args()
 
-    runs: list[dict[str, Any]] = []
+    runs: dict[str, dict[str, Any]] = json.loads(options.out.read_text()) if options.out.exists() else {}
     for precision in options.precisions:
         for strategy in options.strategies:
-            runs.append({"strategy": strategy, "precision": precision, **train(strategy, precision, options.data)})
-            print(json.dumps(runs[-1]), flush=True)
+            result = train(strategy, precision, options.data)
+            runs[f"{strategy} {precision}"] = {**result, "environment": describe()}
+            print(json.dumps({"strategy": strategy, "precision": precision, **result}), flush=True)
             # After every run: a benchmark of half an hour that is interrupted leaves what it has.
-            options.out.write_text(json.dumps({"environment": describe(), "runs": runs}, indent=2) + "\n")
+            options.out.write_text(json.dumps(runs, indent=2) + "\n")
     print(table(runs))
 
 
@@ -56,10 +57,15 @@ def train(strategy: str, precision: str, data: Path) -> dict[str, Any]:
     return {key: summary[key] for key in KEPT}
 
 
-def table(runs: list[dict[str, Any]]) -> str:
-    """The runs as a Markdown table."""
-    rows = [f"| {r['strategy']} | {r['precision']} | {r['val_loss']:.5f} | {r['steps']} |" for r in runs]
-    return "\n".join(["| strategy | precision | validation loss | steps |", "|-|-|-|-|", *rows])
+def table(runs: dict[str, dict[str, Any]]) -> str:
+    """The validation losses as a Markdown table, a row per strategy."""
+    precisions = list(dict.fromkeys(key.split()[1] for key in runs))
+    rows = []
+    for strategy in dict.fromkeys(key.split()[0] for key in runs):
+        found = [runs.get(f"{strategy} {precision}") for precision in precisions]
+        rows.append(" | ".join([f"| `{strategy}`", *(f"{r['val_loss']:.5f}" if r else "" for r in found)]) + " |")
+    header = f"| strategy | {' | '.join(precisions)} |"
+    return "\n".join([header, "|-" * (1 + len(precisions)) + "|", *rows])
 
 
 if __name__ == "__main__":
