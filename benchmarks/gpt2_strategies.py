@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpt2_strategies --data path/to/tinyshakespeare.txt
 
-All names must end at the same validation loss: within 0.002 of each other in fp32, within 0.01 of fp32 in bf16. A run is
-added to the results file, or replaces the one of the same strategy and precision. The speeds are those of one run each,
-on a machine that may do other things: not a comparison.
+All names must end at the same validation loss: within 0.002 of each other in fp32, within 0.01 of fp32 in bf16. A run
+is added to the results file, or replaces the one of the same strategy and precision. The speeds are those of one run
+each, on a machine that may do other things: not a comparison.
 """
 
 from __future__ import annotations
