@@ -66,7 +66,7 @@ class UnshardHooks:
         """Attach to ``module``."""
         self._handles = [
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
-            # Also when forward raises: otherwise a caught error would leave the unit gathered for good.
+            # Also when forward raises: the call is over then too.
             module.register_forward_hook(self._after_forward, always_call=True),
         ]
 

@@ -167,7 +167,8 @@ class Engine:
             self._install_unshard_hooks(units)
         else:
             for module in (self.module, *(unit.module for unit in units)):
-                hook = RefreshHook(self._buckets_of(module, recurse=module is not self.module))
+                # The whole module gathers everything first: ranks may enter its units in different orders.
+                hook = RefreshHook(self.buckets if module is self.module else self._buckets_of(module, recurse=True))
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def _hook_gradient(self, parameter: Parameter, number: int, index: int) -> RemovableHandle:

@@ -133,7 +133,7 @@ def train_branches(stage: int, settle: bool) -> RankResult:
 
 
 def check_branches(pool: RankPool, stage: int, *, settle: bool) -> None:
-    trained = driver.combine(pool.run_within(15, train_branches, stage, settle))
+    trained = driver.combine(pool.run_within(10, train_branches, stage, settle))
     expected = train_reference(branches(), sgd, branch_batches(pool.world_size), square_loss, reduce_each=stage >= 2)
     assert_close(trained.weights, expected.weights)
 
