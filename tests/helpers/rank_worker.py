@@ -203,6 +203,17 @@ def reset_libraries(spec: RankSpec) -> None:
     rank_zero_only.rank = spec.rank
 
 
+def make_tests_importable() -> None:
+    """Let pickle find classes of any test module by the name that pytest gives it, `tests.folder.module`.
+
+    The folder that holds `tests` is not on sys.path: the package's sources there would hide the installed one.
+    """
+    package = ModuleType("tests")
+    package.__path__ = [str(Path(__file__).parents[1])]
+    sys.modules["tests"] = package
+
+
 if __name__ == "__main__":
+    make_tests_importable()
     with socket.socket(fileno=int(sys.argv[1])) as server_end:
         serve(server_end)
