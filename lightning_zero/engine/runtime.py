@@ -279,6 +279,7 @@ class Engine:
             ValueError: where an optimizer holds a parameter that the module does not.
         """
         self.detach()
+        self.settle(compare=True)
         self._updaters = {id(updater.optimizer): updater for updater in updaters}
         self._admit_parameters()
         for updater in updaters:
@@ -477,17 +478,21 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------------- consistency
 
-    def settle(self) -> None:
-        """Finish updates and gathers, take over edits by user code: shards and whole parameters agree. Collective."""
-        self._absorb_edits()
+    def settle(self, compare: bool = False) -> None:
+        """Finish updates and gathers, take over edits by user code: shards and whole parameters agree. Collective.
+
+        Args:
+            compare: find edits by comparing values, also those through ``.data``, which move no version counter.
+        """
+        self._absorb_edits(compare)
         for bucket in self.buckets:
             if bucket.state is BucketState.STALE:
                 bucket.unshard()
 
-    def _absorb_edits(self) -> None:
+    def _absorb_edits(self, compare: bool = False) -> None:
         for bucket in self.buckets:
             if bucket.state is BucketState.GATHERED:
-                bucket.absorb_edits()
+                bucket.absorb_edits(everything=compare)
 
     @contextlib.contextmanager
     def gathered(self, parameters: Iterable[Parameter], writeback: bool = False) -> Iterator[None]:
@@ -518,7 +523,7 @@ class Engine:
 
     def release(self) -> None:
         """Undo everything: ordinary parameters at full precision, no hooks, optimizers of their own. Collective."""
-        self.settle()
+        self.settle(compare=True)
         self.detach()
         for module in self.module.modules():
             give_back_module(module)

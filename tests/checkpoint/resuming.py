@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,11 +58,12 @@ class SaveAfter(Callback):
     def __init__(self, step: int, path: str) -> None:
         self.step = step
         self.path = path
+        self.saved = False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if trainer.global_step == self.step and not Path(self.path).exists():
+        if trainer.global_step == self.step and not self.saved:
             trainer.save_checkpoint(self.path)
-            trainer.strategy.barrier()
+            self.saved = True  # micro-batches of the next step see the same step
 
 
 def run(
