@@ -242,7 +242,8 @@ class ZeroStrategy(DDPStrategy):
         """Build the engine, or give the one of an earlier run its new optimizers."""
         parameters = [p for o in optimizers or [] for group in o.param_groups for p in group["params"]]
         engine = self._engine
-        if engine is not None and (engine.module is not module or not engine.holds(parameters)):
+        # Another Trainer may have released it, and the module may have grown.
+        if engine is not None and not (engine.module is module and engine.holds([*module.parameters(), *parameters])):
             engine.release()
             engine = None
         if engine is None:

@@ -13,6 +13,7 @@ from helpers import models
 from helpers.ranks import RankError, RankPool, ranks
 from helpers.reference import Trained, train_reference
 from lightning import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.model_summary import summarize
 from strategy.fits import (
     Fitted,
@@ -382,3 +383,34 @@ def test_units_and_bucket_size_change_no_number(pool: RankPool, stage: int, opti
     strategy = {"stage": stage, **options}
     results = pool.run(fit, strategy, MOMENTUM)
     assert_same(results[0].weights, reference(strategy, MOMENTUM, pool.world_size).weights)
+
+
+def fit_twice_then_test_with_the_first() -> tuple[list[torch.dtype], bool]:
+    torch.manual_seed(0)
+    module = BoringModel()
+    first, second = (
+        Trainer(
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            strategy="zero3",
+            precision="bf16-true",
+            max_steps=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        for _ in range(2)
+    )
+    first.fit(module)
+    second.fit(module)
+    first.test(module, verbose=False)
+    engine = first.strategy.engine
+    return [p.dtype for p in module.parameters()], engine.holds(module.parameters())
+
+
+@ranks(2)
+def test_a_trainer_whose_engine_another_released_shards_again(pool: RankPool) -> None:
+    for dtypes, holds in pool.run(fit_twice_then_test_with_the_first):
+        assert set(dtypes) == {torch.bfloat16}
+        assert holds
