@@ -5,25 +5,32 @@ Importing this package makes ``Trainer(strategy="zero2_offload")`` and its sibli
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_zero.engine import gathered_parameters
-from lightning_zero.precision import ZeroPrecision
-from lightning_zero.strategy import ZeroStrategy, register
+from lightning_zero.registration import register
 
 if TYPE_CHECKING:
+    from lightning_zero.engine import gathered_parameters
     from lightning_zero.hydra_app import hydra_main
+    from lightning_zero.precision import ZeroPrecision
+    from lightning_zero.strategy import ZeroStrategy
 
 __all__ = ["ZeroPrecision", "ZeroStrategy", "gathered_parameters", "hydra_main"]
 __version__ = "0.1.0"
+
+_HOMES = {
+    "ZeroPrecision": "lightning_zero.precision",
+    "ZeroStrategy": "lightning_zero.strategy",
+    "gathered_parameters": "lightning_zero.engine",
+    "hydra_main": "lightning_zero.hydra_app",
+}
 
 register()
 
 
 def __getattr__(name: str) -> Any:
-    # Hydra is imported when it is used: importing the package stays cheap.
-    if name == "hydra_main":
-        from lightning_zero.hydra_app import hydra_main
-
-        return hydra_main
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Imported when it is used: importing the package stays cheap.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -7,7 +7,6 @@ import difflib
 import functools
 import inspect
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, ParamSpec, get_args
@@ -22,7 +21,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -43,6 +42,7 @@ from lightning_zero.engine import (
 from lightning_zero.engine.bucket import Placement
 from lightning_zero.optim import ShardUpdater, make_updater
 from lightning_zero.precision import ZeroPrecision, as_zero_precision
+from lightning_zero.registration import register
 
 P = ParamSpec("P")
 StoreName = Literal["none", "cpu", "nvme"]
@@ -162,13 +162,7 @@ class ZeroStrategy(DDPStrategy):
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Register ``zero0`` ... ``zero3_offload``."""
-        for stage in range(4):
-            description = f"ZeRO stage {stage}"
-            strategy_registry.register(f"zero{stage}", cls, description, override=True, stage=stage)
-        for stage in range(1, 4):
-            stores = {"offload_optimizer": "cpu"} | ({"offload_params": "cpu"} if stage == 3 else {})
-            description = f"ZeRO stage {stage}, state in host memory"
-            strategy_registry.register(f"zero{stage}_offload", cls, description, override=True, stage=stage, **stores)
+        register(strategy_registry)
 
     @property
     def engine(self) -> Engine:
@@ -484,23 +478,3 @@ def _check_shard_size(stage: int, shard_size: int | None) -> None:
         raise ValueError(f"shard_size={shard_size!r} must be a number of ranks >= 1, or None for all")
     if stage == 0 and shard_size != 1:
         raise ValueError(f"shard_size={shard_size} needs stage=1 or higher: stage=0 shards nothing")
-
-
-def register() -> None:
-    """Make the names of :meth:`ZeroStrategy.register_strategies` known to ``lightning.pytorch.Trainer``.
-
-    In the registry of ``pytorch_lightning``, a copy of the same code with classes of its own, they become an error that
-    says what to import.
-    """
-    ZeroStrategy.register_strategies(StrategyRegistry)
-    if (other := sys.modules.get("pytorch_lightning.strategies")) is not None:
-        for name in StrategyRegistry.available_strategies():
-            if StrategyRegistry[name]["strategy"] is ZeroStrategy:
-                other.StrategyRegistry.register(name, _refuse_pytorch_lightning, override=True)
-
-
-def _refuse_pytorch_lightning() -> None:
-    raise ImportError(
-        "lightning_zero works with the package `lightning`, not with `pytorch_lightning`: their classes do not mix. "
-        "Write `import lightning.pytorch as pl` in the place of `import pytorch_lightning as pl`"
-    )

@@ -26,6 +26,12 @@ def test_importing_registers_the_strategies() -> None:
     assert sorted(n for n in StrategyRegistry.available_strategies() if n.startswith("zero")) == NAMES
 
 
+def test_importing_the_package_imports_no_engine() -> None:
+    """Which keeps it fast: milliseconds after `lightning`, of which the strategies need the rest anyway."""
+    code = "import lightning, lightning_zero, sys; print([m for m in sys.modules if m.startswith('lightning_zero.')])"
+    assert run_python(code).stdout.strip() == "['lightning_zero.registration']"
+
+
 @pytest.mark.slow
 def test_pytorch_lightning_is_told_what_to_import() -> None:
     code = "import pytorch_lightning as pl, lightning_zero; pl.Trainer(strategy='zero2', accelerator='cpu')"
