@@ -59,7 +59,9 @@ def composed(*overrides: str, run_dir: str = "run") -> DictConfig:
 
 @pytest.mark.parametrize("group", ["model", "data", "experiment", "optimizer"])
 def test_every_option_composes_and_resolves(group: str) -> None:
-    for path in (EXAMPLE / "conf" / group).glob("*.yaml"):
+    paths = list((EXAMPLE / "conf" / group).glob("*.yaml"))
+    assert paths
+    for path in paths:
         OmegaConf.resolve(composed(f"{group}={path.stem}", "data.path=x" if path.stem == "text" else "seed=1"))
 
 
