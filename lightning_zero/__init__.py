@@ -11,15 +11,24 @@ from typing import TYPE_CHECKING, Any
 from lightning_zero.registration import register
 
 if TYPE_CHECKING:
-    from lightning_zero.engine import gathered_parameters
+    from lightning_zero.engine import DynamicLossScaler, StaticLossScaler, gathered_parameters
     from lightning_zero.hydra_app import hydra_main
     from lightning_zero.precision import ZeroPrecision
     from lightning_zero.strategy import ZeroStrategy
 
-__all__ = ["ZeroPrecision", "ZeroStrategy", "gathered_parameters", "hydra_main"]
+__all__ = [
+    "DynamicLossScaler",
+    "StaticLossScaler",
+    "ZeroPrecision",
+    "ZeroStrategy",
+    "gathered_parameters",
+    "hydra_main",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
+    "DynamicLossScaler": "lightning_zero.engine",
+    "StaticLossScaler": "lightning_zero.engine",
     "ZeroPrecision": "lightning_zero.precision",
     "ZeroStrategy": "lightning_zero.strategy",
     "gathered_parameters": "lightning_zero.engine",

@@ -6,6 +6,7 @@ This module imports the standard library only; `register_schemas` imports Hydra.
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class Store(StrEnum):
@@ -58,7 +59,32 @@ class PrecisionConf:
     reduce_dtype: str | None = None
     grad_dtype: str | None = None
     master_weights: bool = True
+    scaler: Any = None  # one of those below
     cast_inputs: bool | None = None
+
+
+@dataclass
+class DynamicLossScalerConf:
+    """Arguments of `lightning_zero.DynamicLossScaler`."""
+
+    _target_: str = "lightning_zero.DynamicLossScaler"
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    window: int = 1000
+    hysteresis: int = 2
+    min_scale: float = 1.0
+    max_scale: float | None = None
+    consecutive_hysteresis: bool = False
+    on_min_scale: str = "raise"
+
+
+@dataclass
+class StaticLossScalerConf:
+    """Arguments of `lightning_zero.StaticLossScaler`."""
+
+    _target_: str = "lightning_zero.StaticLossScaler"
+    scale: float = 1024.0
 
 
 @dataclass
@@ -132,6 +158,8 @@ class CosineConf:
 SCHEMAS: dict[str, type] = {
     "strategy/zero": StrategyConf,
     "precision/zero": PrecisionConf,
+    "loss_scaler/dynamic": DynamicLossScalerConf,
+    "loss_scaler/static": StaticLossScalerConf,
     "optimizer/adamw": AdamWConf,
     "optimizer/adam": AdamConf,
     "optimizer/sgd": SGDConf,

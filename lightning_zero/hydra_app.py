@@ -6,10 +6,11 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from lightning_zero.config import PrecisionConf, register_schemas
+from lightning_zero.config import DynamicLossScalerConf, PrecisionConf, register_schemas
 
 if TYPE_CHECKING:
     from hydra.errors import HydraException, MissingConfigException
@@ -241,7 +242,9 @@ def _precision_arguments(cfg: "DictConfig", strategy: "Strategy") -> dict[str, A
     if isinstance(strategy, ZeroStrategy):
         return {"plugins": [instantiate(cfg, _convert_="all")]}
     ours = {k: v for k, v in cfg.items() if k not in ("_target_", "precision")}
-    changed = {k: v for k, v in ours.items() if v != getattr(PrecisionConf, str(k), None)}
+    # A loss scaler at its defaults stands for the one that any other strategy has of its own.
+    plain = {**asdict(PrecisionConf()), "scaler": asdict(DynamicLossScalerConf())}
+    changed = {k: v for k, v in ours.items() if v is not None and v != plain[str(k)]}
     if changed:
         raise ValueError(
             f"precision has {changed}, which {type(strategy).__name__} does not know: "

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.engine import Engine, MixedPrecisionPolicy
+from lightning_zero.engine import DynamicLossScaler, Engine, LossScaler, MixedPrecisionPolicy
 
-PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "bf16-true"]
+PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 DtypeName = Literal["float16", "bfloat16", "float32", "float64"]
 
 
@@ -33,8 +34,11 @@ _MODES: dict[str, _Mode] = {
     "64-true": _Mode(torch.float64, None, keep_norms=False, cast_inputs=True),
     "bf16-mixed": _Mode(torch.bfloat16, torch.bfloat16, keep_norms=True, cast_inputs=False),
     "bf16-true": _Mode(torch.bfloat16, None, keep_norms=False, cast_inputs=True),
+    "16-mixed": _Mode(torch.float16, torch.float16, keep_norms=True, cast_inputs=False),
+    "16-true": _Mode(torch.float16, None, keep_norms=False, cast_inputs=True),
 }
-_FP16 = ("16-mixed", "16-true", "16")
+# torch.amp.GradScaler() in our terms: whoever asks for a precision by flag gets one of these, and means our defaults.
+_STOCK_SCALER = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "window": 2000}
 
 
 class ZeroPrecision(Precision):
@@ -47,10 +51,16 @@ class ZeroPrecision(Precision):
     ``64-true``     fp64                    no        none
     ``bf16-mixed``  bf16, norms fp32        bf16      fp32, sharded
     ``bf16-true``   bf16                    no        fp32, sharded, unless ``master_weights=False``
+    ``16-mixed``    fp16, norms fp32        fp16      fp32, sharded
+    ``16-true``     fp16                    no        fp32, sharded, unless ``master_weights=False``
     ==============  ======================  ========  ===============================================
 
     Masters are made from the initial values before anything is cast. A ``precision=`` flag of the Trainer becomes this
-    plugin with its defaults; pass it yourself (``plugins=[ZeroPrecision(...)]``) for the options.
+    plugin with its defaults; pass it yourself (``plugins=[ZeroPrecision(...)]``) for the options. On a CPU Lightning
+    turns the flag ``"16-mixed"`` into bf16 before any strategy sees it: there fp16 needs ``plugins``.
+
+    In fp16 the loss is multiplied by the scaler's scale and the update divides by the one that its backward used. A
+    step with a gradient that is not finite, on any rank and in any micro-batch, is skipped on all ranks.
 
     Args:
         precision: see the table.
@@ -62,10 +72,13 @@ class ZeroPrecision(Precision):
             the second micro-batch on.
         master_weights: keep fp32 masters of 16-bit parameters. Without them updates below half a unit in the last place
             of a 16-bit value are lost.
+        scaler: loss scaler; default: :class:`~lightning_zero.DynamicLossScaler` where something is fp16, else none. All
+            optimizers share it; its running state is saved in checkpoints.
         cast_inputs: cast floating-point inputs of a step to the parameters' dtype; default: in the ``-true`` modes.
 
     Raises:
-        ValueError: unknown precision or dtype; fp16, which needs a loss scaler.
+        ValueError: unknown precision or dtype.
+        TypeError: ``scaler`` is not a loss scaler.
     """
 
     def __init__(
@@ -76,10 +89,16 @@ class ZeroPrecision(Precision):
         reduce_dtype: DtypeName | torch.dtype | None = None,
         grad_dtype: DtypeName | torch.dtype | None = None,
         master_weights: bool = True,
+        scaler: LossScaler | None = None,
         cast_inputs: bool | None = None,
     ) -> None:
         if precision not in _MODES:
-            raise ValueError(_precision_error(precision))
+            raise ValueError(f"precision={precision!r} is unknown; expected one of {', '.join(map(repr, _MODES))}")
+        if scaler is not None and not isinstance(scaler, LossScaler):
+            raise TypeError(
+                f"scaler={scaler!r} is not a loss scaler; "
+                "expected DynamicLossScaler(...), StaticLossScaler(scale) or None"
+            )
         mode = _MODES[precision]
         self.precision = precision
         self._autocast_dtype = mode.autocast_dtype
@@ -94,10 +113,16 @@ class ZeroPrecision(Precision):
             master_weights=master_weights,
             cast_buffers=mode.cast_inputs,
         )
+        if scaler is None and torch.float16 in (self._input_dtype, mode.autocast_dtype):
+            scaler = DynamicLossScaler()
+        self.scaler = scaler
+        self._skipped_steps = 0  # before the engine was there
         self._engine: Engine | None = None
 
     def attach(self, engine: Engine) -> None:
-        """Clip through ``engine`` from now on."""
+        """Scale, clip and count through ``engine`` from now on."""
+        engine.skipped_steps += self._skipped_steps
+        self._skipped_steps = 0
         self._engine = engine
 
     @property
@@ -144,6 +169,11 @@ class ZeroPrecision(Precision):
         return apply_to_collection(data, Tensor, _cast_floating, self._input_dtype)
 
     @override
+    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        """Scale the loss, after the hooks have seen it as it is."""
+        return self.engine.scale_loss(super().pre_backward(tensor, module))
+
+    @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip the averaged gradients of ``optimizer`` by their global norm over all shards."""
         self.engine.clip_grad_norm_(_unwrap(optimizer), clip_val)
@@ -153,31 +183,59 @@ class ZeroPrecision(Precision):
         """Clamp each averaged gradient of ``optimizer`` in its shard."""
         self.engine.clip_grad_value_(_unwrap(optimizer), clip_val)
 
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler's running state and the number of skipped steps, as plain numbers."""
+        skipped = self._skipped_steps if self._engine is None else self._engine.skipped_steps
+        return {"skipped_steps": skipped, "scaler": {} if self.scaler is None else self.scaler.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the saved scale and counts; the configuration is this object's."""
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict["scaler"])
+        if self._engine is None:
+            self._skipped_steps = state_dict["skipped_steps"]
+        else:
+            self._engine.skipped_steps = state_dict["skipped_steps"]
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on with the scale of a run under Lightning's own mixed precision."""
+        stock = checkpoint.get(MixedPrecision.__qualname__)
+        if stock and self.scaler is not None and type(self).__qualname__ not in checkpoint:
+            self.scaler.load_state_dict({"scale": stock["scale"], "clean_steps": stock["_growth_tracker"]})
+
 
 def as_zero_precision(plugin: Precision) -> ZeroPrecision:
     """The plugin that does under ZeroStrategy what ``plugin`` does elsewhere.
 
     Raises:
         TypeError: for a plugin of another kind.
-        ValueError: for fp16.
     """
     if isinstance(plugin, ZeroPrecision):
         return plugin
     if type(plugin) in (Precision, DoublePrecision, HalfPrecision, MixedPrecision):
-        return ZeroPrecision(plugin.precision)  # type: ignore[arg-type]  # other names are its ValueError
+        return ZeroPrecision(plugin.precision, scaler=_scaler_of(plugin))  # type: ignore[arg-type]
     raise TypeError(
         f"{type(plugin).__name__} does not work with ZeroStrategy, which casts and clips shards itself; expected "
         f"ZeroPrecision, or one of the flags precision={', '.join(map(repr, _MODES))}"
     )
 
 
-def _precision_error(precision: object) -> str:
-    if precision in _FP16:
-        return (
-            f"precision={precision!r} needs dynamic loss scaling over shards, which this version does not have; "
-            "use 'bf16-mixed' or 'bf16-true', which need none"
-        )
-    return f"precision={precision!r} is unknown; expected one of {', '.join(map(repr, _MODES))}"
+def _scaler_of(plugin: Precision) -> LossScaler | None:
+    """A scaler with the settings of a plugin's own ``GradScaler``; ``None`` where they are torch's defaults."""
+    stock = plugin.scaler.state_dict() if isinstance(plugin, MixedPrecision) and plugin.scaler is not None else {}
+    names = {
+        "scale": "init_scale",
+        "growth_factor": "growth_factor",
+        "backoff_factor": "backoff_factor",
+        "growth_interval": "window",
+    }
+    given = {ours: stock[theirs] for theirs, ours in names.items() if theirs in stock}
+    if not given or given == _STOCK_SCALER:
+        return None
+    return DynamicLossScaler(**given, hysteresis=1)  # torch knows none
 
 
 def _dtype(name: str, value: str | torch.dtype | None) -> torch.dtype | None:

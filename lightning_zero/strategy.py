@@ -18,12 +18,14 @@ from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -43,6 +45,7 @@ from lightning_zero.engine.bucket import Placement
 from lightning_zero.optim import ShardUpdater, make_updater
 from lightning_zero.precision import ZeroPrecision, as_zero_precision
 from lightning_zero.registration import register
+from lightning_zero.standstill import Undo, hold_average, hold_scheduler
 
 P = ParamSpec("P")
 StoreName = Literal["none", "cpu", "nvme"]
@@ -93,7 +96,9 @@ class ZeroStrategy(DDPStrategy):
             (``"transformer.h.*"``); default: the outermost repeated blocks.
         native_optimizer: ``"auto"`` runs torch's Adam and AdamW by the package's kernel where state rests in host
             memory; ``"off"`` runs torch's own code.
-        skip_nonfinite: skip a step, on all ranks and with a warning, when a gradient is not finite.
+        skip_nonfinite: skip a step, on all ranks and with a warning, when a gradient is not finite. With a loss scaler
+            (fp16) that always happens. Parameters, optimizer state, step-wise schedulers and Lightning's
+            ``WeightAveraging`` stand still; ``trainer.global_step`` counts the step.
         timeout: seconds after which a collective fails that some rank never joins.
         start_method: how the other ranks are started: ``"popen"`` re-runs the script.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend:
@@ -145,6 +150,8 @@ class ZeroStrategy(DDPStrategy):
         self.units = units
         self.native_optimizer = native_optimizer
         self.skip_nonfinite = skip_nonfinite
+        self._in_training_step = False
+        self._undo: list[Undo] = []  # what `setup` changed of objects that outlive the fit
         self._engine: Engine | None = None
         self._mesh: Mesh | None = None
         super().__init__(
@@ -216,6 +223,7 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self._check_precision_flag(trainer._accelerator_connector._precision_flag)
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
@@ -231,6 +239,17 @@ class ZeroStrategy(DDPStrategy):
         for wrapper in self._lightning_optimizers:
             # The wrapper inherits the optimizer's class and would find the class's method before the engine's.
             wrapper.__dict__["zero_grad"] = wrapper._optimizer.zero_grad
+        self._hold_still_on_skips(trainer.callbacks)  # type: ignore[attr-defined]
+
+    def _check_precision_flag(self, flag: str) -> None:
+        """Lightning silently ignores the flag beside a plugin that came with the strategy; 32-true is its default."""
+        plugin = self.precision_plugin
+        assert isinstance(plugin, ZeroPrecision)
+        if flag not in ("32-true", plugin.precision):
+            raise ValueError(
+                f"Trainer(precision={flag!r}) contradicts the strategy's precision_plugin, which says "
+                f"{plugin.precision!r}; give one of them"
+            )
 
     def _shard(self, module: pl.LightningModule, optimizers: list[Optimizer] | None) -> None:
         """Build the engine, or give the one of an earlier run its new optimizers."""
@@ -253,6 +272,7 @@ class ZeroStrategy(DDPStrategy):
                 optimized=parameters if optimizers is not None else None,
                 units=self.units,
                 bucket_size_mb=self.bucket_size_mb,
+                scaler=precision.scaler,
                 skip_nonfinite=self.skip_nonfinite,
             )
             _update_properties(module, device=self.root_device)  # what `LightningModule.device` reports
@@ -260,6 +280,27 @@ class ZeroStrategy(DDPStrategy):
             self._engine = engine
         if optimizers is not None:
             engine.attach([make_updater(o, engine, self.native_optimizer) for o in optimizers])
+
+    def _hold_still_on_skips(self, callbacks: Sequence[pl.Callback]) -> None:
+        """What follows the optimizer step by step stands still with it: schedulers and averaged weights."""
+        for config in self.lr_scheduler_configs:
+            if isinstance(optimizer := getattr(config.scheduler, "optimizer", None), Optimizer):
+                skipped = functools.partial(self._holds_still, config, optimizer)
+                self._undo.append(hold_scheduler(config, skipped))
+        for callback in callbacks:
+            if isinstance(callback, WeightAveraging):
+                self._undo.append(hold_average(callback, self._skipped_all))
+
+    def _holds_still(self, config: LRSchedulerConfig, optimizer: Optimizer) -> bool:
+        """Whether a call of this scheduler's ``step`` belongs to a step of ``optimizer`` that was skipped."""
+        assert self.lightning_module is not None
+        # By hand, Lightning ignores the interval: what a training step calls follows its steps.
+        automatic = self.lightning_module.automatic_optimization
+        per_step = config.interval == "step" if automatic else self._in_training_step
+        return per_step and self.last_step_skipped(optimizer)
+
+    def _skipped_all(self) -> bool:
+        return all(self.last_step_skipped(optimizer) for optimizer in self.optimizers)
 
     def _stores(self, device: torch.device) -> tuple[Store, Store]:
         host = HostStore(pin=device.type == "cuda")
@@ -287,6 +328,8 @@ class ZeroStrategy(DDPStrategy):
     def teardown(self) -> None:
         # Shards stay for `trainer.save_checkpoint`, `test` and a second `fit`; no rank may wait for another here.
         assert self.accelerator is not None
+        while self._undo:
+            self._undo.pop()()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
@@ -300,8 +343,12 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.engine.forward_context():
-            return super().training_step(*args, **kwargs)
+        self._in_training_step = True
+        try:
+            with self.engine.forward_context():
+                return super().training_step(*args, **kwargs)
+        finally:
+            self._in_training_step = False
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -367,6 +414,29 @@ class ZeroStrategy(DDPStrategy):
     def grad_norm(self, optimizer: Optimizer) -> float:
         """The global L2 norm of the averaged gradients of ``optimizer``, as clipped so far. Collective."""
         return self.engine.grad_norm(_unwrap(optimizer))
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which the next loss is multiplied for backward; 1 without a loss scaler."""
+        return self.engine.loss_scale
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps that all ranks skipped because a gradient was not finite; resumed runs go on counting."""
+        return self.engine.skipped_steps
+
+    def last_step_skipped(self, optimizer: Optimizer) -> bool:
+        """Whether the last step of ``optimizer`` was skipped on all ranks."""
+        outcome = self.engine.last_step(_unwrap(optimizer))
+        return outcome is not None and outcome.skipped
+
+    def last_grad_norm(self, optimizer: Optimizer) -> float | None:
+        """The global L2 norm of the gradients of the last step of ``optimizer``, before clipping; for logging.
+
+        ``inf`` or ``nan`` where one of them was; ``None`` before the first step.
+        """
+        outcome = self.engine.last_step(_unwrap(optimizer))
+        return None if outcome is None else outcome.grad_norm
 
     # -------------------------------------------------------------------------------------------------- checkpoints
 

@@ -5,15 +5,17 @@ from lightning_zero.engine.collectives import Group, Mesh
 from lightning_zero.engine.freed import FreedParameter
 from lightning_zero.engine.gradients import GradientLog
 from lightning_zero.engine.layout import FlatLayout, Run, Segment, runs, tiles
+from lightning_zero.engine.loss_scaler import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
 from lightning_zero.engine.partition import Unit, find_units
 from lightning_zero.engine.policies import MixedPrecisionPolicy, ShardingPolicy
-from lightning_zero.engine.runtime import Engine, GradientStats, Updater, engines_of, gathered_parameters
+from lightning_zero.engine.runtime import Engine, GradientStats, StepOutcome, Updater, engines_of, gathered_parameters
 from lightning_zero.engine.stores import DeviceStore, HostStore, Store
 
 __all__ = [
     "Bucket",
     "BucketState",
     "DeviceStore",
+    "DynamicLossScaler",
     "Engine",
     "FlatLayout",
     "FreedParameter",
@@ -21,6 +23,8 @@ __all__ = [
     "GradientStats",
     "Group",
     "HostStore",
+    "LossScaleError",
+    "LossScaler",
     "Mesh",
     "MixedPrecisionPolicy",
     "ParameterSpec",
@@ -28,6 +32,8 @@ __all__ = [
     "Run",
     "Segment",
     "ShardingPolicy",
+    "StaticLossScaler",
+    "StepOutcome",
     "Store",
     "Unit",
     "Updater",

@@ -304,6 +304,17 @@ class Bucket:
         # Before the sum, so that fp16 sums of many ranks stay in range.
         return buffer.mul_(1.0 / self.placement.mesh.world.size)
 
+    @torch.no_grad()
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply every gradient that is held by ``factor``: whole, partly summed or owned."""
+        whole = [p.grad for p in self.parameters if p.grad is not None]
+        held = [*whole, *(t for t in (self._partial, self._window) if t is not None)]
+        if not self.gradients.empty:
+            self.gradients.widen()
+            held.append(self.gradients.read(0, self.layout.shard_numel))
+        for gradient in held:
+            gradient.mul_(factor)
+
     def clear_gradients(self, indices: Iterable[int], keep_used: bool = False) -> None:
         """Forget the gradients of some parameters, whole and owned; with ``keep_used`` they count as zero gradients."""
         chosen = set(indices)

@@ -43,6 +43,11 @@ class GradientLog:
         assert self._values is not None
         return self._values[start:stop]
 
+    def widen(self) -> None:
+        """Make the values fp32, unless the dtype is fixed, before they are scaled or compared with fp32 numbers."""
+        if not self._empty and self._fixed_dtype is None:
+            self._ensure(torch.float32)
+
     def clear(self) -> None:
         """Forget the values; the memory is kept for the next step."""
         self._empty = True

@@ -23,12 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.bucket import Bucket, BucketState, Placement
 from lightning_zero.engine.freed import without_freed_checks
 from lightning_zero.engine.hooks import RefreshHook, UnshardHooks
 from lightning_zero.engine.layout import Segment, runs
+from lightning_zero.engine.loss_scaler import LossScaleError, LossScaler, StaticLossScaler
 from lightning_zero.engine.partition import ROOT, Unit, find_units, make_buckets
 from lightning_zero.engine.reducer import Reducer
 from lightning_zero.engine.takeover import (
@@ -68,9 +70,16 @@ class Updater(Protocol):
 class GradientStats(NamedTuple):
     """What all ranks know of one optimizer's gradients after the small all-reduce."""
 
-    norm: float  # global L2 norm; inf or nan where a gradient is
+    norm: float  # global L2 norm of the unscaled gradients; inf or nan where a gradient is
     found_inf: bool  # a non-finite value anywhere
     used: frozenset[int]  # ids of the parameters that received a gradient on any rank
+
+
+class StepOutcome(NamedTuple):
+    """What became of an optimizer's last step."""
+
+    grad_norm: float  # global L2 norm of the unscaled, averaged gradients before clipping; inf or nan where one is
+    skipped: bool
 
 
 class Engine:
@@ -83,7 +92,8 @@ class Engine:
             gradient.
         units: see :func:`~lightning_zero.engine.partition.find_units`.
         bucket_size_mb: size, in 2^20 bytes, up to which small units share a bucket at stages 0-2.
-        skip_nonfinite: skip the step, on all ranks, when a gradient is not finite.
+        scaler: chooses the factor of :meth:`scale_loss`; ``None``: no scaling. All optimizers share it.
+        skip_nonfinite: skip the step, on all ranks, when a gradient is not finite; with a scaler that always happens.
     """
 
     def __init__(
@@ -93,14 +103,18 @@ class Engine:
         optimized: Iterable[Parameter] | None = None,
         units: Sequence[str | type[nn.Module]] | None = None,
         bucket_size_mb: float = 25.0,
+        scaler: LossScaler | None = None,
         skip_nonfinite: bool = True,
     ) -> None:
         if not bucket_size_mb > 0:
             raise ValueError(f"bucket_size_mb={bucket_size_mb!r} must be greater than 0; 25 is a good start")
         self.module = module
         self.placement = placement
-        self.skip_nonfinite = skip_nonfinite
+        self.skip_nonfinite = skip_nonfinite or scaler is not None
         self.skipped_steps = 0
+        self._scaler = StaticLossScaler(1.0) if scaler is None else scaler
+        self._scale = self._scaler.scale  # of all gradients that are held; the scaler's may already be the next one
+        self._outcomes: dict[int, StepOutcome] = {}  # by id of the optimizer: its last step
         chosen = optimized if optimized is not None else (p for p in module.parameters() if p.requires_grad)
         unit_list = find_units(module, units)
         specs = make_buckets(
@@ -178,6 +192,7 @@ class Engine:
         def mark_ready(_: Tensor) -> None:
             if (alive := engine()) is not None:
                 if not alive._reducer.in_backward:  # `loss.backward()` by user code: reduced when it steps
+                    alive._check_unscaled_backward()
                     alive.begin_backward(eager=False)
                 alive._reducer.mark_ready(alive.buckets[number], index)
 
@@ -232,6 +247,30 @@ class Engine:
         """Around the backward of every micro-batch but the last of a step."""
         return self._reducer.no_sync()
 
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """``loss`` times the loss scale, for backward; in fp32 at least: the product may exceed what fp16 holds."""
+        self._adopt_scale()
+        if self._scale == 1.0:
+            return loss
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self._scale
+
+    def _adopt_scale(self) -> None:
+        """Before a backward: everything held and everything to come has the scaler's current scale.
+
+        Gradients are held across a change where another optimizer stepped in between, or where they were not cleared.
+        """
+        if self._scale != self._scaler.scale:
+            for bucket in self.buckets:
+                bucket.scale_gradients(self._scaler.scale / self._scale)
+            self._scale = self._scaler.scale
+
+    def _check_unscaled_backward(self) -> None:
+        if self._scaler.scale != 1.0:
+            raise RuntimeError(
+                f"loss.backward() was called on a loss that is not scaled; the loss scale is {self._scaler.scale:g}. "
+                "Use self.manual_backward(loss) in a LightningModule, or engine.scale_loss(loss).backward()"
+            )
+
     @without_freed_checks
     def begin_backward(self, eager: bool = True) -> None:
         """Before the outermost backward.
@@ -242,6 +281,7 @@ class Engine:
         self._admit_parameters()
         for updater in self._updaters.values():
             self._fold_clipping(updater.optimizer)  # gradients that are not cleared stay clipped, as in torch
+        self._adopt_scale()
         self._stats = None
         self._reducer.begin(eager)
 
@@ -309,7 +349,7 @@ class Engine:
             give_back_optimizer(updater.optimizer)
         for handle in self._optimizer_handles:
             handle.remove()
-        self._updaters, self._sizes, self._clip = {}, {}, {}
+        self._updaters, self._sizes, self._clip, self._outcomes = {}, {}, {}, {}
         self._optimizer_handles = []
         self._stats = None
 
@@ -373,7 +413,7 @@ class Engine:
         parameters = [p for bucket in self.buckets for p in bucket.parameters]
         used_ids = frozenset(id(p) for p, count in zip(parameters, values[len(squares) :], strict=False) if count)
         return {
-            key: GradientStats(math.sqrt(square), not math.isfinite(square), used_ids)
+            key: GradientStats(math.sqrt(square) / self._scale, not math.isfinite(square), used_ids)
             for key, square in zip(self._updaters, values, strict=False)
         }
 
@@ -415,8 +455,11 @@ class Engine:
         if self.stats(optimizer).found_inf and self.skip_nonfinite:
             return  # the step will be skipped: a clamp must not hide why
         self._fold_clipping(optimizer)
+        for bucket, _ in self._owned_segments(parameters_of(optimizer)):
+            bucket.gradients.widen()  # 16 bits would round the bound
         for gradients in self._owned_gradients(optimizer):
-            gradients.clamp_(-clip_value, clip_value)
+            bound = min(clip_value * self._scale, torch.finfo(gradients.dtype).max)
+            gradients.clamp_(-bound, bound)
         self._clamped = True
 
     def _fold_clipping(self, optimizer: Optimizer) -> None:
@@ -440,22 +483,35 @@ class Engine:
             if segments:
                 yield bucket, segments
 
-    @torch.no_grad()
-    @without_freed_checks
     def step(self, optimizer: Optimizer) -> bool:
         """Update the shards of ``optimizer``'s parameters; returns False where all ranks skip. Collective.
 
-        Hyperparameters are copied before anything is updated, so that a scheduler may change them right after.
+        Hyperparameters are copied before anything is updated, so that a scheduler may change them right after. The
+        optimizer's own step hooks run around the update, and not at all when it is skipped.
+
+        Raises:
+            LossScaleError: gradients overflow at the smallest loss scale.
         """
         stats = self.stats(optimizer)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask for
-        if stats.found_inf and self.skip_nonfinite:
+        skipped = stats.found_inf and self.skip_nonfinite
+        self._outcomes[id(optimizer)] = StepOutcome(stats.norm, skipped)
+        if skipped:
             self._skip(optimizer)
-            return False
+        else:
+            update = Optimizer.profile_hook_step(lambda optimizer: self._update(optimizer, stats.used))
+            update(optimizer)
+            self._judge_scale(found_inf=False)
+        return not skipped
+
+    @torch.no_grad()
+    @without_freed_checks
+    def _update(self, optimizer: Optimizer, used_anywhere: frozenset[int]) -> None:
         self._absorb_edits()
-        updater, scale = self._updaters[id(optimizer)], self._clip.get(id(optimizer), 1.0)
-        hyperparameters = _snapshot(optimizer)
-        used = [p for p in parameters_of(optimizer) if id(p) in stats.used]
+        # The scale of the gradients, whatever the scaler's is by now.
+        scale = self._clip.get(id(optimizer), 1.0) / self._scale
+        updater, hyperparameters = self._updaters[id(optimizer)], _snapshot(optimizer)
+        used = [p for p in parameters_of(optimizer) if id(p) in used_anywhere]
         for bucket, segments in self._owned_segments(used):
             groups = {i: hyperparameters[id(p)] for i, p in enumerate(bucket.parameters) if id(p) in hyperparameters}
             updater.update(bucket, segments, groups, scale)
@@ -464,17 +520,65 @@ class Engine:
             # Stale on all ranks or on none, also where this rank owns no segment of it.
             if indices := [i for i, p in enumerate(bucket.parameters) if id(p) in used_ids]:
                 bucket.mark_updated(indices)
-        return True
+        if optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
+            self.settle()  # they may read parameters
+
+    def _judge_scale(self, found_inf: bool) -> None:
+        """Tell the scaler, unless it has already moved on from the scale that these gradients have."""
+        if self._scale == self._scaler.scale:
+            self._scaler.update(found_inf)
 
     def _skip(self, optimizer: Optimizer) -> None:
         self.skipped_steps += 1
-        self.zero_grad(parameters_of(optimizer))
-        if self.placement.mesh.world.rank == 0:
-            warnings.warn(
-                f"skipped a step of {type(optimizer).__name__} on all ranks: a gradient is inf or nan "
-                f"(skipped so far: {self.skipped_steps}; skip_nonfinite=False would apply it)",
-                stacklevel=3,
+        before = self._scaler.scale
+        try:
+            self._judge_scale(found_inf=True)
+        except LossScaleError as error:
+            names = self._nonfinite_names(optimizer)
+            raise LossScaleError(f"{error}. Not finite: the gradient of {names}") from None
+        if self._scaler.scale < before:
+            self._warn(
+                f"gradients overflowed: the loss scale falls from {before:g} to {self._scaler.scale:g} "
+                f"(steps skipped so far: {self.skipped_steps})"
             )
+        # Where no lower scale can help, the data or the model is at fault. Ever more rarely: it may be every step.
+        elif self._scaler.at_minimum and self.skipped_steps & (self.skipped_steps - 1) == 0:
+            self._warn(
+                f"skipped a step of {type(optimizer).__name__} on all ranks: inf or nan in the gradient of "
+                f"{self._nonfinite_names(optimizer)} (steps skipped so far: {self.skipped_steps}; the next warning "
+                "comes when they are twice as many)"
+            )
+        self.zero_grad(parameters_of(optimizer))
+
+    def _warn(self, message: str) -> None:
+        if self.placement.mesh.world.rank == 0:
+            warnings.warn(message, stacklevel=5)
+
+    def _nonfinite_names(self, optimizer: Optimizer, limit: int = 3) -> str:
+        """Names of the first parameters, in forward order, with a gradient that is not finite on any rank. Collective.
+
+        It costs an all-reduce of one number per parameter, and only where a message is made of it.
+        """
+        flags = {id(p): 0.0 for bucket in self.buckets for p in bucket.parameters}
+        for bucket, segments in self._owned_segments(parameters_of(optimizer)):
+            if not bucket.gradients.empty:
+                for s in segments:
+                    finite = bool(bucket.gradients.read(s.start, s.stop).isfinite().all())
+                    flags[id(bucket.parameters[s.param])] += not finite
+        vector = torch.tensor([*flags.values()], dtype=torch.float64, device=self.placement.device)
+        counts = self.placement.mesh.world.all_reduce_(vector).tolist()
+        names = [name for bucket in self.buckets for name in bucket.names]
+        found = [name for name, count in zip(names, counts, strict=True) if count]
+        return ", ".join(found[:limit]) + (f" and {len(found) - limit} more" if len(found) > limit else "")
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the next :meth:`scale_loss`; 1 without a scaler."""
+        return self._scaler.scale
+
+    def last_step(self, optimizer: Optimizer) -> StepOutcome | None:
+        """What became of the last step of ``optimizer``; ``None`` before the first one since it was attached."""
+        return self._outcomes.get(id(optimizer))
 
     # -------------------------------------------------------------------------------------------------- consistency
 

@@ -43,8 +43,8 @@ def take_over_optimizer(optimizer: Optimizer, target: Target) -> list[RemovableH
     def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
         _alive(engine).zero_grad(parameters_of(optimizer), set_to_none)
 
-    # The same wrapper as torch puts around every optimizer's step: pre- and post-hooks and the profiler's record.
-    method = types.MethodType(Optimizer.profile_hook_step(step), optimizer)
+    # Not torch's wrapper that calls step hooks: the engine does so around the update, once it knows that there is one.
+    method = types.MethodType(step, optimizer)
     # Schedulers warn unless `step` carries their mark; what it stands for, `_opt_called`, the engine sets.
     method.__func__._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = method  # type: ignore[method-assign]

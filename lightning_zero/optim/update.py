@@ -80,9 +80,12 @@ class TorchUpdater(ShardUpdater):
         by_tensor: dict[Tensor, Segment] = {}
         for segment in tile:
             tensor = bucket.master.read(segment.start, segment.stop)
-            gradient = bucket.gradients.read(segment.start, segment.stop).to(tensor.dtype)
-            # Out of place: the log keeps the averaged gradient until zero_grad.
-            tensor.grad = gradient if grad_scale == 1.0 else gradient * grad_scale
+            gradient = bucket.gradients.read(segment.start, segment.stop)
+            if grad_scale != 1.0:
+                # Out of place: the log keeps the averaged gradient until zero_grad. In the wider dtype: a scaled fp32
+                # gradient may exceed what fp16 holds, an unscaled fp16 gradient may fall below it.
+                gradient = gradient.to(torch.promote_types(gradient.dtype, tensor.dtype)) * grad_scale
+            tensor.grad = gradient.to(tensor.dtype)
             hyperparameters = groups[segment.param]
             shell_groups.setdefault(id(hyperparameters), ShellGroup([], hyperparameters)).tensors.append(tensor)
             state[tensor] = shard_state.get(segment)

@@ -18,8 +18,8 @@ from lightning.pytorch.loggers import CSVLogger
 from omegaconf import DictConfig, OmegaConf
 from torch.optim import SGD, AdamW
 
-from lightning_zero import ZeroStrategy
-from lightning_zero.config import SCHEMAS, Store, StrategyConf
+from lightning_zero import DynamicLossScaler, StaticLossScaler, ZeroPrecision, ZeroStrategy
+from lightning_zero.config import SCHEMAS, DynamicLossScalerConf, Store, StrategyConf
 from lightning_zero.hydra_app import build_group, build_optimizers, build_trainer, hydra_main, register
 from lightning_zero.schedulers import WarmupCosineLR
 
@@ -71,7 +71,7 @@ def test_the_groups_hold_the_promised_options() -> None:
     assert options("strategy") == sorted(
         ["ddp", "zero0", "zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload"]
     )
-    assert options("precision") == ["bf16", "bf16_true", "fp32", "fp64"]
+    assert options("precision") == ["bf16", "bf16_true", "fp16", "fp16_static", "fp16_true", "fp32", "fp64"]
     assert options("optimizer") == ["adagrad", "adam", "adamw", "rmsprop", "sgd"]
     assert options("scheduler") == ["cosine", "none"]
 
@@ -109,11 +109,44 @@ def test_strategy_names_mean_what_they_say(
 
 
 @each_option("precision")
-def test_every_precision_builds_with_both_kinds_of_strategy(composed: Compose, group: str, option: str) -> None:
-    ours = build_trainer(composed(f"{group}={option}"))
-    assert type(ours.precision_plugin).__name__ == "ZeroPrecision"
-    ddp = build_trainer(composed(f"{group}={option}", "strategy=ddp"))
-    assert ddp.precision == composed(f"{group}={option}").precision.precision
+def test_every_precision_builds_with_our_strategies(composed: Compose, group: str, option: str) -> None:
+    plugin = build_trainer(composed(f"{group}={option}")).precision_plugin
+    assert isinstance(plugin, ZeroPrecision)
+    kinds = {"fp16": DynamicLossScaler, "fp16_true": DynamicLossScaler, "fp16_static": StaticLossScaler}
+    assert type(plugin.scaler) is kinds.get(option, type(None))
+
+
+@pytest.mark.filterwarnings("ignore:.*AMP with fp16 is not supported on CPU")
+@each_option("precision")
+def test_every_precision_builds_with_ddp_or_says_why_not(composed: Compose, group: str, option: str) -> None:
+    cfg = composed(f"{group}={option}", "strategy=ddp")
+    if option == "fp16_static":
+        with pytest.raises(ValueError, match="StaticLossScaler.*DDPStrategy does not know"):
+            build_trainer(cfg)
+    else:
+        downgraded = {"fp16": "bf16-mixed"}  # by Lightning, on a CPU
+        assert build_trainer(cfg).precision == downgraded.get(option, cfg.precision.precision)
+
+
+def test_every_option_of_a_loss_scaler_can_be_overridden(composed: Compose) -> None:
+    values: dict[str, Any] = {
+        "init_scale": 128.0,
+        "growth_factor": 4.0,
+        "backoff_factor": 0.25,
+        "window": 7,
+        "hysteresis": 4,
+        "min_scale": 2.0,
+        "max_scale": 512.0,
+        "consecutive_hysteresis": True,
+        "on_min_scale": "continue",
+    }
+    assert set(values) == {f.name for f in dataclasses.fields(DynamicLossScalerConf)} - {"_target_"}
+    for option in ("fp16", "fp16_true"):
+        cfg = composed(f"precision={option}", *(f"precision.scaler.{k}={v}" for k, v in values.items()))
+        scaler = build_trainer(cfg).precision_plugin.scaler
+        assert {name: getattr(scaler, name) for name in values} == values
+    static = composed("precision=fp16_static", "precision.scaler.scale=8")
+    assert build_trainer(static).precision_plugin.scaler.scale == 8
 
 
 @each_option("optimizer")
@@ -146,7 +179,7 @@ def test_parameter_groups_keep_their_own_settings(composed: Compose) -> None:
 
 def test_default_callbacks_write_below_the_run_folder(composed: Compose, folder: Path) -> None:
     callbacks = build_group(composed("callbacks=default", "callbacks.model_summary=null").callbacks)
-    assert len(callbacks) == 3
+    assert len(callbacks) == 4
     (checkpoint,) = [c for c in callbacks if isinstance(c, ModelCheckpoint)]
     assert checkpoint.dirpath == str(folder / "checkpoints")
 
@@ -286,7 +319,7 @@ def run_app(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
         ),
         (["stratgy=zero1"], ["stratgy: no such key. Did you mean 'strategy'?", "the configuration has:"]),
         (["strategy=zero2_ofload"], ["Did you mean 'zero2_offload'?", "strategy can be: ddp, zero0"]),
-        (["precision=fp8"], ["precision=fp8: no such option", "bf16_true, fp32, fp64"]),
+        (["precision=fp8"], ["precision=fp8: no such option", "bf16_true, fp16, fp16_static, fp16_true, fp32, fp64"]),
         (
             ["strategy.offload_optimizer=gpu"],
             ["strategy.offload_optimizer", "expected one of [none, cpu, nvme]"],

@@ -12,7 +12,7 @@ import torch
 from checkpoint.resuming import run
 from helpers import models
 from helpers.ranks import RankPool, ranks
-from lightning import LightningModule, Trainer
+from lightning import LightningModule
 from strategy.fits import NAMES, Lit, Recipe, assert_close, fit, make_trainer, reference, state_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -229,12 +229,6 @@ def test_the_precision_table_holds_on_a_gpu(pool: RankPool, name: str, precision
     tolerance = 5e-2 if "bf16" in precision else 1e-3
     expected = reference(name, recipe, 1, model=model).weights
     torch.testing.assert_close(result.weights, expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
-def test_fp16_is_refused(precision: str) -> None:
-    with pytest.raises(ValueError, match="loss scaling"):
-        Trainer(strategy="zero2_offload", precision=precision, accelerator="gpu", devices=1, logger=False)
 
 
 @ranks(1)

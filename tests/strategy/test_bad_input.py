@@ -10,9 +10,8 @@ import pytest
 import torch
 from helpers.ranks import RankError, RankPool, ranks
 from lightning import Trainer
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision, Precision
-from strategy.fits import NAMES, Lit, Recipe, StrategyArgument, fit
+from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
+from strategy.fits import Lit, Recipe, StrategyArgument, fit
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -236,25 +235,15 @@ def test_a_lazy_layer(pool: RankPool, name: str) -> None:
 # -------------------------------------------------------------------------------------------------------- precision
 
 
-@pytest.mark.parametrize("precision", ["16-true", "transformer-engine", "fp16", 8])
+@pytest.mark.parametrize("precision", ["transformer-engine", "fp16", 8])
 def test_an_unknown_precision(precision: Any) -> None:
     with pytest.raises(ValueError, match=contains(f"precision={precision!r}", "'bf16-mixed'")):
         ZeroPrecision(precision)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_fp16_is_not_there_yet(name: str) -> None:
-    quiet: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
-    with pytest.raises(ValueError, match=contains("precision='16-true'", "loss scaling", "'bf16-mixed'")):
-        Trainer(strategy=name, precision="16-true", **quiet)
-    with pytest.raises(ValueError, match=contains("precision='16-mixed'", "loss scaling", "'bf16-mixed'")):
-        Trainer(strategy=name, plugins=[MixedPrecision("16-mixed", "cpu")], **quiet)
-
-
-@pytest.mark.parametrize("plugin", [MixedPrecision("16-mixed", "cpu"), HalfPrecision("16-true")], ids=repr)
-def test_fp16_is_refused_in_an_instance(plugin: Precision) -> None:
-    with pytest.raises(ValueError, match=contains("loss scaling", "'bf16-mixed'")):
-        ZeroStrategy(2, precision_plugin=plugin)
+def test_a_scaler_that_is_none() -> None:
+    with pytest.raises(TypeError, match=contains("scaler=65536", "DynamicLossScaler(...)", "StaticLossScaler(scale)")):
+        ZeroPrecision("16-mixed", scaler=65536)  # type: ignore[arg-type]
 
 
 class Mine(Precision):
