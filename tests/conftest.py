@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from helpers.ranks import REPRODUCIBLE, ForkServer, RankPool
@@ -21,6 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # The reference is compared with what ranks compute, bit by bit: same threads, same arithmetic.
     os.environ.update(REPRODUCIBLE)  # MKL reads its variable at its first call, which is still to come
     torch.set_num_threads(1)
+    hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+    hypothesis.settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_zero.engine import FlatLayout, Run, Segment, runs, tiles
-
-UNTIMED = settings(deadline=None)  # a busy machine is no failure
 
 
 @st.composite
@@ -24,7 +22,6 @@ def all_segments(layout: FlatLayout) -> list[tuple[int, Segment]]:
     return [(rank, segment) for rank in range(layout.shards) for segment in layout.segments(rank)]
 
 
-@UNTIMED
 @given(layouts())
 def test_segments_cover_each_parameter_once(layout: FlatLayout) -> None:
     covered: list[list[int]] = [[] for _ in layout.numels]
@@ -33,7 +30,6 @@ def test_segments_cover_each_parameter_once(layout: FlatLayout) -> None:
     assert covered == [list(range(numel)) for numel in layout.numels]
 
 
-@UNTIMED
 @given(layouts())
 def test_a_segment_lies_where_its_parameter_does(layout: FlatLayout) -> None:
     for rank, segment in all_segments(layout):
@@ -42,7 +38,6 @@ def test_a_segment_lies_where_its_parameter_does(layout: FlatLayout) -> None:
         assert start + segment.start == layout.offsets[segment.param] + segment.param_start
 
 
-@UNTIMED
 @given(layouts())
 def test_segments_of_a_rank_are_in_order_and_disjoint(layout: FlatLayout) -> None:
     for rank in range(layout.shards):
@@ -50,7 +45,6 @@ def test_segments_of_a_rank_are_in_order_and_disjoint(layout: FlatLayout) -> Non
         assert all(a.stop <= b.start and a.param < b.param for a, b in itertools.pairwise(segments))
 
 
-@UNTIMED
 @given(layouts())
 def test_parameters_are_aligned_and_do_not_overlap(layout: FlatLayout) -> None:
     assert all(offset % layout.align == 0 for offset in layout.offsets)
@@ -59,7 +53,6 @@ def test_parameters_are_aligned_and_do_not_overlap(layout: FlatLayout) -> None:
     assert layout.numel == sum(layout.numels)
 
 
-@UNTIMED
 @given(layouts())
 def test_shards_are_equal_and_padding_is_small(layout: FlatLayout) -> None:
     end = max((o + n for o, n in zip(layout.offsets, layout.numels, strict=True)), default=0)
@@ -93,7 +86,6 @@ def joined(before: Run, after: Run, chosen: Sequence[str | None]) -> bool:
     return last.stop == first.start and chosen[last.param] == chosen[first.param]
 
 
-@UNTIMED
 @given(segment_lists(), keys)
 def test_runs_hold_every_chosen_segment_once(segments: list[Segment], chosen: list[str | None]) -> None:
     found = list(runs(segments, lambda s: chosen[s.param]))
@@ -104,14 +96,12 @@ def test_runs_hold_every_chosen_segment_once(segments: list[Segment], chosen: li
         assert run.stop - run.start == sum(s.numel for s in run.segments)
 
 
-@UNTIMED
 @given(segment_lists(), keys)
 def test_runs_are_maximal(segments: list[Segment], chosen: list[str | None]) -> None:
     found = list(runs(segments, lambda s: chosen[s.param]))
     assert not any(joined(a, b, chosen) for a, b in itertools.pairwise(found))
 
 
-@UNTIMED
 @given(segment_lists(), st.integers(1, 20))
 def test_tiles_are_bounded_and_keep_the_order(segments: list[Segment], limit: int) -> None:
     found = list(tiles(segments, limit))
@@ -119,7 +109,6 @@ def test_tiles_are_bounded_and_keep_the_order(segments: list[Segment], limit: in
     assert all(len(tile) == 1 or sum(s.numel for s in tile) <= limit for tile in found)
 
 
-@UNTIMED
 @given(segment_lists(), st.integers(1, 20))
 def test_tiles_are_as_large_as_they_may_be(segments: list[Segment], limit: int) -> None:
     found = list(tiles(segments, limit))

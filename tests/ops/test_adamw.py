@@ -91,7 +91,7 @@ def run(problem: dict[str, Any], isa: str) -> list[Tensor]:
 
 
 @given(problems())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_instruction_sets_give_the_same_bits_at_any_length_and_offset(problem: dict[str, Any]) -> None:
     expected = run(problem, "scalar")
     for isa in ops.supported_isas():
@@ -100,7 +100,7 @@ def test_instruction_sets_give_the_same_bits_at_any_length_and_offset(problem: d
 
 
 @given(problems())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_memory_around_the_tensors_is_left_alone(problem: dict[str, Any]) -> None:
     offset, count = problem["offset"], problem["grad"].numel()
     for isa in ops.supported_isas():
