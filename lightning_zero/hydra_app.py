@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     Task = Callable[[DictConfig], Any]
 
 _RUN_DIR_KEY = "run_dir"
+_CLEAR_ERRORS = "LIGHTNING_ZERO_CLEAR_ERRORS"
 
 
 def register() -> None:
@@ -124,9 +125,10 @@ def _run_with_clear_errors(main: Callable[[], None], task: "Task") -> None:
     """Run `main`; a configuration error becomes a message, any other keeps the frames below `task` only."""
     from hydra.errors import HydraException
 
-    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+    if os.environ.get("HYDRA_FULL_ERROR") == "1" and _CLEAR_ERRORS not in os.environ:
         return main()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then passes exceptions on instead of printing them
+    os.environ[_CLEAR_ERRORS] = "1"  # tells the ranks that Lightning launches who has set the other
     try:
         return main()
     except HydraException as error:
@@ -137,7 +139,7 @@ def _run_with_clear_errors(main: Callable[[], None], task: "Task") -> None:
         error.__traceback__ = _frames_from(task, error)
         raise
     finally:
-        del os.environ["HYDRA_FULL_ERROR"]
+        del os.environ["HYDRA_FULL_ERROR"], os.environ[_CLEAR_ERRORS]
 
 
 def _frames_from(task: "Task", error: Exception) -> TracebackType | None:
@@ -208,13 +210,12 @@ def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "T
         callbacks: The application's own callbacks, which come before those of the group.
     """
     from hydra.utils import instantiate
-    from lightning.pytorch.callbacks import LearningRateMonitor
 
     strategy = instantiate(cfg.strategy, _convert_="all")
     loggers = build_group(cfg.logger)
+    switched_off = _switched_off(cfg.trainer, loggers)
     everything = [*callbacks, *build_group(cfg.callbacks)]
-    if not loggers:  # this callback refuses to run without a logger
-        everything = [callback for callback in everything if not isinstance(callback, LearningRateMonitor)]
+    everything = [callback for callback in everything if not isinstance(callback, switched_off)]
     trainer: Trainer = instantiate(
         cfg.trainer,
         strategy=strategy,
@@ -224,6 +225,19 @@ def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "T
         **_precision_arguments(cfg.precision, strategy),
     )
     return trainer
+
+
+def _switched_off(trainer: "DictConfig", loggers: list[Any]) -> tuple[type, ...]:
+    """Callbacks that Lightning would refuse, or run against the trainer's flag."""
+    from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar
+
+    flags = {
+        "enable_checkpointing": Checkpoint,
+        "enable_progress_bar": ProgressBar,
+        "enable_model_summary": ModelSummary,
+    }
+    off: list[type] = [kind for flag, kind in flags.items() if trainer.get(flag) is False]
+    return (*off, LearningRateMonitor) if not loggers else tuple(off)
 
 
 def build_group(group: "DictConfig") -> list[Any]:
@@ -264,16 +278,26 @@ def build_optimizers(
         params: Parameters or parameter groups.
         total_steps: Optimizer steps of the fit, for a scheduler whose `total_steps` is null.
     """
-    from hydra.utils import get_class
-
-    built = get_class(optimizer["_target_"])(params, **_arguments(optimizer))
+    built = _build(optimizer, params, **_arguments(optimizer))
     if not scheduler:
         return {"optimizer": built}
     arguments = _arguments(scheduler)
     if "total_steps" in arguments and arguments["total_steps"] is None:
         arguments["total_steps"] = int(total_steps)
-    schedule = get_class(scheduler["_target_"])(built, **arguments)
+    schedule = _build(scheduler, built, **arguments)
     return {"optimizer": built, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _build(cfg: "DictConfig", *args: Any, **kwargs: Any) -> Any:
+    """An object of the node's class from these arguments; fails as `instantiate` does."""
+    from hydra.errors import InstantiationException
+    from hydra.utils import get_class
+
+    target = cfg["_target_"]
+    try:
+        return get_class(target)(*args, **kwargs)
+    except (ValueError, TypeError) as error:
+        raise InstantiationException(f"Error in call to target {target!r}:\n{error!r}") from error
 
 
 def _arguments(cfg: "DictConfig") -> dict[str, Any]:

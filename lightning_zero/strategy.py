@@ -7,7 +7,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, ParamSpec, get_args
 
@@ -175,7 +175,15 @@ class ZeroStrategy(DDPStrategy):
     def engine(self) -> Engine:
         """What shards the module; exists from ``setup`` on."""
         if self._engine is None:
-            raise RuntimeError("ZeroStrategy has sharded no module yet; that happens inside Trainer.fit/validate/test")
+            raise RuntimeError(
+                "this Trainer's strategy holds no shards: they exist from the start of Trainer.fit, validate, test or "
+                "predict until strategy.release(). Save checkpoints and read optimizer state before the release"
+            )
+        if self._engine.released:
+            raise RuntimeError(
+                "another Trainer has taken over this module, and with it the weights; the optimizer state of this one "
+                "is gone. Save its checkpoint before the other Trainer runs, or save the other's"
+            )
         return self._engine
 
     # ------------------------------------------------------------------------------------------------------- set-up
@@ -459,11 +467,11 @@ class ZeroStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._engine is None:
             return super().lightning_module_state_dict()
-        return _checkpoint.module_state_dict(self._engine)
+        return _checkpoint.module_state_dict(self.engine)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._engine is None:
+        if self._engine is None or self._engine.released:
             assert isinstance(self.precision_plugin, ZeroPrecision)
             if self.precision_plugin.policy.param_dtype == torch.float64:
                 # Parameters get their dtype in `setup`; before it, the values would be rounded to what they have.
@@ -517,9 +525,12 @@ def _check_positive(name: str, value: object, expectation: str) -> None:
 
 
 def _check_units(units: object) -> None:
-    if isinstance(units, str | type):
-        raise TypeError(f"units={units!r} must be a list, such as units=[{units!r}]")
-    for unit in units or ():  # type: ignore[attr-defined]
+    if units is None:
+        return
+    if isinstance(units, str | type) or not isinstance(units, Iterable):
+        example = units if isinstance(units, str | type) else "transformer.h.*"
+        raise TypeError(f"units={units!r} must be a list of classes, names or patterns, such as units=[{example!r}]")
+    for unit in units:
         if not isinstance(unit, str | type):
             raise TypeError(f"units={units!r} must hold classes, their names or patterns of module names; got {unit!r}")
 

@@ -33,8 +33,11 @@ def test_importing_the_package_imports_no_engine() -> None:
 
 
 @pytest.mark.slow
-def test_pytorch_lightning_is_told_what_to_import() -> None:
-    code = "import pytorch_lightning as pl, lightning_zero; pl.Trainer(strategy='zero2', accelerator='cpu')"
+@pytest.mark.parametrize(
+    "imports", ["pytorch_lightning as pl, lightning_zero", "lightning_zero, pytorch_lightning as pl"]
+)
+def test_pytorch_lightning_is_told_what_to_import(imports: str) -> None:
+    code = f"import {imports}; pl.Trainer(strategy='zero2', accelerator='cpu')"
     result = run_python(code)
     assert result.returncode == 1
     assert "import lightning.pytorch as pl" in result.stderr

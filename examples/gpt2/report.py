@@ -61,6 +61,11 @@ class Report(L.Callback):
         """The optimizer step of the last validation."""
         return self.val_curve[-1][0] if self.val_curve else None
 
+    @property
+    def val_loss(self) -> float | None:
+        """The loss of the last validation."""
+        return self.val_curve[-1][1] if self.val_curve else None
+
     def on_train_start(self, trainer: L.Trainer, model: L.LightningModule) -> None:
         self._step = self._mark_step = trainer.global_step
         self._mark_seconds = self._speed = 0.0
@@ -93,8 +98,18 @@ class Report(L.Callback):
             self.clock.start()
 
     def on_train_end(self, trainer: L.Trainer, model: L.LightningModule) -> None:
-        """Sample and measure while the ranks are still together: both need all of them."""
         self.clock.stop()
+        self._measure(trainer, model)
+
+    def on_fit_end(self, trainer: L.Trainer, model: L.LightningModule) -> None:
+        """Without a step to train, Lightning leaves out `on_train_end`."""
+        if not self.peak_memory:
+            if model.device != trainer.strategy.root_device:  # Lightning's strategies leave it on the host
+                model.to(trainer.strategy.root_device)
+            self._measure(trainer, model)
+
+    def _measure(self, trainer: L.Trainer, model: L.LightningModule) -> None:
+        """Measure and sample while the ranks are still together: both need all of them."""
         peak = torch.tensor(peak_memory(model.device), device=model.device)
         self.peak_memory = int(trainer.strategy.reduce(peak, reduce_op="max"))
         model.eval()
@@ -116,11 +131,11 @@ class Report(L.Callback):
         print(f"\n{self.run_dir}")
 
     def summary(self, trainer: L.Trainer) -> dict:
-        """Key figures; those of training are None if the checkpoint left nothing to train."""
+        """Key figures; those of training or validation are None where there was none."""
         last = [loss for _, loss in self.train_curve[-LAST:]]
         tokens = len(self.train_curve) * self.tokens_per_step
         return {
-            "val_loss": self.val_curve[-1][1],
+            "val_loss": self.val_loss,
             "train_loss": sum(last) / len(last) if last else None,
             "steps": trainer.global_step,
             "tokens_per_second": round(tokens / self.clock.seconds, 1) if last else None,
@@ -136,10 +151,13 @@ class Report(L.Callback):
         axes = figure.add_subplot(xlabel="optimizer step", ylabel="loss (nats per token)")
         if self.train_curve:
             axes.plot(*zip(*self.train_curve, strict=True), color="tab:blue", alpha=0.4, lw=0.8, label="training")
-        axes.plot(*zip(*self.val_curve, strict=True), color="tab:orange", marker="o", label="validation")
-        axes.set_title(f"{self.strategy}: validation loss {self.val_curve[-1][1]:.3f}")
+        if self.val_curve:
+            axes.plot(*zip(*self.val_curve, strict=True), color="tab:orange", marker="o", label="validation")
+        result = "" if self.val_loss is None else f": validation loss {self.val_loss:.3f}"
+        axes.set_title(self.strategy + result)
         axes.grid(alpha=0.3)
-        axes.legend()
+        if axes.lines:
+            axes.legend()
         figure.savefig(path, dpi=150)
 
 

@@ -24,7 +24,7 @@ def module_state_dict(engine: Engine) -> StateDict:
     Returns:
         On rank 0 all of it. Elsewhere the live tensors where parameters are whole (stages 0-2), else nothing.
     """
-    engine.settle(compare=True)
+    engine.settle()
     engine.sync_buffers()
     masters: dict[int, Tensor] = {}
     for bucket in engine.buckets:

@@ -29,6 +29,7 @@ from lightning_zero.engine.master import CopyMaster, Master, NoMaster
 from lightning_zero.engine.policies import MixedPrecisionPolicy, ShardingPolicy
 from lightning_zero.engine.stores import Store
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 _CACHE_LINE = 64  # bytes; the alignment of torch's own CPU allocations
 
 
@@ -56,6 +57,16 @@ class Placement(NamedTuple):
     device: torch.device  # where the model computes
     optimizer_store: Store
     param_store: Store
+
+
+def checksum(values: Tensor) -> Tensor:
+    """The sum of the bits of a 1-D tensor as 64-bit integers; 0-dim int64 on its device."""
+    # Eight bytes at a time, several times as fast as elements; a slice may begin and end inside of eight.
+    width = 8 // values.itemsize
+    start = min(-values.storage_offset() % width, values.numel())
+    stop = start + (values.numel() - start) // width * width
+    total = torch.cat([values[:start], values[stop:]]).view(_INTEGERS[values.itemsize]).sum()
+    return total + values[start:stop].view(torch.int64).sum() if stop > start else total
 
 
 class Bucket:
@@ -113,7 +124,7 @@ class Bucket:
         self.master = self._make_master(full[start:stop])
         for view, parameter in zip(self._views(self.flat), self.parameters, strict=True):
             parameter.data = view
-        self._versions = [p._version for p in self.parameters]
+        self._remember()
         self.reshard()
 
     def _make_master(self, values: Tensor) -> Master:
@@ -155,6 +166,8 @@ class Bucket:
             return
         if self.state is BucketState.SHARDED:
             self.flat.untyped_storage().resize_(self.layout.padded_numel * self.dtype.itemsize)
+        elif not self.placement.sharding.shard_params:
+            self.absorb_edits()  # the owned slice of `flat` is up to date, user code may have changed it since
         start, stop = self.layout.shard_range(self.placement.mesh.shard.rank)
         if self.shard.data_ptr() != self.flat.data_ptr() + start * self.dtype.itemsize:
             self.flat[start:stop].copy_(self.shard)
@@ -162,7 +175,7 @@ class Bucket:
         self.state = BucketState.GATHERED
         for parameter in self.parameters:
             mark_gathered(parameter)
-        self._versions = [p._version for p in self.parameters]
+        self._versions = [p._version for p in self.parameters]  # the owned slice is what it was
 
     @torch.no_grad()
     def reshard(self) -> None:
@@ -180,10 +193,22 @@ class Bucket:
         """The shards have new values for the parameters ``indices``: what is gathered is out of date."""
         # As after an update in place: backward through a graph from before it is an error, not a wrong gradient.
         torch.autograd.graph.increment_version([self.parameters[i] for i in indices])
-        self._versions = [p._version for p in self.parameters]
+        self._remember()
         # With one shard at stages 0 to 2, `flat` is the shard.
         if self.state is BucketState.GATHERED and (self.layout.shards > 1 or self.placement.sharding.shard_params):
             self.state = BucketState.STALE
+
+    def _remember(self) -> None:
+        """Note what user code sees now, so that a change of it is noticed."""
+        self._versions = [p._version for p in self.parameters]
+        # An edit through `data` moves no version. Where the master is another tensor, the next update would undo it.
+        # (At stage 3 too; a check per gather would cost too much there: `gathered_parameters(writeback=True)` it is.)
+        watched = isinstance(self.master, CopyMaster) and not self.placement.sharding.shard_params
+        self._checksum = checksum(self.shard) if watched else None
+
+    def hidden_edit(self) -> Tensor | None:
+        """Whether the owned slice has other bits than were noted (0-dim bool on the device); ``None``: nobody asks."""
+        return None if self._checksum is None else checksum(self.shard) != self._checksum
 
     @torch.no_grad()
     def absorb_edits(self, everything: bool = False) -> None:
@@ -202,7 +227,7 @@ class Bucket:
             if segment.param in edited:
                 self.shard[segment.start : segment.stop].copy_(self.flat[self.range_of(segment)])
                 self.master.derive(segment.start, segment.stop)
-        self._versions = [p._version for p in self.parameters]
+        self._remember()
 
     def _reattach(self, index: int) -> bool:
         """Make a parameter a view of ``flat`` again where ``data`` was assigned (``module.double()``); True if so."""
@@ -271,6 +296,9 @@ class Bucket:
         mesh = self.placement.mesh
         fresh = mesh.shard.reduce_scatter(self._collect())
         if mesh.replica.size > 1:
+            if not last or self._window is not None:
+                # As in the log: micro-batches add up in fp32.
+                fresh = fresh.to(torch.promote_types(fresh.dtype, torch.float32))
             if self._window is not None:
                 fresh = self._window.add_(fresh)
             self._window = None if last else fresh

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -25,16 +26,17 @@ from lightning_zero.engine.bucket import Bucket
 
 _DEPTH = 3  # of objects inside objects, searched for a unit's output tensors
 
+Gradient = Tensor | Sequence[Tensor | None]  # of a tensor, or of all outputs of a node
 OnBackwardEnd = Callable[[Sequence[Bucket]], None]
 
 
 class _Call:
     """One forward call of a module, which may run backward several times (``retain_graph``)."""
 
-    __slots__ = ("begun", "has_end")
+    __slots__ = ("begun", "latest_input")
 
     def __init__(self) -> None:
-        self.has_end = False  # whether a hook will see the end of its backward
+        self.latest_input: Node | None = None  # whose turn in backward is the end of the call's
         self.begun: object = None  # the generation of backward passes in which its own has begun
 
 
@@ -99,9 +101,10 @@ class UnshardHooks:
         # A forward inside backward is the recomputation of a checkpoint: the hooks of the first forward still stand.
         if self._on_backward_end is None or self._in_backward or not torch.is_grad_enabled():
             return
-        if (latest := _latest_non_leaf(tree_leaves((args, kwargs)))) is not None:
-            call.has_end = True
-            latest.register_hook(partial(self._after_backward, call))
+        made = [_maker(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        call.latest_input = max(filter(None, made), key=_number, default=None)
+        if call.latest_input is not None:
+            call.latest_input.register_prehook(partial(self._after_backward, call))
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._covered() or not self._calls:
@@ -111,7 +114,11 @@ class UnshardHooks:
             return
         outputs = [t for t in _tensors(output, _DEPTH) if t.requires_grad] if torch.is_grad_enabled() else []
         for tensor in outputs:
-            tensor.register_hook(partial(self._before_backward, call))
+            node = _maker(tensor)
+            if node is not None and _number(node) > _number(call.latest_input):
+                node.register_prehook(partial(self._before_backward, call))
+            else:  # a leaf, or a view of something made before the call
+                tensor.register_hook(partial(self._before_backward, call))
         # Where backward will come and no output tells when, the unit stays whole until the flush.
         if self._on_backward_end is not None and (outputs or not self._has_backward(call)):
             for bucket in self._buckets:
@@ -119,16 +126,16 @@ class UnshardHooks:
 
     def _has_backward(self, call: _Call) -> bool:
         trainable = any(p.requires_grad for bucket in self._buckets for p in bucket.parameters)
-        return torch.is_grad_enabled() and (call.has_end or trainable)
+        return torch.is_grad_enabled() and (call.latest_input is not None or trainable)
 
-    def _before_backward(self, call: _Call, grad: Tensor) -> None:
+    def _before_backward(self, call: _Call, grad: Gradient) -> None:
         for bucket in self._buckets:
             bucket.unshard()
         if call.begun is not self._generation:
             call.begun = self._generation
             self._in_backward += 1
 
-    def _after_backward(self, call: _Call, grad: Tensor) -> None:
+    def _after_backward(self, call: _Call, grad: Gradient) -> None:
         if call.begun is not self._generation:
             return
         call.begun = None
@@ -156,9 +163,15 @@ class RefreshHook:
         return RefreshHook, ((),)
 
 
-def _latest_non_leaf(leaves: Sequence[Any]) -> Tensor | None:
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-    return max(tensors, key=lambda t: t.grad_fn._sequence_nr(), default=None)  # type: ignore[union-attr]
+def _maker(tensor: Tensor) -> Node | None:
+    """The node that made a tensor, or what it is a view of: operations in place give a view a new node of its own."""
+    viewed = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+    return viewed.grad_fn
+
+
+def _number(node: Node | None) -> int:
+    """Later nodes have larger numbers; -1 for none."""
+    return -1 if node is None else node._sequence_nr()
 
 
 def _tensors(value: Any, depth: int) -> Iterator[Tensor]:

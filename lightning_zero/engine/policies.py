@@ -32,7 +32,7 @@ class ShardingPolicy:
     @classmethod
     def from_stage(cls, stage: int) -> ShardingPolicy:
         """The policy of ZeRO stage 0, 1, 2 or 3."""
-        if stage not in STAGES or isinstance(stage, bool):
+        if not isinstance(stage, int) or isinstance(stage, bool) or stage not in STAGES:
             raise ValueError(f"stage={stage!r} is not a ZeRO stage; expected one of {', '.join(map(str, STAGES))}")
         return cls(shard_grads=stage >= 2, shard_params=stage == 3)
 

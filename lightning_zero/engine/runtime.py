@@ -110,10 +110,15 @@ class Engine:
             raise ValueError(f"bucket_size_mb={bucket_size_mb!r} must be greater than 0; 25 is a good start")
         self.module = module
         self.placement = placement
+        self.released = False
         self.skip_nonfinite = skip_nonfinite or scaler is not None
         self.skipped_steps = 0
         self._scaler = StaticLossScaler(1.0) if scaler is None else scaler
         self._scale = self._scaler.scale  # of all gradients that are held; the scaler's may already be the next one
+        self._loss_scaled = False  # since the last flush
+        self._verdict: tuple[dict[str, float], bool] | None = (
+            None  # since the last backward: scaler before it, overflow
+        )
         self._outcomes: dict[int, StepOutcome] = {}  # by id of the optimizer: its last step
         chosen = optimized if optimized is not None else (p for p in module.parameters() if p.requires_grad)
         unit_list = find_units(module, units)
@@ -132,7 +137,7 @@ class Engine:
         self._root_buckets = [b for b, s in zip(self.buckets, specs, strict=True) if ROOT in s.units]
         self._reducer = Reducer(self.buckets, placement.sharding)
         self._updaters: dict[int, Updater] = {}  # by id of the optimizer
-        self._sizes: dict[int, int] = {}  # by id of the optimizer: parameters in its groups
+        self._admitted: dict[int, list[int]] = {}  # by id of the optimizer: ids of the parameters in its groups
         self._clip: dict[int, float] = {}  # by id of the optimizer: factor that clipping asked for
         self._stats: dict[int, GradientStats] | None = None
         self._clamped = False  # gradients were clamped since the norm in `_stats` was taken
@@ -192,7 +197,7 @@ class Engine:
         def mark_ready(_: Tensor) -> None:
             if (alive := engine()) is not None:
                 if not alive._reducer.in_backward:  # `loss.backward()` by user code: reduced when it steps
-                    alive._check_unscaled_backward()
+                    alive._check_loss_scaled()
                     alive.begin_backward(eager=False)
                 alive._reducer.mark_ready(alive.buckets[number], index)
 
@@ -250,6 +255,7 @@ class Engine:
     def scale_loss(self, loss: Tensor) -> Tensor:
         """``loss`` times the loss scale, for backward; in fp32 at least: the product may exceed what fp16 holds."""
         self._adopt_scale()
+        self._loss_scaled = True
         if self._scale == 1.0:
             return loss
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self._scale
@@ -264,8 +270,8 @@ class Engine:
                 bucket.scale_gradients(self._scaler.scale / self._scale)
             self._scale = self._scaler.scale
 
-    def _check_unscaled_backward(self) -> None:
-        if self._scaler.scale != 1.0:
+    def _check_loss_scaled(self) -> None:
+        if self._scaler.scale != 1.0 and not self._loss_scaled:
             raise RuntimeError(
                 f"loss.backward() was called on a loss that is not scaled; the loss scale is {self._scaler.scale:g}. "
                 "Use self.manual_backward(loss) in a LightningModule, or engine.scale_loss(loss).backward()"
@@ -282,6 +288,7 @@ class Engine:
         for updater in self._updaters.values():
             self._fold_clipping(updater.optimizer)  # gradients that are not cleared stay clipped, as in torch
         self._adopt_scale()
+        self._verdict = None
         self._stats = None
         self._reducer.begin(eager)
 
@@ -300,6 +307,7 @@ class Engine:
         if not self._reducer.in_backward:
             self.begin_backward(eager=False)
         self._reducer.flush()
+        self._loss_scaled = False
         for hooks in self._unshard_hooks:
             hooks.end_backward()
         self._reshard()
@@ -313,16 +321,18 @@ class Engine:
     def attach(self, updaters: Sequence[Updater]) -> None:
         """Drive these updaters' optimizers: their ``step`` and ``zero_grad`` act on shards from now on.
 
-        The optimizer objects, their groups and parameters stay what they are. Replaces those attached before.
+        The optimizer objects, their groups and parameters stay what they are. Replaces those attached before; an
+        optimizer that is among these already goes on with its state.
 
         Raises:
             ValueError: where an optimizer holds a parameter that the module does not.
         """
+        before = self._updaters
         self.detach()
-        self.settle(compare=True)
-        self._updaters = {id(updater.optimizer): updater for updater in updaters}
+        self.settle()
+        self._updaters = {id(u.optimizer): before.get(id(u.optimizer), u) for u in updaters}
         self._admit_parameters()
-        for updater in updaters:
+        for updater in self._updaters.values():
             updater.adopt(self)
             self._optimizer_handles += take_over_optimizer(updater.optimizer, self)
         self.zero_grad(p for b in self.buckets for p in b.parameters)
@@ -330,10 +340,11 @@ class Engine:
     def _admit_parameters(self) -> None:
         """Make ready what has joined an optimizer's groups."""
         for key, updater in self._updaters.items():
-            size = sum(len(group["params"]) for group in updater.optimizer.param_groups)
-            if self._sizes.get(key) == size:
+            parameters = parameters_of(updater.optimizer)
+            admitted = list(map(id, parameters))
+            if self._admitted.get(key) == admitted:
                 continue
-            for parameter in parameters_of(updater.optimizer):
+            for parameter in parameters:
                 bucket = self._bucket_of.get(id(parameter))
                 if bucket is None:
                     raise ValueError(
@@ -341,7 +352,7 @@ class Engine:
                         f"is not registered in {type(self.module).__name__}; give optimizers the module's parameters"
                     )
                 bucket.optimize()
-            self._sizes[key] = size
+            self._admitted[key] = admitted
 
     def detach(self) -> None:
         """Give the attached optimizers their own methods back."""
@@ -349,7 +360,7 @@ class Engine:
             give_back_optimizer(updater.optimizer)
         for handle in self._optimizer_handles:
             handle.remove()
-        self._updaters, self._sizes, self._clip, self._outcomes = {}, {}, {}, {}
+        self._updaters, self._admitted, self._clip, self._outcomes = {}, {}, {}, {}
         self._optimizer_handles = []
         self._stats = None
 
@@ -372,15 +383,18 @@ class Engine:
         """
         self._stats = None
         by_bucket: dict[int, list[int]] = {}
+        cleared = set()
         for parameter in parameters:
             parameter.grad = None
+            cleared.add(id(parameter))
             if (bucket := self._bucket_of.get(id(parameter))) is not None:
                 by_bucket.setdefault(id(bucket), []).append(bucket.index[id(parameter)])
         for bucket in self.buckets:
             if indices := by_bucket.get(id(bucket)):
                 bucket.clear_gradients(indices, keep_used=not set_to_none)
         for key, updater in self._updaters.items():
-            if any(id(self._bucket_of.get(id(p))) in by_bucket for p in parameters_of(updater.optimizer)):
+            # What is left of its gradients stays clipped.
+            if cleared.issuperset(map(id, parameters_of(updater.optimizer))):
                 self._clip.pop(key, None)
 
     @without_freed_checks
@@ -455,8 +469,6 @@ class Engine:
         if self.stats(optimizer).found_inf and self.skip_nonfinite:
             return  # the step will be skipped: a clamp must not hide why
         self._fold_clipping(optimizer)
-        for bucket, _ in self._owned_segments(parameters_of(optimizer)):
-            bucket.gradients.widen()  # 16 bits would round the bound
         for gradients in self._owned_gradients(optimizer):
             bound = min(clip_value * self._scale, torch.finfo(gradients.dtype).max)
             gradients.clamp_(-bound, bound)
@@ -470,9 +482,13 @@ class Engine:
                 gradients.mul_(scale)
 
     def _owned_gradients(self, optimizer: Optimizer) -> Iterator[Tensor]:
-        """Views of the owned slices that hold gradients of ``optimizer``'s parameters."""
+        """Views of the owned slices that hold gradients of ``optimizer``'s parameters, to be changed in place.
+
+        In fp32 at least: 16 bits would round what is done to them, and the update itself does not.
+        """
         for bucket, segments in self._owned_segments(parameters_of(optimizer)):
             if not bucket.gradients.empty:
+                bucket.gradients.widen()
                 for run in runs(segments, lambda _: True):
                     yield bucket.gradients.read(run.start, run.stop)
 
@@ -524,8 +540,16 @@ class Engine:
             self.settle()  # they may read parameters
 
     def _judge_scale(self, found_inf: bool) -> None:
-        """Tell the scaler, unless it has already moved on from the scale that these gradients have."""
+        """Tell the scaler what became of a step, unless it has moved on from the scale that these gradients have.
+
+        Steps of several optimizers on one backward are one verdict: an overflow of any of them counts, once.
+        """
+        if self._verdict is not None:
+            state, overflowed = self._verdict
+            self._scaler.load_state_dict(state)
+            found_inf = found_inf or overflowed
         if self._scale == self._scaler.scale:
+            self._verdict = (self._scaler.state_dict(), found_inf)
             self._scaler.update(found_inf)
 
     def _skip(self, optimizer: Optimizer) -> None:
@@ -582,21 +606,20 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------------- consistency
 
-    def settle(self, compare: bool = False) -> None:
-        """Finish updates and gathers, take over edits by user code: shards and whole parameters agree. Collective.
-
-        Args:
-            compare: find edits by comparing values, also those through ``.data``, which move no version counter.
-        """
-        self._absorb_edits(compare)
+    def settle(self) -> None:
+        """Finish updates and gathers, take over edits by user code: shards and whole parameters agree. Collective."""
+        self._absorb_edits()
         for bucket in self.buckets:
             if bucket.state is BucketState.STALE:
                 bucket.unshard()
 
-    def _absorb_edits(self, compare: bool = False) -> None:
-        for bucket in self.buckets:
-            if bucket.state is BucketState.GATHERED:
-                bucket.absorb_edits(everything=compare)
+    def _absorb_edits(self) -> None:
+        gathered = [bucket for bucket in self.buckets if bucket.state is BucketState.GATHERED]
+        asked = [(bucket, edit) for bucket in gathered if (edit := bucket.hidden_edit()) is not None]
+        answers = torch.stack([edit for _, edit in asked]).tolist() if asked else []  # one wait for the device
+        hidden = {id(bucket) for (bucket, _), answer in zip(asked, answers, strict=True) if answer}
+        for bucket in gathered:
+            bucket.absorb_edits(everything=id(bucket) in hidden)
 
     @contextlib.contextmanager
     def gathered(self, parameters: Iterable[Parameter], writeback: bool = False) -> Iterator[None]:
@@ -627,7 +650,7 @@ class Engine:
 
     def release(self) -> None:
         """Undo everything: ordinary parameters at full precision, no hooks, optimizers of their own. Collective."""
-        self.settle(compare=True)
+        self.settle()
         self.detach()
         for module in self.module.modules():
             give_back_module(module)
@@ -639,6 +662,7 @@ class Engine:
             bucket.release()
         self.buckets = []
         self._bucket_of = {}
+        self.released = True
         _ENGINES.discard(self)
 
     def bucket_of(self, parameter: Tensor) -> Bucket | None:

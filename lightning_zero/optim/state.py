@@ -26,6 +26,7 @@ class ShardState:
     def __init__(self, bucket: Bucket, per_element: frozenset[str]) -> None:
         self._store = bucket.placement.optimizer_store
         self._numel = bucket.layout.shard_numel
+        self._numels = bucket.layout.numels
         self._per_element = per_element
         self.flat: dict[str, Tensor] = {}  # by name; 1-D, Ψ/S
         self._scalars: dict[Segment, State] = {}
@@ -43,7 +44,7 @@ class ShardState:
 
     def put(self, segment: Segment, state: State) -> None:
         """Take over what an update left behind; tensors that are views from :meth:`get` stay where they are."""
-        names = tuple(name for name, value in state.items() if self._is_flat(name, value))
+        names = tuple(name for name, value in state.items() if self._is_flat(name, value, segment.numel))
         for name in names:
             view = self.zeros(name, state[name].dtype)[segment.start : segment.stop]
             if view.data_ptr() != state[name].data_ptr():
@@ -56,7 +57,7 @@ class ShardState:
         part = slice(segment.param_start, segment.param_start + segment.numel)
 
         def cut(name: str, value: Any) -> Any:
-            if self._is_flat(name, value):
+            if self._is_flat(name, value, self._numels[segment.param]):
                 return value.detach().reshape(-1)[part]
             return value.detach().clone() if isinstance(value, Tensor) else value
 
@@ -85,5 +86,6 @@ class ShardState:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.flat.values())
 
-    def _is_flat(self, name: str, value: Any) -> bool:
-        return name in self._per_element and isinstance(value, Tensor)
+    def _is_flat(self, name: str, value: Any, numel: int) -> bool:
+        # The names are known from a trial; a group that joins later may keep more than was tried.
+        return isinstance(value, Tensor) and (name in self._per_element or value.numel() == numel > 1)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from omegaconf import DictConfig, OmegaConf
 from torch.optim import SGD, AdamW
@@ -203,6 +203,24 @@ def test_default_callbacks_work_without_a_logger(composed: Compose) -> None:
     assert not any(isinstance(callback, LearningRateMonitor) for callback in trainer.callbacks)
 
 
+@pytest.mark.parametrize(
+    ("flag", "kind"),
+    [
+        ("enable_progress_bar", ProgressBar),
+        ("enable_model_summary", ModelSummary),
+        ("enable_checkpointing", ModelCheckpoint),
+    ],
+)
+@pytest.mark.parametrize("option", ["default", "none"])
+def test_the_trainer_switches_callbacks_off(composed: Compose, flag: str, kind: type[Callback], option: str) -> None:
+    def found(value: str) -> list[Callback]:
+        trainer = build_trainer(composed(f"callbacks={option}", f"trainer.{flag}={value}"))
+        return [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
+
+    assert found("false") == []
+    assert len(found("true")) == 1
+
+
 def test_anything_the_trainer_takes_can_be_added(composed: Compose) -> None:
     assert build_trainer(composed("+trainer.min_steps=3")).min_steps == 3
 
@@ -336,6 +354,26 @@ def test_mistakes_name_what_would_be_right(
     run_app: Callable[..., str], overrides: list[str], expected: list[str]
 ) -> None:
     message = run_app(*overrides)
+    assert "Traceback" not in message
+    for part in expected:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["scheduler=cosine"], ["WarmupCosineLR", "warmup_steps=100 must be", "less than total_steps=50"]),
+        (["optimizer.lr=-1"], ["AdamW", "Invalid learning rate: -1"]),
+        (["+scheduler._target_=torch.optim.lr_scheduler.StepLR"], ["StepLR", "missing", "'step_size'"]),
+    ],
+)
+def test_refused_optimizers_and_schedulers_end_with_a_message(
+    run_app: Callable[..., str], overrides: list[str], expected: list[str]
+) -> None:
+    def task(cfg: DictConfig) -> None:
+        build_optimizers(cfg.optimizer, cfg.scheduler, [torch.nn.Parameter(torch.zeros(2))], 50)
+
+    message = run_app("run_dir=x", *overrides, task=task)
     assert "Traceback" not in message
     for part in expected:
         assert part in message

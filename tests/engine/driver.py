@@ -17,6 +17,7 @@ from lightning_zero.engine import (
     DeviceStore,
     Engine,
     HostStore,
+    LossScaler,
     Mesh,
     MixedPrecisionPolicy,
     Placement,
@@ -80,7 +81,13 @@ def make_placement(setup: Setup, mesh: Mesh | None = None) -> Placement:
 
 
 def make_engine(
-    model: nn.Module, setup: Setup, mesh: Mesh | None = None, *, optimizers: Sequence[Optimizer] = ()
+    model: nn.Module,
+    setup: Setup,
+    mesh: Mesh | None = None,
+    *,
+    optimizers: Sequence[Optimizer] = (),
+    scaler: LossScaler | None = None,
+    skip_nonfinite: bool = True,
 ) -> Engine:
     """An engine, before `attach`; given optimizers, only their parameters are reduced."""
     optimized = [p for o in optimizers for group in o.param_groups for p in group["params"]]
@@ -90,6 +97,8 @@ def make_engine(
         optimized=optimized if optimizers else None,
         units=setup.units,
         bucket_size_mb=setup.bucket_size_mb,
+        scaler=scaler,
+        skip_nonfinite=skip_nonfinite,
     )
 
 
@@ -98,17 +107,21 @@ def start(
     make_optimizer: OptimizerFactory,
     setup: Setup,
     mesh: Mesh | None = None,
+    *,
+    scaler: LossScaler | None = None,
+    skip_nonfinite: bool = True,
 ) -> Session:
     optimizer = make_optimizer(model)
-    engine = make_engine(model, setup, mesh, optimizers=[optimizer])
+    engine = make_engine(model, setup, mesh, optimizers=[optimizer], scaler=scaler, skip_nonfinite=skip_nonfinite)
     updater = make_updater(optimizer, engine, setup.native)
     engine.attach([updater])
     return Session(model, engine, optimizer, updater)
 
 
 def backward(engine: Engine, loss: Tensor, *, last: bool = True) -> None:
-    """One micro-batch's backward; `last` if the step follows."""
+    """One micro-batch's backward, of the loss times the engine's scale; `last` if the step follows."""
     with contextlib.nullcontext() if last else engine.no_sync():
+        loss = engine.scale_loss(loss)
         engine.begin_backward()
         loss.backward()
         engine.flush()

@@ -7,9 +7,11 @@ import csv
 import importlib
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +75,16 @@ def test_the_experiment_is_nanogpts_setting() -> None:
     assert (cfg.scheduler.warmup_steps, cfg.scheduler.min_lr_ratio) == (100, 0.1)
     assert (cfg.model.dropout, cfg.trainer.gradient_clip_val) == (0.0, 1.0)
     assert cfg.strategy.stage == 3
+
+
+def test_the_primary_configuration_lists_every_option() -> None:
+    package = Path(str(resources.files("lightning_zero.conf")))
+    text = (EXAMPLE / "conf" / "train.yaml").read_text()
+    listed = re.findall(r"^  - (\w+): \w+ # (?:.*: )?([\w ]+)$", text, re.MULTILINE)
+    assert len(listed) == 10
+    for group, names in listed:
+        files = [path for conf in (package, EXAMPLE / "conf") for path in (conf / group).glob("*.yaml")]
+        assert sorted(names.split()) == sorted(path.stem for path in files), group
 
 
 # -- model --
@@ -309,6 +321,54 @@ def test_an_uneven_split_of_the_batch_is_refused(gpt2: SimpleNamespace) -> None:
         gpt2.data.check_divisible(10, 3, 1)
 
 
+# -- options --
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=null", "seed=None must be an integer from 0 to 4294967295, such as 1337: change seed"),
+        ("seed=-1", "seed=-1 must be an integer from 0"),
+        ("seed=0.5", "seed=0.5 must be an integer from 0"),
+        ("sample.prompt=", "sample.prompt='' must be a text of at least one character, such as"),
+        ("sample.prompt=null", "sample.prompt=None must be a text"),
+        ("sample.prompt=42", "sample.prompt=42 must be a text"),
+        ("sample.length=-1", "sample.length=-1 must be an integer of at least 0, such as 400: change sample.length"),
+        ("sample.length=2.5", "sample.length=2.5 must be an integer of at least 0"),
+        ("sample.temperature=0", "sample.temperature=0 must be a number > 0, such as 0.8: change sample.temperature"),
+        ("sample.temperature=-1", "sample.temperature=-1 must be a number > 0"),
+        ("sample.temperature=nan", "sample.temperature=nan must be a number > 0"),
+        ("sample.temperature=null", "sample.temperature=None must be a number > 0"),
+        ("ckpt_path=/nope.ckpt", "ckpt_path='/nope.ckpt' must be an existing file, or null to start anew: change"),
+        ("ckpt_path=", "ckpt_path='' must be an existing file"),
+        ("ckpt_path=/", "ckpt_path='/' must be an existing file"),
+    ],
+)
+def test_unusable_options_are_refused_at_once(
+    gpt2: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, override: str, message: str
+) -> None:
+    monkeypatch.setattr(gpt2.train, "instantiate", None)  # nothing is read or built before
+    with pytest.raises(ValueError, match=message):
+        gpt2.train.main.__wrapped__(composed(override))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=0",
+        "sample.prompt=' '",
+        "sample.length=0",
+        "sample.temperature=1",
+        "ckpt_path=last",
+        "ckpt_path=hpc",
+        "ckpt_path=s3://bucket/last.ckpt",
+        f"ckpt_path='{__file__}'",
+    ],
+)
+def test_usable_options_pass(gpt2: SimpleNamespace, override: str) -> None:
+    gpt2.train.check_options(composed(override))
+
+
 # -- short runs --
 
 SHORT = (
@@ -318,9 +378,7 @@ SHORT = (
     "trainer.val_check_interval=2",
     "trainer.log_every_n_steps=1",
     "trainer.enable_progress_bar=false",
-    "callbacks.progress_bar=null",
     "trainer.enable_model_summary=false",
-    "callbacks.model_summary=null",
     "scheduler.warmup_steps=1",
     "model.n_layer=1",
     "model.n_embd=16",
@@ -420,13 +478,19 @@ def test_resuming_within_an_epoch_equals_the_whole_run(pool1: RankPool, runs: Pa
         assert torch.equal(value, ends[1]["state_dict"][key])
 
 
-def test_a_finished_run_has_nothing_left_to_train(pool1: RankPool, runs: Path) -> None:
-    pool1.run(train_briefly, str(runs / "whole"), 1)
+@ranks(1, 2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("validation", ["null", "0"])
+def test_a_finished_run_has_nothing_left_to_train(pool: RankPool, runs: Path, strategy: str, validation: str) -> None:
+    options = pool.world_size, f"strategy={strategy}", f"trainer.limit_val_batches={validation}"
+    pool.run(train_briefly, str(runs / "whole"), *options)
     last = f"ckpt_path={runs}/whole/checkpoints/last.ckpt"
-    pool1.run(train_briefly, str(runs / "again"), 1, last, "logger=none")
+    pool.run(train_briefly, str(runs / "again"), *options, last, "logger=none")
     summary = json.loads((runs / "again" / "summary.json").read_text())
     assert summary["val_loss"] == results(runs / "whole")[0]["val_loss"]
     assert summary["train_loss"] is None
+    assert 1e7 < summary["peak_memory_bytes"] < 1e11
+    assert (runs / "again" / "sample.txt").read_text() == (runs / "whole" / "sample.txt").read_text() != ""
 
 
 def test_a_finished_run_can_be_extended(pool1: RankPool, runs: Path) -> None:
@@ -437,6 +501,23 @@ def test_a_finished_run_can_be_extended(pool1: RankPool, runs: Path) -> None:
     assert (summary["steps"], len(losses)) == (6, 2)
 
 
+@ranks(1, 2)
+def test_a_run_without_validation_reports_the_rest(pool: RankPool, runs: Path) -> None:
+    pool.run(train_briefly, str(runs / "run"), pool.world_size, "trainer.limit_val_batches=0")
+    summary, losses = results(runs / "run")
+    assert summary["val_loss"] is None
+    assert summary["train_loss"] == pytest.approx(sum(losses) / 4)
+    assert (runs / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_half_precision_trains_and_samples(pool1: RankPool, runs: Path) -> None:
+    pool1.run(train_briefly, str(runs / "run"), 1, "strategy=zero3", "precision=fp16", "trainer.max_steps=3")
+    summary, losses = results(runs / "run")
+    assert (summary["steps"], len(losses)) == (3, 3)
+    assert summary["val_loss"] == pytest.approx(math.log(256), rel=0.05)
+    assert (runs / "run" / "sample.txt").read_text().startswith("\n")
+
+
 def test_the_last_steps_are_validated(pool1: RankPool, runs: Path) -> None:
     pool1.run(train_briefly, str(runs / "odd"), 1, "trainer.max_steps=3")
     assert results(runs / "odd")[0]["steps"] == 3
@@ -445,9 +526,9 @@ def test_the_last_steps_are_validated(pool1: RankPool, runs: Path) -> None:
 # -- launchers --
 
 
-def launched(runs: Path, *command: str) -> str:
-    """What `command` prints when it runs the example briefly on two ranks."""
-    arguments = [*command, str(EXAMPLE / "train.py"), *SHORT, f"data.path={runs}/text", "trainer.devices=2"]
+def launched(runs: Path, *command: str, overrides: tuple[str, ...] = ()) -> tuple[int, str, str]:
+    """Exit code, output and errors of `command` running the example briefly on two ranks."""
+    arguments = [*command, str(EXAMPLE / "train.py"), *SHORT, f"data.path={runs}/text", "trainer.devices=2", *overrides]
     process = subprocess.Popen(arguments, cwd=runs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         printed, errors = process.communicate(timeout=120)
@@ -455,8 +536,7 @@ def launched(runs: Path, *command: str) -> str:
         process.terminate()  # not kill: the launcher must end its ranks first
         process.communicate()
         raise
-    assert process.returncode == 0, errors
-    return printed
+    return process.returncode, printed, errors
 
 
 @pytest.mark.launch
@@ -469,7 +549,8 @@ def launched(runs: Path, *command: str) -> str:
     ids=["lightning", "torchrun"],
 )
 def test_launched_ranks_share_a_run_folder_and_rank_0_reports(runs: Path, command: tuple[str, ...]) -> None:
-    printed = launched(runs, *command)
+    code, printed, errors = launched(runs, *command)
+    assert code == 0, errors
     (folder,) = (runs / "outputs" / "gpt2").iterdir()
     assert printed.rstrip().splitlines()[-1] == str(folder)
     assert printed.count("summary.json") == 1
@@ -482,3 +563,11 @@ def test_launched_ranks_share_a_run_folder_and_rank_0_reports(runs: Path, comman
         "sample.txt",
         "summary.json",
     }
+
+
+@pytest.mark.launch
+def test_every_launched_rank_ends_with_the_message(runs: Path) -> None:
+    code, _, errors = launched(runs, sys.executable, overrides=("scheduler.warmup_steps=100",))
+    assert code == 1
+    assert "Traceback" not in errors
+    assert "\nwarmup_steps=100 must be at least 0 and less than total_steps=4: shorten the warm-up" in errors

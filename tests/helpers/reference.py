@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ def train_reference(
     cast: Callable[[nn.Module], nn.Module] | None = None,
     reduce_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
+    loss_scale: float | Sequence[float] = 1.0,
+    skip_nonfinite: bool = False,
 ) -> Trained:
     """Train a copy of `model` on `batches` and return the result. The model must not change its buffers.
 
@@ -53,18 +55,25 @@ def train_reference(
     optimizer then updates `model`'s own precision, the masters, which the working copy follows.
 
     Gradients are reduced in `reduce_dtype` (default: the parameter's) and kept in `grad_dtype` (default: the
-    reduce dtype, or fp32 if that has 16 bits and there are several micro-batches).
+    reduce dtype, or fp32 if that has 16 bits and there are several micro-batches). They are those of the loss
+    times `loss_scale` (one for all steps, or one for each), and divided by it in the master's precision before
+    clipping. `skip_nonfinite=True` leaves optimizer and scheduler alone where one is not finite; the step's norm
+    is then not finite either.
     """
     master = copy.deepcopy(model)
     working = master if cast is None else cast(copy.deepcopy(model))
     optimizer = make_optimizer(master)
     scheduler = make_scheduler(optimizer) if make_scheduler else None
     norms = []
-    for step in batches:
+    scales = [loss_scale] * len(batches) if isinstance(loss_scale, float | int) else loss_scale
+    for step, scale in zip(batches, scales, strict=True):
         divisor = accumulate or len(step)
-        micro = [[rank_gradients(working, batch, loss_fn, divisor) for batch in ranks] for ranks in step]
+        micro = [[rank_gradients(working, batch, loss_fn, divisor, scale) for batch in ranks] for ranks in step]
         gradients = (reduce_then_sum if reduce_each else sum_then_reduce)(micro, reduce_dtype, grad_dtype)
-        set_gradients(master, gradients)
+        set_gradients(master, gradients, scale)
+        if skip_nonfinite and not all_finite(parameter.grad for parameter in master.parameters()):
+            norms.append(clip_gradients(master, None, None))
+            continue
         norms.append(clip_gradients(master, clip_norm, clip_value))
         optimizer.step()
         if scheduler is not None:
@@ -74,10 +83,16 @@ def train_reference(
     return Trained(weights, state_by_name(master, optimizer), norms)
 
 
-def rank_gradients(model: nn.Module, batch: Tensor, loss_fn: LossFunction, divisor: int) -> Gradients:
-    """One rank's gradients of one micro-batch."""
+def rank_gradients(
+    model: nn.Module, batch: Tensor, loss_fn: LossFunction, divisor: int, scale: float = 1.0
+) -> Gradients:
+    """One rank's gradients of one micro-batch, of the loss times `scale`."""
     model.zero_grad(set_to_none=True)
-    (loss_fn(model, batch) / divisor).backward()
+    loss = loss_fn(model, batch) / divisor
+    if scale != 1.0:
+        # In 16 bits the product may overflow.
+        loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
+    loss.backward()
     return [parameter.grad for parameter in model.parameters()]
 
 
@@ -129,10 +144,17 @@ def kept(gradient: Tensor | None, dtype: torch.dtype | None, micro_batches: int)
     return gradient.to(dtype or gradient.dtype)
 
 
-def set_gradients(model: nn.Module, gradients: Gradients) -> None:
-    """Give each parameter its gradient, in its own dtype."""
+def set_gradients(model: nn.Module, gradients: Gradients, scale: float = 1.0) -> None:
+    """Give each parameter its gradient, in its own dtype, divided by `scale`."""
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+        if parameter.grad is not None and scale != 1.0:
+            parameter.grad.div_(scale)
+
+
+def all_finite(gradients: Iterable[Tensor | None]) -> bool:
+    """Whether every element of every gradient is finite."""
+    return all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
 
 
 def clip_gradients(model: nn.Module, clip_norm: float | None, clip_value: float | None) -> float:

@@ -23,7 +23,7 @@ def contains(*parts: str) -> str:
     return "(?s)" + "".join(f"(?=.*{re.escape(part)})" for part in parts)
 
 
-@pytest.mark.parametrize("value", [-1, 4, 1.5, True, False, "2", None, [2]])
+@pytest.mark.parametrize("value", [-1, 4, 1.5, 2.0, True, False, "2", None, [2]])
 def test_stage(value: Any) -> None:
     with pytest.raises(ValueError, match=contains(f"stage={value!r}", "0, 1, 2, 3")):
         ZeroStrategy(stage=value)
@@ -88,6 +88,7 @@ def test_parameters_are_offloaded_at_stage_3_only(stage: int) -> None:
         ("skip_nonfinite", "no", "True or False"),
         ("units", "Block", "list"),
         ("units", nn.Linear, "list"),
+        ("units", 5, "list"),
         ("units", [3], "pattern"),
     ],
 )
