@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.engine import DynamicLossScaler, Engine, LossScaler, MixedPrecisionPolicy
+from lightning_zero.engine import DynamicLossScaler, Engine, LossScaler, MixedPrecisionPolicy, StaticLossScaler
 
 PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 DtypeName = Literal["float16", "bfloat16", "float32", "float64"]
@@ -121,9 +121,14 @@ class ZeroPrecision(Precision):
 
     def attach(self, engine: Engine) -> None:
         """Scale, clip and count through ``engine`` from now on."""
-        engine.skipped_steps += self._skipped_steps
-        self._skipped_steps = 0
-        self._engine = engine
+        if engine is not self._engine:
+            engine.skipped_steps = self.skipped_steps
+            self._engine = engine
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps skipped so far, over all fits with this plugin."""
+        return self._skipped_steps if self._engine is None else self._engine.skipped_steps
 
     @property
     def engine(self) -> Engine:
@@ -186,8 +191,8 @@ class ZeroPrecision(Precision):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The scaler's running state and the number of skipped steps, as plain numbers."""
-        skipped = self._skipped_steps if self._engine is None else self._engine.skipped_steps
-        return {"skipped_steps": skipped, "scaler": {} if self.scaler is None else self.scaler.state_dict()}
+        scaler = {} if self.scaler is None else self.scaler.state_dict()
+        return {"skipped_steps": self.skipped_steps, "scaler": scaler}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -225,17 +230,21 @@ def as_zero_precision(plugin: Precision) -> ZeroPrecision:
 
 def _scaler_of(plugin: Precision) -> LossScaler | None:
     """A scaler with the settings of a plugin's own ``GradScaler``; ``None`` where they are torch's defaults."""
-    stock = plugin.scaler.state_dict() if isinstance(plugin, MixedPrecision) and plugin.scaler is not None else {}
-    names = {
-        "scale": "init_scale",
-        "growth_factor": "growth_factor",
-        "backoff_factor": "backoff_factor",
-        "growth_interval": "window",
-    }
-    given = {ours: stock[theirs] for theirs, ours in names.items() if theirs in stock}
-    if not given or given == _STOCK_SCALER:
+    if not isinstance(plugin, MixedPrecision) or plugin.scaler is None:
         return None
-    return DynamicLossScaler(**given, hysteresis=1)  # torch knows none
+    if not plugin.scaler.is_enabled():
+        return StaticLossScaler(1.0)
+    stock = plugin.scaler.state_dict()
+    given = {
+        "init_scale": stock["scale"],
+        "growth_factor": stock["growth_factor"],
+        "backoff_factor": stock["backoff_factor"],
+        "window": stock["growth_interval"],
+    }
+    if given == _STOCK_SCALER:
+        return None
+    # torch knows no hysteresis and no minimum.
+    return DynamicLossScaler(**given, hysteresis=1, min_scale=min(1.0, stock["scale"]))
 
 
 def _dtype(name: str, value: str | torch.dtype | None) -> torch.dtype | None:

@@ -18,36 +18,40 @@ Undo = Callable[[], None]
 
 def hold_scheduler(config: LRSchedulerConfig, skipped: Skipped) -> Undo:
     """Make the scheduler's ``step`` do nothing while ``skipped()``; returns what gives its own methods back."""
+    own_step, own_state_dict = config.scheduler.step, config.scheduler.state_dict
 
     def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if skipped() else type(scheduler).step(scheduler, *args, **kwargs)
+        return None if skipped() else own_step(*args, **kwargs)
 
     # torch's schedulers save their whole `__dict__`.
     def state_dict(scheduler: Any) -> dict[str, Any]:
-        state: dict[str, Any] = type(scheduler).state_dict(scheduler)
-        return {name: value for name, value in state.items() if name not in ("step", "state_dict")}
+        return {name: value for name, value in own_state_dict().items() if name not in ("step", "state_dict")}
 
     return _replace(config.scheduler, step, state_dict)
 
 
 def hold_average(callback: WeightAveraging, skipped: Skipped) -> Undo:
     """Make the callback leave its average alone after a step while ``skipped()``; returns what undoes it."""
+    own_should_update = callback.should_update
 
     def should_update(callback: WeightAveraging, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         if step_idx is not None and skipped():
             return False
-        return type(callback).should_update(callback, step_idx=step_idx, epoch_idx=epoch_idx)
+        return own_should_update(step_idx=step_idx, epoch_idx=epoch_idx)
 
     return _replace(callback, should_update)
 
 
 def _replace(target: Any, *functions: Callable[..., Any]) -> Undo:
     """Put the functions in the place of the methods of their names, on this object only."""
-    for function in functions:
-        setattr(target, function.__name__, types.MethodType(function, target))
+    names = [function.__name__ for function in functions]
+    before = {name: target.__dict__[name] for name in names if name in target.__dict__}
+    for name, function in zip(names, functions, strict=True):
+        setattr(target, name, types.MethodType(function, target))
 
     def undo() -> None:
-        for function in functions:
-            target.__dict__.pop(function.__name__, None)
+        for name in names:
+            target.__dict__.pop(name, None)
+        target.__dict__.update(before)
 
     return undo

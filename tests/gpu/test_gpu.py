@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,25 @@ from checkpoint.resuming import run
 from helpers import models
 from helpers.ranks import RankPool, ranks
 from lightning import LightningModule
-from strategy.fits import NAMES, Lit, Recipe, assert_close, fit, make_trainer, reference, state_of
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import Precision
+from strategy.fits import (
+    NAMES,
+    Fitted,
+    Lit,
+    Recipe,
+    assert_close,
+    assert_same,
+    fit,
+    make_trainer,
+    reference,
+    state_of,
+)
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lightning_zero import DynamicLossScaler, StaticLossScaler, ZeroPrecision, ZeroStrategy
 from lightning_zero.engine import HostStore
 
 pytestmark = pytest.mark.gpu
@@ -202,33 +219,177 @@ def test_offloading_saves_device_memory(pool: RankPool, precision: str) -> None:
 class Noted(Lit):
     def training_step(self, batch: Tensor, index: int) -> Tensor | None:
         loss = super().training_step(batch, index)
-        autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        device = self.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         block = self.model.blocks[0]
-        self.notes.append((block.up.weight.dtype, block.norm1.weight.dtype, autocast, self.device.type))
+        self.notes.append((block.up.weight.dtype, block.norm1.weight.dtype, autocast, device))
+        scaler = self.trainer.strategy.precision_plugin.scaler
+        self.scaler = None if scaler is None else type(scaler)
         return loss
 
+    def on_train_end(self) -> None:
+        self.notes = [(*note, self.scaler) for note in self.notes]
 
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+# Dtypes of parameters, of norms and of autocast; the loss scaler.
 TABLE = {
-    "32-true": (torch.float32, torch.float32, None),
-    "64-true": (torch.float64, torch.float64, None),
-    "bf16-mixed": (torch.bfloat16, torch.float32, torch.bfloat16),
-    "bf16-true": (torch.bfloat16, torch.bfloat16, None),
+    "32-true": (FP32, FP32, None, None),
+    "64-true": (FP64, FP64, None, None),
+    "bf16-mixed": (BF16, FP32, BF16, None),
+    "bf16-true": (BF16, BF16, None, None),
+    "16-mixed": (FP16, FP32, FP16, DynamicLossScaler),
+    "16-true": (FP16, FP16, None, DynamicLossScaler),
 }
+TOLERANCES = {FP64: 1e-3, FP32: 1e-3, FP16: 1e-2, BF16: 5e-2}
+SCALE = 2.0**10
+STOCK: dict[str, Callable[[str], Precision]] = {
+    "32-true": lambda device: Precision(),
+    "64-true": lambda device: DoublePrecision(),
+    "bf16-mixed": lambda device: MixedPrecision("bf16-mixed", device),
+    "bf16-true": lambda device: HalfPrecision("bf16-true"),
+    "16-mixed": lambda device: MixedPrecision("16-mixed", device, torch.amp.GradScaler(device, init_scale=SCALE)),
+    "16-true": lambda device: HalfPrecision("16-true"),
+}
+
+
+def ours(precision: str) -> ZeroPrecision:
+    """The default scale is too large for these gradients."""
+    scaler = DynamicLossScaler(init_scale=SCALE) if precision.startswith("16") else None
+    return ZeroPrecision(precision, scaler=scaler)  # type: ignore[arg-type]
+
+
+def fit_asked(form: str, name: str, precision: str, recipe: Recipe, device: str = "cuda") -> Fitted:
+    """A fit whose precision is asked for in one of `FORMS`."""
+    stage, offloaded = int(name[4]), "cpu" if "offload" in name else "none"
+    instance = functools.partial(
+        ZeroStrategy, stage, offload_optimizer=offloaded, offload_params=offloaded if stage == 3 else "none"
+    )
+    given: dict[str, Callable[[], dict[str, Any]]] = {
+        "flag": lambda: {"strategy": name, "precision": precision},
+        "flag and instance": lambda: {"strategy": instance(), "precision": precision},
+        "plugin": lambda: {"strategy": name, "plugins": [ours(precision)]},
+        "plugin and instance": lambda: {"strategy": instance(), "plugins": [ours(precision)]},
+        "stock plugin": lambda: {"strategy": name, "plugins": [STOCK[precision](device)]},
+        "plugin in instance": lambda: {"strategy": instance(precision_plugin=ours(precision))},
+        "stock plugin in instance": lambda: {"strategy": instance(precision_plugin=STOCK[precision](device))},
+        "plugin in instance and its flag": lambda: {
+            "strategy": instance(precision_plugin=ours(precision)),
+            "precision": precision,
+        },
+    }
+    return fit(recipe=recipe, module=Noted, accelerator="gpu" if device == "cuda" else device, **given[form]())
+
+
+FORMS = (
+    "flag",
+    "flag and instance",
+    "plugin",
+    "plugin and instance",
+    "stock plugin",
+    "plugin in instance",
+    "stock plugin in instance",
+    "plugin in instance and its flag",
+)
+
+
+def check_row(result: Fitted, precision: str, device: str = "cuda") -> None:
+    *dtypes, scaler = TABLE[precision]
+    assert set(result.notes) == {(*dtypes, device, scaler)}
+    master = FP64 if precision == "64-true" else FP32
+    assert {value.dtype for value in result.weights.values()} == {master}
 
 
 @ranks(1)
 @pytest.mark.parametrize("precision", TABLE)
 @pytest.mark.parametrize("name", ["zero0", "zero2_offload", "zero3", "zero3_offload"])
-def test_the_precision_table_holds_on_a_gpu(pool: RankPool, name: str, precision: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_the_precision_table_holds_on_a_gpu(pool: RankPool, form: str, name: str, precision: str) -> None:
+    """Here "16-mixed" by flag is fp16, as it says."""
     recipe = Recipe(optimizer="momentum")
-    (result,) = pool.run(fit, name, recipe, Noted, accelerator="gpu", precision=precision)
-    assert set(result.notes) == {(*TABLE[precision], "cuda")}
-    master = torch.float64 if precision == "64-true" else torch.float32
-    assert {value.dtype for value in result.weights.values()} == {master}
-    model = recipe.make_model().to(master)
-    tolerance = 5e-2 if "bf16" in precision else 1e-3
+    (result,) = pool.run(fit_asked, form, name, precision, recipe)
+    check_row(result, precision)
+    if precision.startswith("16") and "plugin" not in form:
+        return  # the default scale skips the first steps of this model
+    if precision == "16-true" and form.startswith("stock"):
+        return
+    tolerance = TOLERANCES[TABLE[precision][0]]
+    model = recipe.make_model().to(FP64 if precision == "64-true" else FP32)
     expected = reference(name, recipe, 1, model=model).weights
     torch.testing.assert_close(result.weights, expected, rtol=tolerance, atol=tolerance)
+
+
+@ranks(1)
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+@pytest.mark.parametrize("name", NAMES)
+def test_fp16_training_on_a_gpu_is_near_fp32_on_a_cpu(
+    pool: RankPool, name: str, precision: str, micro: int, optimizer: str
+) -> None:
+    """Adam's first steps have the size of the learning rate whatever the gradient: hence the wide bound."""
+    check_fp16_parity(pool, name, precision, micro, optimizer)
+
+
+def check_fp16_parity(
+    pool: RankPool, name: str, precision: str, micro: int, optimizer: str, accelerator: str = "gpu"
+) -> None:
+    recipe = Recipe(optimizer=optimizer, micro=micro, scheduled=True)
+    flags = {"plugins": [ours(precision)], "accelerator": accelerator, "gradient_clip_val": 0.3}
+    (result,) = pool.run(fit, name, recipe, **flags)
+    expected = reference(name, recipe, 1, clip_norm=0.3).weights
+    torch.testing.assert_close(result.weights, expected, rtol=1e-2, atol=2.5e-2 if optimizer == "adamw" else 5e-3)
+    differences = torch.cat([(result.weights[key] - value).flatten().abs() for key, value in expected.items()])
+    assert differences.median() < 1e-3
+
+
+class Overflowing(Lit):
+    """One micro-batch of the second step has an infinite gradient; notes scale, skips and weights after each step."""
+
+    without: tuple[int, ...] = ()
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        loss = super().training_step(batch, index)
+        planted = index == 2 * self.recipe.micro - 1 and not self.without
+        return loss + (self.model.norm.weight * math.inf).sum() if planted else loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, index: int) -> None:
+        if (index + 1) % self.recipe.micro == 0:
+            strategy = self.trainer.strategy
+            self.notes.append((strategy.loss_scale, strategy.skipped_steps, state_of(self.trainer)))
+
+    def loader(self) -> Any:
+        kept = [batch for n, batch in enumerate(super().loader()) if n not in self.without]
+        return DataLoader(kept, batch_size=None)  # type: ignore[arg-type]
+
+    train_dataloader = loader
+
+
+class WithoutTheSecondStep(Overflowing):
+    without = (2, 3)
+
+
+@ranks(1)
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_overflow_on_a_gpu_skips_the_step(pool: RankPool, name: str, precision: str) -> None:
+    check_overflow(pool, name, precision)
+
+
+def check_overflow(pool: RankPool, name: str, precision: str, accelerator: str = "gpu") -> None:
+    recipe = Recipe(steps=4, micro=2, scheduled=True)
+    scaler = DynamicLossScaler(init_scale=SCALE, hysteresis=2, window=2)
+    flags = {"accelerator": accelerator, "gradient_clip_val": 0.3}
+    plugin = ZeroPrecision(precision, scaler=scaler)  # type: ignore[arg-type]
+    (planted,) = pool.run(fit, name, recipe, Overflowing, plugins=[plugin], **flags)
+    scales, skipped, weights = zip(*planted.notes, strict=True)
+    assert scales == (SCALE, SCALE, SCALE, 2 * SCALE)
+    assert skipped == (0, 1, 1, 1)
+    assert_same(weights[1], weights[0])
+    plugin = ZeroPrecision(precision, scaler=StaticLossScaler(SCALE))  # type: ignore[arg-type]
+    (without,) = pool.run(fit, name, recipe, WithoutTheSecondStep, plugins=[plugin], **flags)
+    # Sums on a GPU may be made in another order the second time.
+    torch.testing.assert_close(planted.weights, without.weights, rtol=1e-3, atol=1e-4)
 
 
 @ranks(1)

@@ -103,7 +103,7 @@ def test_stage_0_has_no_shards() -> None:
 
 
 def test_an_engine_is_asked_for_too_early() -> None:
-    with pytest.raises(RuntimeError, match="inside Trainer"):
+    with pytest.raises(RuntimeError, match="exist from the start of Trainer"):
         ZeroStrategy(2).engine  # noqa: B018
 
 

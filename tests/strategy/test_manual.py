@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 from helpers import models
 from helpers.ranks import RankPool
+from helpers.reference import reduce_ranks
 from lightning import LightningModule
 from strategy.fits import (
     Fitted,
@@ -25,11 +28,15 @@ from strategy.fits import (
     observe,
     one_or_two_ranks,
     reference,
+    slow_unless,
 )
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+
+from lightning_zero import DynamicLossScaler, ZeroPrecision
+from lightning_zero.engine import LossScaler
 
 
 class Manual(Lit):
@@ -221,7 +228,7 @@ def make_optimizers(gan: Gan) -> list[Optimizer]:
     ]
 
 
-def gan_batches(world: int, dtype: torch.dtype) -> list[list[tuple[Tensor, Tensor]]]:
+def gan_batches(world: int, dtype: torch.dtype, steps: int = STEPS) -> list[list[tuple[Tensor, Tensor]]]:
     generator = torch.Generator().manual_seed(2)
 
     def batch() -> tuple[Tensor, Tensor]:
@@ -230,7 +237,7 @@ def gan_batches(world: int, dtype: torch.dtype) -> list[list[tuple[Tensor, Tenso
             torch.randn(4, FEATURES, generator=generator, dtype=dtype),
         )
 
-    return [[batch() for _ in range(world)] for _ in range(STEPS)]
+    return [[batch() for _ in range(world)] for _ in range(steps)]
 
 
 def plain_gan(world: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -258,16 +265,230 @@ def fit_gan(name: str, toggle: bool, dtype: torch.dtype) -> Fitted:
 
 @one_or_two_ranks
 @every_name
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("toggle", [True, False])
-def test_a_gan_trains_as_in_plain_pytorch(pool: RankPool, name: str, toggle: bool) -> None:
-    dtype = torch.float64 if pool.world_size > 1 else torch.float32
+def test_a_gan_trains_as_in_plain_pytorch(pool: RankPool, name: str, toggle: bool, dtype: torch.dtype) -> None:
     results = pool.run(fit_gan, name, toggle, dtype)
     expected = plain_gan(pool.world_size, dtype)
-    if pool.world_size == 1:
-        assert_same(results[0].weights, expected)
+    if dtype == torch.float32:
+        assert_same(results[0].weights, expected)  # the sum of two has one order
     else:
         assert_close(results[0].weights, expected)
     generator, discriminator = results[0].optimizer_states
     assert all(name.startswith("generator") for name in generator)
     assert all(values.keys() == {"step", "sum"} for values in discriminator.values())
     assert results[0].steps == 2 * STEPS
+
+
+# --------------------------------------------------------------------------------------------------- loss scaled GAN
+
+GENERATOR, DISCRIMINATOR = 0, 1
+ROUNDS = 8
+START, WINDOW, HYSTERESIS = 2.0**10, 4, 2
+# Planted overflows (round, network). The generator's two lower the scale; the first of the discriminator's comes after
+# the growth and is free; each network goes on where the other is skipped.
+OVERFLOWS = ((1, GENERATOR), (2, GENERATOR), (6, DISCRIMINATOR))
+
+
+class ScaledGan(Gan):
+    """Plants overflows; notes the scale after every step of either optimizer."""
+
+    def __init__(self, toggle: bool, overflows: Sequence[tuple[int, int]] = OVERFLOWS) -> None:
+        super().__init__(toggle)
+        self.overflows = overflows
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        schedulers = self.lr_schedulers()
+        for network, (optimizer, scheduler) in enumerate(zip(self.optimizers(), schedulers, strict=True)):
+            if self.toggle:
+                self.toggle_optimizer(optimizer)
+            # On the last rank alone.
+            overflows = (index, network) in self.overflows and dist.get_rank() == dist.get_world_size() - 1
+            value = scaled_gan_loss(self, network, batch, overflows)
+            optimizer.zero_grad()
+            self.manual_backward(value)
+            optimizer.step()
+            if self.toggle:
+                self.untoggle_optimizer(optimizer)
+            scheduler.step()
+            strategy = self.trainer.strategy
+            self.notes.append((strategy.loss_scale, strategy.last_step_skipped(optimizer), scheduler.last_epoch))
+
+    def train_dataloader(self) -> Any:
+        batches = [ranks_of[dist.get_rank()] for ranks_of in gan_batches(dist.get_world_size(), torch.float32, ROUNDS)]
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
+def scaled_gan_loss(gan: Gan, network: int, batch: tuple[Tensor, Tensor], overflows: bool) -> Tensor:
+    loss = (gan.generator_loss if network == GENERATOR else gan.discriminator_loss)(*batch)
+    return loss * math.inf if overflows else loss
+
+
+class PlainScale:
+    """The rules of dynamic loss scaling, once more."""
+
+    def __init__(self) -> None:
+        self.value, self.good, self.bad = START, 0, 0
+
+    def judge(self, overflow: bool) -> None:
+        if overflow:
+            self.good, self.bad = 0, self.bad + 1
+            self.value *= 0.5 if self.bad >= HYSTERESIS else 1.0
+        else:
+            self.good += 1
+            if self.good == WINDOW:
+                self.value, self.good, self.bad = self.value * 2, 0, 0
+
+
+def plain_scaled_gan(world: int, fp16: bool) -> tuple[dict[str, Tensor], list[tuple[float, bool, int]]]:
+    """A PyTorch loop with loss scaling: fp32 masters and, for fp16, a working copy under autocast.
+
+    A rank's gradient is divided by the number of ranks in the dtype that it has, and ranks are added in order.
+    """
+    master = Gan(toggle=False)
+    working = copy.deepcopy(master).half() if fp16 else master
+    optimizers = make_optimizers(master)
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, halve) for optimizer in optimizers]
+    scale, notes = PlainScale(), []
+    for index, step in enumerate(gan_batches(world, torch.float32, ROUNDS)):
+        for network, (optimizer, scheduler) in enumerate(zip(optimizers, schedulers, strict=True)):
+            used, per_rank = scale.value, []
+            for rank, batch in enumerate(step):
+                working.zero_grad()
+                with torch.autocast("cpu", torch.float16, enabled=fp16):
+                    overflows = (index, network) in OVERFLOWS and rank == world - 1
+                    loss = scaled_gan_loss(working, network, batch, overflows)
+                (loss.float() * used).backward()
+                per_rank.append([parameter.grad for parameter in working.parameters()])
+            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            gradients = [
+                g for g, p in zip(reduce_ranks(per_rank, None), master.parameters(), strict=True) if id(p) in own
+            ]
+            overflow = not all(bool(gradient.isfinite().all()) for gradient in gradients)
+            if not overflow:
+                for parameter, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=True):
+                    parameter.grad = gradient.float() / used
+                optimizer.step()
+                scheduler.step()
+                with torch.no_grad():
+                    for low, high in zip(working.parameters(), master.parameters(), strict=True):
+                        low.copy_(high)
+            scale.judge(overflow)
+            notes.append((scale.value, overflow, scheduler.last_epoch))
+    return {name: value.detach() for name, value in master.state_dict().items()}, notes
+
+
+def fit_scaled_gan(name: str, toggle: bool, precision: str, scaler: LossScaler | None) -> Fitted:
+    gan = ScaledGan(toggle, OVERFLOWS if scaler is not None else ())
+    trainer = make_trainer(name, plugins=[ZeroPrecision(precision, scaler=scaler)])
+    trainer.fit(gan)
+    return observe(trainer, gan)  # type: ignore[arg-type]
+
+
+@one_or_two_ranks
+@every_name
+@pytest.mark.parametrize("precision", slow_unless(["16-mixed"], ["16-mixed", "32-true"]))
+@pytest.mark.parametrize("toggle", [True, False])
+def test_a_gan_with_loss_scaling_is_a_plain_loop_with_loss_scaling(
+    pool: RankPool, name: str, toggle: bool, precision: str
+) -> None:
+    scaler = DynamicLossScaler(init_scale=START, window=WINDOW, hysteresis=HYSTERESIS)
+    results = pool.run(fit_scaled_gan, name, toggle, precision, scaler)
+    weights, notes = plain_scaled_gan(pool.world_size, fp16=precision == "16-mixed")
+    for result in results:
+        assert result.notes == notes
+    assert_same(results[0].weights, weights)
+    scales = [scale for scale, _, _ in notes]
+    assert sum(skipped for _, skipped, _ in notes) == len(OVERFLOWS)
+    assert min(scales) == START / 2  # it fell
+    assert scales[-1] > min(scales)  # and grew again
+    assert results[0].steps == 2 * ROUNDS
+
+
+class Lagging(ScaledGan):
+    """The discriminator steps in every second round only; until then its gradients are held, and add up."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        generator, discriminator = self.optimizers()
+        generator.zero_grad()
+        self.manual_backward(self.generator_loss(*batch))
+        generator.step()
+        self.notes.append(self.trainer.strategy.loss_scale)
+        self.manual_backward(self.discriminator_loss(*batch))
+        if index % 2:
+            discriminator.step()
+            discriminator.zero_grad()
+            self.notes.append(self.trainer.strategy.loss_scale)
+
+
+def fit_lagging(name: str, scaler: LossScaler | None) -> Fitted:
+    gan = Lagging(toggle=False)
+    trainer = make_trainer(name, plugins=[ZeroPrecision("32-true", scaler=scaler)])
+    trainer.fit(gan)
+    return observe(trainer, gan)  # type: ignore[arg-type]
+
+
+@one_or_two_ranks
+@every_name
+@pytest.mark.parametrize("window", [1, 2])
+def test_gradients_held_while_the_scale_grows_are_what_they_were(pool: RankPool, name: str, window: int) -> None:
+    """The scale is a power of two, so that fp32 shows nothing of it."""
+    expected = pool.run(fit_lagging, name, None)[0]
+    results = pool.run(fit_lagging, name, DynamicLossScaler(init_scale=2.0, window=window))
+    steps = ROUNDS + ROUNDS // 2
+    assert results[0].notes == [2.0 ** (1 + n // window) for n in range(1, steps + 1)]
+    assert_same(results[0].weights, expected.weights)
+
+
+class Together(ScaledGan):
+    """One backward, then both optimizers step: the second step's gradients have the scale from before the growth."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        generator, discriminator = self.optimizers()
+        for optimizer in (generator, discriminator):
+            optimizer.zero_grad()
+        self.manual_backward(self.generator_loss(*batch))
+        for optimizer in (generator, discriminator):
+            optimizer.step()
+            self.notes.append(self.trainer.strategy.loss_scale)
+
+
+def fit_together(name: str, scaler: LossScaler | None) -> Fitted:
+    gan = Together(toggle=False)
+    trainer = make_trainer(name, plugins=[ZeroPrecision("32-true", scaler=scaler)])
+    trainer.fit(gan)
+    return observe(trainer, gan)  # type: ignore[arg-type]
+
+
+@one_or_two_ranks
+@every_name
+def test_two_steps_of_one_backward_share_its_scale(pool: RankPool, name: str) -> None:
+    expected = pool.run(fit_together, name, None)[0]
+    results = pool.run(fit_together, name, DynamicLossScaler(init_scale=2.0, window=1))
+    assert_same(results[0].weights, expected.weights)
+    # The scale moves once a round, and so not during the second step.
+    assert results[0].notes == [2.0 ** (2 + n // 2) for n in range(2 * ROUNDS)]
+
+
+class ByEpoch(Manual):
+    """Overflows in the last step of every epoch; the scheduler is stepped by hand after the epoch."""
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = models.next_token_loss(self.model, batch)
+        self.manual_backward(loss * math.inf if index == self.recipe.steps - 1 else loss)
+        optimizer.step()
+
+    def on_train_epoch_end(self) -> None:
+        assert self.trainer.strategy.last_step_skipped(self.trainer.optimizers[0])
+        self.lr_schedulers().step()
+        self.notes.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+@one_or_two_ranks
+@pytest.mark.parametrize("name", ["zero2_offload", "zero3"])
+def test_a_scheduler_stepped_by_hand_after_the_epoch_ignores_skips(pool: RankPool, name: str) -> None:
+    recipe = Recipe(steps=2, scheduled=True, optimizer="momentum", options={"lr": 1.0})
+    results = pool.run(fit, name, recipe, ByEpoch, max_epochs=3)
+    assert [result.notes for result in results] == [[0.5, 0.25, 0.125]] * pool.world_size
