@@ -116,9 +116,8 @@ class Engine:
         self._scaler = StaticLossScaler(1.0) if scaler is None else scaler
         self._scale = self._scaler.scale  # of all gradients that are held; the scaler's may already be the next one
         self._loss_scaled = False  # since the last flush
-        self._verdict: tuple[dict[str, float], bool] | None = (
-            None  # since the last backward: scaler before it, overflow
-        )
+        # Of the steps since the last backward: the scaler's state before them, and whether one overflowed.
+        self._verdict: tuple[dict[str, float], bool] | None = None
         self._outcomes: dict[int, StepOutcome] = {}  # by id of the optimizer: its last step
         chosen = optimized if optimized is not None else (p for p in module.parameters() if p.requires_grad)
         unit_list = find_units(module, units)
