@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero import checkpoint as _checkpoint
+from lightning_zero import ops
 from lightning_zero.engine import (
     DeviceStore,
     Engine,
@@ -212,6 +213,7 @@ class ZeroStrategy(DDPStrategy):
             self._check_world_size()
         super().setup_environment()
         self._check_world_size()
+        ops.share_cores(self.num_processes)  # every rank of this machine updates at the same time
         if self._mesh is None:
             self._mesh = Mesh.create(self.shard_size, self._timeout)
         # Another Trainer's engine would go on holding the values from before what is loaded next.

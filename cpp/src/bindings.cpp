@@ -30,7 +30,7 @@ std::vector<std::string> names(bool supported_only) {
 void adamw(const std::string& isa, std::uintptr_t param, std::uintptr_t exp_avg, std::uintptr_t exp_avg_sq,
            std::uintptr_t grad, DType grad_dtype, std::uintptr_t copy_out, DType copy_dtype,
            std::size_t count, double lr, double beta1, double beta2, double eps, double weight_decay,
-           std::int64_t step, double grad_scale, bool decoupled) {
+           std::int64_t step, double grad_scale, bool decoupled, std::size_t threads) {
   const AdamWFunction update = resolve_target(isa).adamw;
   const AdamWCoefficients coefficients =
       adamw_coefficients({lr, beta1, beta2, eps, weight_decay, step, grad_scale, decoupled});
@@ -43,7 +43,7 @@ void adamw(const std::string& isa, std::uintptr_t param, std::uintptr_t exp_avg,
                               copy_dtype,
                               count};
   const py::gil_scoped_release release;
-  update(coefficients, arrays);
+  adamw_parallel(update, coefficients, arrays, threads);
 }
 
 }  // namespace
@@ -67,6 +67,6 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.def("adamw", &adamw, py::kw_only(), py::arg("isa"), py::arg("param"), py::arg("exp_avg"),
         py::arg("exp_avg_sq"), py::arg("grad"), py::arg("grad_dtype"), py::arg("copy_out"),
         py::arg("copy_dtype"), py::arg("count"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
-        py::arg("eps"), py::arg("weight_decay"), py::arg("step"), py::arg("grad_scale"),
-        py::arg("decoupled"));
+        py::arg("eps"), py::arg("weight_decay"), py::arg("step"), py::arg("grad_scale"), py::arg("decoupled"),
+        py::arg("threads"));
 }

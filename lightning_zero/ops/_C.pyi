@@ -39,8 +39,9 @@ def adamw(
     step: int,
     grad_scale: float,
     decoupled: bool,
+    threads: int,
 ) -> None:
-    """Update `count` elements in place at these addresses; `copy_out=0` means no 16-bit copy.
+    """Update `count` elements in place at these addresses; `copy_out=0` means no 16-bit copy; `threads` >= 1.
 
     Raises:
         ValueError: as `resolve_isa`.

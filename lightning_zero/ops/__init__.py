@@ -1,8 +1,10 @@
 """Optimizer kernels on host memory, with the instruction set chosen at run time.
 
-The kernels work on 1-D fp32 masters and moments in place. They run on the calling thread with the GIL
-released, and every instruction set gives the same bits (NaN payloads aside). The environment variable
-`LIGHTNING_ZERO_ISA` (`scalar`, `avx2`, `avx512`) overrides the choice; empty means unset.
+The kernels work on 1-D fp32 masters and moments in place, with the GIL released. Large arrays are shared out to
+threads of the package's own, which sleep in between and beside which torch's may compute. Every instruction set and
+every number of threads gives the same bits (NaN payloads aside). Environment variables, where empty means unset:
+`LIGHTNING_ZERO_ISA` (`scalar`, `avx2`, `avx512`) overrides the instruction set, `LIGHTNING_ZERO_NUM_THREADS` the
+number of threads.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,7 +27,15 @@ except ImportError as error:
         "folder on sys.path hide the installed one."
     ) from error
 
-__all__ = ["adamw_", "compiled_isas", "isa", "supported_isas"]
+__all__ = [
+    "adamw_",
+    "compiled_isas",
+    "get_num_threads",
+    "isa",
+    "set_num_threads",
+    "share_cores",
+    "supported_isas",
+]
 
 _DTYPES = {
     torch.float32: _C.DType.float32,
@@ -36,6 +47,65 @@ _HALF = (torch.bfloat16, torch.float16)
 _ANY = (*_FP32, *_HALF)
 
 _ISA = _C.resolve_isa(os.environ.get("LIGHTNING_ZERO_ISA", ""))
+
+
+def _cores() -> int:
+    """Cores that this process may use: by affinity and by the quota of its control group (a container's limit)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = Path("/sys/fs/cgroup/cpu.max")
+    quota, period = limit.read_text().split() if limit.exists() else ("max", "1")
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def _positive(name: str, value: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} has type {type(value).__name__}; expected int")
+    if value < 1:
+        raise ValueError(f"{name}={value} is out of range; expected >= 1")
+    return value
+
+
+class _Threads:
+    """How many threads a kernel takes: what was asked for, or this process's share of the cores it may run on."""
+
+    def __init__(self, environment: str) -> None:
+        if environment and not environment.isdecimal():
+            raise ValueError(f"LIGHTNING_ZERO_NUM_THREADS={environment!r} must be a whole number >= 1, or unset")
+        self.asked = _positive("LIGHTNING_ZERO_NUM_THREADS", int(environment)) if environment else None
+        self.processes = 1
+        self.cores = _cores()
+
+    @property
+    def number(self) -> int:
+        return self.asked or max(1, self.cores // self.processes)
+
+
+_THREADS = _Threads(os.environ.get("LIGHTNING_ZERO_NUM_THREADS", ""))
+
+
+def get_num_threads() -> int:
+    """The number of threads that a kernel takes at most; small arrays take fewer."""
+    return _THREADS.number
+
+
+def set_num_threads(threads: int | None) -> None:
+    """Take this many threads from now on; `None`: the process's share of the cores it may run on.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: less than 1.
+    """
+    _THREADS.asked = None if threads is None else _positive("threads", threads)
+
+
+def share_cores(processes: int) -> None:
+    """Tell how many processes of this machine run kernels at the same time; the default is one.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: less than 1.
+    """
+    _THREADS.processes = _positive("processes", processes)
 
 
 def isa() -> str:
@@ -68,6 +138,7 @@ def adamw_(
     decoupled: bool = True,
     copy_out: Tensor | None = None,
     isa: str | None = None,
+    threads: int | None = None,
 ) -> None:
     r"""Update parameters and moments in place by AdamW (or Adam), in one pass over memory.
 
@@ -104,6 +175,7 @@ def adamw_(
         copy_out: [n] bf16 or fp16, receives the updated parameter rounded to nearest even; fp16 overflow
             becomes infinity.
         isa: one of `supported_isas` instead of the chosen one, for tests and benchmarks.
+        threads: at most so many instead of `get_num_threads`; >= 1.
 
     Raises:
         TypeError: an argument is not a tensor, has another dtype, or `step` is not an int.
@@ -139,6 +211,7 @@ def adamw_(
         step=step,
         grad_scale=grad_scale,
         decoupled=decoupled,
+        threads=get_num_threads() if threads is None else _positive("threads", threads),
     )
 
 

@@ -26,7 +26,7 @@ arrays = [array("f", [0.1 * (i + k) for i in range(17)]) for k in range(4)]
 _C.adamw(
     isa=isa, **{n: a.buffer_info()[0] for n, a in zip(("param", "exp_avg", "exp_avg_sq", "grad"), arrays)},
     grad_dtype=_C.DType.float32, copy_out=0, copy_dtype=_C.DType.bfloat16, count=17, lr=1e-3, beta1=0.9,
-    beta2=0.999, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.3, decoupled=True,
+    beta2=0.999, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.3, decoupled=True, threads=1,
 )
 assert "torch" not in sys.modules
 print(isa, b"".join(a.tobytes() for a in arrays).hex())

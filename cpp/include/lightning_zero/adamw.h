@@ -51,6 +51,11 @@ AdamWCoefficients adamw_coefficients(const AdamWHyperparameters& hyperparameters
 
 using AdamWFunction = void (*)(const AdamWCoefficients&, const AdamWArrays&);
 
+// Runs `update` on pieces of the arrays, on up to `threads` threads (at least 1). Every element is computed
+// as it would be alone: the result does not depend on the number of threads.
+void adamw_parallel(AdamWFunction update, const AdamWCoefficients& coefficients, const AdamWArrays& arrays,
+                    std::size_t threads);
+
 void adamw_scalar(const AdamWCoefficients& coefficients, const AdamWArrays& arrays);
 #ifdef LIGHTNING_ZERO_X86
 void adamw_avx2(const AdamWCoefficients& coefficients, const AdamWArrays& arrays);
