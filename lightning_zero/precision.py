@@ -72,13 +72,13 @@ class ZeroPrecision(Precision):
             the second micro-batch on.
         master_weights: keep fp32 masters of 16-bit parameters. Without them updates below half a unit in the last place
             of a 16-bit value are lost.
-        scaler: loss scaler; default: :class:`~lightning_zero.DynamicLossScaler` where something is fp16, else none. All
-            optimizers share it; its running state is saved in checkpoints.
+        scaler: loss scaler; default: :class:`~lightning_zero.DynamicLossScaler` where parameters or autocast are fp16,
+            else none. All optimizers share it; its running state is saved in checkpoints.
         cast_inputs: cast floating-point inputs of a step to the parameters' dtype; default: in the ``-true`` modes.
 
     Raises:
         ValueError: unknown precision or dtype.
-        TypeError: ``scaler`` is not a loss scaler.
+        TypeError: ``scaler`` is not a loss scaler, or a switch is not a bool.
     """
 
     def __init__(
@@ -94,7 +94,11 @@ class ZeroPrecision(Precision):
     ) -> None:
         if precision not in _MODES:
             raise ValueError(f"precision={precision!r} is unknown; expected one of {', '.join(map(repr, _MODES))}")
-        if scaler is not None and not isinstance(scaler, LossScaler):
+        for name, flag in (("master_weights", master_weights), ("cast_inputs", cast_inputs)):
+            if flag not in (True, False) and not (name == "cast_inputs" and flag is None):
+                raise TypeError(f"{name}={flag!r} must be True or False")
+        # A class has the attributes that the protocol asks for, too.
+        if scaler is not None and (isinstance(scaler, type) or not isinstance(scaler, LossScaler)):
             raise TypeError(
                 f"scaler={scaler!r} is not a loss scaler; "
                 "expected DynamicLossScaler(...), StaticLossScaler(scale) or None"
@@ -233,7 +237,8 @@ def _scaler_of(plugin: Precision) -> LossScaler | None:
     if not isinstance(plugin, MixedPrecision) or plugin.scaler is None:
         return None
     if not plugin.scaler.is_enabled():
-        return StaticLossScaler(1.0)
+        # For CUDA where there is none, torch disables it by itself.
+        return StaticLossScaler(1.0) if plugin.device == "cpu" or torch.cuda.is_available() else None
     stock = plugin.scaler.state_dict()
     given = {
         "init_scale": stock["scale"],

@@ -23,9 +23,10 @@ def hold_scheduler(config: LRSchedulerConfig, skipped: Skipped) -> Undo:
     def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         return None if skipped() else own_step(*args, **kwargs)
 
-    # torch's schedulers save their whole `__dict__`.
+    # torch's schedulers save their whole `__dict__`, and with it these two methods.
     def state_dict(scheduler: Any) -> dict[str, Any]:
-        return {name: value for name, value in own_state_dict().items() if name not in ("step", "state_dict")}
+        ours = (step, state_dict)
+        return {name: value for name, value in own_state_dict().items() if getattr(value, "__func__", None) not in ours}
 
     return _replace(config.scheduler, step, state_dict)
 

@@ -269,8 +269,9 @@ class Bucket:
     # --------------------------------------------------------------------------------------------------- gradients
 
     def has_gradient(self) -> bool:
-        """Whether a parameter holds a gradient that has not been reduced."""
-        return any(p.grad is not None for p in self.parameters)
+        """Whether there is a gradient that has not been reduced, of a parameter or summed over micro-batches."""
+        held = self._partial is not None or self._window is not None
+        return held or any(p.grad is not None for p in self.parameters)
 
     @torch.no_grad()
     def keep_local(self) -> None:

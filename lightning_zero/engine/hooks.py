@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -36,7 +37,9 @@ class _Call:
     __slots__ = ("begun", "latest_input")
 
     def __init__(self) -> None:
-        self.latest_input: Node | None = None  # whose turn in backward is the end of the call's
+        # Number of the node whose turn in backward is the end of the call's. Not the node: its hooks hold the call, and
+        # Python's collector does not see that cycle.
+        self.latest_input = -1
         self.begun: object = None  # the generation of backward passes in which its own has begun
 
 
@@ -61,6 +64,8 @@ class UnshardHooks:
         self._unit = unit
         self._calls: list[_Call] = []  # forward calls under way
         self._in_backward = 0  # calls whose backward has begun and not ended
+        # After a backward with `create_graph`, another one comes through the same parameters: the flush frees them.
+        self._twice = False
         self._generation = object()  # changes with every flush
         self._handles: list[RemovableHandle] = []
 
@@ -80,6 +85,7 @@ class UnshardHooks:
     def end_backward(self) -> None:
         """After the outermost backward: forget calls whose end no hook saw."""
         self._in_backward = 0
+        self._twice = False
         self._generation = object()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnshardHooks:
@@ -102,9 +108,9 @@ class UnshardHooks:
         if self._on_backward_end is None or self._in_backward or not torch.is_grad_enabled():
             return
         made = [_maker(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        call.latest_input = max(filter(None, made), key=_number, default=None)
-        if call.latest_input is not None:
-            call.latest_input.register_prehook(partial(self._after_backward, call))
+        if (latest := max(filter(None, made), key=_number, default=None)) is not None:
+            call.latest_input = _number(latest)
+            latest.register_prehook(partial(self._after_backward, call))
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._covered() or not self._calls:
@@ -112,25 +118,39 @@ class UnshardHooks:
         call = self._calls.pop()
         if self._in_backward:
             return
-        outputs = [t for t in _tensors(output, _DEPTH) if t.requires_grad] if torch.is_grad_enabled() else []
+        outputs = list(self._outputs(module, output, call)) if torch.is_grad_enabled() else []
         for tensor in outputs:
             node = _maker(tensor)
-            if node is not None and _number(node) > _number(call.latest_input):
+            if node is not None and _number(node) > call.latest_input:
                 node.register_prehook(partial(self._before_backward, call))
             else:  # a leaf, or a view of something made before the call
                 tensor.register_hook(partial(self._before_backward, call))
         # Where backward will come and no output tells when, the unit stays whole until the flush.
-        if self._on_backward_end is not None and (outputs or not self._has_backward(call)):
+        if self._on_backward_end is not None and not self._twice and (outputs or not self._has_backward(call)):
             for bucket in self._buckets:
                 bucket.reshard()
 
+    def _outputs(self, module: nn.Module, output: Any, call: _Call) -> Iterator[Tensor]:
+        """Where backward may enter the call: what it returned, and what it left on the unit (an auxiliary loss)."""
+        for tensor in _tensors(output, _DEPTH):
+            # A parameter that is returned as it is has hooks of its own, and outlives the call.
+            if tensor.requires_grad and not isinstance(tensor, Parameter):
+                yield tensor
+        if self._on_backward_end is not None:
+            for child in module.modules():
+                for value in vars(child).values():
+                    for tensor in value if isinstance(value, list | tuple) else (value,):
+                        if isinstance(tensor, Tensor) and _number(_maker(tensor)) > call.latest_input:
+                            yield tensor
+
     def _has_backward(self, call: _Call) -> bool:
         trainable = any(p.requires_grad for bucket in self._buckets for p in bucket.parameters)
-        return torch.is_grad_enabled() and (call.latest_input is not None or trainable)
+        return torch.is_grad_enabled() and (call.latest_input >= 0 or trainable)
 
     def _before_backward(self, call: _Call, grad: Gradient) -> None:
         for bucket in self._buckets:
             bucket.unshard()
+        self._twice |= torch.is_grad_enabled()
         if call.begun is not self._generation:
             call.begun = self._generation
             self._in_backward += 1
@@ -141,8 +161,7 @@ class UnshardHooks:
         call.begun = None
         # Of a module called twice, the first call's backward may have begun already: its output is the second's input.
         self._in_backward -= 1
-        # With `create_graph` a second backward through the same parameters will come: the flush frees them.
-        if not self._in_backward and not torch.is_grad_enabled() and self._on_backward_end is not None:
+        if not self._in_backward and not self._twice and self._on_backward_end is not None:
             self._on_backward_end(self._buckets)
 
 

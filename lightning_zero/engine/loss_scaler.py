@@ -223,7 +223,8 @@ class DynamicLossScaler(LossScaler):
         counts = {}
         for name in ("clean_steps", "overflows"):
             counts[name] = state.get(name, getattr(self, f"_{name}"))
-            _check(f"the saved {name}", counts[name], "a number >= 0", _is_number(counts[name]) and counts[name] >= 0)
+            valid = _is_number(counts[name]) and 0 <= counts[name] < math.inf
+            _check(f"the saved {name}", counts[name], "a finite number >= 0", valid)
         self._scale = min(max(float(scale), self.min_scale), self.max_scale)
         self._clean_steps, self._overflows = int(counts["clean_steps"]), int(counts["overflows"])
 

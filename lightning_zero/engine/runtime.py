@@ -139,7 +139,8 @@ class Engine:
         self._admitted: dict[int, list[int]] = {}  # by id of the optimizer: ids of the parameters in its groups
         self._clip: dict[int, float] = {}  # by id of the optimizer: factor that clipping asked for
         self._stats: dict[int, GradientStats] | None = None
-        self._clamped = False  # gradients were clamped since the norm in `_stats` was taken
+        self._norms: dict[int, float] = {}  # by id of the optimizer: the norm before anything was clipped
+        self._clamped = False  # gradients were changed since the norm in `_stats` was taken
         self._handles: list[RemovableHandle] = []
         self._optimizer_handles: list[RemovableHandle] = []
         self._unshard_hooks: list[UnshardHooks] = []
@@ -289,6 +290,7 @@ class Engine:
         self._adopt_scale()
         self._verdict = None
         self._stats = None
+        self._norms = {}
         self._reducer.begin(eager)
 
     def _end_unit(self, buckets: Sequence[Bucket]) -> None:
@@ -395,6 +397,7 @@ class Engine:
             # What is left of its gradients stays clipped.
             if cleared.issuperset(map(id, parameters_of(updater.optimizer))):
                 self._clip.pop(key, None)
+                self._norms.pop(key, None)
 
     @without_freed_checks
     def stats(self, optimizer: Optimizer) -> GradientStats:
@@ -404,6 +407,7 @@ class Engine:
         if self._stats is None:
             self._admit_parameters()
             self._stats = self._reduce_stats()
+            self._norms = {key: stats.norm for key, stats in self._stats.items()} | self._norms
         return self._stats[id(optimizer)]
 
     def _reduce_stats(self) -> dict[int, GradientStats]:
@@ -461,6 +465,11 @@ class Engine:
         # A norm that is not finite is the business of `skip_nonfinite`.
         factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
         self._clip[id(optimizer)] = factor * self._clip.get(id(optimizer), 1.0)
+        own = set(map(id, parameters_of(optimizer)))
+        others = (updater.optimizer for updater in self._updaters.values() if updater.optimizer is not optimizer)
+        if any(id(p) in own for other in others for p in parameters_of(other)):
+            self._fold_clipping(optimizer)  # they share gradients: the others see them clipped
+            self._clamped = True
         return norm
 
     def clip_grad_value_(self, optimizer: Optimizer, clip_value: float) -> None:
@@ -510,7 +519,7 @@ class Engine:
         stats = self.stats(optimizer)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask for
         skipped = stats.found_inf and self.skip_nonfinite
-        self._outcomes[id(optimizer)] = StepOutcome(stats.norm, skipped)
+        self._outcomes[id(optimizer)] = StepOutcome(self._norms[id(optimizer)], skipped)
         if skipped:
             self._skip(optimizer)
         else:
@@ -538,30 +547,36 @@ class Engine:
         if optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
             self.settle()  # they may read parameters
 
-    def _judge_scale(self, found_inf: bool) -> None:
+    def _judge_scale(self, found_inf: bool) -> bool:
         """Tell the scaler what became of a step, unless it has moved on from the scale that these gradients have.
 
         Steps of several optimizers on one backward are one verdict: an overflow of any of them counts, once.
+
+        Returns:
+            Whether this made the scale fall.
         """
+        fallen = False  # by the step of another optimizer on the same backward
         if self._verdict is not None:
+            fallen = self._scaler.scale < self._scale
             state, overflowed = self._verdict
             self._scaler.load_state_dict(state)
             found_inf = found_inf or overflowed
-        if self._scale == self._scaler.scale:
-            self._verdict = (self._scaler.state_dict(), found_inf)
-            self._scaler.update(found_inf)
+        if self._scale != self._scaler.scale:
+            return False
+        self._verdict = (self._scaler.state_dict(), found_inf)
+        self._scaler.update(found_inf)
+        return self._scaler.scale < self._scale and not fallen
 
     def _skip(self, optimizer: Optimizer) -> None:
         self.skipped_steps += 1
-        before = self._scaler.scale
         try:
-            self._judge_scale(found_inf=True)
+            falls = self._judge_scale(found_inf=True)
         except LossScaleError as error:
             names = self._nonfinite_names(optimizer)
             raise LossScaleError(f"{error}. Not finite: the gradient of {names}") from None
-        if self._scaler.scale < before:
+        if falls:
             self._warn(
-                f"gradients overflowed: the loss scale falls from {before:g} to {self._scaler.scale:g} "
+                f"gradients overflowed: the loss scale falls from {self._scale:g} to {self._scaler.scale:g} "
                 f"(steps skipped so far: {self.skipped_steps})"
             )
         # Where no lower scale can help, the data or the model is at fault. Ever more rarely: it may be every step.

@@ -737,6 +737,21 @@ def test_a_clean_optimizer_does_not_hide_that_the_other_overflows(consecutive: b
     assert scaler.scale <= 2.0**14
 
 
+def test_growth_that_the_next_optimizers_overflow_undoes_is_no_backoff() -> None:
+    """Nothing falls below the scale that the backward had: no warning (an error here) says so."""
+    model = nn.ModuleDict({name: nn.Linear(3, 1, bias=False) for name in "ab"})
+    a, b = (torch.optim.SGD(part.parameters(), lr=1e-3) for part in model.values())
+    scaler = DynamicLossScaler(1024, window=1, hysteresis=2)
+    engine = driver.make_engine(model, Setup(2), Mesh.single(), optimizers=[a, b], scaler=scaler)
+    engine.attach([make_updater(optimizer, engine, "off") for optimizer in (a, b)])
+    x = torch.ones(1, 3)
+    driver.backward(engine, model["a"](x).sum() + model["b"](x).sum() * math.inf)
+    a.step()
+    assert scaler.scale == 2048
+    b.step()
+    assert (scaler.scale, engine.skipped_steps) == (1024, 1)
+
+
 # ------------------------------------------------------------------------------------------------------- the engine
 
 

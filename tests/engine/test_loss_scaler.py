@@ -274,7 +274,16 @@ def test_a_static_scale_that_makes_no_sense_is_refused(scale: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "state", [{"scale": math.nan}, {"scale": 0}, {"scale": "8"}, {"overflows": -1}, {"clean_steps": None}], ids=str
+    "state",
+    [
+        {"scale": math.nan},
+        {"scale": 0},
+        {"scale": "8"},
+        {"overflows": -1},
+        {"overflows": math.inf},
+        {"clean_steps": None},
+    ],
+    ids=str,
 )
 def test_a_saved_state_that_makes_no_sense_is_refused_and_nothing_changes(state: dict[str, Any]) -> None:
     scaler = DynamicLossScaler()

@@ -15,7 +15,7 @@ from strategy.fits import Lit, Recipe, StrategyArgument, fit
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero import ZeroPrecision, ZeroStrategy
+from lightning_zero import DynamicLossScaler, ZeroPrecision, ZeroStrategy
 
 
 def contains(*parts: str) -> str:
@@ -245,6 +245,14 @@ def test_an_unknown_precision(precision: Any) -> None:
 def test_a_scaler_that_is_none() -> None:
     with pytest.raises(TypeError, match=contains("scaler=65536", "DynamicLossScaler(...)", "StaticLossScaler(scale)")):
         ZeroPrecision("16-mixed", scaler=65536)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=contains("DynamicLossScaler", "StaticLossScaler(scale)")):
+        ZeroPrecision("16-mixed", scaler=DynamicLossScaler)  # type: ignore[arg-type]  # the class
+
+
+@pytest.mark.parametrize("option", ["master_weights", "cast_inputs"])
+def test_a_switch_that_is_no_bool(option: str) -> None:
+    with pytest.raises(TypeError, match=contains(f"{option}='no'", "True or False")):
+        ZeroPrecision("bf16-mixed", **{option: "no"})
 
 
 class Mine(Precision):

@@ -5,8 +5,10 @@ Two ranks: the sum of two gradients has one order, so ddp is the reference bit f
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -294,3 +296,268 @@ def save_after_release(path: str) -> None:
 def test_saving_after_release_says_what_to_do(pool: RankPool, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="Save checkpoints and read optimizer state before the release"):
         pool.run(save_after_release, str(tmp_path / "a.ckpt"))
+
+
+# ------------------------------------------------------------------------------------- graphs that units do not own
+
+
+class Penalized(InPlaceLit):
+    """A gradient penalty, taken before the forward that the loss is made of."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        x = self.model.tokens(batch).detach().requires_grad_()
+        y = x
+        for block in self.model.blocks:
+            y = block(y)
+        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return super().training_step(batch, index) + 0.1 * (gradient.norm(dim=-1) - 1).square().mean()
+
+
+class Auxiliary(nn.Module):
+    """Leaves a loss on itself, or on a child, after it has made its output."""
+
+    def __init__(self, on_child: bool) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 6)
+        self.router = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.ones(6))
+        self.on_child = on_child
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + torch.tanh(self.body(x))
+        losses = [self.router(torch.tanh(x)).square().mean(), (torch.tanh(x) * self.scale).square().mean()]
+        if self.on_child:
+            self.body.losses = losses
+        else:
+            self.loss = losses[0] + losses[1]
+        return y
+
+
+class AuxiliaryLit(InPlaceLit):
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.model.blocks = nn.ModuleList(Auxiliary(on_child=i % 2 == 1) for i in range(3))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        first, second, third = self.model.blocks
+        return loss + first.loss + sum(second.body.losses) + third.loss
+
+
+@ranks(2)
+@every_name
+@pytest.mark.parametrize("module", [Penalized, AuxiliaryLit])
+def test_backward_may_enter_a_unit_in_other_ways_than_by_its_output(
+    pool: RankPool, name: str, module: type[Lit]
+) -> None:
+    assert_as_ddp(pool, name, module, Recipe(optimizer="momentum", options={"lr": 0.01}, steps=3))
+
+
+class Tracked(torch.autograd.Function):
+    """Notes which nodes of its kind are alive."""
+
+    alive: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.token = Token()
+        Tracked.alive.add(ctx.token)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Token:
+    pass
+
+
+class Leaks(InPlaceLit):
+    """Half of the batches do not go backward through the blocks."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        x = self.model.tokens(batch)
+        for block in self.model.blocks:
+            x = Tracked.apply(block(x))
+        return x.square().mean() if index % 2 else self.model.head.weight.square().sum()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.notes.append(len(Tracked.alive))
+
+
+def fit_without_collector(name: str) -> list[int]:
+    gc.collect()
+    gc.disable()
+    try:
+        return fit(name, Recipe(optimizer="sgd", options={"lr": 1e-3}, steps=8), Leaks).notes
+    finally:
+        gc.enable()
+
+
+@ranks(1)
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_graphs_are_freed_without_the_help_of_the_collector(pool: RankPool, name: str) -> None:
+    assert pool.run(fit_without_collector, name)[0] == pool.run(fit_without_collector, "auto")[0]
+
+
+class Position(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class ReturnsParameter(InPlaceLit):
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.model.position = Position()
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        self.notes.append(len(self.model.position.weight._backward_hooks or ()))
+        return super().training_step(batch, index) + self.model.position().square().sum()
+
+
+@ranks(2)
+@every_name
+def test_a_module_may_return_its_parameter(pool: RankPool, name: str) -> None:
+    assert_as_ddp(pool, name, ReturnsParameter)
+    assert pool.run(fit, name, MOMENTUM, ReturnsParameter)[0].notes == [0] * MOMENTUM.steps
+
+
+# ------------------------------------------------------------------------------------------- steps and schedulers
+
+
+class SharedClipped(Lit):
+    """Two optimizers hold the same parameters; one of them clips."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        whole, part = self.optimizers()
+        self.manual_backward(models.next_token_loss(self.model, batch))
+        self.clip_gradients(whole, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
+        for optimizer in (whole, part):
+            optimizer.step()
+        whole.zero_grad()
+
+    def configure_optimizers(self) -> list[Optimizer]:
+        return [SGD(self.model.parameters(), lr=0.1), SGD(self.model.blocks[0].parameters(), lr=0.5)]
+
+
+@ranks(2)
+@every_name
+def test_gradients_that_optimizers_share_are_clipped_for_all_of_them(pool: RankPool, name: str) -> None:
+    expected, actual = pool.run(fit, DDP, MOMENTUM, SharedClipped), pool.run(fit, name, MOMENTUM, SharedClipped)
+    torch.testing.assert_close(actual[0].weights, expected[0].weights, rtol=1e-5, atol=1e-7)
+
+
+class LastIsNone(Lit):
+    """The last micro-batch of every step has no loss."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        return None if index % 2 else super().training_step(batch, index)
+
+
+@ranks(1)
+@pytest.mark.filterwarnings("ignore:.*returned .None.*")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("name", ["zero0", "zero1", "zero3", "zero1_offload"])
+def test_a_step_without_a_last_loss_takes_the_gradients_of_the_others(
+    pool: RankPool, name: str, precision: str
+) -> None:
+    recipe = Recipe(optimizer="sgd", micro=2)
+    expected, actual = (pool.run(fit, n, recipe, LastIsNone, precision=precision)[0] for n in ("zero2", name))
+    assert_same(actual.weights, expected.weights)
+    start = recipe.make_model().state_dict()
+    assert not torch.equal(actual.weights["head.weight"], start["head.weight"])
+
+
+class ReadsNormEarly(Lit):
+    """Asks for the norm after every micro-batch."""
+
+    def on_after_backward(self) -> None:
+        self.trainer.strategy.engine.flush()
+        self.notes.append(self.trainer.strategy.grad_norm(self.optimizers()) > 0)
+
+
+@ranks(2)
+@every_name
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_the_norm_so_far_is_that_of_all_micro_batches_so_far(pool: RankPool, name: str, precision: str) -> None:
+    recipe = Recipe(optimizer="sgd", micro=3, steps=2)
+    assert pool.run(fit, name, recipe, ReadsNormEarly, precision=precision)[0].notes == [True] * 6
+
+
+class Counting:
+    """A scheduler whose state has the name of its method."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.count = optimizer, 0
+
+    def step(self, *_: Any) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["step"]
+
+
+class Counts(Lit):
+    def configure_optimizers(self) -> Any:
+        optimizer = self.recipe.make_optimizer(self.model)
+        return [optimizer], [{"scheduler": Counting(optimizer), "interval": "step"}]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 0:
+            self.trainer.save_checkpoint(self.path)
+
+
+def fit_counting(path: str) -> tuple[Any, int]:
+    lit, again = Counts(MOMENTUM), Counts(MOMENTUM)
+    lit.path = again.path = path
+    make_trainer("zero2").fit(lit)
+    saved = torch.load(path, weights_only=True)["lr_schedulers"]
+    resumed = make_trainer("zero2", max_epochs=2)
+    resumed.fit(again, ckpt_path=path)
+    return saved, resumed.lr_scheduler_configs[0].scheduler.count
+
+
+@ranks(1)
+def test_a_schedulers_own_state_is_saved_whole(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(fit_counting, str(tmp_path / "a.ckpt"))[0] == ([{"step": 4}], 8)
+
+
+class ValueThenNorm(Lit):
+    """Clips by value, and asks for the norm afterwards."""
+
+    asks = False
+
+    def configure_gradient_clipping(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=1e-3, gradient_clip_algorithm="value")
+        if self.asks:
+            self.trainer.strategy.grad_norm(optimizer)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.notes.append(self.trainer.strategy.last_grad_norm(self.optimizers()))
+
+
+class ValueThenNormAsks(ValueThenNorm):
+    asks = True
+
+
+@ranks(2)
+@every_name
+def test_the_last_norm_is_that_before_clipping(pool: RankPool, name: str) -> None:
+    quiet, asking = (pool.run(fit, name, MOMENTUM, m)[0].notes for m in (ValueThenNorm, ValueThenNormAsks))
+    assert asking == quiet
+    assert all(norm > 0.1 for norm in quiet)
