@@ -28,9 +28,10 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.bucket import Bucket, BucketState, Placement
 from lightning_zero.engine.freed import without_freed_checks
+from lightning_zero.engine.gradient_scale import GradientScale
 from lightning_zero.engine.hooks import RefreshHook, UnshardHooks
 from lightning_zero.engine.layout import Segment, runs
-from lightning_zero.engine.loss_scaler import LossScaleError, LossScaler, StaticLossScaler
+from lightning_zero.engine.loss_scaler import LossScaleError, LossScaler
 from lightning_zero.engine.partition import ROOT, Unit, find_units, make_buckets
 from lightning_zero.engine.reducer import Reducer
 from lightning_zero.engine.takeover import (
@@ -113,11 +114,7 @@ class Engine:
         self.released = False
         self.skip_nonfinite = skip_nonfinite or scaler is not None
         self.skipped_steps = 0
-        self._scaler = StaticLossScaler(1.0) if scaler is None else scaler
-        self._scale = self._scaler.scale  # of all gradients that are held; the scaler's may already be the next one
-        self._loss_scaled = False  # since the last flush
-        # Of the steps since the last backward: the scaler's state before them, and whether one overflowed.
-        self._verdict: tuple[dict[str, float], bool] | None = None
+        self._scale = GradientScale(scaler)
         self._outcomes: dict[int, StepOutcome] = {}  # by id of the optimizer: its last step
         chosen = optimized if optimized is not None else (p for p in module.parameters() if p.requires_grad)
         unit_list = find_units(module, units)
@@ -197,7 +194,7 @@ class Engine:
         def mark_ready(_: Tensor) -> None:
             if (alive := engine()) is not None:
                 if not alive._reducer.in_backward:  # `loss.backward()` by user code: reduced when it steps
-                    alive._check_loss_scaled()
+                    alive._scale.check_loss()
                     alive.begin_backward(eager=False)
                 alive._reducer.mark_ready(alive.buckets[number], index)
 
@@ -253,29 +250,15 @@ class Engine:
         return self._reducer.no_sync()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """``loss`` times the loss scale, for backward; in fp32 at least: the product may exceed what fp16 holds."""
+        """``loss`` times the loss scale, for backward; at least fp32."""
         self._adopt_scale()
-        self._loss_scaled = True
-        if self._scale == 1.0:
-            return loss
-        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self._scale
+        return self._scale.multiply(loss)
 
     def _adopt_scale(self) -> None:
-        """Before a backward: everything held and everything to come has the scaler's current scale.
-
-        Gradients are held across a change where another optimizer stepped in between, or where they were not cleared.
-        """
-        if self._scale != self._scaler.scale:
+        """Before a backward: everything held and everything to come has the scaler's current scale."""
+        if (factor := self._scale.adopt()) != 1.0:
             for bucket in self.buckets:
-                bucket.scale_gradients(self._scaler.scale / self._scale)
-            self._scale = self._scaler.scale
-
-    def _check_loss_scaled(self) -> None:
-        if self._scaler.scale != 1.0 and not self._loss_scaled:
-            raise RuntimeError(
-                f"loss.backward() was called on a loss that is not scaled; the loss scale is {self._scaler.scale:g}. "
-                "Use self.manual_backward(loss) in a LightningModule, or engine.scale_loss(loss).backward()"
-            )
+                bucket.scale_gradients(factor)
 
     @without_freed_checks
     def begin_backward(self, eager: bool = True) -> None:
@@ -288,9 +271,10 @@ class Engine:
         for updater in self._updaters.values():
             self._fold_clipping(updater.optimizer)  # gradients that are not cleared stay clipped, as in torch
         self._adopt_scale()
-        self._verdict = None
+        self._scale.begin_backward()
         self._stats = None
         self._norms = {}
+        self._clamped = False
         self._reducer.begin(eager)
 
     def _end_unit(self, buckets: Sequence[Bucket]) -> None:
@@ -308,7 +292,7 @@ class Engine:
         if not self._reducer.in_backward:
             self.begin_backward(eager=False)
         self._reducer.flush()
-        self._loss_scaled = False
+        self._scale.end_backward()
         for hooks in self._unshard_hooks:
             hooks.end_backward()
         self._reshard()
@@ -430,7 +414,7 @@ class Engine:
         parameters = [p for bucket in self.buckets for p in bucket.parameters]
         used_ids = frozenset(id(p) for p, count in zip(parameters, values[len(squares) :], strict=False) if count)
         return {
-            key: GradientStats(math.sqrt(square) / self._scale, not math.isfinite(square), used_ids)
+            key: GradientStats(math.sqrt(square) / self._scale.value, not math.isfinite(square), used_ids)
             for key, square in zip(self._updaters, values, strict=False)
         }
 
@@ -465,9 +449,8 @@ class Engine:
         # A norm that is not finite is the business of `skip_nonfinite`.
         factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
         self._clip[id(optimizer)] = factor * self._clip.get(id(optimizer), 1.0)
-        own = set(map(id, parameters_of(optimizer)))
-        others = (updater.optimizer for updater in self._updaters.values() if updater.optimizer is not optimizer)
-        if any(id(p) in own for other in others for p in parameters_of(other)):
+        others = [ids for key, ids in self._admitted.items() if key != id(optimizer)]
+        if any(not set(ids).isdisjoint(self._admitted[id(optimizer)]) for ids in others):
             self._fold_clipping(optimizer)  # they share gradients: the others see them clipped
             self._clamped = True
         return norm
@@ -478,7 +461,7 @@ class Engine:
             return  # the step will be skipped: a clamp must not hide why
         self._fold_clipping(optimizer)
         for gradients in self._owned_gradients(optimizer):
-            bound = min(clip_value * self._scale, torch.finfo(gradients.dtype).max)
+            bound = min(clip_value * self._scale.value, torch.finfo(gradients.dtype).max)
             gradients.clamp_(-bound, bound)
         self._clamped = True
 
@@ -525,7 +508,7 @@ class Engine:
         else:
             update = Optimizer.profile_hook_step(lambda optimizer: self._update(optimizer, stats.used))
             update(optimizer)
-            self._judge_scale(found_inf=False)
+            self._scale.judge(found_inf=False)
         return not skipped
 
     @torch.no_grad()
@@ -533,7 +516,7 @@ class Engine:
     def _update(self, optimizer: Optimizer, used_anywhere: frozenset[int]) -> None:
         self._absorb_edits()
         # The scale of the gradients, whatever the scaler's is by now.
-        scale = self._clip.get(id(optimizer), 1.0) / self._scale
+        scale = self._clip.get(id(optimizer), 1.0) / self._scale.value
         updater, hyperparameters = self._updaters[id(optimizer)], _snapshot(optimizer)
         used = [p for p in parameters_of(optimizer) if id(p) in used_anywhere]
         for bucket, segments in self._owned_segments(used):
@@ -547,40 +530,20 @@ class Engine:
         if optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
             self.settle()  # they may read parameters
 
-    def _judge_scale(self, found_inf: bool) -> bool:
-        """Tell the scaler what became of a step, unless it has moved on from the scale that these gradients have.
-
-        Steps of several optimizers on one backward are one verdict: an overflow of any of them counts, once.
-
-        Returns:
-            Whether this made the scale fall.
-        """
-        fallen = False  # by the step of another optimizer on the same backward
-        if self._verdict is not None:
-            fallen = self._scaler.scale < self._scale
-            state, overflowed = self._verdict
-            self._scaler.load_state_dict(state)
-            found_inf = found_inf or overflowed
-        if self._scale != self._scaler.scale:
-            return False
-        self._verdict = (self._scaler.state_dict(), found_inf)
-        self._scaler.update(found_inf)
-        return self._scaler.scale < self._scale and not fallen
-
     def _skip(self, optimizer: Optimizer) -> None:
         self.skipped_steps += 1
         try:
-            falls = self._judge_scale(found_inf=True)
+            falls = self._scale.judge(found_inf=True)
         except LossScaleError as error:
             names = self._nonfinite_names(optimizer)
             raise LossScaleError(f"{error}. Not finite: the gradient of {names}") from None
         if falls:
             self._warn(
-                f"gradients overflowed: the loss scale falls from {self._scale:g} to {self._scaler.scale:g} "
+                f"gradients overflowed: the loss scale falls from {self._scale.value:g} to {self._scale.next:g} "
                 f"(steps skipped so far: {self.skipped_steps})"
             )
         # Where no lower scale can help, the data or the model is at fault. Ever more rarely: it may be every step.
-        elif self._scaler.at_minimum and self.skipped_steps & (self.skipped_steps - 1) == 0:
+        elif self._scale.at_minimum and self.skipped_steps & (self.skipped_steps - 1) == 0:
             self._warn(
                 f"skipped a step of {type(optimizer).__name__} on all ranks: inf or nan in the gradient of "
                 f"{self._nonfinite_names(optimizer)} (steps skipped so far: {self.skipped_steps}; the next warning "
@@ -612,7 +575,7 @@ class Engine:
     @property
     def loss_scale(self) -> float:
         """The factor of the next :meth:`scale_loss`; 1 without a scaler."""
-        return self._scaler.scale
+        return self._scale.next
 
     def last_step(self, optimizer: Optimizer) -> StepOutcome | None:
         """What became of the last step of ``optimizer``; ``None`` before the first one since it was attached."""

@@ -421,8 +421,8 @@ class Lagging(ScaledGan):
             self.notes.append(self.trainer.strategy.loss_scale)
 
 
-def fit_lagging(name: str, scaler: LossScaler | None) -> Fitted:
-    gan = Lagging(toggle=False)
+def fit_scaled(module: type[ScaledGan], name: str, scaler: LossScaler | None) -> Fitted:
+    gan = module(toggle=False)
     trainer = make_trainer(name, plugins=[ZeroPrecision("32-true", scaler=scaler)])
     trainer.fit(gan)
     return observe(trainer, gan)  # type: ignore[arg-type]
@@ -433,8 +433,8 @@ def fit_lagging(name: str, scaler: LossScaler | None) -> Fitted:
 @pytest.mark.parametrize("window", [1, 2])
 def test_gradients_held_while_the_scale_grows_are_what_they_were(pool: RankPool, name: str, window: int) -> None:
     """The scale is a power of two, so that fp32 shows nothing of it."""
-    expected = pool.run(fit_lagging, name, None)[0]
-    results = pool.run(fit_lagging, name, DynamicLossScaler(init_scale=2.0, window=window))
+    expected = pool.run(fit_scaled, Lagging, name, None)[0]
+    results = pool.run(fit_scaled, Lagging, name, DynamicLossScaler(init_scale=2.0, window=window))
     steps = ROUNDS + ROUNDS // 2
     assert results[0].notes == [2.0 ** (1 + n // window) for n in range(1, steps + 1)]
     assert_same(results[0].weights, expected.weights)
@@ -453,18 +453,11 @@ class Together(ScaledGan):
             self.notes.append(self.trainer.strategy.loss_scale)
 
 
-def fit_together(name: str, scaler: LossScaler | None) -> Fitted:
-    gan = Together(toggle=False)
-    trainer = make_trainer(name, plugins=[ZeroPrecision("32-true", scaler=scaler)])
-    trainer.fit(gan)
-    return observe(trainer, gan)  # type: ignore[arg-type]
-
-
 @one_or_two_ranks
 @every_name
 def test_two_steps_of_one_backward_share_its_scale(pool: RankPool, name: str) -> None:
-    expected = pool.run(fit_together, name, None)[0]
-    results = pool.run(fit_together, name, DynamicLossScaler(init_scale=2.0, window=1))
+    expected = pool.run(fit_scaled, Together, name, None)[0]
+    results = pool.run(fit_scaled, Together, name, DynamicLossScaler(init_scale=2.0, window=1))
     assert_same(results[0].weights, expected.weights)
     # The scale moves once a round, and so not during the second step.
     assert results[0].notes == [2.0 ** (2 + n // 2) for n in range(2 * ROUNDS)]
