@@ -71,7 +71,7 @@ class GradientScale:
         self._loss_scaled = False
 
     def judge(self, found_inf: bool) -> bool:
-        """Tell the scaler what became of a step, unless it has moved on from the scale that these gradients have.
+        """Tell the scaler what became of a step.
 
         Steps of several optimizers on one backward are one verdict: an overflow of any of them counts, once.
 
@@ -87,8 +87,6 @@ class GradientScale:
             state, overflowed = self._verdict
             self._scaler.load_state_dict(state)
             found_inf = found_inf or overflowed
-        if self.value != self._scaler.scale:
-            return False
         self._verdict = (self._scaler.state_dict(), found_inf)
         self._scaler.update(found_inf)
         return self._scaler.scale < self.value and not fallen
