@@ -9,19 +9,22 @@ PACKAGE ?= -e .
 ARGS ?=
 
 BIN := $(VENV)/bin
-BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(shell find cpp -type f)
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(shell find cpp/include cpp/src -type f)
 
 # The isolated build takes its tools from the same list.
 export PIP_CONSTRAINT := $(abspath constraints.txt)
 export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-slow lint format wheel clean
+.PHONY: help demo test test-slow test-cpp test-cpp-tsan lint format wheel clean
 
 help:
 	@echo "demo       train GPT-2 with strategy=zero2_offload on two ranks; ARGS=... adds overrides"
 	@echo "test       fast tests; ARGS=... goes to pytest"
-	@echo "test-slow  slow tests"
+	@echo "test-slow  slow tests, and test-cpp-tsan"
+	@echo "test-cpp   C++ tests, plain and with the address and undefined-behavior sanitizers; needs GoogleTest"
+	@echo "test-cpp-tsan  C++ tests of what uses threads, with the thread sanitizer"
 	@echo "lint       ruff, mypy, clang-format, codespell"
 	@echo "format     rewrite files in the project's format"
 	@echo "wheel      build dist/*.whl and dist/*.tar.gz"
@@ -47,8 +50,23 @@ test: $(VENV)/.installed-dev
 	$(BIN)/pytest -m "not slow and not long and not gpu" $(ARGS)
 
 # pytest exits with 5 when no test is marked slow.
-test-slow: $(VENV)/.installed-dev
+test-slow: $(VENV)/.installed-dev test-cpp-tsan
 	$(BIN)/pytest -m "slow and not long and not gpu" $(ARGS) || [ $$? -eq 5 ]
+
+# Builds the C++ tests in build/$(1) with the sanitizers $(2) and runs those whose names match $(3).
+define run_cpp_tests
+	$(BIN)/cmake -S . -B build/$(1) -DLIGHTNING_ZERO_TESTS=ON -DLIGHTNING_ZERO_SANITIZE=$(2)
+	$(BIN)/cmake --build build/$(1) --parallel $(JOBS)
+	$(BIN)/ctest --test-dir build/$(1) --output-on-failure --no-tests=error --parallel $(JOBS) -R '$(3)'
+endef
+
+ADDRESS_AND_UNDEFINED := address,undefined
+test-cpp: $(VENV)/.installed-dev
+	$(call run_cpp_tests,cpp,,.)
+	$(call run_cpp_tests,cpp-asan,$(ADDRESS_AND_UNDEFINED),.)
+
+test-cpp-tsan: $(VENV)/.installed-dev
+	$(call run_cpp_tests,cpp-tsan,thread,ThreadPool|BindThreads|Parallel)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

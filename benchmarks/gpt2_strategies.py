@@ -13,20 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import describe
+from benchmarks.gpt2 import ROOT, STEPS, train
 
 STRATEGIES = "zero0 zero1 zero2 zero3 zero1_offload zero2_offload zero3_offload".split()
 PRECISIONS = ("fp32", "bf16")
-ROOT = Path(__file__).parents[1]
-STEPS = 2000  # the experiment's own number, over which the learning rate falls
-KEPT = ("val_loss", "train_loss", "steps", "tokens_per_second", "world_size", "peak_memory_bytes")
 
 
 def main() -> None:
@@ -41,27 +35,13 @@ def main() -> None:
     runs: dict[str, dict[str, Any]] = json.loads(options.out.read_text()) if options.out.exists() else {}
     for precision in options.precisions:
         for strategy in options.strategies:
-            result = train(strategy, precision, options.data, options.steps)
+            result = train([f"strategy={strategy}", f"precision={precision}"], options.data, options.steps)
             column = precision if options.steps == STEPS else f"{precision}, {options.steps} steps"
             runs[f"{strategy} {column}"] = {**result, "environment": describe()}
             print(json.dumps({"strategy": strategy, "precision": precision, **result}), flush=True)
             # After every run: a benchmark of half an hour that is interrupted leaves what it has.
             options.out.write_text(json.dumps(runs, indent=2) + "\n")
     print(table(runs))
-
-
-def train(strategy: str, precision: str, data: Path, steps: int) -> dict[str, Any]:
-    """One training run in processes of its own; what its summary says."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "examples/gpt2/train.py", f"strategy={strategy}", "trainer.devices=2"]
-        command += ["data=text", f"data.path={data.resolve()}", "experiment=shakespeare_cpu", f"precision={precision}"]
-        command += [f"trainer.max_steps={steps}", f"scheduler.total_steps={STEPS}"]
-        command += [f"hydra.run.dir={folder}", "callbacks.progress_bar=null"]
-        result = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
-        if result.returncode:
-            raise RuntimeError(f"{' '.join(command)} ended with {result.returncode}:\n{result.stdout}\n{result.stderr}")
-        summary = json.loads((Path(folder) / "summary.json").read_text())
-    return {key: summary[key] for key in KEPT}
 
 
 def table(runs: dict[str, dict[str, Any]]) -> str:

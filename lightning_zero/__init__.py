@@ -13,10 +13,16 @@ from lightning_zero.registration import register
 if TYPE_CHECKING:
     from lightning_zero.engine import DynamicLossScaler, StaticLossScaler, gathered_parameters
     from lightning_zero.hydra_app import hydra_main
+    from lightning_zero.optim import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion
     from lightning_zero.precision import ZeroPrecision
     from lightning_zero.strategy import ZeroStrategy
 
 __all__ = [
+    "CPUSGD",
+    "CPUAdagrad",
+    "CPUAdam",
+    "CPUAdamW",
+    "CPULion",
     "DynamicLossScaler",
     "StaticLossScaler",
     "ZeroPrecision",
@@ -27,6 +33,11 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CPUAdagrad": "lightning_zero.optim",
+    "CPUAdam": "lightning_zero.optim",
+    "CPUAdamW": "lightning_zero.optim",
+    "CPULion": "lightning_zero.optim",
+    "CPUSGD": "lightning_zero.optim",
     "DynamicLossScaler": "lightning_zero.engine",
     "StaticLossScaler": "lightning_zero.engine",
     "ZeroPrecision": "lightning_zero.precision",

@@ -146,6 +146,70 @@ class RMSpropConf:
 
 
 @dataclass
+class CPUOptimizerConf:
+    """What the CPU optimizers share; each of them is used by its own name."""
+
+    master_layout: str = "fp32"
+    state_dtype: str = "float32"
+    seed: int = 0
+    maximize: bool = False
+
+
+@dataclass
+class CPUAdamWConf(CPUOptimizerConf):
+    """Arguments of `lightning_zero.CPUAdamW`."""
+
+    _target_: str = "lightning_zero.CPUAdamW"
+    lr: float = 1e-3
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    amsgrad: bool = False
+
+
+@dataclass
+class CPUAdamConf(CPUAdamWConf):
+    """Arguments of `lightning_zero.CPUAdam`."""
+
+    _target_: str = "lightning_zero.CPUAdam"
+    weight_decay: float = 0.0
+
+
+@dataclass
+class CPUAdagradConf(CPUOptimizerConf):
+    """Arguments of `lightning_zero.CPUAdagrad`."""
+
+    _target_: str = "lightning_zero.CPUAdagrad"
+    lr: float = 1e-2
+    lr_decay: float = 0.0
+    weight_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+
+
+@dataclass
+class CPULionConf(CPUOptimizerConf):
+    """Arguments of `lightning_zero.CPULion`."""
+
+    _target_: str = "lightning_zero.CPULion"
+    lr: float = 1e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
+    weight_decay: float = 0.0
+
+
+@dataclass
+class CPUSGDConf(CPUOptimizerConf):
+    """Arguments of `lightning_zero.CPUSGD`."""
+
+    _target_: str = "lightning_zero.CPUSGD"
+    lr: float = 1e-3
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+
+@dataclass
 class CosineConf:
     """Arguments of `lightning_zero.schedulers.WarmupCosineLR`."""
 
@@ -165,6 +229,11 @@ SCHEMAS: dict[str, type] = {
     "optimizer/sgd": SGDConf,
     "optimizer/adagrad": AdagradConf,
     "optimizer/rmsprop": RMSpropConf,
+    "optimizer/cpu_adamw": CPUAdamWConf,
+    "optimizer/cpu_adam": CPUAdamConf,
+    "optimizer/cpu_adagrad": CPUAdagradConf,
+    "optimizer/cpu_lion": CPULionConf,
+    "optimizer/cpu_sgd": CPUSGDConf,
     "scheduler/cosine": CosineConf,
 }
 

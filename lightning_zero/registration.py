@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from lightning.pytorch.strategies import StrategyRegistry
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.registry import _StrategyRegistry
@@ -32,44 +30,53 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-_OTHER = "pytorch_lightning.strategies"
-
-
-def register(registry: _StrategyRegistry = StrategyRegistry) -> None:
-    """Make the names known to ``lightning.pytorch.Trainer``.
+def register() -> None:
+    """Make the names known to ``lightning.pytorch.Trainer``, once `lightning` is imported: this imports neither.
 
     In the registry of ``pytorch_lightning``, a copy of the same code with classes of its own, they become an error that
-    says what to import, whichever of the two packages is imported first.
+    says what to import. Which of the packages is imported first does not matter.
     """
-    for name, arguments in STRATEGIES.items():
-        offloads = ", state in host memory" if "offload_optimizer" in arguments else ""
-        description = f"ZeRO stage {arguments['stage']}{offloads}"
-        registry.register(name, _make_strategy, description, override=True, **arguments)
-    if _OTHER in sys.modules:
-        _refuse_in(sys.modules[_OTHER])
-    elif not any(isinstance(finder, _AwaitOther) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AwaitOther())
+    _when_imported("lightning.pytorch.strategies", lambda strategies: register_in(strategies.StrategyRegistry))
+    _when_imported("pytorch_lightning.strategies", _refuse_in)
 
 
-class _AwaitOther(MetaPathFinder):
-    """Sees the import of ``pytorch_lightning`` come, and leaves the names there once it is done."""
+def _when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
+    if name in sys.modules:
+        act(sys.modules[name])
+    elif not any(isinstance(finder, _Await) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Await(name, act))
+
+
+class _Await(MetaPathFinder):
+    """Sees the import of a module come, and acts on the module once it is there."""
+
+    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
+        self.name, self.act = name, act
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _OTHER:
+        if fullname != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def execute_and_refuse(module: ModuleType) -> None:
+            def execute_and_act(module: ModuleType) -> None:
                 execute(module)
-                _refuse_in(module)
+                self.act(module)
 
-            spec.loader.exec_module = execute_and_refuse  # type: ignore[method-assign]
+            spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
         return spec
+
+
+def register_in(registry: _StrategyRegistry) -> None:
+    """Add the names to a registry of strategies."""
+    for name, arguments in STRATEGIES.items():
+        offloads = ", state in host memory" if "offload_optimizer" in arguments else ""
+        description = f"ZeRO stage {arguments['stage']}{offloads}"
+        registry.register(name, _make_strategy, description, override=True, **arguments)
 
 
 def _refuse_in(strategies: ModuleType) -> None:

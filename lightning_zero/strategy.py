@@ -45,7 +45,7 @@ from lightning_zero.engine import (
 from lightning_zero.engine.bucket import Placement
 from lightning_zero.optim import ShardUpdater, make_updater
 from lightning_zero.precision import ZeroPrecision, as_zero_precision
-from lightning_zero.registration import register
+from lightning_zero.registration import register_in
 from lightning_zero.standstill import Undo, hold_average, hold_scheduler
 
 P = ParamSpec("P")
@@ -170,7 +170,7 @@ class ZeroStrategy(DDPStrategy):
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Register ``zero0`` ... ``zero3_offload``."""
-        register(strategy_registry)
+        register_in(strategy_registry)
 
     @property
     def engine(self) -> Engine:

@@ -4,10 +4,12 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "lightning_zero/dispatch.h"
+#include "lightning_zero/thread_pool.h"
 
 namespace py = pybind11;
 
@@ -27,23 +29,74 @@ std::vector<std::string> names(bool supported_only) {
   return result;
 }
 
-void adamw(const std::string& isa, std::uintptr_t param, std::uintptr_t exp_avg, std::uintptr_t exp_avg_sq,
-           std::uintptr_t grad, DType grad_dtype, std::uintptr_t copy_out, DType copy_dtype,
-           std::size_t count, double lr, double beta1, double beta2, double eps, double weight_decay,
-           std::int64_t step, double grad_scale, bool decoupled, std::size_t threads) {
-  const AdamWFunction update = resolve_target(isa).adamw;
-  const AdamWCoefficients coefficients =
-      adamw_coefficients({lr, beta1, beta2, eps, weight_decay, step, grad_scale, decoupled});
-  const AdamWArrays arrays = {pointer<float>(param),
-                              pointer<float>(exp_avg),
-                              pointer<float>(exp_avg_sq),
-                              pointer<const void>(grad),
-                              grad_dtype,
-                              pointer<void>(copy_out),
-                              copy_dtype,
-                              count};
+UpdateArrays arrays(std::size_t count, std::uintptr_t param, DType param_dtype, std::uintptr_t remainder,
+                    std::uintptr_t copy_out, DType copy_dtype, Ties copy_ties, std::uintptr_t grad,
+                    DType grad_dtype, const std::vector<std::uintptr_t>& states, DType state_dtype) {
+  if (states.size() > kMaxStates) throw std::invalid_argument("too many state arrays");
+  UpdateArrays a{pointer<void>(param),
+                 param_dtype,
+                 pointer<std::int16_t>(remainder),
+                 pointer<void>(copy_out),
+                 copy_dtype,
+                 copy_ties,
+                 pointer<const void>(grad),
+                 grad_dtype,
+                 {},
+                 state_dtype,
+                 count};
+  for (std::size_t k = 0; k < states.size(); ++k) a.states[k] = pointer<void>(states[k]);
+  return a;
+}
+
+template <class Coefficients>
+void update(UpdateFunction<Coefficients> function, const Coefficients& coefficients,
+            const UpdateArrays& arrays, const RoundingKey& key, std::size_t threads) {
   const py::gil_scoped_release release;
-  adamw_parallel(update, coefficients, arrays, threads);
+  update_parallel(function, coefficients, arrays, key, threads);
+}
+
+void adam(const std::string& isa, const UpdateArrays& arrays, const RoundingKey& key, std::size_t threads,
+          double lr, double beta1, double beta2, double eps, double weight_decay, std::int64_t step,
+          double grad_scale, bool decoupled, bool amsgrad) {
+  const AdamCoefficients c =
+      adam_coefficients(lr, beta1, beta2, eps, weight_decay, step, grad_scale, decoupled, amsgrad);
+  update(resolve_target(isa).kernels.adam, c, arrays, key, threads);
+}
+
+void adagrad(const std::string& isa, const UpdateArrays& arrays, const RoundingKey& key, std::size_t threads,
+             double lr, double lr_decay, double eps, double weight_decay, std::int64_t step,
+             double grad_scale) {
+  const AdagradCoefficients c = adagrad_coefficients(lr, lr_decay, eps, weight_decay, step, grad_scale);
+  update(resolve_target(isa).kernels.adagrad, c, arrays, key, threads);
+}
+
+void lion(const std::string& isa, const UpdateArrays& arrays, const RoundingKey& key, std::size_t threads,
+          double lr, double beta1, double beta2, double weight_decay, double grad_scale) {
+  const LionCoefficients c = lion_coefficients(lr, beta1, beta2, weight_decay, grad_scale);
+  update(resolve_target(isa).kernels.lion, c, arrays, key, threads);
+}
+
+void sgd(const std::string& isa, const UpdateArrays& arrays, const RoundingKey& key, std::size_t threads,
+         double lr, double momentum, double dampening, bool nesterov, double weight_decay, bool first,
+         double grad_scale) {
+  const SgdCoefficients c =
+      sgd_coefficients(lr, momentum, dampening, nesterov, weight_decay, first, grad_scale);
+  update(resolve_target(isa).kernels.sgd, c, arrays, key, threads);
+}
+
+double sum_of_squares(const std::string& isa, std::uintptr_t values, DType dtype, std::size_t count,
+                      std::size_t threads) {
+  const SumOfSquaresFunction sum = resolve_target(isa).kernels.sum_of_squares;
+  const py::gil_scoped_release release;
+  return sum_of_squares_parallel(sum, pointer<const void>(values), dtype, count, threads);
+}
+
+void convert(SplitFunction function, std::uintptr_t whole, std::uintptr_t high, DType dtype,
+             std::uintptr_t remainder, std::size_t count, std::size_t threads) {
+  const SplitArrays arrays = {pointer<float>(whole), pointer<void>(high), dtype,
+                              pointer<std::int16_t>(remainder), count};
+  const py::gil_scoped_release release;
+  split_parallel(function, arrays, threads);
 }
 
 }  // namespace
@@ -64,9 +117,55 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.def(
       "resolve_isa", [](const std::string& name) { return std::string(resolve_target(name).name); },
       py::arg("name"));
-  m.def("adamw", &adamw, py::kw_only(), py::arg("isa"), py::arg("param"), py::arg("exp_avg"),
-        py::arg("exp_avg_sq"), py::arg("grad"), py::arg("grad_dtype"), py::arg("copy_out"),
-        py::arg("copy_dtype"), py::arg("count"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
-        py::arg("eps"), py::arg("weight_decay"), py::arg("step"), py::arg("grad_scale"), py::arg("decoupled"),
-        py::arg("threads"));
+  py::native_enum<Ties>(m, "Ties", "enum.Enum")
+      .value("even", Ties::even)
+      .value("away", Ties::away)
+      .finalize();
+
+  py::class_<UpdateArrays>(m, "UpdateArrays")
+      .def(py::init(&arrays), py::kw_only(), py::arg("count"), py::arg("param"), py::arg("param_dtype"),
+           py::arg("remainder"), py::arg("copy_out"), py::arg("copy_dtype"), py::arg("copy_ties"),
+           py::arg("grad"), py::arg("grad_dtype"), py::arg("states"), py::arg("state_dtype"));
+  py::class_<RoundingKey>(m, "RoundingKey")
+      .def(py::init<std::uint64_t, std::uint64_t, std::uint64_t>(), py::kw_only(), py::arg("seed"),
+           py::arg("step"), py::arg("index"));
+
+  m.def("adam", &adam, py::kw_only(), py::arg("isa"), py::arg("arrays"), py::arg("key"), py::arg("threads"),
+        py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
+        py::arg("step"), py::arg("grad_scale"), py::arg("decoupled"), py::arg("amsgrad"));
+  m.def("adagrad", &adagrad, py::kw_only(), py::arg("isa"), py::arg("arrays"), py::arg("key"),
+        py::arg("threads"), py::arg("lr"), py::arg("lr_decay"), py::arg("eps"), py::arg("weight_decay"),
+        py::arg("step"), py::arg("grad_scale"));
+  m.def("lion", &lion, py::kw_only(), py::arg("isa"), py::arg("arrays"), py::arg("key"), py::arg("threads"),
+        py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("weight_decay"), py::arg("grad_scale"));
+  m.def("sgd", &sgd, py::kw_only(), py::arg("isa"), py::arg("arrays"), py::arg("key"), py::arg("threads"),
+        py::arg("lr"), py::arg("momentum"), py::arg("dampening"), py::arg("nesterov"),
+        py::arg("weight_decay"), py::arg("first"), py::arg("grad_scale"));
+  m.def("sum_of_squares", &sum_of_squares, py::kw_only(), py::arg("isa"), py::arg("values"), py::arg("dtype"),
+        py::arg("count"), py::arg("threads"));
+
+  m.def(
+      "split",
+      [](const std::string& isa, std::uintptr_t whole, std::uintptr_t high, DType dtype,
+         std::uintptr_t remainder, std::size_t count, std::size_t threads) {
+        convert(resolve_target(isa).kernels.split, whole, high, dtype, remainder, count, threads);
+      },
+      py::kw_only(), py::arg("isa"), py::arg("whole"), py::arg("high"), py::arg("dtype"),
+      py::arg("remainder"), py::arg("count"), py::arg("threads"));
+  m.def(
+      "join",
+      [](const std::string& isa, std::uintptr_t whole, std::uintptr_t high, DType dtype,
+         std::uintptr_t remainder, std::size_t count, std::size_t threads) {
+        convert(resolve_target(isa).kernels.join, whole, high, dtype, remainder, count, threads);
+      },
+      py::kw_only(), py::arg("isa"), py::arg("whole"), py::arg("high"), py::arg("dtype"),
+      py::arg("remainder"), py::arg("count"), py::arg("threads"));
+  m.def(
+      "fill_with_zeros",
+      [](std::uintptr_t memory, std::size_t bytes, std::size_t threads) {
+        const py::gil_scoped_release release;
+        fill_with_zeros(pointer<void>(memory), bytes, threads);
+      },
+      py::kw_only(), py::arg("memory"), py::arg("nbytes"), py::arg("threads"));
+  m.def("bind_threads", &bind_threads, py::arg("cores"));
 }

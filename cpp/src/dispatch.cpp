@@ -41,10 +41,10 @@ std::string supported_names() {
 
 const std::vector<Target>& compiled_targets() {
   static const std::vector<Target> targets = {
-      {"scalar", always, adamw_scalar},
+      {"scalar", always, kScalarKernels},
 #ifdef LIGHTNING_ZERO_X86
-      {"avx2", has_avx2, adamw_avx2},
-      {"avx512", has_avx512, adamw_avx512},
+      {"avx2", has_avx2, kAvx2Kernels},
+      {"avx512", has_avx512, kAvx512Kernels},
 #endif
   };
   return targets;

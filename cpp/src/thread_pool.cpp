@@ -1,65 +1,127 @@
 #include "lightning_zero/thread_pool.h"
 
 #include <pthread.h>
+#ifdef __linux__
+#include <sched.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <deque>
 #include <mutex>
+#include <stdexcept>
+#include <string>
 #include <thread>
 
 namespace lightning_zero {
 namespace {
 
+#ifdef __linux__
+cpu_set_t allowed_cores() {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  sched_getaffinity(0, sizeof allowed, &allowed);
+  return allowed;
+}
+#endif
+
 class ThreadPool {
  public:
   void run(std::size_t count, std::size_t threads, const std::function<void(std::size_t)>& piece) {
     const std::lock_guard<std::mutex> turn(turn_);
-    const std::size_t helpers = std::min(threads, count) - 1;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      for (; workers_ < helpers; ++workers_) std::thread(&ThreadPool::work, this).detach();
+      threads_ = std::min(threads, count);
+      for (; workers_ + 1 < threads_; ++workers_) std::thread(&ThreadPool::work, this, workers_ + 1).detach();
+      while (parts_.size() < threads_) parts_.emplace_back();
+      for (std::size_t t = 0; t < threads_; ++t) {
+        parts_[t].next = count * t / threads_;
+        parts_[t].stop = count * (t + 1) / threads_;
+      }
       piece_ = &piece;
-      count_ = count;
-      next_ = 0;
-      places_ = helpers;
+      open_ = true;
+      ++job_;
     }
     wake_.notify_all();
-    take_pieces();
+    take_pieces(0);
     std::unique_lock<std::mutex> lock(mutex_);
-    places_ = 0;  // who wakes up only now is not needed, and must not see a job that has ended
+    open_ = false;  // who wakes up only now is not needed, and must not see a job that has ended
     done_.wait(lock, [this] { return busy_ == 0; });
   }
 
+  void bind(const std::vector<int>& cores) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    cores_ = cores;
+    ++binding_;
+  }
+
  private:
+  // A thread's part of the pieces, on a cache line of its own.
+  struct alignas(64) Part {
+    std::atomic<std::size_t> next{0};
+    std::size_t stop = 0;
+  };
+
   // What a worker does for the rest of the process: it is never joined, it sleeps when the process exits.
-  void work() {
+  void work(std::size_t thread) {
+    std::uint64_t job = 0;
+    std::uint64_t binding = 0;
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
-      wake_.wait(lock, [this] { return places_ > 0; });
-      --places_;
+      wake_.wait(lock, [&] { return open_ && job_ != job && thread < threads_; });
+      job = job_;
       ++busy_;
+      if (binding != binding_) {
+        binding = binding_;
+        bind_self(thread);
+      }
       lock.unlock();
-      take_pieces();
+      take_pieces(thread);
       lock.lock();
       if (--busy_ == 0) done_.notify_one();
     }
   }
 
-  void take_pieces() {
-    for (std::size_t i = next_++; i < count_; i = next_++) (*piece_)(i);
+  void take_pieces(std::size_t thread) {
+    for (std::size_t k = 0; k < threads_; ++k) {
+      Part& part = parts_[(thread + k) % threads_];
+      for (std::size_t i = part.next++; i < part.stop; i = part.next++) (*piece_)(i);
+    }
   }
 
+  void bind_self(std::size_t thread) const {
+#ifdef __linux__
+    cpu_set_t cores = allowed_;
+    if (!cores_.empty()) {
+      CPU_ZERO(&cores);
+      CPU_SET(cores_[(thread - 1) % cores_.size()], &cores);
+    }
+    // Checked in bind_threads; a core that has gone since then leaves the thread where it is.
+    pthread_setaffinity_np(pthread_self(), sizeof cores, &cores);
+#else
+    static_cast<void>(thread);
+#endif
+  }
+
+#ifdef __linux__
+  const cpu_set_t allowed_ = allowed_cores();
+#endif
   std::mutex turn_;   // held by the caller whose job it is
-  std::mutex mutex_;  // guards what follows, except that `next_` is counted without it
+  std::mutex mutex_;  // guards what follows; a thread that has joined reads the job without it
   std::condition_variable wake_;
   std::condition_variable done_;
-  std::size_t workers_ = 0;
-  std::size_t places_ = 0;  // workers that may still join the job
-  std::size_t busy_ = 0;    // workers that have joined and not left
+  std::size_t workers_ = 0;  // numbered from 1; the caller is thread 0
+  std::size_t busy_ = 0;     // workers that have joined and not left
+  bool open_ = false;        // whether workers may still join
+  std::uint64_t job_ = 0;
+  std::size_t threads_ = 0;
+  std::deque<Part> parts_;
   const std::function<void(std::size_t)>* piece_ = nullptr;
-  std::size_t count_ = 0;
-  std::atomic<std::size_t> next_{0};
+  std::vector<int> cores_;
+  std::uint64_t binding_ = 0;
 };
 
 // Never destroyed: sleeping workers use it until the process ends.
@@ -84,6 +146,30 @@ void parallel_for(std::size_t count, std::size_t threads, const std::function<vo
     return;
   }
   the_pool()->run(count, threads, piece);
+}
+
+void bind_threads(const std::vector<int>& cores) {
+#ifdef __linux__
+  const cpu_set_t allowed = allowed_cores();
+  for (const int core : cores) {
+    if (core < 0 || core >= CPU_SETSIZE || !CPU_ISSET(core, &allowed)) {
+      throw std::invalid_argument("core " + std::to_string(core) +
+                                  " is not one that this process may run on");
+    }
+  }
+#else
+  if (!cores.empty()) throw std::runtime_error("threads cannot be bound to cores on this system");
+#endif
+  the_pool()->bind(cores);
+}
+
+void fill_with_zeros(void* memory, std::size_t bytes, std::size_t threads) {
+  constexpr std::size_t kPage = std::size_t{1} << 21;
+  auto* const first = static_cast<char*>(memory);
+  parallel_for((bytes + kPage - 1) / kPage, threads, [&](std::size_t i) {
+    const std::size_t start = i * kPage;
+    std::memset(first + start, 0, std::min(kPage, bytes - start));
+  });
 }
 
 }  // namespace lightning_zero

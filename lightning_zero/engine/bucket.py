@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_zero import ops
 from lightning_zero.engine.collectives import Mesh
 from lightning_zero.engine.freed import mark_freed, mark_gathered
 from lightning_zero.engine.gradients import GradientLog
 from lightning_zero.engine.layout import FlatLayout, Segment
-from lightning_zero.engine.master import CopyMaster, Master, NoMaster
+from lightning_zero.engine.master import CopyMaster, Master, NoMaster, SplitMaster
 from lightning_zero.engine.policies import MixedPrecisionPolicy, ShardingPolicy
 from lightning_zero.engine.stores import Store
 
@@ -135,8 +136,29 @@ class Bucket:
         moved = placement.optimizer_store.device != self.shard.device or placement.optimizer_store.exact
         moved = moved and not (placement.sharding.shard_params and placement.param_store is placement.optimizer_store)
         if cast or (self.optimized and moved):
-            return CopyMaster(self.shard, values, placement.optimizer_store, torch.float32 if cast else self.dtype)
+            copy = placement.optimizer_store.zeros(self.shard.numel(), torch.float32 if cast else self.dtype)
+            if copy.device.type == "cpu":
+                ops.zero_(copy)  # its pages lie near the threads that will update them
+            return CopyMaster(self.shard, copy.copy_(values))
         return NoMaster(self.shard)
+
+    @torch.no_grad()
+    def lay_out_master(self, split: bool) -> None:
+        """Keep fp32 masters of 16-bit parameters, on the host, as the CPU optimizers do, split or whole.
+
+        bf16 ties round away from zero then, in both layouts. The same call on all ranks.
+        """
+        if isinstance(self.master, CopyMaster) and self.dtype.itemsize == 2:
+            store, numel = self.placement.optimizer_store, self.shard.numel()
+            values = self.master.read(0, numel)
+            if split:
+                high = self.shard if self.shard.device.type == "cpu" else store.zeros(numel, self.dtype)
+                self.master = SplitMaster(self.shard, high, store.zeros(numel, torch.int16))
+                self.master.load(0, values)
+            else:
+                self.master = CopyMaster(self.shard, values, ties="away")
+                self.master.write(0, numel)
+            self.mark_updated(range(len(self.parameters)))
 
     def optimize(self) -> None:
         """Make ready for updates: a parameter of the bucket has joined an optimizer. The same call on all ranks."""
@@ -203,7 +225,7 @@ class Bucket:
         self._versions = [p._version for p in self.parameters]
         # An edit through `data` moves no version. Where the master is another tensor, the next update would undo it.
         # (At stage 3 too; a check per gather would cost too much there: `gathered_parameters(writeback=True)` it is.)
-        watched = isinstance(self.master, CopyMaster) and not self.placement.sharding.shard_params
+        watched = not isinstance(self.master, NoMaster) and not self.placement.sharding.shard_params
         self._checksum = checksum(self.shard) if watched else None
 
     def hidden_edit(self) -> Tensor | None:
@@ -245,8 +267,7 @@ class Bucket:
         for segment in self.segments:
             if segment.param == index:
                 part = values[segment.param_start : segment.param_start + segment.numel]
-                self.master.read(segment.start, segment.stop).copy_(part)
-                self.master.write(segment.start, segment.stop)
+                self.master.load(segment.start, part)
         self.mark_updated([index])
 
     def gather_full(self, shard: Tensor) -> Tensor:

@@ -1,17 +1,26 @@
 """Masters: the full-precision values of a shard, behind one interface.
 
 Updaters read and write a shard's values through a master and never touch its tensors otherwise, so that a layout
-(none, an fp32 copy, later a split one) is one object.
+(none, a copy, a split one) is one object.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.stores import Store
+from lightning_zero import ops
+
+
+class KernelTensors(NamedTuple):
+    """What an update kernel takes of a master (see :class:`lightning_zero.ops.Options`); 1-D, of one length."""
+
+    param: Tensor
+    remainder: Tensor | None = None
+    copy_out: Tensor | None = None
+    copy_ties: ops.Ties = "even"
 
 
 class Master(Protocol):
@@ -33,15 +42,23 @@ class Master(Protocol):
     def nbytes(self) -> int: ...
 
     def read(self, start: int, stop: int) -> Tensor:
-        """The values of elements ``[start, stop)`` of the shard (1-D), to be updated in place before :meth:`write`."""
+        """The values of elements ``[start, stop)`` of the shard (1-D), to be changed in place before :meth:`keep`."""
+        ...
+
+    def keep(self, start: int, values: Tensor) -> None:
+        """Keep what was changed in the tensor that :meth:`read` gave, before :meth:`write`."""
         ...
 
     def write(self, start: int, stop: int) -> None:
-        """Publish what was changed in the tensor that :meth:`read` gave: derive the parameter shard from it."""
+        """Publish what was changed: derive the parameter shard from it."""
         ...
 
-    def copy_out(self, start: int, stop: int) -> Tensor | None:
-        """Where an update on the host may write the parameter shard itself, instead of :meth:`write`; else ``None``."""
+    def load(self, start: int, values: Tensor) -> None:
+        """Overwrite the values from ``start`` on, and publish them."""
+        ...
+
+    def tensors(self, start: int, stop: int) -> KernelTensors:
+        """What a kernel on the host updates in place; :meth:`write` follows unless it has a ``copy_out``."""
         ...
 
     def derive(self, start: int, stop: int) -> None:
@@ -68,11 +85,17 @@ class NoMaster:
     def read(self, start: int, stop: int) -> Tensor:
         return self._shard[start:stop]
 
-    def write(self, start: int, stop: int) -> None:
-        """Nothing to publish: the values were changed in place."""
+    def keep(self, start: int, values: Tensor) -> None:
+        """Nothing to keep: the values are the shard's."""
 
-    def copy_out(self, start: int, stop: int) -> Tensor | None:
-        return None
+    def write(self, start: int, stop: int) -> None:
+        """Nothing to publish: the values are the shard's."""
+
+    def load(self, start: int, values: Tensor) -> None:
+        self._shard[start : start + values.numel()].copy_(values)
+
+    def tensors(self, start: int, stop: int) -> KernelTensors:
+        return KernelTensors(self._shard[start:stop])
 
     def derive(self, start: int, stop: int) -> None:
         """Nothing to take over: the values are the shard's."""
@@ -83,15 +106,14 @@ class CopyMaster:
 
     Args:
         shard: the parameter shard, 1-D.
-        values: the initial values, 1-D, at full precision (never the shard's rounded ones).
-        store: where the master rests.
-        dtype: dtype of the master.
+        values: 1-D, at full precision (never made from the shard's rounded ones); kept, not copied.
+        ties: where a bf16 shard goes from halfway.
     """
 
-    def __init__(self, shard: Tensor, values: Tensor, store: Store, dtype: torch.dtype) -> None:
+    def __init__(self, shard: Tensor, values: Tensor, ties: ops.Ties = "even") -> None:
         self._shard = shard
-        self._values = store.zeros(shard.numel(), dtype)  # 1-D
-        self._values.copy_(values)
+        self._values = values
+        self._ties = ties
 
     @property
     def dtype(self) -> torch.dtype:
@@ -108,15 +130,91 @@ class CopyMaster:
     def read(self, start: int, stop: int) -> Tensor:
         return self._values[start:stop]
 
-    def write(self, start: int, stop: int) -> None:
-        self._shard[start:stop].copy_(self._values[start:stop])
+    def keep(self, start: int, values: Tensor) -> None:
+        """Nothing to keep: what :meth:`read` gives are views."""
 
-    def copy_out(self, start: int, stop: int) -> Tensor | None:
+    def write(self, start: int, stop: int) -> None:
+        values, shard = self._values[start:stop], self._shard[start:stop]
+        away = self._ties == "away" and shard.dtype == torch.bfloat16
+        shard.copy_(_rounded_away(values) if away else values)
+
+    def load(self, start: int, values: Tensor) -> None:
+        stop = start + values.numel()
+        self._values[start:stop].copy_(values)
+        self.write(start, stop)
+
+    def tensors(self, start: int, stop: int) -> KernelTensors:
+        # On the host the kernel writes the 16-bit shard in the same pass.
         same_place = self._shard.device.type == "cpu" and self._values.device.type == "cpu"
-        return self._shard[start:stop] if same_place and self._shard.dtype.itemsize == 2 else None
+        copy_out = self._shard[start:stop] if same_place and self._shard.dtype.itemsize == 2 else None
+        return KernelTensors(self._values[start:stop], copy_out=copy_out, copy_ties=self._ties)
 
     def derive(self, start: int, stop: int) -> None:
         # Only what changed: a master holds more digits than the shard.
         master, shard = self._values[start:stop], self._shard[start:stop]
-        values = shard.to(master)
-        torch.where(master.to(shard.dtype) == values.to(shard.dtype), master, values, out=master)
+        torch.where(_rounds_to(master, shard.to(master.device)), master, shard.to(master), out=master)
+
+
+class SplitMaster:
+    """Values as 16-bit numbers, which the model reads, and int16 remainders: two bytes an element less than a copy.
+
+    See :func:`lightning_zero.ops.split_`. The values are on the host; where the shard is, it is the high part.
+
+    Args:
+        shard: the parameter shard, 1-D, bf16 or fp16 (bf16 with ties away from zero).
+        high: where the high part rests; ``shard`` itself if that is on the host.
+        remainder: [n] int16.
+    """
+
+    dtype = torch.float32
+    device = torch.device("cpu")
+
+    def __init__(self, shard: Tensor, high: Tensor, remainder: Tensor) -> None:
+        self._shard = shard
+        self._high = high
+        self._remainder = remainder
+
+    @property
+    def nbytes(self) -> int:
+        return self._remainder.nbytes + (0 if self._high is self._shard else self._high.nbytes)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        values = torch.empty(stop - start, dtype=torch.float32)
+        ops.join_(values, self._high[start:stop], self._remainder[start:stop])
+        return values
+
+    def keep(self, start: int, values: Tensor) -> None:
+        ops.split_(values, *(t[start : start + values.numel()] for t in (self._high, self._remainder)))
+
+    def write(self, start: int, stop: int) -> None:
+        if self._high is not self._shard:
+            self._shard[start:stop].copy_(self._high[start:stop])
+
+    def load(self, start: int, values: Tensor) -> None:
+        self.keep(start, values.detach().to("cpu", torch.float32).contiguous())
+        self.write(start, start + values.numel())
+
+    def tensors(self, start: int, stop: int) -> KernelTensors:
+        return KernelTensors(self._high[start:stop], self._remainder[start:stop])
+
+    def derive(self, start: int, stop: int) -> None:
+        # Where the shard is the high part, what it was before is not known. The remainder of an unchanged element must
+        # stay, and that of a changed one is less than its rounding.
+        if self._high is not self._shard:
+            values, high = self._shard[start:stop].to("cpu"), self._high[start:stop]
+            self._remainder[start:stop].masked_fill_(values.ne(high), 0)
+            high.copy_(values)
+
+
+def _rounds_to(master: Tensor, shard: Tensor) -> Tensor:
+    """Where ``shard`` is ``master`` in the shard's dtype, with bf16 ties to even or away from zero; bool."""
+    matches = master.to(shard.dtype) == shard
+    if master.dtype == torch.float32 and shard.dtype == torch.bfloat16:
+        matches |= _rounded_away(master) == shard
+    return matches
+
+
+def _rounded_away(values: Tensor) -> Tensor:
+    """fp32 values as their nearest bf16, halfway away from zero."""
+    rounded = ((values.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    return torch.where(values.isnan(), torch.nan, rounded)

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.hooks import RemovableHandle
 
+from lightning_zero import ops
 from lightning_zero.engine.bucket import Bucket, BucketState, Placement
 from lightning_zero.engine.freed import without_freed_checks
 from lightning_zero.engine.gradient_scale import GradientScale
@@ -705,8 +706,16 @@ def _add_squares(bucket: Bucket, owners: dict[int, tuple[int, ...]], squares: li
         return owners.get(id(bucket.parameters[segment.param]))
 
     for run in runs(bucket.segments, owners_of, gap=bucket.layout.align - 1):
-        for tile in bucket.gradients.read(run.start, run.stop).split(_NORM_TILE):
-            wide = tile.double()
-            total = torch.dot(wide, wide)
-            for number in owners_of(run.segments[0]) or ():
-                squares[number] = squares[number] + total
+        total = _sum_of_squares(bucket.gradients.read(run.start, run.stop))
+        for number in owners_of(run.segments[0]) or ():
+            squares[number] = squares[number] + total
+
+
+def _sum_of_squares(values: Tensor) -> Tensor | float:
+    if values.device.type == "cpu" and values.dtype != torch.float64:
+        return ops.sum_of_squares(values)
+    total = torch.zeros((), dtype=torch.float64, device=values.device)
+    for tile in values.split(_NORM_TILE):
+        wide = tile.double()
+        total += torch.dot(wide, wide)
+    return total

@@ -1,11 +1,43 @@
-"""Kernels on raw host addresses. They check nothing about the memory: call `lightning_zero.ops` instead."""
+"""Kernels on raw host addresses. They check nothing about the memory: call `lightning_zero.ops` instead.
 
+`threads` >= 1 everywhere. A function with an `isa` raises as `resolve_isa`.
+"""
+
+from collections.abc import Sequence
 from enum import Enum
 
 class DType(Enum):
     float32 = 0
     bfloat16 = 1
     float16 = 2
+
+class Ties(Enum):
+    even = 0
+    away = 1
+
+class UpdateArrays:
+    """Addresses of `count` elements each; 0 where there is no `remainder` or `copy_out`."""
+
+    def __init__(
+        self,
+        *,
+        count: int,
+        param: int,
+        param_dtype: DType,
+        remainder: int,
+        copy_out: int,
+        copy_dtype: DType,
+        copy_ties: Ties,
+        grad: int,
+        grad_dtype: DType,
+        states: Sequence[int],
+        state_dtype: DType,
+    ) -> None: ...
+
+class RoundingKey:
+    """What stochastic rounding depends on; `index` is that of the first element."""
+
+    def __init__(self, *, seed: int, step: int, index: int) -> None: ...
 
 def compiled_isas() -> list[str]:
     """Instruction sets in this binary, slowest first."""
@@ -20,17 +52,12 @@ def resolve_isa(name: str) -> str:
         ValueError: the name is unknown or the machine lacks the instruction set.
     """
 
-def adamw(
+def adam(
     *,
     isa: str,
-    param: int,
-    exp_avg: int,
-    exp_avg_sq: int,
-    grad: int,
-    grad_dtype: DType,
-    copy_out: int,
-    copy_dtype: DType,
-    count: int,
+    arrays: UpdateArrays,
+    key: RoundingKey,
+    threads: int,
     lr: float,
     beta1: float,
     beta2: float,
@@ -39,10 +66,50 @@ def adamw(
     step: int,
     grad_scale: float,
     decoupled: bool,
+    amsgrad: bool,
+) -> None: ...
+def adagrad(
+    *,
+    isa: str,
+    arrays: UpdateArrays,
+    key: RoundingKey,
     threads: int,
-) -> None:
-    """Update `count` elements in place at these addresses; `copy_out=0` means no 16-bit copy; `threads` >= 1.
-
-    Raises:
-        ValueError: as `resolve_isa`.
-    """
+    lr: float,
+    lr_decay: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float,
+) -> None: ...
+def lion(
+    *,
+    isa: str,
+    arrays: UpdateArrays,
+    key: RoundingKey,
+    threads: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    grad_scale: float,
+) -> None: ...
+def sgd(
+    *,
+    isa: str,
+    arrays: UpdateArrays,
+    key: RoundingKey,
+    threads: int,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    nesterov: bool,
+    weight_decay: float,
+    first: bool,
+    grad_scale: float,
+) -> None: ...
+def sum_of_squares(*, isa: str, values: int, dtype: DType, count: int, threads: int) -> float: ...
+def split(*, isa: str, whole: int, high: int, dtype: DType, remainder: int, count: int, threads: int) -> None: ...
+def join(*, isa: str, whole: int, high: int, dtype: DType, remainder: int, count: int, threads: int) -> None: ...
+def fill_with_zeros(*, memory: int, nbytes: int, threads: int) -> None: ...
+def bind_threads(cores: Sequence[int]) -> None:
+    """Raises ValueError for a core that this process may not run on."""

@@ -21,13 +21,15 @@ class ShardState:
     Args:
         bucket: the bucket.
         per_element: names of the state that has one value per element.
+        dtype: of all per-element state; ``None``: whatever the optimizer gives it.
     """
 
-    def __init__(self, bucket: Bucket, per_element: frozenset[str]) -> None:
+    def __init__(self, bucket: Bucket, per_element: frozenset[str], dtype: torch.dtype | None = None) -> None:
         self._store = bucket.placement.optimizer_store
         self._numel = bucket.layout.shard_numel
         self._numels = bucket.layout.numels
         self._per_element = per_element
+        self._dtype = dtype
         self.flat: dict[str, Tensor] = {}  # by name; 1-D, Ψ/S
         self._scalars: dict[Segment, State] = {}
         self._names: dict[Segment, tuple[str, ...]] = {}  # the per-element state that a segment has
@@ -66,12 +68,16 @@ class ShardState:
     def zeros(self, name: str, dtype: torch.dtype) -> Tensor:
         """The flat tensor called ``name``, made on first use."""
         if name not in self.flat:
-            self.flat[name] = self._store.zeros(self._numel, dtype)
+            self.flat[name] = self._store.zeros(self._numel, self._dtype or dtype)
         return self.flat[name]
 
     def scalars(self, segment: Segment) -> State:
         """The scalar state of a segment."""
         return self._scalars[segment]
+
+    def names(self, segment: Segment) -> tuple[str, ...]:
+        """The per-element state that a segment has."""
+        return self._names.get(segment, ())
 
     def put_scalars(self, segment: Segment, scalars: State, names: tuple[str, ...]) -> None:
         """Set the scalar state of a segment whose state called ``names`` was updated where it is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero import ops
-from lightning_zero.engine import Bucket, Engine, Segment, runs, tiles
+from lightning_zero.engine import Bucket, Engine, Run, Segment, runs, tiles
+from lightning_zero.optim.cpu import CPUOptimizer
+from lightning_zero.optim.native import NativeRule, Numbers, first_index, rule_of_torch
 from lightning_zero.optim.rules import check_element_wise
 from lightning_zero.optim.shell import ShellGroup, run_step
 from lightning_zero.optim.state import ShardState
@@ -29,17 +31,19 @@ class ShardUpdater(ABC):
     Args:
         optimizer: as the user configured it. State that its constructor made (Adagrad) is taken over and freed there.
         per_element: names of the state with one value per element.
+        dtype: of that state; ``None``: whatever the optimizer gives it.
     """
 
-    def __init__(self, optimizer: Optimizer, per_element: frozenset[str]) -> None:
+    def __init__(self, optimizer: Optimizer, per_element: frozenset[str], dtype: torch.dtype | None = None) -> None:
         self.optimizer = optimizer
         self._per_element = per_element
+        self._dtype = dtype
         self._states: dict[int, ShardState] = {}  # by id of the bucket
 
     def state_of(self, bucket: Bucket) -> ShardState:
         """The state of this rank's segments of ``bucket``."""
         if id(bucket) not in self._states:
-            self._states[id(bucket)] = ShardState(bucket, self._per_element)
+            self._states[id(bucket)] = ShardState(bucket, self._per_element, self._dtype)
         return self._states[id(bucket)]
 
     def adopt(self, engine: Engine) -> None:
@@ -92,83 +96,103 @@ class TorchUpdater(ShardUpdater):
             by_tensor[tensor] = segment
         run_step(self.optimizer, list(shell_groups.values()), state)
         for tensor, segment in by_tensor.items():
+            bucket.master.keep(segment.start, tensor)
             shard_state.put(segment, state[tensor])
 
 
-class NativeAdamUpdater(ShardUpdater):
-    """torch's Adam and AdamW on fp32 masters in host memory, by the package's own kernel.
+class NativeUpdater(ShardUpdater):
+    """Runs a rule's kernel on masters in host memory: torch's Adam, AdamW, Adagrad and SGD, and the CPU optimizers.
 
-    Scaling, decay, moments, update and the 16-bit copy are one pass over memory. The state is torch's, name for name.
+    Scaling, decay, state, update and the 16-bit copy are one pass over memory. The state is torch's, name for name.
+
+    Args:
+        optimizer: as the user configured it.
+        rule: what it computes.
+        numbers: how its masters and state are stored.
     """
 
-    def __init__(self, optimizer: Optimizer, per_element: frozenset[str]) -> None:
-        super().__init__(optimizer, per_element)
-        self._decoupled = decoupled_weight_decay(optimizer)
+    def __init__(self, optimizer: Optimizer, rule: NativeRule, numbers: Numbers) -> None:
+        super().__init__(optimizer, frozenset(rule.state), numbers.state_dtype)
+        self._rule = rule
+        self._numbers = numbers
+        self._ordinals: dict[int, int] = {}  # by parameter id: its number, counted through the groups
 
-    @staticmethod
-    def supports(optimizer: Optimizer, engine: Engine) -> bool:
-        """Whether the kernel computes what this optimizer is configured to, on the shards as they are placed."""
-        if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-            return False
-        if any(g["amsgrad"] or g["maximize"] or g["differentiable"] for g in optimizer.param_groups):
-            return False
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        masters = [b.master for p in parameters if (b := engine.bucket_of(p)) is not None]
-        precision = engine.placement.precision
-        wide = torch.float64 in (precision.reduce_dtype, precision.grad_dtype)
-        return not wide and all(m.dtype == torch.float32 and m.device.type == "cpu" for m in masters)
+    def load(self, bucket: Bucket, index: int, state: dict[str, Any]) -> None:
+        # A CPU optimizer used alone has masters in its state; here they come with the weights.
+        super().load(bucket, index, {k: v for k, v in state.items() if k not in ("master", "remainder")})
 
     def update(self, bucket: Bucket, segments: Sequence[Segment], groups: Groups, grad_scale: float) -> None:
+        for group in {id(group): group for group in groups.values()}.values():
+            self._rule.check(group)  # on all ranks, also on one that owns nothing of the group
         state = self.state_of(bucket)
-        exp_avg = state.zeros("exp_avg", torch.float32)
-        exp_avg_sq = state.zeros("exp_avg_sq", torch.float32)
 
-        def key(segment: Segment) -> tuple[int, int]:
-            step = int(state.scalars(segment)["step"]) if segment in state else 0
-            return id(groups[segment.param]), step
+        def key(segment: Segment) -> tuple[int, int, bool, int]:
+            group = groups[segment.param]
+            step = int(state.scalars(segment).get("step", 0)) if segment in state else 0
+            fresh = not set(self._rule.names(group)).issubset(state.names(segment))
+            return id(group), step, fresh, segment.param if self._numbers.rounds_randomly else 0
 
-        # Padding between parameters is updated too: gradient and state are zeros there.
+        # Padding between parameters is updated too: gradient and state are constant there.
         for run in runs(segments, key, gap=bucket.layout.align - 1):
-            step = key(run.segments[0])[1] + 1
-            span = slice(run.start, run.stop)
-            copy_out = bucket.master.copy_out(run.start, run.stop)
-            ops.adamw_(
-                bucket.master.read(run.start, run.stop),
-                exp_avg[span],
-                exp_avg_sq[span],
-                bucket.gradients.read(run.start, run.stop),
-                step=step,
-                grad_scale=grad_scale,
-                decoupled=self._decoupled,
-                copy_out=copy_out,
-                **_hyperparameters(groups[run.segments[0].param]),
-            )
-            if copy_out is None:
-                bucket.master.write(run.start, run.stop)
-            # One scalar for all segments of the run: nobody changes it in place.
-            scalars = {"step": torch.tensor(float(step))}
-            for segment in run.segments:
-                state.put_scalars(segment, scalars, ("exp_avg", "exp_avg_sq"))
+            _, step, fresh, _ = key(run.segments[0])
+            self._update_run(bucket, run, groups[run.segments[0].param], step + 1, fresh, grad_scale)
 
-
-def decoupled_weight_decay(optimizer: Optimizer) -> bool:
-    """Whether Adam's weight decay acts on the parameter (AdamW) or on the gradient (Adam)."""
-    return isinstance(optimizer, torch.optim.AdamW) or bool(optimizer.defaults.get("decoupled_weight_decay"))
-
-
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    if group["amsgrad"] or group["maximize"]:
-        raise ValueError(
-            f"a parameter group with amsgrad={group['amsgrad']}, maximize={group['maximize']} joined an optimizer that "
-            "the native kernel drives; set both to False, or use native_optimizer='off'"
+    def _update_run(
+        self, bucket: Bucket, run: Run, group: dict[str, Any], step: int, fresh: bool, grad_scale: float
+    ) -> None:
+        state, names, span = self.state_of(bucket), self._rule.names(group), slice(run.start, run.stop)
+        states = [state.zeros(name, self._numbers.state_dtype)[span] for name in names]
+        if fresh and step == 1 and (initial := self._rule.initial(group)):
+            for tensor in states:
+                tensor.fill_(initial)
+        master = bucket.master.tensors(run.start, run.stop)
+        self._rule.update(
+            master.param,
+            states,
+            bucket.gradients.read(run.start, run.stop),
+            group,
+            step if self._rule.counts_steps(self._numbers) else 1,
+            fresh,
+            grad_scale=grad_scale,
+            remainder=master.remainder,
+            copy_out=master.copy_out,
+            copy_ties=master.copy_ties,
+            seed=self._numbers.seed,
+            index=self._index(bucket, run.segments[0]) if self._numbers.rounds_randomly else 0,
         )
-    beta1, beta2 = group["betas"]
-    return {
-        "lr": float(group["lr"]),
-        "betas": (float(beta1), float(beta2)),
-        "eps": float(group["eps"]),
-        "weight_decay": float(group["weight_decay"]),
-    }
+        if master.copy_out is None:
+            bucket.master.write(run.start, run.stop)
+        # One scalar for all segments of the run: nobody changes it in place.
+        scalars = self._rule.scalars(step, self._numbers)
+        if names or scalars:  # else the state stays empty, as torch's
+            for segment in run.segments:
+                state.put_scalars(segment, scalars, names)
+
+    def _index(self, bucket: Bucket, segment: Segment) -> int:
+        """Where stochastic rounding counts the segment's first element."""
+        parameter = bucket.parameters[segment.param]
+        if id(parameter) not in self._ordinals:  # a group has joined
+            parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+            self._ordinals = {id(p): number for number, p in enumerate(parameters)}
+        return first_index(self._ordinals[id(parameter)]) + segment.param_start
+
+
+def _why_not_native(optimizer: Optimizer, engine: Engine) -> str | None:
+    """Why no kernel can update the optimizer's shards as they are placed; ``None`` if one can."""
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "differentiable=True"
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    masters = {id(b): b.master for p in parameters if (b := engine.bucket_of(p)) is not None}.values()
+    if any(master.device.type != "cpu" for master in masters):
+        return "its masters are not in host memory (use offload_optimizer='cpu')"
+    wide = torch.float64 in (engine.placement.precision.reduce_dtype, engine.placement.precision.grad_dtype)
+    if wide or any(master.dtype != torch.float32 for master in masters):
+        dtypes = sorted({str(master.dtype) for master in masters})
+        return (
+            f"kernels need fp32 masters and gradients of at most fp32; the masters are {', '.join(dtypes)}. Train "
+            "16-bit parameters with precision='bf16-true' or '16-true', which gives them fp32 masters"
+        )
+    return None
 
 
 def make_updater(optimizer: Optimizer, engine: Engine, native: NativeOptimizer = "auto") -> ShardUpdater:
@@ -177,15 +201,30 @@ def make_updater(optimizer: Optimizer, engine: Engine, native: NativeOptimizer =
     Args:
         optimizer: any element-wise torch optimizer.
         engine: holds its parameters.
-        native: ``"auto"`` runs torch's Adam and AdamW by our kernel where state rests in host memory, ``"off"`` never.
+        native: ``"auto"`` runs torch's Adam, AdamW, Adagrad and SGD by our kernels where state rests in host memory,
+            ``"off"`` never. The CPU optimizers always run by them.
 
     Raises:
-        ValueError: the optimizer is not element-wise (see :func:`check_element_wise`).
+        ValueError: the optimizer is not element-wise (see :func:`check_element_wise`), or a CPU optimizer cannot run on
+            the shards as they are placed.
     """
     store = engine.placement.optimizer_store
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if (bucket := engine.bucket_of(parameter)) is not None:
-            bucket.optimize()
-    per_element = check_element_wise(optimizer, store.device)
-    use_native = native == "auto" and store.exact and NativeAdamUpdater.supports(optimizer, engine)
-    return (NativeAdamUpdater if use_native else TorchUpdater)(optimizer, per_element)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    buckets = {id(b): b for p in parameters if (b := engine.bucket_of(p)) is not None}.values()
+    for bucket in buckets:
+        bucket.optimize()
+    if isinstance(optimizer, CPUOptimizer):
+        if (reason := _why_not_native(optimizer, engine)) is not None:
+            raise ValueError(f"{type(optimizer).__name__} cannot update these shards: {reason}")
+        if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(CPUOptimizer.step):
+            raise ValueError(
+                f"{type(optimizer).__name__} has a step of its own, which does not run over shards; derive it from a "
+                "torch optimizer, or change gradients in `on_before_optimizer_step`"
+            )
+        for bucket in buckets:
+            bucket.lay_out_master(split=optimizer.numbers.master_layout == "split")
+        return NativeUpdater(optimizer, optimizer.rule, optimizer.numbers)
+    rule = rule_of_torch(optimizer)
+    if rule is not None and native == "auto" and store.exact and _why_not_native(optimizer, engine) is None:
+        return NativeUpdater(optimizer, rule, Numbers())
+    return TorchUpdater(optimizer, check_element_wise(optimizer, store.device))

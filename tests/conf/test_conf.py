@@ -18,9 +18,12 @@ from lightning.pytorch.loggers import CSVLogger
 from omegaconf import DictConfig, OmegaConf
 from torch.optim import SGD, AdamW
 
+import lightning_zero
 from lightning_zero import DynamicLossScaler, StaticLossScaler, ZeroPrecision, ZeroStrategy
 from lightning_zero.config import SCHEMAS, DynamicLossScalerConf, Store, StrategyConf
 from lightning_zero.hydra_app import build_group, build_optimizers, build_trainer, hydra_main, register
+from lightning_zero.optim import CPUOptimizer
+from lightning_zero.optim.native import Numbers
 from lightning_zero.schedulers import WarmupCosineLR
 
 CONF = Path(str(resources.files("lightning_zero.conf")))
@@ -72,7 +75,8 @@ def test_the_groups_hold_the_promised_options() -> None:
         ["ddp", "zero0", "zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload"]
     )
     assert options("precision") == ["bf16", "bf16_true", "fp16", "fp16_static", "fp16_true", "fp32", "fp64"]
-    assert options("optimizer") == ["adagrad", "adam", "adamw", "rmsprop", "sgd"]
+    ours = ["cpu_adagrad", "cpu_adam", "cpu_adamw", "cpu_lion", "cpu_sgd"]
+    assert options("optimizer") == ["adagrad", "adam", "adamw", *ours, "rmsprop", "sgd"]
     assert options("scheduler") == ["cosine", "none"]
 
 
@@ -150,13 +154,22 @@ def test_every_option_of_a_loss_scaler_can_be_overridden(composed: Compose) -> N
 
 
 @each_option("optimizer")
-def test_every_optimizer_builds_with_torchs_defaults(composed: Compose, group: str, option: str) -> None:
+def test_every_optimizer_builds_with_its_own_defaults(composed: Compose, group: str, option: str) -> None:
     cfg = composed(f"{group}={option}")
     parameter = torch.nn.Parameter(torch.zeros(2))
     built = build_optimizers(cfg.optimizer, cfg.scheduler, [parameter], 10)["optimizer"]
     plain = type(built)([parameter])
-    assert f"{type(built).__module__}.{type(built).__name__}".startswith("torch.optim")
+    home = lightning_zero if option.startswith("cpu_") else torch.optim
+    assert type(built) is getattr(home, type(built).__name__)
     assert built.defaults == plain.defaults
+    if isinstance(built, CPUOptimizer):
+        assert built.numbers == plain.numbers
+
+
+def test_a_state_dtype_has_a_name(composed: Compose) -> None:
+    cfg = composed("optimizer=cpu_adamw", "optimizer.state_dtype=bfloat16", "optimizer.master_layout=split")
+    built = build_optimizers(cfg.optimizer, cfg.scheduler, [torch.nn.Parameter(torch.zeros(2))], 10)["optimizer"]
+    assert built.numbers == Numbers("split", torch.bfloat16, 0)
 
 
 def test_the_scheduler_runs_over_the_whole_fit(composed: Compose) -> None:

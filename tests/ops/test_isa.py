@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
-from types import ModuleType
 
 import pytest
+from ops.problems import fresh
 
 from lightning_zero import ops
 from lightning_zero.ops import _C
@@ -22,14 +21,19 @@ spec = importlib.util.spec_from_file_location("_C", sys.argv[1])
 _C = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(_C)
 isa = _C.resolve_isa(sys.argv[2])
-arrays = [array("f", [0.1 * (i + k) for i in range(17)]) for k in range(4)]
-_C.adamw(
-    isa=isa, **{n: a.buffer_info()[0] for n, a in zip(("param", "exp_avg", "exp_avg_sq", "grad"), arrays)},
-    grad_dtype=_C.DType.float32, copy_out=0, copy_dtype=_C.DType.bfloat16, count=17, lr=1e-3, beta1=0.9,
-    beta2=0.999, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.3, decoupled=True, threads=1,
+memory = [array("f", [0.1 * (i + k) for i in range(17)]) for k in range(4)]
+param, exp_avg, exp_avg_sq, grad = (a.buffer_info()[0] for a in memory)
+arrays = _C.UpdateArrays(
+    count=17, param=param, param_dtype=_C.DType.float32, remainder=0, copy_out=0, copy_dtype=_C.DType.bfloat16,
+    copy_ties=_C.Ties.even, grad=grad, grad_dtype=_C.DType.float32, states=[exp_avg, exp_avg_sq],
+    state_dtype=_C.DType.float32,
+)
+_C.adam(
+    isa=isa, arrays=arrays, key=_C.RoundingKey(seed=0, step=3, index=0), threads=1, lr=1e-3, beta1=0.9, beta2=0.999,
+    eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.3, decoupled=True, amsgrad=False,
 )
 assert "torch" not in sys.modules
-print(isa, b"".join(a.tobytes() for a in arrays).hex())
+print(isa, b"".join(a.tobytes() for a in memory).hex())
 """
 
 
@@ -38,34 +42,24 @@ def standalone(isa: str, *launcher: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 
-def fresh_ops() -> ModuleType:
-    """A second instance of `lightning_zero.ops`, imported under the present environment."""
-    spec = importlib.util.spec_from_file_location("fresh_ops", ops.__file__, submodule_search_locations=[])
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("isa", ops.supported_isas())
 def test_the_environment_chooses(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_ZERO_ISA", isa)
-    assert fresh_ops().isa() == isa
+    assert fresh("isa").isa() == isa
 
 
 def test_empty_means_unset_and_the_fastest_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_ZERO_ISA", "")
-    assert fresh_ops().isa() == ops.supported_isas()[-1]
+    assert fresh("isa").isa() == ops.supported_isas()[-1]
     monkeypatch.delenv("LIGHTNING_ZERO_ISA")
-    assert fresh_ops().isa() == ops.supported_isas()[-1]
+    assert fresh("isa").isa() == ops.supported_isas()[-1]
 
 
 @pytest.mark.parametrize("value", ["sse9", "AVX2", " scalar"])
 def test_an_unknown_name_is_refused_when_ops_is_imported(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_ZERO_ISA", value)
     with pytest.raises(ValueError, match=f"instruction set '{value}' is not available.*scalar.*unset it"):
-        fresh_ops()
+        fresh("isa")
 
 
 @pytest.mark.slow

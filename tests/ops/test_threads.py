@@ -7,12 +7,16 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ops.problems import fresh, placed
 from torch import Tensor
 
 from lightning_zero import ops
@@ -20,12 +24,35 @@ from lightning_zero import ops
 COUNT = 3 * 65536 + 17  # four pieces, the last one with a tail
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "grad_scale": 0.3}
 
+needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+needs_affinity = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs cores to bind to")
+
 
 @pytest.fixture(autouse=True)
 def settings_of_before() -> Iterator[None]:
-    asked, processes = ops._THREADS.asked, ops._THREADS.processes
+    threads = ops.threads._THREADS
+    asked, processes = threads.asked, threads.processes
     yield
-    ops._THREADS.asked, ops._THREADS.processes = asked, processes
+    threads.asked, threads.processes = asked, processes
+
+
+@pytest.fixture
+def unbound() -> Iterator[None]:
+    yield
+    ops.bind_threads(None)
+
+
+def child(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own that has imported torch and the kernels."""
+    code = f"import os, torch; from lightning_zero import ops; torch.set_num_threads(1)\n{code}"
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        check=False,
+        timeout=120,
+    )
 
 
 def updated(threads: int | None, count: int = COUNT, grad_dtype: torch.dtype = torch.float16) -> list[Tensor]:
@@ -86,10 +113,10 @@ def test_the_child_of_a_fork_has_threads_of_its_own() -> None:
     assert_equal(updated(3), expected)  # and the parent's still work
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+@pytest.mark.slow
+@needs_proc
 def test_threads_are_made_once_and_small_arrays_need_none() -> None:
     code = (
-        "import os, torch; from lightning_zero import ops; torch.set_num_threads(1)\n"
         "def step(n):\n"
         "    p, m, v, g = (torch.zeros(n) for _ in range(4))\n"
         "    ops.adamw_(p, m, v, g, lr=.1, betas=(.9, .99), eps=1e-8, weight_decay=0., step=1, threads=3)\n"
@@ -97,8 +124,28 @@ def test_threads_are_made_once_and_small_arrays_need_none() -> None:
         "start = len(os.listdir('/proc/self/task'))\n"
         "print([step(n) - start for n in (1000, 10**6, 10**6, 1000, 10**6)])"
     )
-    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[0, 2, 2, 2, 2]"
+    result = child(code)
+    assert result.stdout.strip() == "[0, 2, 2, 2, 2]", result.stderr
+
+
+def test_other_threads_run_during_an_update() -> None:
+    tensors = [torch.zeros(4_000_000) for _ in range(4)]
+    started = threading.Event()
+
+    def update() -> None:
+        started.set()
+        for step in range(1, 6):
+            ops.adamw_(*tensors, step=step, isa="scalar", **SETTINGS)
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    started.wait()
+    turns = 0
+    while thread.is_alive():
+        time.sleep(0.0005)
+        turns += 1
+    # With the GIL held, this thread would see the updates' beginnings and ends only.
+    assert turns > 12
 
 
 def test_the_number_is_the_share_of_the_cores_unless_one_is_asked_for() -> None:
@@ -114,21 +161,25 @@ def test_the_number_is_the_share_of_the_cores_unless_one_is_asked_for() -> None:
     assert ops.get_num_threads() == 5
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"), [("3", "3"), ("", None), ("0", "error"), ("two", "error"), ("-1", "error")]
-)
-def test_the_environment_variable(value: str, expected: str | None) -> None:
-    code = "from lightning_zero import ops; print(ops.get_num_threads())"
-    environment = os.environ | {"LIGHTNING_ZERO_NUM_THREADS": value}
-    result = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, env=environment, check=False
-    )
-    if expected == "error":
-        assert "LIGHTNING_ZERO_NUM_THREADS" in result.stderr
-        assert result.returncode == 1
-    else:
-        assert result.returncode == 0, result.stderr
-        assert expected in (None, result.stdout.strip())
+@pytest.mark.parametrize("value", ["1", "3", "64"])
+def test_the_environment_gives_the_number(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_ZERO_NUM_THREADS", value)
+    assert fresh("threads").get_num_threads() == int(value)
+
+
+def test_an_empty_environment_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_ZERO_NUM_THREADS", "")
+    monkeypatch.setenv("LIGHTNING_ZERO_CORES", "")
+    module = fresh("threads")
+    assert module._THREADS.asked is None
+    assert module.get_num_threads() == module._cores()
+
+
+@pytest.mark.parametrize("value", ["0", "two", "-1", "1.5"])
+def test_a_wrong_number_in_the_environment_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_ZERO_NUM_THREADS", value)
+    with pytest.raises(ValueError, match=f"LIGHTNING_ZERO_NUM_THREADS='?{value}"):
+        fresh("threads")
 
 
 @pytest.mark.parametrize("value", [0, -1])
@@ -145,3 +196,151 @@ def test_too_few_threads_are_refused(value: int) -> None:
 def test_threads_are_counted_in_ints(value: Any) -> None:
     with pytest.raises(TypeError, match="threads"):
         ops.set_num_threads(value)
+    with pytest.raises(TypeError, match="threads"):
+        updated(value)
+    with pytest.raises(TypeError, match="processes"):
+        ops.share_cores(value)
+
+
+# ---------------------------------------------------------------------------------------------------------- binding
+
+
+def allowed() -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+BINDING = """
+import ast
+def tasks():
+    return set(map(int, os.listdir('/proc/self/task')))
+before = tasks()
+def cores(expected):
+    # A worker binds itself when it joins an update, which a small machine may leave to others.
+    for _ in range(300):
+        ops.adamw_(*(torch.zeros(10**6) for _ in range(4)), lr=.1, betas=(.9, .99), eps=1e-8, weight_decay=0., step=1,
+                   threads=3)
+        found = sorted(sorted(os.sched_getaffinity(task)) for task in tasks() - before)
+        if found == expected:
+            break
+    return found
+all_cores = sorted(os.sched_getaffinity(0))
+"""
+
+
+@pytest.mark.slow
+@needs_proc
+@needs_affinity
+def test_workers_are_bound_and_set_free_but_never_the_caller() -> None:
+    code = BINDING + (
+        "print(cores([all_cores] * 2) == [all_cores] * 2)\n"
+        "one = [[all_cores[-1]]] * 2\n"
+        "ops.bind_threads([all_cores[-1]]); print(cores(one) == one, sorted(os.sched_getaffinity(0)) == all_cores)\n"
+        "two = [[all_cores[0]], [all_cores[-1]]]\n"
+        "ops.bind_threads([all_cores[-1], all_cores[0]]); print(cores(two) == two)\n"
+        "ops.bind_threads(None); print(cores([all_cores] * 2) == [all_cores] * 2)\n"
+    )
+    result = child(code)
+    assert result.stdout.split() == ["True"] * 5, result.stderr + result.stdout
+
+
+@pytest.mark.slow
+@needs_proc
+@needs_affinity
+def test_the_environment_binds_the_workers() -> None:
+    core = allowed()[-1]
+    code = BINDING + f"one = [[{core}]] * 2; print(cores(one) == one, sorted(os.sched_getaffinity(0)) == all_cores)"
+    result = child(code, LIGHTNING_ZERO_CORES=str(core))
+    assert result.stdout.split() == ["True", "True"], result.stderr + result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ["x", "5-", "100000"])
+def test_wrong_cores_are_refused_when_the_package_is_imported(value: str) -> None:
+    result = child("", LIGHTNING_ZERO_CORES=value)
+    assert result.returncode == 1
+    assert "ValueError" in result.stderr
+    assert value in result.stderr
+
+
+@needs_affinity
+def test_a_core_that_is_not_allowed_is_refused(unbound: None) -> None:
+    for core in (-1, max(allowed()) + 1, 1023, 1024, 10**6):
+        with pytest.raises(ValueError, match=f"core {core} is (not one that this process may run on|out of range)"):
+            ops.bind_threads([*allowed(), core])
+
+
+@needs_affinity
+def test_bound_threads_give_the_same_bits(unbound: None) -> None:
+    expected = updated(1)
+    for cores in ([allowed()[0]], allowed() * 3, [], None):
+        ops.bind_threads(cores)
+        assert_equal(updated(3), expected)
+
+
+@needs_affinity
+@pytest.mark.parametrize("text", ["{0}", "{0}-{0}", "{0},{0}", "{0}-{1}", "{0},{1}-{1}"])
+def test_cores_of_the_environment(text: str, monkeypatch: pytest.MonkeyPatch, unbound: None) -> None:
+    cores = allowed()
+    text = text.format(cores[0], cores[0] + 1 if cores[0] + 1 in cores else cores[0])
+    monkeypatch.setenv("LIGHTNING_ZERO_CORES", text)
+    fresh("threads")
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 9)), min_size=1, max_size=5))
+def test_lists_and_ranges_of_cores(parts: list[tuple[int, int]]) -> None:
+    text = ",".join(str(first) if more == 0 else f"{first}-{first + more}" for first, more in parts)
+    assert ops.threads._cores_named(text) == [core for first, more in parts for core in range(first, first + more + 1)]
+
+
+@pytest.mark.parametrize("value", ["x", "5-", "-5", "1,,2", "1,", "0 1", "0-1-2", "0x1", "1.0", "0;1", " 0"])
+def test_other_text_names_no_cores(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_ZERO_CORES", value)
+    with pytest.raises(ValueError, match=r"LIGHTNING_ZERO_CORES=.*must be numbers and ranges"):
+        fresh("threads")
+
+
+# ------------------------------------------------------------------------------------------------- zeros, interrupts
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, 2**19 - 1, 2**19 + 1, 3 * 2**19 + 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int16])
+def test_zero_fills_a_tensor_and_nothing_beside_it(count: int, dtype: torch.dtype) -> None:
+    for threads in (1, 2, 5):
+        ops.set_num_threads(threads)
+        view, buffer = placed(torch.full((count,), 3, dtype=dtype), 1 + threads)
+        ops.zero_(view)
+        assert (view == 0).all()
+        begin = view.storage_offset()
+        assert (buffer[:begin] == 7).all()
+        assert (buffer[begin + count :] == 7).all()
+
+
+INTERRUPTED = """
+import signal, threading
+arguments = dict(lr=1e-2, betas=(.9, .99), eps=1e-8, weight_decay=.1, isa='scalar')
+def tensors():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.rand(3 * 10**7, generator=generator) for _ in range(4)]
+first, expected = tensors(), tensors()
+ops.adamw_(*expected, step=1, threads=1, **arguments)
+for threads in (1, 3):
+    current = [tensor.clone() for tensor in first]
+    timer = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        ops.adamw_(*current, step=1, threads=threads, **arguments)
+        timer.join()
+        print('missed')
+    except KeyboardInterrupt:
+        print(all(torch.equal(a, b) for a, b in zip(current, expected)))
+again = [tensor.clone() for tensor in first]
+ops.adamw_(*again, step=1, threads=3, **arguments)
+print(all(torch.equal(a, b) for a, b in zip(again, expected)))
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupted_update_is_complete_and_the_process_goes_on() -> None:
+    result = child(INTERRUPTED)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["True"] * 3

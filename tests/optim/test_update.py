@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine import Bucket, Mesh, MixedPrecisionPolicy
-from lightning_zero.optim import NativeAdamUpdater, ShardState, TorchUpdater, make_updater
+from lightning_zero.optim import NativeUpdater, ShardState, TorchUpdater, make_updater
 from lightning_zero.optim.shell import ShellGroup, run_step
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -132,9 +132,11 @@ def test_state_of_the_constructor_moves_into_shards(first: str, offload: bool) -
         (Setup(2, offload=True, native="auto", precision=BF16), "adamw", {}, True),
         (Setup(2, offload=True, native="off"), "adamw", {}, False),
         (Setup(2, offload=False, native="auto"), "adamw", {}, False),
-        (Setup(2, offload=True, native="auto"), "amsgrad", {}, False),
-        (Setup(2, offload=True, native="auto"), "adamw", {"maximize": True}, False),
-        (Setup(2, offload=True, native="auto"), "momentum", {}, False),
+        (Setup(2, offload=True, native="auto"), "amsgrad", {}, True),
+        (Setup(2, offload=True, native="auto"), "adamw", {"maximize": True}, True),
+        (Setup(2, offload=True, native="auto"), "momentum", {}, True),
+        (Setup(2, offload=True, native="auto"), "adagrad", {}, True),
+        (Setup(2, offload=False, native="auto"), "momentum", {}, False),
         (Setup(2, offload=True, native="auto"), "nadam", {}, False),
     ],
 )
@@ -142,7 +144,7 @@ def test_the_native_kernel_runs_where_it_computes_the_same(
     setup: Setup, optimizer: str, options: dict[str, Any], native: bool
 ) -> None:
     session = start(setup, optimizer, **options)
-    assert type(session.updater) is (NativeAdamUpdater if native else TorchUpdater)
+    assert type(session.updater) is (NativeUpdater if native else TorchUpdater)
 
 
 def test_a_subclass_of_adam_is_not_taken_for_adam() -> None:
@@ -162,14 +164,14 @@ def test_doubles_are_left_to_torch() -> None:
 
 def test_a_group_that_the_kernel_cannot_update_is_an_error() -> None:
     session = start(Setup(2, offload=True, native="auto"))
-    session.optimizer.param_groups[1]["amsgrad"] = True
-    with pytest.raises(ValueError, match=r"amsgrad=True, maximize=False joined .* native_optimizer='off'"):
+    session.optimizer.param_groups[1]["differentiable"] = True
+    with pytest.raises(ValueError, match=r"differentiable=True in .* native_optimizer='off'"):
         step(session)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
 def test_one_native_step_is_within_the_kernels_bound(optimizer: str) -> None:
-    """1 ulp of the parameter and 2^-21 of its update; the moments are equal."""
+    """2^-21 of the update and 1 ulp of the parameter, 2 where torch rounds its decay apart; the moments are equal."""
     initial = models.make_model("transformer").state_dict()
     trained = []
     for native in ("auto", "off"):
@@ -179,7 +181,7 @@ def test_one_native_step_is_within_the_kernels_bound(optimizer: str) -> None:
     native_one, torch_one = trained
     for name, expected in torch_one.weights.items():
         ulp = torch.nextafter(expected.abs(), torch.tensor(torch.inf)) - expected.abs()
-        bound = ulp + (expected - initial[name]).abs() * 2**-21
+        bound = ulp * (2 if optimizer == "adamw" else 1) + (expected - initial[name]).abs() * 2**-21
         assert ((native_one.weights[name] - expected).abs() <= bound).all(), name
     for name, state in torch_one.optimizer_state.items():
         assert_equal(

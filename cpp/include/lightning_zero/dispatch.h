@@ -4,14 +4,33 @@
 #include <string>
 #include <vector>
 
-#include "lightning_zero/adamw.h"
+#include "lightning_zero/reduce.h"
+#include "lightning_zero/split.h"
+#include "lightning_zero/update.h"
 
 namespace lightning_zero {
+
+// The kernels of one instruction set.
+struct Kernels {
+  UpdateFunction<AdamCoefficients> adam;
+  UpdateFunction<AdagradCoefficients> adagrad;
+  UpdateFunction<LionCoefficients> lion;
+  UpdateFunction<SgdCoefficients> sgd;
+  SumOfSquaresFunction sum_of_squares;
+  SplitFunction split;  // from whole to split
+  SplitFunction join;   // and back
+};
+
+extern const Kernels kScalarKernels;
+#ifdef LIGHTNING_ZERO_X86
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+#endif
 
 struct Target {
   const char* name;
   bool (*supported)();  // by the CPU and the operating system
-  AdamWFunction adamw;
+  const Kernels& kernels;
 };
 
 // The targets in this binary, slowest first.

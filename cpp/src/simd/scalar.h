@@ -49,17 +49,6 @@ inline float fused_multiply_add(float a, float b, float c) {
 #endif
 }
 
-inline float bfloat16_to_float(std::uint16_t half) {
-  return from_bits(static_cast<std::uint32_t>(half) << 16);
-}
-
-// Round to nearest even; every NaN becomes the positive quiet one.
-inline std::uint16_t float_to_bfloat16(float x) {
-  const std::uint32_t bits = to_bits(x);
-  if (x != x) return 0x7FC0;
-  return static_cast<std::uint16_t>((bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16);
-}
-
 inline float float16_to_float(std::uint16_t half) {
   const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000U) << 16;
   const std::uint32_t magnitude = half & 0x7FFFU;
@@ -98,18 +87,64 @@ inline std::uint16_t float_to_float16(float x) {
   return static_cast<std::uint16_t>(sign | half);
 }
 
+struct ScalarBits {
+  std::uint32_t value;
+
+  static ScalarBits broadcast(std::uint32_t x) { return {x}; }
+  static ScalarBits iota() { return {0}; }
+  static ScalarBits load(const std::uint16_t* from) { return {*from}; }
+  static ScalarBits load(const std::int16_t* from) {
+    return {static_cast<std::uint32_t>(static_cast<std::int32_t>(*from))};
+  }
+
+  // Two 16-bit elements, the first in the lower half.
+  static ScalarBits load_raw(const std::uint16_t* from) {
+    return {from[0] | (static_cast<std::uint32_t>(from[1]) << 16)};
+  }
+
+  void store_raw(std::uint16_t* to, bool) const {
+    to[0] = static_cast<std::uint16_t>(value);
+    to[1] = static_cast<std::uint16_t>(value >> 16);
+  }
+  // The lower halves of the two.
+  static void store_lower(ScalarBits first, ScalarBits second, std::uint16_t* to, bool) {
+    to[0] = static_cast<std::uint16_t>(first.value);
+    to[1] = static_cast<std::uint16_t>(second.value);
+  }
+
+  friend ScalarBits operator+(ScalarBits a, ScalarBits b) { return {a.value + b.value}; }
+  friend ScalarBits operator-(ScalarBits a, ScalarBits b) { return {a.value - b.value}; }
+  friend ScalarBits operator*(ScalarBits a, ScalarBits b) { return {a.value * b.value}; }
+  friend ScalarBits operator&(ScalarBits a, ScalarBits b) { return {a.value & b.value}; }
+  friend ScalarBits operator|(ScalarBits a, ScalarBits b) { return {a.value | b.value}; }
+  friend ScalarBits operator^(ScalarBits a, ScalarBits b) { return {a.value ^ b.value}; }
+  friend ScalarBits operator<<(ScalarBits a, int n) { return {a.value << n}; }
+  friend ScalarBits operator>>(ScalarBits a, int n) { return {a.value >> n}; }
+  friend ScalarBits shift_right_signed(ScalarBits a, int n) {
+    return {static_cast<std::uint32_t>(static_cast<std::int32_t>(a.value) >> n)};
+  }
+  // The lower half of `low` beside the upper half of `high`.
+  friend ScalarBits join_halves(ScalarBits low, ScalarBits high) {
+    return {(low.value & 0xFFFFU) | (high.value & 0xFFFF0000U)};
+  }
+};
+
 struct ScalarFloat {
+  using Bits = ScalarBits;
   static constexpr std::size_t width = 1;
   float value;
 
   static ScalarFloat broadcast(float x) { return {x}; }
+  static ScalarFloat from_bits(Bits bits) { return {lightning_zero::from_bits(bits.value)}; }
   static ScalarFloat load(const float* from) { return {*from}; }
-  static ScalarFloat load(const BFloat16* from) { return {bfloat16_to_float(from->bits)}; }
   static ScalarFloat load(const Float16* from) { return {float16_to_float(from->bits)}; }
 
+  Bits bits() const { return {to_bits(value)}; }
   void store(float* to) const { *to = value; }
-  void store(BFloat16* to) const { to->bits = float_to_bfloat16(value); }
-  void store(Float16* to) const { to->bits = float_to_float16(value); }
+  static void store_pair(ScalarFloat first, ScalarFloat second, Float16* to, bool) {
+    to[0].bits = float_to_float16(first.value);
+    to[1].bits = float_to_float16(second.value);
+  }
 
   friend ScalarFloat operator+(ScalarFloat a, ScalarFloat b) { return {a.value + b.value}; }
   friend ScalarFloat operator-(ScalarFloat a, ScalarFloat b) { return {a.value - b.value}; }
@@ -118,6 +153,35 @@ struct ScalarFloat {
   friend ScalarFloat sqrt(ScalarFloat a) { return {__builtin_sqrtf(a.value)}; }
   friend ScalarFloat fma(ScalarFloat a, ScalarFloat b, ScalarFloat c) {
     return {fused_multiply_add(a.value, b.value, c.value)};
+  }
+  friend ScalarFloat round_to_float16(ScalarFloat a) { return {float16_to_float(float_to_float16(a.value))}; }
+  // NaN if either is, as torch.maximum.
+  friend ScalarFloat maximum(ScalarFloat a, ScalarFloat b) {
+    return a.value > b.value || a.value != a.value ? a : b;
+  }
+  // 0 for NaN, as torch.sign.
+  friend ScalarFloat sign(ScalarFloat a) {
+    return {static_cast<float>(a.value > 0.0F) - static_cast<float>(a.value < 0.0F)};
+  }
+  friend Bits select_nan(ScalarFloat a, Bits if_nan, Bits otherwise) {
+    return a.value != a.value ? if_nan : otherwise;
+  }
+  friend bool any_nan(ScalarFloat a, ScalarFloat b) { return a.value != a.value || b.value != b.value; }
+  // Of two elements, the first is the even one.
+  friend void deinterleave(ScalarFloat&, ScalarFloat&) {}
+  friend void interleave(ScalarFloat&, ScalarFloat&) {}
+};
+
+struct ScalarSquares {
+  using Float = ScalarFloat;
+  double lanes[16] = {};
+
+  void add(ScalarFloat x, std::size_t i) {
+    const double wide = static_cast<double>(x.value);
+    lanes[i % 16] += wide * wide;
+  }
+  void store(double* to) const {
+    for (int k = 0; k < 16; ++k) to[k] = lanes[k];
   }
 };
 

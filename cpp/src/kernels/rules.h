@@ -1,0 +1,179 @@
+// The update rules, written once for every vector type V, with the operations of torch.optim's single-tensor
+// CPU path in its order (a fused multiply-add where a build of torch with FMA has one), but for the last step
+// to the parameter: the decay of a decoupled weight decay is part of the update instead of a rounding of the
+// parameter of its own, so that a parameter is rounded once a step, and a decay that is small beside 1 keeps
+// its digits; and Adam's correction of the second moment is in the coefficients, since a division more per
+// element is a third of its time in caches.
+//
+// A rule works in two halves, because the state may be stored rounded in between: `advance` changes the state
+// and may replace the gradient by what the second half needs; `updated` gives the new parameter.
+#pragma once
+
+#include "kernels/formats.h"
+#include "lightning_zero/update.h"
+
+namespace lightning_zero {
+namespace {
+
+// p + update + decay * p
+template <class V>
+KERNEL_INLINE V with_decay(V p, V update, V decay, bool decays) {
+  return p + (decays ? fma(p, decay, update) : update);
+}
+
+// Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015); Loshchilov and Hutter, "Decoupled
+// Weight Decay Regularization" (2019); amsgrad: Reddi, Kale and Kumar, "On the Convergence of Adam and
+// Beyond" (2018).
+template <class V, bool kAmsgrad>
+struct AdamRule {
+  using Coefficients = AdamCoefficients;
+  static constexpr int states = kAmsgrad ? 3 : 2;  // exp_avg, exp_avg_sq, max_exp_avg_sq
+
+  const V grad_scale, l2, decay, lerp_weight, beta2, one_minus_beta2, eps, negative_step_size;
+  const bool has_l2, decays, lerp_from_gradient;
+
+  explicit AdamRule(const AdamCoefficients& c)
+      : grad_scale(V::broadcast(c.grad_scale)),
+        l2(V::broadcast(c.l2)),
+        decay(V::broadcast(c.decay)),
+        lerp_weight(V::broadcast(c.lerp_weight)),
+        beta2(V::broadcast(c.beta2)),
+        one_minus_beta2(V::broadcast(c.one_minus_beta2)),
+        eps(V::broadcast(c.eps)),
+        negative_step_size(V::broadcast(c.negative_step_size)),
+        has_l2(c.l2 != 0.0F),
+        decays(c.decay != 0.0F),
+        lerp_from_gradient(c.lerp_from_gradient) {}
+
+  KERNEL_INLINE V advance(V p, V grad, V (&state)[kMaxStates]) const {
+    V g = grad * grad_scale;
+    if (has_l2) g = fma(p, l2, g);
+    const V m = state[0];
+    state[0] = fma(lerp_weight, g - m, lerp_from_gradient ? g : m);
+    state[1] = fma(one_minus_beta2 * g, g, state[1] * beta2);
+    if (kAmsgrad) state[states - 1] = maximum(state[states - 1], state[1]);
+    return g;
+  }
+
+  KERNEL_INLINE V updated(V p, V, const V (&state)[kMaxStates]) const {
+    return with_decay(p, negative_step_size * state[0] / (sqrt(state[states - 1]) + eps), decay, decays);
+  }
+};
+
+// Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization"
+// (2011).
+template <class V>
+struct AdagradRule {
+  using Coefficients = AdagradCoefficients;
+  static constexpr int states = 1;  // sum
+
+  const V grad_scale, l2, eps, negative_lr;
+  const bool has_l2;
+
+  explicit AdagradRule(const AdagradCoefficients& c)
+      : grad_scale(V::broadcast(c.grad_scale)),
+        l2(V::broadcast(c.l2)),
+        eps(V::broadcast(c.eps)),
+        negative_lr(V::broadcast(c.negative_lr)),
+        has_l2(c.l2 != 0.0F) {}
+
+  KERNEL_INLINE V advance(V p, V grad, V (&state)[kMaxStates]) const {
+    V g = grad * grad_scale;
+    if (has_l2) g = fma(p, l2, g);
+    state[0] = fma(g, g, state[0]);
+    return g;
+  }
+
+  KERNEL_INLINE V updated(V p, V g, const V (&state)[kMaxStates]) const {
+    return p + negative_lr * g / (sqrt(state[0]) + eps);
+  }
+};
+
+// Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023).
+template <class V>
+struct LionRule {
+  using Coefficients = LionCoefficients;
+  static constexpr int states = 1;  // exp_avg
+
+  const V grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, negative_lr;
+  const bool decays;
+
+  explicit LionRule(const LionCoefficients& c)
+      : grad_scale(V::broadcast(c.grad_scale)),
+        decay(V::broadcast(c.decay)),
+        beta1(V::broadcast(c.beta1)),
+        one_minus_beta1(V::broadcast(c.one_minus_beta1)),
+        beta2(V::broadcast(c.beta2)),
+        one_minus_beta2(V::broadcast(c.one_minus_beta2)),
+        negative_lr(V::broadcast(c.negative_lr)),
+        decays(c.decay != 0.0F) {}
+
+  KERNEL_INLINE V advance(V, V grad, V (&state)[kMaxStates]) const {
+    const V g = grad * grad_scale;
+    const V direction = sign(fma(g, one_minus_beta1, state[0] * beta1));
+    state[0] = fma(g, one_minus_beta2, state[0] * beta2);
+    return direction;
+  }
+
+  KERNEL_INLINE V updated(V p, V direction, const V (&)[kMaxStates]) const {
+    return with_decay(p, negative_lr * direction, decay, decays);
+  }
+};
+
+// Stochastic gradient descent with Polyak's or Nesterov's momentum, in the form of Sutskever et al., "On the
+// importance of initialization and momentum in deep learning" (2013), as torch.optim.SGD has it.
+template <class V>
+struct MomentumSgdRule {
+  using Coefficients = SgdCoefficients;
+  static constexpr int states = 1;  // momentum_buffer
+
+  const V grad_scale, l2, momentum, one_minus_dampening, negative_lr;
+  const bool has_l2, nesterov, first;
+
+  explicit MomentumSgdRule(const SgdCoefficients& c)
+      : grad_scale(V::broadcast(c.grad_scale)),
+        l2(V::broadcast(c.l2)),
+        momentum(V::broadcast(c.momentum)),
+        one_minus_dampening(V::broadcast(c.one_minus_dampening)),
+        negative_lr(V::broadcast(c.negative_lr)),
+        has_l2(c.l2 != 0.0F),
+        nesterov(c.nesterov),
+        first(c.first) {}
+
+  KERNEL_INLINE V advance(V p, V grad, V (&state)[kMaxStates]) const {
+    V g = grad * grad_scale;
+    if (has_l2) g = fma(p, l2, g);
+    state[0] = first ? g : fma(g, one_minus_dampening, state[0] * momentum);
+    return g;
+  }
+
+  KERNEL_INLINE V updated(V p, V g, const V (&state)[kMaxStates]) const {
+    return fma(nesterov ? fma(state[0], momentum, g) : state[0], negative_lr, p);
+  }
+};
+
+// Without momentum there is no state.
+template <class V>
+struct SgdRule {
+  using Coefficients = SgdCoefficients;
+  static constexpr int states = 0;
+
+  const V grad_scale, l2, negative_lr;
+  const bool has_l2;
+
+  explicit SgdRule(const SgdCoefficients& c)
+      : grad_scale(V::broadcast(c.grad_scale)),
+        l2(V::broadcast(c.l2)),
+        negative_lr(V::broadcast(c.negative_lr)),
+        has_l2(c.l2 != 0.0F) {}
+
+  KERNEL_INLINE V advance(V p, V grad, V (&)[kMaxStates]) const {
+    const V g = grad * grad_scale;
+    return has_l2 ? fma(p, l2, g) : g;
+  }
+
+  KERNEL_INLINE V updated(V p, V g, const V (&)[kMaxStates]) const { return fma(g, negative_lr, p); }
+};
+
+}  // namespace
+}  // namespace lightning_zero

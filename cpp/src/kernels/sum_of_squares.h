@@ -1,0 +1,53 @@
+// Sum of squares in double over sixteen lanes, the same ones for every target.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+
+#include "kernels/formats.h"
+#include "lightning_zero/reduce.h"
+
+namespace lightning_zero {
+namespace {
+
+template <class Squares, class Element>
+double sum_of_squares_of(const Element* values, std::size_t count) {
+  using V = typename Squares::Float;
+  constexpr std::size_t block = 2 * V::width > kLanes ? 2 * V::width : kLanes;
+  Squares squares;
+  const auto add = [&squares](const Element* from) {
+    for (std::size_t k = 0; k < block; k += 2 * V::width) {
+      const Pair<V> x = load<V, Order::consecutive>(from + k);
+      squares.add(x.first, k);
+      squares.add(x.second, k + V::width);
+    }
+  };
+  std::size_t i = 0;
+  for (; i + block <= count; i += block) add(values + i);
+  if (i < count) {
+    Element rest[block] = {};
+    std::memcpy(rest, values + i, (count - i) * sizeof(Element));
+    add(rest);
+  }
+  double lanes[kLanes];
+  squares.store(lanes);
+  double sum = 0.0;
+  for (const double lane : lanes) sum += lane;
+  return sum;
+}
+
+template <class Squares>
+double sum_of_squares(const void* values, DType dtype, std::size_t count) {
+  switch (dtype) {
+    case DType::float32:
+      return sum_of_squares_of<Squares>(static_cast<const float*>(values), count);
+    case DType::bfloat16:
+      return sum_of_squares_of<Squares>(static_cast<const BFloat16*>(values), count);
+    case DType::float16:
+      return sum_of_squares_of<Squares>(static_cast<const Float16*>(values), count);
+  }
+  return 0.0;
+}
+
+}  // namespace
+}  // namespace lightning_zero

@@ -1,0 +1,19 @@
+#include "simd/avx2.h"
+#include "kernels/split.h"
+#include "kernels/sum_of_squares.h"
+#include "kernels/update.h"
+#include "lightning_zero/dispatch.h"
+
+namespace lightning_zero {
+
+const Kernels kAvx2Kernels = {
+    adam<Avx2Float>,
+    update<Avx2Float, AdagradRule<Avx2Float>>,
+    update<Avx2Float, LionRule<Avx2Float>>,
+    sgd<Avx2Float>,
+    sum_of_squares<Avx2Squares>,
+    split<Avx2Float>,
+    join<Avx2Float>,
+};
+
+}  // namespace lightning_zero

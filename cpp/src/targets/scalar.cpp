@@ -1,0 +1,19 @@
+#include "simd/scalar.h"
+#include "kernels/split.h"
+#include "kernels/sum_of_squares.h"
+#include "kernels/update.h"
+#include "lightning_zero/dispatch.h"
+
+namespace lightning_zero {
+
+const Kernels kScalarKernels = {
+    adam<ScalarFloat>,
+    update<ScalarFloat, AdagradRule<ScalarFloat>>,
+    update<ScalarFloat, LionRule<ScalarFloat>>,
+    sgd<ScalarFloat>,
+    sum_of_squares<ScalarSquares>,
+    split<ScalarFloat>,
+    join<ScalarFloat>,
+};
+
+}  // namespace lightning_zero

@@ -1,0 +1,88 @@
+"""What the control groups of this process allow it (a container's limits), in both versions of their interface.
+
+Read from `/proc` and `/sys`, which lie under a `root`; None where a system has no control groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, TypeVar
+
+Unlimited = Literal["unlimited"]
+_Number = TypeVar("_Number", int, float)
+
+_NO_LIMIT = 1 << 60  # bytes: version 1 of control groups writes "none" as the largest multiple of a page
+
+
+def read_text(path: Path) -> str | None:
+    """A small file's text, or None where it does not exist or may not be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def cpu_quota(root: Path = Path("/")) -> float | Unlimited | None:
+    """Cores' worth of time that the control groups of this process allow, the smallest of all levels."""
+
+    def quota(folder: Path) -> float | Unlimited | None:
+        unified = read_text(folder / "cpu.max")
+        if unified is not None:
+            allowed, _, period = unified.strip().partition(" ")
+        else:
+            allowed = (read_text(folder / "cpu.cfs_quota_us") or "").strip()
+            period = (read_text(folder / "cpu.cfs_period_us") or "").strip()
+        if allowed in {"max", "-1"}:
+            return "unlimited"
+        if not allowed.isdecimal() or not period.isdecimal() or int(period) == 0:
+            return None
+        return int(allowed) / int(period)
+
+    return _smallest(root, "cpu", quota)
+
+
+def memory_limit(root: Path = Path("/")) -> int | Unlimited | None:
+    """Bytes that the control groups of this process allow, the smallest of all levels."""
+
+    def limit(folder: Path) -> int | Unlimited | None:
+        text = read_text(folder / "memory.max")
+        text = (read_text(folder / "memory.limit_in_bytes") if text is None else text) or ""
+        if text.strip() == "max":
+            return "unlimited"
+        if not text.strip().isdecimal():
+            return None
+        return "unlimited" if int(text) >= _NO_LIMIT else int(text)
+
+    return _smallest(root, "memory", limit)
+
+
+def _smallest(
+    root: Path, controller: str, read: Callable[[Path], _Number | Unlimited | None]
+) -> _Number | Unlimited | None:
+    found = [value for folder in _control_groups(root, controller) if (value := read(folder)) is not None]
+    limits = [value for value in found if value != "unlimited"]
+    if limits:
+        return min(limits)
+    return "unlimited" if found else None
+
+
+def _control_groups(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's control groups, innermost first.
+
+    Inside a container the path may lead outside of what is mounted; the mount itself then is the innermost.
+    """
+    mounted = root / "sys/fs/cgroup"
+    for line in (read_text(root / "proc/self/cgroup") or "0::/").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0":
+            bases = [mounted, mounted / "unified"]
+        elif controller in controllers.split(","):
+            bases = [mounted / name for name in dict.fromkeys([controllers, controller])]
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in {"", ".."}]
+        for base in bases:
+            for depth in range(len(parts), -1, -1):
+                yield base.joinpath(*parts[:depth])

@@ -1,0 +1,103 @@
+"""What this process may use of the machine: cores, memory, limits.
+
+Read from `/proc` and `/sys`; a fact that a system does not have is None. Every function takes the `root` these lie in.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_zero.cgroups import Unlimited, cpu_quota, memory_limit, read_text
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Facts about the machine, seen from this process.
+
+    Attributes:
+        system: name and release of the operating system.
+        architecture: of the CPU, as `uname -m` has it.
+        cpu: the CPU's model name.
+        cores: logical cores of the machine.
+        cores_by_affinity: those that this process may run on.
+        cpu_quota: cores' worth of time that its control groups allow.
+        memory_bytes: physical memory.
+        memory_available_bytes: what the kernel believes can be had without swapping.
+        memory_limit_bytes: of its control groups.
+        memlock_bytes: soft limit of locked memory (RLIMIT_MEMLOCK).
+        numa_nodes: number of memory nodes.
+        huge_pages: mode of transparent huge pages: "always", "madvise" or "never".
+    """
+
+    system: str
+    architecture: str
+    cpu: str | None
+    cores: int | None
+    cores_by_affinity: int | None
+    cpu_quota: float | Unlimited | None
+    memory_bytes: int | None
+    memory_available_bytes: int | None
+    memory_limit_bytes: int | Unlimited | None
+    memlock_bytes: int | Unlimited | None
+    numa_nodes: int | None
+    huge_pages: str | None
+
+
+def read_machine(root: Path = Path("/")) -> Machine:
+    """Collect the facts; files are looked for under `root`."""
+    memory = _memory(root)
+    return Machine(
+        system=f"{platform.system()} {platform.release()}",
+        architecture=platform.machine(),
+        cpu=_cpu(root),
+        cores=os.cpu_count(),
+        cores_by_affinity=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        cpu_quota=cpu_quota(root),
+        memory_bytes=memory.get("MemTotal", _physical_memory()),
+        memory_available_bytes=memory.get("MemAvailable"),
+        memory_limit_bytes=memory_limit(root),
+        memlock_bytes=_memlock(),
+        numa_nodes=_numa_nodes(root),
+        huge_pages=_huge_pages(root),
+    )
+
+
+def _cpu(root: Path) -> str | None:
+    model = re.search(r"^model name\s*:\s*(.+)$", read_text(root / "proc/cpuinfo") or "", re.MULTILINE)
+    return model[1].strip() if model else None
+
+
+def _memory(root: Path) -> dict[str, int]:
+    """The lines of `/proc/meminfo` in bytes."""
+    lines = re.findall(r"^(\w+):\s+(\d+) kB$", read_text(root / "proc/meminfo") or "", re.MULTILINE)
+    return {name: int(kilobytes) * 1024 for name, kilobytes in lines}
+
+
+def _physical_memory() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # no such function, or no such name
+        return None
+
+
+def _memlock() -> int | Unlimited | None:
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if soft == resource.RLIM_INFINITY else soft
+
+
+def _numa_nodes(root: Path) -> int | None:
+    nodes = root / "sys/devices/system/node"
+    return sum(bool(re.fullmatch(r"node\d+", path.name)) for path in nodes.iterdir()) if nodes.is_dir() else None
+
+
+def _huge_pages(root: Path) -> str | None:
+    mode = re.search(r"\[(\w+)\]", read_text(root / "sys/kernel/mm/transparent_hugepage/enabled") or "")
+    return mode[1] if mode else None

@@ -1,0 +1,24 @@
+"""The instruction set that the kernels use, chosen once per process."""
+
+from __future__ import annotations
+
+import os
+
+from lightning_zero.ops import _C
+
+_ISA = _C.resolve_isa(os.environ.get("LIGHTNING_ZERO_ISA", ""))
+
+
+def isa() -> str:
+    """The instruction set that the kernels use: `LIGHTNING_ZERO_ISA`, or the fastest this machine runs."""
+    return _ISA
+
+
+def compiled_isas() -> tuple[str, ...]:
+    """Instruction sets in this binary, slowest first."""
+    return tuple(_C.compiled_isas())
+
+
+def supported_isas() -> tuple[str, ...]:
+    """Those of `compiled_isas` that this CPU and operating system run."""
+    return tuple(_C.supported_isas())

@@ -1,0 +1,118 @@
+"""How many threads the kernels take, and on which cores."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lightning_zero.cgroups import cpu_quota
+from lightning_zero.ops import _C
+
+
+def _cores() -> int:
+    """Cores that this process may use: by affinity and by the quota of its control groups (a container's limit)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return max(1, min(cores, int(quota))) if isinstance(quota, float) else cores
+
+
+def positive(name: str, value: int) -> int:
+    """`value` itself, an int >= 1; raises TypeError or ValueError otherwise."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} has type {type(value).__name__}; expected int")
+    if value < 1:
+        raise ValueError(f"{name}={value} is out of range; expected >= 1")
+    return value
+
+
+class _Threads:
+    """How many threads a kernel takes: what was asked for, or this process's share of the cores it may run on."""
+
+    def __init__(self, environment: str) -> None:
+        if environment and not environment.isdecimal():
+            raise ValueError(f"LIGHTNING_ZERO_NUM_THREADS={environment!r} must be a whole number >= 1, or unset")
+        self.asked = positive("LIGHTNING_ZERO_NUM_THREADS", int(environment)) if environment else None
+        self.processes = 1
+        self.cores = _cores()
+
+    @property
+    def number(self) -> int:
+        return self.asked or max(1, self.cores // self.processes)
+
+
+_THREADS = _Threads(os.environ.get("LIGHTNING_ZERO_NUM_THREADS", ""))
+
+
+def get_num_threads() -> int:
+    """The number of threads that a kernel takes at most; small arrays take fewer."""
+    return _THREADS.number
+
+
+def set_num_threads(threads: int | None) -> None:
+    """Take this many threads from now on; `None`: the process's share of the cores it may run on.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: less than 1.
+    """
+    _THREADS.asked = None if threads is None else positive("threads", threads)
+
+
+def share_cores(processes: int) -> None:
+    """Tell how many processes of this machine run kernels at the same time; the default is one.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: less than 1.
+    """
+    _THREADS.processes = positive("processes", processes)
+
+
+def bind_threads(cores: Sequence[int] | None) -> None:
+    """Bind the kernels' threads to cores, in turn; `None`: to none. The calling thread, which takes part, stays free.
+
+    Args:
+        cores: numbers of cores that this process may run on.
+
+    Raises:
+        ValueError: the calling thread may not run on one of them.
+    """
+    wanted = list(cores or ())
+    if outside := [core for core in wanted if not 0 <= core < 2**31]:
+        raise ValueError(f"core {outside[0]} is out of range; expected the number of a core")
+    _C.bind_threads(wanted)
+
+
+def zero_(tensor: Tensor) -> None:
+    """Fill a contiguous host tensor with zeros, each part by the thread whose part it will be in the kernels.
+
+    Fresh memory then lies near that thread (first touch), and its pages are made in parallel.
+
+    Raises:
+        ValueError: the tensor is not contiguous, or not on the CPU.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            f"the tensor is on device {tensor.device} with strides {tensor.stride()}; expected a contiguous one on cpu"
+        )
+    _C.fill_with_zeros(memory=tensor.data_ptr(), nbytes=tensor.nbytes, threads=get_num_threads())
+
+
+def _cores_named(text: str) -> list[int]:
+    """`"0-2,5"` as [0, 1, 2, 5]."""
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
+        raise ValueError(f"LIGHTNING_ZERO_CORES={text!r} must be numbers and ranges such as '0-3,8', or unset")
+    cores: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if int(last or first) < int(first):
+            raise ValueError(f"LIGHTNING_ZERO_CORES={text!r} has a range that runs downwards: {part!r}")
+        cores.extend(range(int(first), int(last or first) + 1))
+    return cores
+
+
+if _ENVIRONMENT := os.environ.get("LIGHTNING_ZERO_CORES"):
+    bind_threads(_cores_named(_ENVIRONMENT))

@@ -1,0 +1,511 @@
+"""The native kernels as ordinary torch optimizers for parameters in host memory.
+
+They take the arguments of the torch optimizer of the same name and exchange state dicts with it. In an offloading
+strategy the same classes update shards by the same kernels, also where the model itself is on a GPU.
+
+A bf16 or fp16 parameter has an fp32 master, which is what is updated; the parameter is its rounded copy. bf16 copies
+round ties away from zero, so that both layouts of the master give the same bits (see `lightning_zero.ops.split_`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero import ops
+from lightning_zero.engine import HostStore
+from lightning_zero.engine.master import CopyMaster, KernelTensors, SplitMaster
+from lightning_zero.engine.stores.host import HUGE_PAGE
+from lightning_zero.ops.kernels import check_betas, check_momentum, check_not_negative
+from lightning_zero.optim.native import (
+    ADAGRAD,
+    ADAM,
+    LION,
+    SGD,
+    Group,
+    MasterLayout,
+    NativeRule,
+    Numbers,
+    StateDtypeName,
+    first_index,
+)
+
+_PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+class _Seen(NamedTuple):
+    """What tells whether someone else has written to a parameter."""
+
+    version: int
+    address: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> _Seen:
+        return cls(parameter._version, parameter.data_ptr(), parameter.dtype)
+
+
+class CPUOptimizer(Optimizer):
+    """What the CPU optimizers share; construct one of them.
+
+    A step updates the fp32, bf16 and fp16 parameters that have a gradient, in host memory, each in one pass. What user
+    code changes in a 16-bit parameter, in place or by assigning ``data``, is taken over into its master at the next
+    step. In-place changes through ``.data``, which leave no trace, are not.
+
+    Args:
+        params: as for any torch optimizer.
+        defaults: hyperparameters.
+        numbers: how masters and state are stored.
+    """
+
+    rule: ClassVar[NativeRule]
+
+    def __init__(self, params: Params, defaults: Group, numbers: Numbers) -> None:
+        self.numbers = numbers
+        # By 16-bit parameter: what it was when its master was last up to date.
+        self._seen: dict[Tensor, _Seen] = {}
+        self._loaded: dict[str, Any] | None = None  # the state dict that is being loaded
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "numbers": self.numbers, "_seen": {}, "_loaded": None}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What ``closure`` returned.
+
+        Raises:
+            TypeError: a parameter or gradient has a dtype or layout that kernels do not take.
+            ValueError: a parameter is not in host memory, or a hyperparameter is out of range.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        members = [(group, p) for group in self.param_groups for p in group["params"]]
+        todo = [(number, group, p) for number, (group, p) in enumerate(members) if p.grad is not None]
+        for group in self.param_groups:  # before anything is written
+            self.rule.check(group)
+        for _, _, parameter in todo:
+            _check(parameter)
+        for number, group, parameter in todo:
+            self._update(parameter, group, number)
+        torch.autograd.graph.increment_version([p for _, _, p in todo])
+        self._seen.update({p: _Seen.of(p) for _, _, p in todo})
+        return result
+
+    def _update(self, parameter: Tensor, group: Group, number: int) -> None:
+        state = self.state.get(parameter, {})
+        # A parameter of which only a permuted view is contiguous (channels_last) is updated in a copy.
+        flat = parameter.detach().contiguous().view(-1)
+        master = self._master(parameter, flat, state)
+        names = self.rule.names(group)
+        step = int(state.get("step", 0)) + 1
+        fresh = not state.keys() >= set(names)
+        for name in names:
+            if name not in state:
+                state[name] = self._filled(parameter, self.rule.initial(group))
+        assert parameter.grad is not None
+        self.rule.update(
+            master.param,
+            [state[name].view(-1) for name in names],
+            parameter.grad.detach().contiguous().view(-1),
+            group,
+            step if self.rule.counts_steps(self.numbers) else 1,
+            fresh,
+            remainder=master.remainder,
+            copy_out=master.copy_out,
+            copy_ties="away",
+            seed=self.numbers.seed,
+            index=first_index(number),
+        )
+        state.update(self.rule.scalars(step, self.numbers))
+        if state:  # plain SGD has none, and in torch's format then no entry either
+            self.state[parameter] = state
+        if flat.data_ptr() != parameter.data_ptr():
+            parameter.copy_(flat.view(parameter.shape))
+
+    def _master(self, parameter: Tensor, flat: Tensor, state: dict[str, Any]) -> KernelTensors:
+        """What the kernel updates for a parameter whose values ``flat`` holds: itself, or its master."""
+        if parameter.dtype == torch.float32:
+            for name in ("master", "remainder"):  # of when the parameter had 16 bits
+                state.pop(name, None)
+            return KernelTensors(flat)
+        master: CopyMaster | SplitMaster
+        if self.numbers.master_layout == "split":
+            if "remainder" not in state:
+                state["remainder"] = _zeros(parameter.shape, torch.int16)
+            master = SplitMaster(flat, flat, state["remainder"].view(-1))
+        else:
+            if "master" not in state:
+                state["master"] = _zeros(parameter.shape, torch.float32).copy_(parameter)
+            master = CopyMaster(flat, state["master"].view(-1), ties="away")
+        if self._seen.get(parameter) != _Seen.of(parameter):
+            master.derive(0, flat.numel())
+        return master.tensors(0, flat.numel())
+
+    def _filled(self, parameter: Tensor, value: float) -> Tensor:
+        state = _zeros(parameter.shape, self.numbers.state_dtype)
+        return state.fill_(value) if value else state
+
+    # --------------------------------------------------------------------------------------------------- state dicts
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state dict of this class or of the torch optimizer of the same name.
+
+        Moments are kept in this optimizer's ``state_dtype``, masters in its ``master_layout``. Load the model before,
+        where the saved layout is "split" and this one's is not: a remainder means nothing without its parameter.
+        """
+
+        def note(_: Optimizer, loaded: dict[str, Any]) -> None:  # after the hooks of others, before anything is written
+            for parameter, state in self._matched(loaded):
+                _check_shapes(parameter, state)
+            self._loaded = loaded
+
+        hook = self.register_load_state_dict_pre_hook(note)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+            self._loaded = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():  # groups of another version, or of DeepSpeed's class
+                group.setdefault(name, value)
+        if self._loaded is not None:
+            # torch casts state to the dtype of its parameter, which loses the digits of fp32 state of a 16-bit one.
+            for parameter, saved in self._matched(self._loaded):
+                self.state[parameter] = self._adapted(parameter, saved)
+
+    def _matched(self, state_dict: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
+        """The parameters that a state dict has state of, with that state."""
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        # torch refuses groups of other lengths.
+        return [(p, state_dict["state"][k]) for k, p in zip(keys, parameters, strict=False) if k in state_dict["state"]]
+
+    @torch.no_grad()
+    def _adapted(self, parameter: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+        """One parameter's state, of any origin, as this optimizer stores it."""
+        self._seen.pop(parameter, None)
+        state: dict[str, Any] = {}
+        for name, value in saved.items():
+            if name == "step":
+                state[name] = torch.tensor(float(value))
+            elif name not in ("master", "remainder") and value is not None:
+                state[name] = _zeros(parameter.shape, self.numbers.state_dtype).copy_(value)
+        if parameter.dtype == torch.float32 or not saved.keys() & {"master", "remainder"}:
+            return state
+        split = self.numbers.master_layout == "split"
+        if split and "remainder" in saved:
+            state["remainder"] = _zeros(parameter.shape, torch.int16).copy_(saved["remainder"])
+            return state
+        flat = parameter.detach().contiguous().view(-1)
+        master = _zeros(parameter.shape, torch.float32)
+        if "master" in saved:
+            master.copy_(saved["master"])
+        else:
+            ops.join_(master.view(-1), flat, saved["remainder"].contiguous().view(-1))
+        if split:
+            state["remainder"] = _zeros(parameter.shape, torch.int16)
+            ops.split_(master.view(-1), flat, state["remainder"].view(-1))
+            parameter.copy_(flat.view(parameter.shape))
+        else:
+            state["master"] = master
+        return state
+
+
+class CPUAdam(CPUOptimizer):
+    """:class:`torch.optim.Adam` for parameters in host memory; see :func:`lightning_zero.ops.adamw_` for the formulas.
+
+    Args:
+        params: as for any torch optimizer; fp32, bf16 or fp16 tensors.
+        lr: learning rate, >= 0.
+        betas: decay rates of the moments, each in [0, 1).
+        eps: added to the denominator, >= 0.
+        weight_decay: L2 term in the gradient, >= 0; decoupled in :class:`CPUAdamW`.
+        amsgrad: use the maximum of the second moments.
+        maximize: follow the gradient upwards.
+        decoupled_weight_decay: as :class:`CPUAdamW`.
+        master_layout: how a 16-bit parameter's fp32 master is kept, "fp32" (4 bytes more) or "split" (2 bytes more);
+            bf16 training gives the same bits with both, fp16 training where 2^-16 <= |p| < 65520.
+        state_dtype: dtype of the moments, ``torch.float32`` or ``torch.bfloat16`` (stochastically rounded), or by name.
+        seed: of the stochastic rounding; a resumed run needs the same.
+        adamw_mode: DeepSpeed's name for ``decoupled_weight_decay``.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    rule = ADAM
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = False,
+        master_layout: MasterLayout = "fp32",
+        state_dtype: torch.dtype | StateDtypeName = torch.float32,
+        seed: int = 0,
+        adamw_mode: bool | None = None,
+    ) -> None:
+        if adamw_mode is not None:
+            decoupled_weight_decay = adamw_mode
+            warnings.warn(
+                f"adamw_mode={adamw_mode} is DeepSpeed's name; use {'CPUAdamW' if adamw_mode else 'CPUAdam'} instead",
+                stacklevel=2,
+            )
+        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        check_betas(betas)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        super().__init__(params, defaults, Numbers.of(master_layout, state_dtype, seed))
+
+
+class CPUAdamW(CPUAdam):
+    """:class:`torch.optim.AdamW` for parameters in host memory: :class:`CPUAdam` with decoupled weight decay.
+
+    Arguments as there.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        master_layout: MasterLayout = "fp32",
+        state_dtype: torch.dtype | StateDtypeName = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            decoupled_weight_decay=True,
+            master_layout=master_layout,
+            state_dtype=state_dtype,
+            seed=seed,
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # a state dict of Adam brings its own
+            group["decoupled_weight_decay"] = True
+
+
+class CPUAdagrad(CPUOptimizer):
+    """:class:`torch.optim.Adagrad` for parameters in host memory; formulas: :func:`lightning_zero.ops.adagrad_`.
+
+    Args:
+        params: as for :class:`CPUAdam`.
+        lr: learning rate, >= 0.
+        lr_decay: >= 0.
+        weight_decay: L2 term in the gradient, >= 0.
+        initial_accumulator_value: what the sums of squares start from, >= 0.
+        eps: added to the denominator, >= 0.
+        maximize: follow the gradient upwards.
+        master_layout: as for :class:`CPUAdam`.
+        state_dtype: of the sums, as for :class:`CPUAdam`.
+        seed: as for :class:`CPUAdam`.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    rule = ADAGRAD
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
+        master_layout: MasterLayout = "fp32",
+        state_dtype: torch.dtype | StateDtypeName = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        check_not_negative(
+            lr=lr,
+            lr_decay=lr_decay,
+            weight_decay=weight_decay,
+            initial_accumulator_value=initial_accumulator_value,
+            eps=eps,
+        )
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, Numbers.of(master_layout, state_dtype, seed))
+        for group in self.param_groups:  # as torch's: its step takes a state dict only where there is state
+            for parameter in group["params"]:
+                total = self._filled(parameter, self.rule.initial(group))
+                self.state[parameter] = {"step": torch.tensor(0.0), "sum": total}
+
+
+class CPULion(CPUOptimizer):
+    """Lion for parameters in host memory; see :func:`lightning_zero.ops.lion_` for the formulas and their source.
+
+    Args:
+        params: as for :class:`CPUAdam`.
+        lr: learning rate, >= 0; a third to a tenth of Adam's.
+        betas: of the step's direction and of the moving average, each in [0, 1).
+        weight_decay: decoupled, >= 0.
+        maximize: follow the gradient upwards.
+        master_layout: as for :class:`CPUAdam`.
+        state_dtype: of the moving average, as for :class:`CPUAdam`.
+        seed: as for :class:`CPUAdam`.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    rule = LION
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        master_layout: MasterLayout = "fp32",
+        state_dtype: torch.dtype | StateDtypeName = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        check_not_negative(lr=lr, weight_decay=weight_decay)
+        check_betas(betas)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, Numbers.of(master_layout, state_dtype, seed))
+
+
+class CPUSGD(CPUOptimizer):
+    """:class:`torch.optim.SGD` for parameters in host memory; see :func:`lightning_zero.ops.sgd_` for the formulas.
+
+    Args:
+        params: as for :class:`CPUAdam`.
+        lr: learning rate, >= 0.
+        momentum: >= 0.
+        dampening: of the gradient's part in the momentum.
+        weight_decay: L2 term in the gradient, >= 0.
+        nesterov: Nesterov's momentum; needs a momentum and no dampening.
+        maximize: follow the gradient upwards.
+        master_layout: as for :class:`CPUAdam`.
+        state_dtype: of the momentum, as for :class:`CPUAdam`.
+        seed: as for :class:`CPUAdam`.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    rule = SGD
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        master_layout: MasterLayout = "fp32",
+        state_dtype: torch.dtype | StateDtypeName = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        check_not_negative(lr=lr, weight_decay=weight_decay)
+        check_momentum(momentum, dampening, nesterov)
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, Numbers.of(master_layout, state_dtype, seed))
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Contiguous zeros in host memory; large ones on huge pages, each part near the thread that will update it."""
+    numel = shape.numel()
+    if numel * dtype.itemsize < HUGE_PAGE:
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+    return HostStore().zeros(numel, dtype).view(shape)
+
+
+def _check_shapes(parameter: Tensor, state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        if name != "step" and isinstance(value, Tensor) and value.shape != parameter.shape:
+            raise ValueError(
+                f"{name!r} in the state dict has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}; "
+                "load the state of the same model"
+            )
+
+
+def _check(parameter: Tensor) -> None:
+    """Whether a kernel can take a parameter and its gradient."""
+    shape, grad = tuple(parameter.shape), parameter.grad
+    assert grad is not None
+    if parameter.device.type != "cpu":
+        raise ValueError(
+            f"a parameter of shape {shape} is on device {parameter.device}; CPU optimizers update host memory. Move "
+            "it with .cpu(), or train with an offloading strategy such as strategy='zero2_offload'"
+        )
+    if grad.layout is not torch.strided or parameter.layout is not torch.strided:
+        raise TypeError(
+            f"a parameter of shape {shape} has layout {parameter.layout} and a gradient of layout {grad.layout}; "
+            "expected dense ones. Use sparse=False in embeddings"
+        )
+    for name, tensor in (("parameter", parameter), ("gradient", grad)):
+        if tensor.dtype not in _PARAM_DTYPES:
+            raise TypeError(
+                f"a {name} of shape {shape} has dtype {tensor.dtype}; expected torch.float32, torch.bfloat16 or "
+                "torch.float16. Convert the model, or use the optimizer of torch.optim"
+            )

@@ -1,0 +1,67 @@
+"""The benchmark of the optimizers runs, and does not time what does nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module; threads are restored."""
+    # Last, so that the sources beside it hide no installed package.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    threads = torch.get_num_threads()
+    yield importlib.import_module("benchmarks.cpu_optimizers")
+    torch.set_num_threads(threads)
+
+
+def test_a_small_run(benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "result.json"
+    monkeypatch.setattr(benchmark, "PAUSE", 0.0)
+    monkeypatch.setattr(sys, "argv", f"benchmark --numel 4100 --threads 1 2 --rounds 2 --out {out}".split())
+    benchmark.main()
+    result = json.loads(out.read_text())
+    assert result["numel"] == 4096
+    assert list(result["runs"]) == ["1", "2"]
+    for run in result["runs"].values():
+        assert set(run["rows"]) == set(run["seconds"])
+        assert all(len(times) == 2 for times in run["seconds"].values())
+        with_stream = {name for name in run["rows"] if name.startswith("STREAM")}
+        assert len(with_stream) == (5 if shutil.which("cc") else 0)
+        assert all(ratio["min"] <= ratio["median"] for ratio in run["ratios"])
+
+
+def test_a_contestant_that_does_nothing_is_found(benchmark: ModuleType) -> None:
+    arrays = benchmark.Arrays(1024)
+    field = benchmark.torch_contestants(arrays)
+    benchmark.check(field, arrays)
+    idle = dataclasses.replace(field[0], step=lambda factor: None)
+    with pytest.raises(RuntimeError, match="torch for-loop is off by"):
+        benchmark.check([idle], arrays)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_a_stream_that_leaves_out_elements_is_found(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = benchmark.Arrays(1024)
+    stream = benchmark.Stream()
+    benchmark.check_stream(stream, arrays, 2)
+    run = stream.run
+
+    def half(layout: str, *, param: torch.Tensor, **rest: object) -> None:
+        run(layout, param=param[:512], **rest)
+
+    monkeypatch.setattr(stream, "run", half)
+    with pytest.raises(RuntimeError, match="missed arrays"):
+        benchmark.check_stream(stream, arrays, 2)
