@@ -145,12 +145,32 @@ class RMSpropConf:
     centered: bool = False
 
 
+class MasterLayout(StrEnum):
+    """How the fp32 master of a 16-bit parameter is kept."""
+
+    fp32 = "fp32"
+    split = "split"  # type: ignore[assignment]  # a method of str
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+class StateDtype(StrEnum):
+    """Dtype of an optimizer's state."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
 @dataclass
 class CPUOptimizerConf:
     """What the CPU optimizers share; each of them is used by its own name."""
 
-    master_layout: str = "fp32"
-    state_dtype: str = "float32"
+    master_layout: MasterLayout = MasterLayout.fp32
+    state_dtype: StateDtype = StateDtype.float32
     seed: int = 0
     maximize: bool = False
 

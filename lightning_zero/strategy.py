@@ -95,7 +95,7 @@ class ZeroStrategy(DDPStrategy):
         bucket_size_mb: size in 2^20 bytes up to which small units share one collective, stages 0-2.
         units: what is gathered together at stage 3: module classes, their names, or patterns of module names
             (``"transformer.h.*"``); default: the outermost repeated blocks.
-        native_optimizer: ``"auto"`` runs torch's Adam and AdamW by the package's kernel where state rests in host
+        native_optimizer: ``"auto"`` runs torch's Adam(W), Adagrad, SGD by native kernels where state rests in host
             memory; ``"off"`` runs torch's own code.
         skip_nonfinite: skip a step, on all ranks and with a warning, when a gradient is not finite. With a loss scaler
             (fp16) that always happens. Parameters, optimizer state, step-wise schedulers and Lightning's
@@ -213,7 +213,7 @@ class ZeroStrategy(DDPStrategy):
             self._check_world_size()
         super().setup_environment()
         self._check_world_size()
-        ops.share_cores(self.num_processes)  # every rank of this machine updates at the same time
+        ops.share_cores(self.num_processes, self.local_rank)  # the ranks of a machine update at the same time
         if self._mesh is None:
             self._mesh = Mesh.create(self.shard_size, self._timeout)
         # Another Trainer's engine would go on holding the values from before what is loaded next.

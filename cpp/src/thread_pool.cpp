@@ -14,6 +14,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 
 namespace lightning_zero {
@@ -28,6 +29,10 @@ cpu_set_t allowed_cores() {
 }
 #endif
 
+// What bind_threads was last told; null before. Never freed: a thread, or the child of a fork, may still read
+// it.
+std::atomic<const std::vector<int>*> bound_cores{nullptr};
+
 class ThreadPool {
  public:
   void run(std::size_t count, std::size_t threads, const std::function<void(std::size_t)>& piece) {
@@ -35,7 +40,13 @@ class ThreadPool {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       threads_ = std::min(threads, count);
-      for (; workers_ + 1 < threads_; ++workers_) std::thread(&ThreadPool::work, this, workers_ + 1).detach();
+      try {
+        for (; workers_ + 1 < threads_; ++workers_) {
+          std::thread(&ThreadPool::work, this, workers_ + 1).detach();
+        }
+      } catch (const std::system_error&) {  // a limit of the system: those that there are do the work
+        threads_ = workers_ + 1;
+      }
       while (parts_.size() < threads_) parts_.emplace_back();
       for (std::size_t t = 0; t < threads_; ++t) {
         parts_[t].next = count * t / threads_;
@@ -52,12 +63,6 @@ class ThreadPool {
     done_.wait(lock, [this] { return busy_ == 0; });
   }
 
-  void bind(const std::vector<int>& cores) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    cores_ = cores;
-    ++binding_;
-  }
-
  private:
   // A thread's part of the pieces, on a cache line of its own.
   struct alignas(64) Part {
@@ -68,15 +73,15 @@ class ThreadPool {
   // What a worker does for the rest of the process: it is never joined, it sleeps when the process exits.
   void work(std::size_t thread) {
     std::uint64_t job = 0;
-    std::uint64_t binding = 0;
+    const std::vector<int>* bound = nullptr;
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
       wake_.wait(lock, [&] { return open_ && job_ != job && thread < threads_; });
       job = job_;
       ++busy_;
-      if (binding != binding_) {
-        binding = binding_;
-        bind_self(thread);
+      if (const std::vector<int>* const cores = bound_cores; cores != bound) {
+        bound = cores;
+        bind_self(thread, *cores);
       }
       lock.unlock();
       take_pieces(thread);
@@ -92,17 +97,18 @@ class ThreadPool {
     }
   }
 
-  void bind_self(std::size_t thread) const {
+  void bind_self(std::size_t thread, const std::vector<int>& named) const {
 #ifdef __linux__
     cpu_set_t cores = allowed_;
-    if (!cores_.empty()) {
+    if (!named.empty()) {
       CPU_ZERO(&cores);
-      CPU_SET(cores_[(thread - 1) % cores_.size()], &cores);
+      CPU_SET(named[(thread - 1) % named.size()], &cores);
     }
     // Checked in bind_threads; a core that has gone since then leaves the thread where it is.
     pthread_setaffinity_np(pthread_self(), sizeof cores, &cores);
 #else
     static_cast<void>(thread);
+    static_cast<void>(named);
 #endif
   }
 
@@ -120,8 +126,6 @@ class ThreadPool {
   std::size_t threads_ = 0;
   std::deque<Part> parts_;
   const std::function<void(std::size_t)>* piece_ = nullptr;
-  std::vector<int> cores_;
-  std::uint64_t binding_ = 0;
 };
 
 // Never destroyed: sleeping workers use it until the process ends.
@@ -160,7 +164,7 @@ void bind_threads(const std::vector<int>& cores) {
 #else
   if (!cores.empty()) throw std::runtime_error("threads cannot be bound to cores on this system");
 #endif
-  the_pool()->bind(cores);
+  bound_cores = new std::vector<int>(cores);
 }
 
 void fill_with_zeros(void* memory, std::size_t bytes, std::size_t threads) {

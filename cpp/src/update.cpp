@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "lightning_zero/floating_point.h"
 #include "lightning_zero/thread_pool.h"

@@ -170,6 +170,9 @@ def load_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapp
     updater.clear()
     for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         group.update({k: v for k, v in old.items() if k not in ("params", "param_names")})
+    # As in `load_state_dict`: the class has the last word, AdamW on Adam's hyperparameters.
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+    for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = saved["state"].get(keys[id(parameter)])
             bucket = engine.bucket_of(parameter)

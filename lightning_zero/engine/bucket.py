@@ -148,7 +148,11 @@ class Bucket:
 
         bf16 ties round away from zero then, in both layouts. The same call on all ranks.
         """
-        if isinstance(self.master, CopyMaster) and self.dtype.itemsize == 2:
+        fitting = isinstance(self.master, SplitMaster) if split else getattr(self.master, "ties", None) == "away"
+        if self.dtype.itemsize == 2 and not fitting and not isinstance(self.master, NoMaster):
+            if self.state is BucketState.GATHERED or not self.placement.sharding.shard_params:
+                edit = self.hidden_edit()
+                self.absorb_edits(everything=edit is not None and bool(edit))
             store, numel = self.placement.optimizer_store, self.shard.numel()
             values = self.master.read(0, numel)
             if split:

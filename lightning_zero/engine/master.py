@@ -113,7 +113,7 @@ class CopyMaster:
     def __init__(self, shard: Tensor, values: Tensor, ties: ops.Ties = "even") -> None:
         self._shard = shard
         self._values = values
-        self._ties = ties
+        self.ties = ties
 
     @property
     def dtype(self) -> torch.dtype:
@@ -135,7 +135,7 @@ class CopyMaster:
 
     def write(self, start: int, stop: int) -> None:
         values, shard = self._values[start:stop], self._shard[start:stop]
-        away = self._ties == "away" and shard.dtype == torch.bfloat16
+        away = self.ties == "away" and shard.dtype == torch.bfloat16
         shard.copy_(_rounded_away(values) if away else values)
 
     def load(self, start: int, values: Tensor) -> None:
@@ -147,7 +147,7 @@ class CopyMaster:
         # On the host the kernel writes the 16-bit shard in the same pass.
         same_place = self._shard.device.type == "cpu" and self._values.device.type == "cpu"
         copy_out = self._shard[start:stop] if same_place and self._shard.dtype.itemsize == 2 else None
-        return KernelTensors(self._values[start:stop], copy_out=copy_out, copy_ties=self._ties)
+        return KernelTensors(self._values[start:stop], copy_out=copy_out, copy_ties=self.ties)
 
     def derive(self, start: int, stop: int) -> None:
         # Only what changed: a master holds more digits than the shard.

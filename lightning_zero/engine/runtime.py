@@ -51,6 +51,22 @@ class Updater(Protocol):
 
     optimizer: Optimizer
 
+    def prepare(self, bucket: Bucket) -> None:
+        """Make ready for updates: the optimizer has parameters in ``bucket``. The same call on all ranks.
+
+        Raises:
+            ValueError: the bucket, as it is placed, cannot be updated.
+        """
+        ...
+
+    def check(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Raise what updates with these hyperparameters would raise, on all ranks and before anything is written.
+
+        Raises:
+            ValueError: a hyperparameter is out of range.
+        """
+        ...
+
     def update(
         self, bucket: Bucket, segments: Sequence[Segment], groups: dict[int, dict[str, Any]], grad_scale: float
     ) -> None:
@@ -135,6 +151,7 @@ class Engine:
         self._reducer = Reducer(self.buckets, placement.sharding)
         self._updaters: dict[int, Updater] = {}  # by id of the optimizer
         self._admitted: dict[int, list[int]] = {}  # by id of the optimizer: ids of the parameters in its groups
+        self._prepared: dict[int, list[int]] = {}  # the part of it that updaters have seen
         self._clip: dict[int, float] = {}  # by id of the optimizer: factor that clipping asked for
         self._stats: dict[int, GradientStats] | None = None
         self._norms: dict[int, float] = {}  # by id of the optimizer: the norm before anything was clipped
@@ -319,6 +336,7 @@ class Engine:
         self._updaters = {id(u.optimizer): before.get(id(u.optimizer), u) for u in updaters}
         self._admit_parameters()
         for updater in self._updaters.values():
+            self._prepare(updater)
             updater.adopt(self)
             self._optimizer_handles += take_over_optimizer(updater.optimizer, self)
         self.zero_grad(p for b in self.buckets for p in b.parameters)
@@ -340,13 +358,25 @@ class Engine:
                 bucket.optimize()
             self._admitted[key] = admitted
 
+    def _prepare(self, updater: Updater) -> None:
+        """Let an updater see the buckets of what was admitted to its optimizer since the last time.
+
+        Not between forward and backward: it may change parameters.
+        """
+        key = id(updater.optimizer)
+        if self._prepared.get(key) != self._admitted[key]:
+            buckets = {id(b): b for i in self._admitted[key] if (b := self._bucket_of.get(i)) is not None}
+            for bucket in buckets.values():
+                updater.prepare(bucket)
+            self._prepared[key] = self._admitted[key]
+
     def detach(self) -> None:
         """Give the attached optimizers their own methods back."""
         for updater in self._updaters.values():
             give_back_optimizer(updater.optimizer)
         for handle in self._optimizer_handles:
             handle.remove()
-        self._updaters, self._admitted, self._clip, self._outcomes = {}, {}, {}, {}
+        self._updaters, self._admitted, self._prepared, self._clip, self._outcomes = {}, {}, {}, {}, {}
         self._optimizer_handles = []
         self._stats = None
 
@@ -519,6 +549,8 @@ class Engine:
         # The scale of the gradients, whatever the scaler's is by now.
         scale = self._clip.get(id(optimizer), 1.0) / self._scale.value
         updater, hyperparameters = self._updaters[id(optimizer)], _snapshot(optimizer)
+        updater.check({id(group): group for group in hyperparameters.values()}.values())
+        self._prepare(updater)
         used = [p for p in parameters_of(optimizer) if id(p) in used_anywhere]
         for bucket, segments in self._owned_segments(used):
             groups = {i: hyperparameters[id(p)] for i, p in enumerate(bucket.parameters) if id(p) in hyperparameters}

@@ -19,8 +19,19 @@ except ImportError as error:
     ) from error
 
 from lightning_zero.ops.isa import compiled_isas, isa, supported_isas
-from lightning_zero.ops.kernels import Options, Ties, adagrad_, adamw_, join_, lion_, sgd_, split_, sum_of_squares
-from lightning_zero.ops.threads import bind_threads, get_num_threads, set_num_threads, share_cores, zero_
+from lightning_zero.ops.kernels import (
+    Options,
+    Ties,
+    adagrad_,
+    adamw_,
+    join_,
+    lion_,
+    sgd_,
+    split_,
+    sum_of_squares,
+    zero_,
+)
+from lightning_zero.ops.threads import bind_threads, get_num_threads, set_num_threads, share_cores
 
 __all__ = [
     "Options",

@@ -335,6 +335,22 @@ def join_(
     _C.join(**_split_arguments(whole, high, remainder, isa, threads))
 
 
+def zero_(tensor: Tensor) -> None:
+    """Fill a contiguous host tensor with zeros, each part by the thread whose part it will be in the kernels.
+
+    Fresh memory then lies near that thread (first touch), and its pages are made in parallel.
+
+    Raises:
+        ValueError: the tensor is not contiguous, not on the CPU, or its storage does not hold it.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            f"the tensor is on device {tensor.device} with strides {tensor.stride()}; expected a contiguous one on cpu"
+        )
+    _check_allocated("the tensor", tensor)
+    _C.fill_with_zeros(memory=tensor.data_ptr(), nbytes=tensor.nbytes, threads=get_num_threads())
+
+
 def _split_arguments(
     whole: Tensor, high: Tensor, remainder: Tensor, isa: str | None, threads: int | None
 ) -> dict[str, Any]:
@@ -436,6 +452,12 @@ def _span(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], count: int
         )
     if count is not None and tensor.numel() != count:
         raise ValueError(f"{name} has {tensor.numel()} elements; expected {count}, the length of param")
+    _check_allocated(name, tensor)
+    begin = tensor.data_ptr()
+    return _Span(begin, begin + tensor.nbytes, name)
+
+
+def _check_allocated(name: str, tensor: Tensor) -> None:
     allocated = tensor.untyped_storage().nbytes()
     needed = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
     if needed > allocated:
@@ -443,8 +465,6 @@ def _span(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], count: int
             f"the storage of {name} holds {allocated} bytes; expected at least {needed}. "
             "Resize the storage before the update."
         )
-    begin = tensor.data_ptr()
-    return _Span(begin, begin + tensor.nbytes, name)
 
 
 def _check_disjoint(spans: list[_Span]) -> None:

@@ -6,8 +6,6 @@ import os
 import re
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from lightning_zero.cgroups import cpu_quota
 from lightning_zero.ops import _C
 
@@ -61,14 +59,24 @@ def set_num_threads(threads: int | None) -> None:
     _THREADS.asked = None if threads is None else positive("threads", threads)
 
 
-def share_cores(processes: int) -> None:
+def share_cores(processes: int, number: int = 0) -> None:
     """Tell how many processes of this machine run kernels at the same time; the default is one.
 
+    Cores that `LIGHTNING_ZERO_CORES` names for all of them are shared out too.
+
+    Args:
+        processes: how many.
+        number: which of them this one is, from 0.
+
     Raises:
-        TypeError: not an int.
-        ValueError: less than 1.
+        TypeError: `processes` is not an int.
+        ValueError: `processes` is less than 1.
     """
     _THREADS.processes = positive("processes", processes)
+    if _NAMED_CORES:
+        share = max(1, len(_NAMED_CORES) // processes)
+        first = number * share % len(_NAMED_CORES)
+        bind_threads(_NAMED_CORES[first : first + share])
 
 
 def bind_threads(cores: Sequence[int] | None) -> None:
@@ -86,21 +94,6 @@ def bind_threads(cores: Sequence[int] | None) -> None:
     _C.bind_threads(wanted)
 
 
-def zero_(tensor: Tensor) -> None:
-    """Fill a contiguous host tensor with zeros, each part by the thread whose part it will be in the kernels.
-
-    Fresh memory then lies near that thread (first touch), and its pages are made in parallel.
-
-    Raises:
-        ValueError: the tensor is not contiguous, or not on the CPU.
-    """
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError(
-            f"the tensor is on device {tensor.device} with strides {tensor.stride()}; expected a contiguous one on cpu"
-        )
-    _C.fill_with_zeros(memory=tensor.data_ptr(), nbytes=tensor.nbytes, threads=get_num_threads())
-
-
 def _cores_named(text: str) -> list[int]:
     """`"0-2,5"` as [0, 1, 2, 5]."""
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
@@ -114,5 +107,6 @@ def _cores_named(text: str) -> list[int]:
     return cores
 
 
-if _ENVIRONMENT := os.environ.get("LIGHTNING_ZERO_CORES"):
-    bind_threads(_cores_named(_ENVIRONMENT))
+_NAMED_CORES = _cores_named(_ENVIRONMENT) if (_ENVIRONMENT := os.environ.get("LIGHTNING_ZERO_CORES")) else []
+if _NAMED_CORES:
+    bind_threads(_NAMED_CORES)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.optim import Optimizer
 
 from lightning_zero import ops
@@ -46,10 +46,14 @@ class _Seen(NamedTuple):
     version: int
     address: int
     dtype: torch.dtype
+    storage: UntypedStorage  # kept, so that no other tensor gets its address
 
     @classmethod
     def of(cls, parameter: Tensor) -> _Seen:
-        return cls(parameter._version, parameter.data_ptr(), parameter.dtype)
+        return cls(parameter._version, parameter.data_ptr(), parameter.dtype, parameter.untyped_storage())
+
+    def still(self, parameter: Tensor) -> bool:
+        return self[:3] == _Seen.of(parameter)[:3]
 
 
 class CPUOptimizer(Optimizer):
@@ -153,7 +157,7 @@ class CPUOptimizer(Optimizer):
             if "master" not in state:
                 state["master"] = _zeros(parameter.shape, torch.float32).copy_(parameter)
             master = CopyMaster(flat, state["master"].view(-1), ties="away")
-        if self._seen.get(parameter) != _Seen.of(parameter):
+        if parameter not in self._seen or not self._seen[parameter].still(parameter):
             master.derive(0, flat.numel())
         return master.tensors(0, flat.numel())
 
@@ -222,9 +226,9 @@ class CPUOptimizer(Optimizer):
         else:
             ops.join_(master.view(-1), flat, saved["remainder"].contiguous().view(-1))
         if split:
+            # The parameter is the model's business: that it is the master's high part shows when the model is loaded.
             state["remainder"] = _zeros(parameter.shape, torch.int16)
-            ops.split_(master.view(-1), flat, state["remainder"].view(-1))
-            parameter.copy_(flat.view(parameter.shape))
+            ops.split_(master.view(-1), torch.empty_like(flat), state["remainder"].view(-1))
         else:
             state["master"] = master
         return state
@@ -473,7 +477,7 @@ class CPUSGD(CPUOptimizer):
 
 
 def _zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Contiguous zeros in host memory; large ones on huge pages, each part near the thread that will update it."""
+    """Contiguous zeros in host memory; large ones on huge pages, taken when they are first written."""
     numel = shape.numel()
     if numel * dtype.itemsize < HUGE_PAGE:
         return torch.zeros(shape, dtype=dtype, device="cpu")

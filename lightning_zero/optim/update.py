@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -53,11 +53,26 @@ class ShardUpdater(ABC):
                 self.load(bucket, bucket.index[id(parameter)], state)
         self.optimizer.state.clear()
 
+    @abstractmethod
+    def prepare(self, bucket: Bucket) -> None:
+        """See :class:`lightning_zero.engine.Updater`."""
+
+    @abstractmethod
+    def check(self, groups: Iterable[dict[str, Any]]) -> None:
+        """See :class:`lightning_zero.engine.Updater`."""
+
     def load(self, bucket: Bucket, index: int, state: dict[str, Any]) -> None:
         """Overwrite the state of one parameter from a whole one (tensors in the parameter's shape)."""
+        # A CPU optimizer that was used alone has masters in its state; here they come with the weights.
+        state = {k: self._fitting(bucket, k, v) for k, v in state.items() if k not in ("master", "remainder")}
         for segment in bucket.segments:
             if segment.param == index:
                 self.state_of(bucket).put_slice(segment, state)
+
+    def _fitting(self, bucket: Bucket, name: str, value: Any) -> Any:
+        """Per-element state of another dtype, as torch's ``load_state_dict`` would make it."""
+        wanted = self._dtype or bucket.master.dtype
+        return value.to(wanted) if name in self._per_element and value.is_floating_point() else value
 
     def clear(self) -> None:
         """Forget all state, as before the first step."""
@@ -71,6 +86,12 @@ class ShardUpdater(ABC):
 
 class TorchUpdater(ShardUpdater):
     """Runs any element-wise torch optimizer through a shell of it, a tile of segments at a time."""
+
+    def prepare(self, bucket: Bucket) -> None:
+        """Any bucket will do."""
+
+    def check(self, groups: Iterable[dict[str, Any]]) -> None:
+        """What torch's optimizers take is their own business."""
 
     def update(self, bucket: Bucket, segments: Sequence[Segment], groups: Groups, grad_scale: float) -> None:
         for tile in tiles(segments, _TILE):
@@ -117,13 +138,17 @@ class NativeUpdater(ShardUpdater):
         self._numbers = numbers
         self._ordinals: dict[int, int] = {}  # by parameter id: its number, counted through the groups
 
-    def load(self, bucket: Bucket, index: int, state: dict[str, Any]) -> None:
-        # A CPU optimizer used alone has masters in its state; here they come with the weights.
-        super().load(bucket, index, {k: v for k, v in state.items() if k not in ("master", "remainder")})
+    def prepare(self, bucket: Bucket) -> None:
+        if (reason := _why_not_native([bucket])) is not None:
+            raise ValueError(f"{type(self.optimizer).__name__} cannot update {bucket.name}: {reason}")
+        if isinstance(self.optimizer, CPUOptimizer):
+            bucket.lay_out_master(split=self._numbers.master_layout == "split")
+
+    def check(self, groups: Iterable[dict[str, Any]]) -> None:
+        for group in groups:
+            self._rule.check(group)
 
     def update(self, bucket: Bucket, segments: Sequence[Segment], groups: Groups, grad_scale: float) -> None:
-        for group in {id(group): group for group in groups.values()}.values():
-            self._rule.check(group)  # on all ranks, also on one that owns nothing of the group
         state = self.state_of(bucket)
 
         def key(segment: Segment) -> tuple[int, int, bool, int]:
@@ -177,21 +202,17 @@ class NativeUpdater(ShardUpdater):
         return first_index(self._ordinals[id(parameter)]) + segment.param_start
 
 
-def _why_not_native(optimizer: Optimizer, engine: Engine) -> str | None:
-    """Why no kernel can update the optimizer's shards as they are placed; ``None`` if one can."""
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return "differentiable=True"
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    masters = {id(b): b.master for p in parameters if (b := engine.bucket_of(p)) is not None}.values()
-    if any(master.device.type != "cpu" for master in masters):
-        return "its masters are not in host memory (use offload_optimizer='cpu')"
-    wide = torch.float64 in (engine.placement.precision.reduce_dtype, engine.placement.precision.grad_dtype)
-    if wide or any(master.dtype != torch.float32 for master in masters):
-        dtypes = sorted({str(master.dtype) for master in masters})
-        return (
-            f"kernels need fp32 masters and gradients of at most fp32; the masters are {', '.join(dtypes)}. Train "
-            "16-bit parameters with precision='bf16-true' or '16-true', which gives them fp32 masters"
-        )
+def _why_not_native(buckets: Iterable[Bucket]) -> str | None:
+    """Why no kernel can update the shards of ``buckets`` as they are placed; ``None`` if one can."""
+    for bucket in buckets:
+        if bucket.master.device.type != "cpu":
+            return "its masters are not in host memory (use offload_optimizer='cpu')"
+        precision = bucket.placement.precision
+        if bucket.master.dtype != torch.float32 or torch.float64 in (precision.reduce_dtype, precision.grad_dtype):
+            return (
+                f"kernels need fp32 masters and gradients of at most fp32; the masters are {bucket.master.dtype}. "
+                "Train 16-bit parameters with precision='bf16-true' or '16-true', which gives them fp32 masters"
+            )
     return None
 
 
@@ -214,17 +235,16 @@ def make_updater(optimizer: Optimizer, engine: Engine, native: NativeOptimizer =
     for bucket in buckets:
         bucket.optimize()
     if isinstance(optimizer, CPUOptimizer):
-        if (reason := _why_not_native(optimizer, engine)) is not None:
+        if (reason := _why_not_native(buckets)) is not None:
             raise ValueError(f"{type(optimizer).__name__} cannot update these shards: {reason}")
         if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(CPUOptimizer.step):
             raise ValueError(
                 f"{type(optimizer).__name__} has a step of its own, which does not run over shards; derive it from a "
                 "torch optimizer, or change gradients in `on_before_optimizer_step`"
             )
-        for bucket in buckets:
-            bucket.lay_out_master(split=optimizer.numbers.master_layout == "split")
         return NativeUpdater(optimizer, optimizer.rule, optimizer.numbers)
     rule = rule_of_torch(optimizer)
-    if rule is not None and native == "auto" and store.exact and _why_not_native(optimizer, engine) is None:
+    differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
+    if rule is not None and native == "auto" and store.exact and not differentiable and not _why_not_native(buckets):
         return NativeUpdater(optimizer, rule, Numbers())
     return TorchUpdater(optimizer, check_element_wise(optimizer, store.device))

@@ -52,7 +52,6 @@ OF_PARAM_AND_GRAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"copy_out was given with a remainder",
     ),
-    ({"lr": -1e-3}, ValueError, r"lr=-0.001 is out of range"),
     ({"lr": float("nan")}, ValueError, r"lr=nan is out of range"),
     ({"lr": float("inf")}, ValueError, r"lr=inf is out of range"),
     ({"weight_decay": -0.1}, ValueError, r"weight_decay=-0.1 is out of range"),

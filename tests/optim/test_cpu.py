@@ -849,6 +849,19 @@ def test_edits_of_parameters_are_taken_over(edit: str, layout: str, dtype: torch
         torch.testing.assert_close(p.detach().float(), e, rtol=2.0**-7, atol=5e-4)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_data_that_is_assigned_twice_is_taken_over(layout: str) -> None:
+    """The allocator may give the second tensor the place that the first one had."""
+    parameter = Parameter(torch.ones(1000, dtype=BF16))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = CPUSGD([parameter], lr=0.1, master_layout=layout)  # type: ignore[arg-type]
+    optimizer.step()
+    for _ in range(2):
+        parameter.data = parameter.data * 0.5
+    optimizer.step()
+    assert (parameter == 0.25).all()
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("value", [0.0, -0.0, 0.5, torch.inf, torch.nan])

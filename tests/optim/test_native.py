@@ -732,3 +732,105 @@ def test_what_is_unfrozen_later_starts_then(stage: int, dtype: torch.dtype) -> N
     for name, p in plain.named_parameters():
         expected = master_of(p.detach(), dict(optimizer.state[p]))
         assert torch.equal(result.weights[name], expected), name
+
+
+# -- what an attached optimizer finds and leaves --
+
+
+def attach(session: Session, optimizer: Optimizer) -> Session:
+    updater = make_updater(optimizer, session.engine)
+    session.engine.attach([updater])
+    return session._replace(optimizer=optimizer, updater=updater)
+
+
+def start_offloaded(dtype: torch.dtype, optimizer: str = "adamw", options: Options = ()) -> Session:
+    return Job(Setup(2, offload=True, precision=POLICIES[dtype]), optimizer, options).start()
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_edits_before_an_optimizer_is_attached_are_kept(dtype: torch.dtype, layout: str, hidden: bool) -> None:
+    session = start_offloaded(dtype)
+    batch = models.make_batches(1, 1, 1)[0][0][0]
+    driver.run_step(session, [batch])
+    session.engine.settle()
+    parameter = next(p for p in session.model.parameters() if p.dim() == 2)
+    with torch.no_grad():
+        (parameter.data if hidden else parameter).fill_(0.25)
+    session = attach(session, CPUAdamW(session.model.parameters(), lr=0.0, master_layout=layout))  # type: ignore[arg-type]
+    driver.run_step(session, [batch])
+    session.engine.settle()
+    assert (parameter == 0.25).all()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_group_that_joins_later_has_its_masters_laid_out_alike(stage: int, layout: str) -> None:
+    model = models.make_model("mlp").bfloat16().float()
+    setup = Setup(stage, offload=True, precision=POLICIES[BF16])
+    first, *others = model.parameters()
+    optimizer = CPUAdamW([first], master_layout=layout)  # type: ignore[arg-type]
+    engine = driver.make_engine(model, setup, Mesh.single(), optimizers=[optimizer])
+    session = attach(Session(model, engine, optimizer, None), optimizer)  # type: ignore[arg-type]
+    batches = [models.make_batches(2, 1, 1)[step][0][0] for step in range(2)]
+    driver.run_step(session, [batches[0]])
+    optimizer.add_param_group({"params": others})
+    driver.run_step(session, [batches[1]])
+    kinds = {(type(b.master), getattr(b.master, "ties", "away")) for b in engine.buckets}
+    assert len(kinds) == 1
+    assert (SplitMaster in {kind for kind, _ in kinds}) == (layout == "split")
+
+
+def test_a_group_without_masters_that_joins_a_kernel_is_refused_by_name() -> None:
+    model = models.make_model("mlp")
+    policy = dataclasses.replace(POLICIES[BF16], master_weights=False)
+    engine = driver.make_engine(model, Setup(2, offload=True, precision=policy), Mesh.single())
+    with pytest.raises(ValueError, match=r"CPUAdamW cannot update these shards: kernels need fp32 masters"):
+        make_updater(CPUAdamW(model.parameters()), engine)
+
+
+@ranks(2)
+def test_a_wrong_hyperparameter_is_an_error_on_every_rank(pool: RankPool) -> None:
+    """Also on one that owns no element of the group, before anything is written."""
+    assert (
+        pool.run(step_with_wrong_betas)
+        == [("betas=(1.5, 0.9) is out of range; expected two numbers in [0, 1)", True)] * 2
+    )
+
+
+def step_with_wrong_betas() -> tuple[str, bool]:
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1, bias=False)
+    setup = Setup(2, offload=True, native="auto")
+    session = driver.start(model, lambda m: torch.optim.AdamW(m.parameters(), lr=1.0), setup)
+    before = model.weight.detach().clone()
+    session.optimizer.param_groups[0]["betas"] = (1.5, 0.9)
+    driver.backward(session.engine, model(torch.ones(1, 1)).sum())
+    try:
+        session.optimizer.step()
+    except ValueError as error:
+        session.engine.settle()
+        return str(error), torch.equal(model.weight, before)
+    return "no error", False
+
+
+def test_bf16_state_resumes_under_torchs_own_optimizer() -> None:
+    first = start_offloaded(BF16, "cpu_adamw", (("state_dtype", BF16),))
+    batches = [models.make_batches(2, 1, 1)[step][0][0] for step in range(2)]
+    driver.run_step(first, [batches[0]])
+    saved = saved_optimizer(first.engine, first.updater)
+    assert {v.dtype for s in saved["state"].values() for k, v in s.items() if k != "step"} == {BF16}
+    second = Job(Setup(2, native="off", precision=POLICIES[BF16]), "adamw").start()
+    load_optimizer_state_dict(second.engine, second.updater, saved)
+    driver.run_step(second, [batches[1]])
+    loaded = saved_optimizer(second.engine, second.updater)
+    assert {v.dtype for s in loaded["state"].values() for v in s.values()} == {FP32}
+
+
+@pytest.mark.parametrize("name", ["adamw", "cpu_adamw"])
+def test_adamw_stays_decoupled_whatever_checkpoint_it_loads(name: str) -> None:
+    adam, adamw = start_offloaded(BF16, "cpu_adam"), start_offloaded(BF16, name)
+    driver.run_step(adam, [models.make_batches(1, 1, 1)[0][0][0]])
+    load_optimizer_state_dict(adamw.engine, adamw.updater, saved_optimizer(adam.engine, adam.updater))
+    assert all(group["decoupled_weight_decay"] for group in adamw.optimizer.param_groups)

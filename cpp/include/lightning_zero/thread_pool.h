@@ -11,8 +11,8 @@
 namespace lightning_zero {
 
 // Calls `piece(i)` once for every i in [0, count), on up to `threads` threads, the caller among them; returns
-// when all calls have. `piece` must neither throw nor call parallel_for. Callers on several threads take turns. In the child of a fork
-// the pool starts anew.
+// when all calls have. `piece` must neither throw nor call parallel_for. Callers on several threads take
+// turns. In the child of a fork the pool starts anew.
 //
 // Thread t of T begins with the t-th part of the pieces, in order, and helps the others when it is done:
 // arrays of one shape are always met by the same threads, so that memory lies near the thread that touched it

@@ -15,7 +15,11 @@ namespace {
 
 // What a call of its own in the inner loop would cost is not what the compiler estimates: vectors then pass
 // through memory.
+#ifdef LIGHTNING_ZERO_SANITIZED  // where that would take the compiler minutes
+#define KERNEL_INLINE inline
+#else
 #define KERNEL_INLINE [[gnu::always_inline]] inline
+#endif
 
 inline bool unlikely(bool condition) { return __builtin_expect(condition, false); }
 
@@ -90,8 +94,7 @@ KERNEL_INLINE Pair<typename V::Bits> biased(Pair<V> x, typename V::Bits first_bi
   return {first, second};
 }
 
-// ------------------------------------------------------------------------------------------------ 16-bit
-// copies
+// ---- 16-bit copies ----
 
 template <Order kOrder, class V>
 KERNEL_INLINE void store_copy(Pair<V> x, Float16* to, bool stream) {
@@ -114,8 +117,7 @@ KERNEL_INLINE void store_copy(Pair<V> x, BFloat16Away* to, bool stream) {
   store_upper<kOrder>(bits.first, bits.second, &to->bits, stream);
 }
 
-// -------------------------------------------------------------------------------------------- master
-// parameters
+// ---- master parameters ----
 
 // Each layout has two arrays: `First` is where the parameter is read from and written to, `Second` what goes
 // with it.
@@ -236,8 +238,7 @@ struct SplitFloat16 {
   }
 };
 
-// ----------------------------------------------------------------------------------------- state of the
-// optimizer
+// ---- state of the optimizer ----
 
 // 64 random bits for every two elements with indices 2k and 2k+1, in lane k: 16 for each of two states. The
 // first 32 are Wellons' "lowbias32" hash of k, keyed before and between its two rounds, the others a further
