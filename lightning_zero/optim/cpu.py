@@ -250,7 +250,7 @@ class CPUAdam(CPUOptimizer):
             bf16 training gives the same bits with both, fp16 training where 2^-16 <= |p| < 65520.
         state_dtype: dtype of the moments, ``torch.float32`` or ``torch.bfloat16`` (stochastically rounded), or by name.
         seed: of the stochastic rounding; a resumed run needs the same.
-        adamw_mode: DeepSpeed's name for ``decoupled_weight_decay``.
+        adamw_mode: DeepSpeed's name for ``decoupled_weight_decay``, which is True there unless it is given.
 
     Raises:
         ValueError: an argument is out of range.
