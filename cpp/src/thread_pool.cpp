@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <list>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -164,7 +165,11 @@ void bind_threads(const std::vector<int>& cores) {
 #else
   if (!cores.empty()) throw std::runtime_error("threads cannot be bound to cores on this system");
 #endif
-  bound_cores = new std::vector<int>(cores);
+  static std::mutex mutex;
+  static auto* const told = new std::list<std::vector<int>>;  // all there ever were: see bound_cores
+  const std::lock_guard<std::mutex> lock(mutex);
+  told->push_back(cores);
+  bound_cores = &told->back();
 }
 
 void fill_with_zeros(void* memory, std::size_t bytes, std::size_t threads) {
