@@ -234,3 +234,10 @@ def test_zero_refuses_memory_with_gaps() -> None:
     with pytest.raises(ValueError, match="contiguous"):
         ops.zero_(whole[:, ::2])
     assert (whole == 1.0).all()
+
+
+def test_zero_refuses_freed_memory() -> None:
+    tensor = torch.ones(64)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"holds 0 bytes; expected at least 256"):
+        ops.zero_(tensor)

@@ -113,6 +113,44 @@ def test_the_child_of_a_fork_has_threads_of_its_own() -> None:
     assert_equal(updated(3), expected)  # and the parent's still work
 
 
+def tasks() -> set[str]:
+    return {path.name for path in Path("/proc/self/task").iterdir()}
+
+
+def cores_of_the_worker(queue: Any) -> None:
+    torch.set_num_threads(1)
+    before = tasks()
+    for _ in range(300):  # a worker binds itself when it joins an update, which a small machine may leave to others
+        updated(2)
+        (worker,) = tasks() - before
+        if len(cores := sorted(os.sched_getaffinity(int(worker)))) == 1:
+            break
+    queue.put(cores)
+
+
+@needs_proc
+@needs_affinity
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+def test_the_child_of_a_fork_keeps_to_its_parents_cores(unbound: None) -> None:
+    last = max(os.sched_getaffinity(0))
+    ops.bind_threads([last])
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()  # without a thread that feeds it
+    child = context.Process(target=cores_of_the_worker, args=(queue,))
+    child.start()
+    child.join(timeout=60)
+    assert queue.get() == [last]
+
+
+def test_ranks_of_a_machine_share_the_cores_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[Any] = []
+    monkeypatch.setattr(ops.threads, "_NAMED_CORES", [0, 1, 4, 5])
+    monkeypatch.setattr(ops.threads, "bind_threads", bound.append)
+    for processes, number in [(1, 0), (2, 0), (2, 1), (4, 3), (8, 5)]:
+        ops.share_cores(processes, number)
+    assert bound == [[0, 1, 4, 5], [0, 1], [4, 5], [5], [1]]
+
+
 @pytest.mark.slow
 @needs_proc
 def test_threads_are_made_once_and_small_arrays_need_none() -> None:
