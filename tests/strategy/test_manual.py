@@ -271,7 +271,7 @@ def test_a_gan_trains_as_in_plain_pytorch(pool: RankPool, name: str, toggle: boo
     results = pool.run(fit_gan, name, toggle, dtype)
     expected = plain_gan(pool.world_size, dtype)
     if dtype == torch.float32:
-        assert_same(results[0].weights, expected)  # the sum of two has one order
+        assert_same(results[0].weights, expected, native="offload" in name)  # the sum of two has one order
     else:
         assert_close(results[0].weights, expected)
     generator, discriminator = results[0].optimizer_states
@@ -397,7 +397,7 @@ def test_a_gan_with_loss_scaling_is_a_plain_loop_with_loss_scaling(
     weights, notes = plain_scaled_gan(pool.world_size, fp16=precision == "16-mixed")
     for result in results:
         assert result.notes == notes
-    assert_same(results[0].weights, weights)
+    assert_same(results[0].weights, weights, native="offload" in name)
     scales = [scale for scale, _, _ in notes]
     assert sum(skipped for _, skipped, _ in notes) == len(OVERFLOWS)
     assert min(scales) == START / 2  # it fell
