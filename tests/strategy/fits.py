@@ -207,12 +207,12 @@ def reference(strategy: StrategyArgument, recipe: Recipe, world: int, **options:
 
 
 def is_native(strategy: StrategyArgument, recipe: Recipe) -> bool:
-    """Whether the package's own Adam kernel makes the update."""
+    """Whether a native kernel makes the update that rounds otherwise than torch; SGD's does not."""
     offloaded = strategy.get("offload_optimizer") == "cpu" if isinstance(strategy, dict) else "offload" in strategy
-    return offloaded and recipe.optimizer in ("adam", "adamw") and recipe.dtype == torch.float32
+    return offloaded and recipe.optimizer in ("adam", "adamw", "amsgrad", "adagrad") and recipe.dtype == torch.float32
 
 
-# The native kernel fuses what torch rounds in between: up to a few units in the last place of each update.
+# The native kernels fuse what torch rounds in between: up to a few units in the last place of each update.
 NATIVE_RTOL = 1e-5
 NATIVE_ATOL = 1e-6
 
