@@ -355,6 +355,7 @@ def test_zero_fills_a_tensor_and_nothing_beside_it(count: int, dtype: torch.dtyp
 
 INTERRUPTED = """
 import signal, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 arguments = dict(lr=1e-2, betas=(.9, .99), eps=1e-8, weight_decay=.1, isa='scalar')
 def tensors():
     generator = torch.Generator().manual_seed(1)
