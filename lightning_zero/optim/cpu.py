@@ -108,7 +108,7 @@ class CPUOptimizer(Optimizer):
         for number, group, parameter in todo:
             self._update(parameter, group, number)
         torch.autograd.graph.increment_version([p for _, _, p in todo])
-        self._seen.update({p: _Seen.of(p) for _, _, p in todo})
+        self._seen.update({p: _Seen.of(p) for _, _, p in todo if p.dtype != torch.float32})
         return result
 
     def _update(self, parameter: Tensor, group: Group, number: int) -> None:
@@ -147,6 +147,7 @@ class CPUOptimizer(Optimizer):
         if parameter.dtype == torch.float32:
             for name in ("master", "remainder"):  # of when the parameter had 16 bits
                 state.pop(name, None)
+            self._seen.pop(parameter, None)
             return KernelTensors(flat)
         master: CopyMaster | SplitMaster
         if self.numbers.master_layout == "split":

@@ -320,8 +320,11 @@ def test_bound_threads_give_the_same_bits(unbound: None) -> None:
 def test_cores_of_the_environment(text: str, monkeypatch: pytest.MonkeyPatch, unbound: None) -> None:
     cores = allowed()
     text = text.format(cores[0], cores[0] + 1 if cores[0] + 1 in cores else cores[0])
+    bound: list[Any] = []
+    monkeypatch.setattr(ops._C, "bind_threads", bound.append)
     monkeypatch.setenv("LIGHTNING_ZERO_CORES", text)
     fresh("threads")
+    assert bound == [ops.threads._cores_named(text)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 9)), min_size=1, max_size=5))

@@ -849,6 +849,17 @@ def test_edits_of_parameters_are_taken_over(edit: str, layout: str, dtype: torch
         torch.testing.assert_close(p.detach().float(), e, rtol=2.0**-7, atol=5e-4)
 
 
+def test_nothing_is_held_of_a_model_that_was_converted_to_fp32() -> None:
+    parameter = Parameter(torch.ones(8, dtype=BF16))
+    optimizer = CPUAdamW([parameter])
+    for dtype in (BF16, FP32):
+        parameter.data = parameter.data.to(dtype)
+        parameter.grad = torch.ones(8, dtype=dtype)
+        optimizer.step()
+    assert not optimizer._seen
+    assert optimizer.state[parameter].keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_data_that_is_assigned_twice_is_taken_over(layout: str) -> None:
     """The allocator may give the second tensor the place that the first one had."""

@@ -2,8 +2,8 @@
 // CPU path in its order (a fused multiply-add where a build of torch with FMA has one), but for the last step
 // to the parameter: the decay of a decoupled weight decay is part of the update instead of a rounding of the
 // parameter of its own, so that a parameter is rounded once a step, and a decay that is small beside 1 keeps
-// its digits; and Adam's correction of the second moment is in the coefficients, since a division more per
-// element is a third of its time in caches.
+// its digits; and Adam's correction of the second moment is in the coefficients, which saves a division per
+// element.
 //
 // A rule works in two halves, because the state may be stored rounded in between: `advance` changes the state
 // and may replace the gradient by what the second half needs; `updated` gives the new parameter.
