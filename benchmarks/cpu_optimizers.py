@@ -491,7 +491,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
                 axis.text(0.99 * limit, bottom + thickness / 2, f"{end:.0f} →", **style)
                 continue
             if row["share_of_stream"] is not None:
-                bound = row["ms_per_1e9"] * row["share_of_stream"]
+                # A STREAM that was disturbed may have taken many times as long: its mark stays on the chart,
+                # or the label behind it would lie so far outside that no room is left for the bars.
+                bound = min(end * row["share_of_stream"], 0.9 * limit)
                 axis.plot([bound, bound], [bottom, bottom + thickness], color="black", linewidth=2)
                 end = max(end, bound)
             axis.text(end + 0.01 * limit, bottom + thickness / 2, f"{row['ms_per_1e9']:.0f}", **style)

@@ -43,6 +43,15 @@ def test_a_small_run(benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.
         assert all(ratio["min"] <= ratio["median"] for ratio in run["ratios"])
 
 
+def test_a_disturbed_stream_stays_on_the_chart(benchmark: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    row = {"ms_per_1e9": 100.0, "share_of_stream": 40.0}
+    runs = {threads: {"rows": {f"ours avx2: layout {k}": row for k in range(12)}} for threads in ("1", "2")}
+    result = {"numel": 1024, "environment": {"cpu": "a processor with a long name"}, "runs": runs}
+    benchmark.plot(result, tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").stat().st_size > 0
+
+
 def test_a_contestant_that_does_nothing_is_found(benchmark: ModuleType) -> None:
     arrays = benchmark.Arrays(1024)
     field = benchmark.torch_contestants(arrays)
