@@ -122,7 +122,9 @@ def _gather_state(engine: Engine, bucket: Bucket, updater: ShardUpdater) -> dict
     own = {s.param: shard_state.get(s).keys() for s in bucket.segments if s in shard_state}
     scalars = {s.param: shard_state.scalars(s) for s in bucket.segments if s in shard_state}
     dtypes = {name: tensor.dtype for name, tensor in shard_state.flat.items()}
-    known = group.all_gather_object(({i: list(keys) for i, keys in own.items()}, scalars, dtypes))
+    known = group.all_gather_object(
+        ({i: list(keys) for i, keys in own.items()}, scalars, dtypes), f"gather state of {bucket.name}"
+    )
     flat: dict[str, Tensor] = {}
     for name, dtype in sorted({k: v for _, _, d in known for k, v in d.items()}.items()):
         full = bucket.gather_full(shard_state.zeros(name, dtype))

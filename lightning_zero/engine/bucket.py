@@ -13,7 +13,7 @@ no memory instead of keeping it alive, and see the gathered values again after t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -38,6 +38,7 @@ class BucketState(Enum):
     """Which parameter values a rank holds."""
 
     SHARDED = auto()  # the shard only; `flat` has no memory and its parameters are freed
+    GATHERING = auto()  # shards are on their way into `flat`; its parameters are still freed
     GATHERED = auto()  # `flat` holds the current values of all shards
     STALE = auto()  # `flat` holds values from before the last update of the shards
 
@@ -80,10 +81,20 @@ class Bucket:
         dtype: dtype that forward and backward see.
         optimized: whether an optimizer may update them; otherwise no gradient is ever reduced here.
         placement: groups, policies, device and stores.
+        persistent: keep the parameters whole also where the stage shards them.
+
+    Attributes:
+        shards_params: whether the parameters are freed outside the forward and backward of their unit.
     """
 
     def __init__(
-        self, name: str, specs: Sequence[ParameterSpec], dtype: torch.dtype, optimized: bool, placement: Placement
+        self,
+        name: str,
+        specs: Sequence[ParameterSpec],
+        dtype: torch.dtype,
+        optimized: bool,
+        placement: Placement,
+        persistent: bool = False,
     ) -> None:
         mesh = placement.mesh
         self.name = name
@@ -93,6 +104,7 @@ class Bucket:
         self.dtype = dtype
         self.optimized = optimized
         self.placement = placement
+        self.shards_params = placement.sharding.shard_params and not persistent
         numels = tuple(p.numel() for p in self.parameters)
         self.layout = FlatLayout(numels, mesh.shard.size, mesh.world.size, _CACHE_LINE // dtype.itemsize)
         self.segments = self.layout.segments(mesh.shard.rank)
@@ -104,6 +116,7 @@ class Bucket:
         self._cleared: set[int] = set()  # parameters whose gradients were cleared since the last one arrived
         self._partial: Tensor | None = None  # 1-D fp32, Ψ: 16-bit gradients summed over micro-batches before reduction
         self._window: Tensor | None = None  # 1-D, Ψ/S: micro-batches of a step that replicas have not summed yet
+        self._await_shards: Callable[[], None]  # ends the gather that has begun
         self._adopt()
 
     # ------------------------------------------------------------------------------------------------ construction
@@ -114,12 +127,12 @@ class Bucket:
         full = torch.zeros(layout.padded_numel, dtype=self.parameters[0].dtype, device=placement.device)
         for view, parameter in zip(self._views(full), self.parameters, strict=True):
             view.copy_(parameter.detach())
-        placement.mesh.world.broadcast_(full)
+        placement.mesh.world.broadcast_(full, f"broadcast the initial {self.name}")
         start, stop = layout.shard_range(placement.mesh.shard.rank)
         self._initial_dtype = full.dtype
         self.flat = full if full.dtype == self.dtype else full.to(self.dtype)
         self.shard = self.flat[start:stop]
-        if placement.sharding.shard_params:
+        if self.shards_params:
             self.shard = placement.param_store.zeros(layout.shard_numel, self.dtype)
             self.shard.copy_(self.flat[start:stop])
         self.master = self._make_master(full[start:stop])
@@ -134,7 +147,7 @@ class Bucket:
         # A frozen parameter keeps its full precision too: it is what a checkpoint holds.
         cast = placement.precision.needs_master(self.dtype) and (self.optimized or narrowed)
         moved = placement.optimizer_store.device != self.shard.device or placement.optimizer_store.exact
-        moved = moved and not (placement.sharding.shard_params and placement.param_store is placement.optimizer_store)
+        moved = moved and not (self.shards_params and placement.param_store is placement.optimizer_store)
         if cast or (self.optimized and moved):
             copy = placement.optimizer_store.zeros(self.shard.numel(), torch.float32 if cast else self.dtype)
             if copy.device.type == "cpu":
@@ -150,7 +163,7 @@ class Bucket:
         """
         fitting = isinstance(self.master, SplitMaster) if split else getattr(self.master, "ties", None) == "away"
         if self.dtype.itemsize == 2 and not fitting and not isinstance(self.master, NoMaster):
-            if self.state is BucketState.GATHERED or not self.placement.sharding.shard_params:
+            if self.state is BucketState.GATHERED or not self.shards_params:
                 edit = self.hidden_edit()
                 self.absorb_edits(everything=edit is not None and bool(edit))
             store, numel = self.placement.optimizer_store, self.shard.numel()
@@ -186,18 +199,27 @@ class Bucket:
     # -------------------------------------------------------------------------------------------------- parameters
 
     @torch.no_grad()
-    def unshard(self) -> None:
-        """Give ``flat`` the current values of all shards; nothing happens where it has them."""
-        if self.state is BucketState.GATHERED:
+    def begin_unshard(self) -> None:
+        """Begin to give ``flat`` the current values of all shards; nothing happens where it has or will have them."""
+        if self.state in (BucketState.GATHERED, BucketState.GATHERING):
             return
         if self.state is BucketState.SHARDED:
             self.flat.untyped_storage().resize_(self.layout.padded_numel * self.dtype.itemsize)
-        elif not self.placement.sharding.shard_params:
+        elif not self.shards_params:
             self.absorb_edits()  # the owned slice of `flat` is up to date, user code may have changed it since
         start, stop = self.layout.shard_range(self.placement.mesh.shard.rank)
         if self.shard.data_ptr() != self.flat.data_ptr() + start * self.dtype.itemsize:
             self.flat[start:stop].copy_(self.shard)
-        self.placement.mesh.shard.all_gather_(self.flat)
+        self._await_shards = self.placement.mesh.shard.begin_all_gather_(self.flat, f"gather {self.name}")
+        self.state = BucketState.GATHERING
+
+    @torch.no_grad()
+    def unshard(self) -> None:
+        """Give ``flat`` the current values of all shards; nothing happens where it has them."""
+        if self.state is BucketState.GATHERED:
+            return
+        self.begin_unshard()
+        self._await_shards()
         self.state = BucketState.GATHERED
         for parameter in self.parameters:
             mark_gathered(parameter)
@@ -206,9 +228,11 @@ class Bucket:
     @torch.no_grad()
     def reshard(self) -> None:
         """Free ``flat`` where the stage shards parameters and nobody holds them gathered."""
-        if not self.placement.sharding.shard_params or self.pins or self.state is BucketState.SHARDED:
+        if not self.shards_params or self.pins or self.state is BucketState.SHARDED:
             return
-        if self.state is BucketState.GATHERED:
+        if self.state is BucketState.GATHERING:
+            self._await_shards()  # they must not arrive in freed memory
+        elif self.state is BucketState.GATHERED:
             self.absorb_edits()
         self.flat.untyped_storage().resize_(0)
         self.state = BucketState.SHARDED
@@ -217,11 +241,13 @@ class Bucket:
 
     def mark_updated(self, indices: Iterable[int]) -> None:
         """The shards have new values for the parameters ``indices``: what is gathered is out of date."""
+        if self.state is BucketState.GATHERING:
+            self.unshard()  # what is on its way is out of date too
         # As after an update in place: backward through a graph from before it is an error, not a wrong gradient.
         torch.autograd.graph.increment_version([self.parameters[i] for i in indices])
         self._remember()
         # With one shard at stages 0 to 2, `flat` is the shard.
-        if self.state is BucketState.GATHERED and (self.layout.shards > 1 or self.placement.sharding.shard_params):
+        if self.state is BucketState.GATHERED and (self.layout.shards > 1 or self.shards_params):
             self.state = BucketState.STALE
 
     def _remember(self) -> None:
@@ -229,7 +255,7 @@ class Bucket:
         self._versions = [p._version for p in self.parameters]
         # An edit through `data` moves no version. Where the master is another tensor, the next update would undo it.
         # (At stage 3 too; a check per gather would cost too much there: `gathered_parameters(writeback=True)` it is.)
-        watched = not isinstance(self.master, NoMaster) and not self.placement.sharding.shard_params
+        watched = not isinstance(self.master, NoMaster) and not self.shards_params
         self._checksum = checksum(self.shard) if watched else None
 
     def hidden_edit(self) -> Tensor | None:
@@ -279,7 +305,7 @@ class Bucket:
         full = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=self.placement.device)
         start, stop = self.layout.shard_range(self.placement.mesh.shard.rank)
         full[start:stop].copy_(shard)
-        self.placement.mesh.shard.all_gather_(full)
+        self.placement.mesh.shard.all_gather_(full, f"gather state of {self.name}")
         return full
 
     def release(self) -> None:
@@ -320,7 +346,7 @@ class Bucket:
         """
         self._note_received()
         mesh = self.placement.mesh
-        fresh = mesh.shard.reduce_scatter(self._collect())
+        fresh = mesh.shard.reduce_scatter(self._collect(), f"reduce the gradients of {self.name}")
         if mesh.replica.size > 1:
             if not last or self._window is not None:
                 # As in the log: micro-batches add up in fp32.
@@ -330,7 +356,7 @@ class Bucket:
             self._window = None if last else fresh
             if not last:
                 return
-            mesh.replica.all_reduce_(fresh)
+            mesh.replica.all_reduce_(fresh, f"sum the gradients of {self.name} over replicas")
         self.gradients.add(fresh)
 
     def _note_received(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,30 @@ from lightning_zero.engine.bucket import Bucket
 
 _DEPTH = 3  # of objects inside objects, searched for a unit's output tensors
 
-Gradient = Tensor | Sequence[Tensor | None]  # of a tensor, or of all outputs of a node
 OnBackwardEnd = Callable[[Sequence[Bucket]], None]
+
+
+class _Due:
+    """What is due when a node's turn comes: first what ends there, so that a unit is freed before the next is whole."""
+
+    __slots__ = ("begins", "ends")
+
+    def __init__(self) -> None:
+        self.ends: list[Callable[[], None]] = []
+        self.begins: list[Callable[[], None]] = []
+
+    def __call__(self, grads: Sequence[Tensor | None]) -> None:
+        for act in (*self.ends, *self.begins):
+            act()
+
+
+def _due_at(node: Node) -> _Due:
+    """What is due at ``node``; it lives as long as the node does."""
+    metadata = cast(dict[Any, Any], node.metadata)  # a dict, which torch's stub declares as a method
+    if _Due not in metadata:
+        metadata[_Due] = _Due()
+        node.register_prehook(metadata[_Due])
+    return cast(_Due, metadata[_Due])
 
 
 class _Call:
@@ -47,10 +69,12 @@ class UnshardHooks:
     """The hooks of one module.
 
     Args:
-        buckets: those that the module's forward and backward need.
+        buckets: those that the module's forward and backward need; a unit's own are freed when they have run.
         on_backward_end: what a unit does when its backward has run, on all ranks in the same order; ``None`` for a
             module that only holds parameters and leaves freeing them to its unit or to the end of the step.
         unit: the hooks of the unit that the module lies in; while it computes, the module's own have nothing to do.
+        gather: makes a unit's own buckets whole; others are, one by one.
+        shared: buckets that a unit reads and that are not its own: they stay whole.
     """
 
     def __init__(
@@ -58,8 +82,12 @@ class UnshardHooks:
         buckets: Sequence[Bucket],
         on_backward_end: OnBackwardEnd | None = None,
         unit: UnshardHooks | None = None,
+        gather: Callable[[], None] | None = None,
+        shared: Sequence[Bucket] = (),
     ) -> None:
         self._buckets = tuple(buckets)
+        self._shared = tuple(shared)
+        self._gather_own = gather
         self._on_backward_end = on_backward_end
         self._unit = unit
         self._calls: list[_Call] = []  # forward calls under way
@@ -97,11 +125,16 @@ class UnshardHooks:
     def _covered(self) -> bool:
         return self._unit is not None and bool(self._unit._calls)
 
+    def _gather(self) -> None:
+        for bucket in self._shared if self._gather_own else (*self._shared, *self._buckets):
+            bucket.unshard()
+        if self._gather_own:
+            self._gather_own()
+
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._covered():
             return
-        for bucket in self._buckets:
-            bucket.unshard()
+        self._gather()
         call = _Call()
         self._calls.append(call)
         # A forward inside backward is the recomputation of a checkpoint: the hooks of the first forward still stand.
@@ -110,7 +143,7 @@ class UnshardHooks:
         made = [_maker(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if (latest := max(filter(None, made), key=_number, default=None)) is not None:
             call.latest_input = _number(latest)
-            latest.register_prehook(partial(self._after_backward, call))
+            _due_at(latest).ends.append(partial(self._after_backward, call))
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._covered() or not self._calls:
@@ -122,7 +155,7 @@ class UnshardHooks:
         for tensor in outputs:
             node = _maker(tensor)
             if node is not None and _number(node) > call.latest_input:
-                node.register_prehook(partial(self._before_backward, call))
+                _due_at(node).begins.append(partial(self._before_backward, call))
             else:  # a leaf, or a view of something made before the call
                 tensor.register_hook(partial(self._before_backward, call))
         # Where backward will come and no output tells when, the unit stays whole until the flush.
@@ -147,15 +180,14 @@ class UnshardHooks:
         trainable = any(p.requires_grad for bucket in self._buckets for p in bucket.parameters)
         return torch.is_grad_enabled() and (call.latest_input >= 0 or trainable)
 
-    def _before_backward(self, call: _Call, grad: Gradient) -> None:
-        for bucket in self._buckets:
-            bucket.unshard()
+    def _before_backward(self, call: _Call, grad: Tensor | None = None) -> None:
+        self._gather()
         self._twice |= torch.is_grad_enabled()
         if call.begun is not self._generation:
             call.begun = self._generation
             self._in_backward += 1
 
-    def _after_backward(self, call: _Call, grad: Gradient) -> None:
+    def _after_backward(self, call: _Call) -> None:
         if call.begun is not self._generation:
             return
         call.begun = None

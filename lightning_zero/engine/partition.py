@@ -50,12 +50,14 @@ class BucketSpec:
         units: names of the units that share it (:data:`ROOT` for the root).
         dtype: dtype that forward and backward will see.
         optimized: whether an optimizer may update them.
+        persistent: whether they stay whole where the stage shards parameters.
         specs: the parameters in module order.
     """
 
     units: list[str]
     dtype: torch.dtype
     optimized: bool
+    persistent: bool = False
     specs: list[ParameterSpec] = field(default_factory=list)
 
     @property
@@ -141,6 +143,7 @@ def make_buckets(
     sharding: ShardingPolicy,
     precision: MixedPrecisionPolicy,
     bucket_size: int,
+    persistence_numel: int = 0,
 ) -> list[BucketSpec]:
     """The buckets of ``root`` in forward order: the root's first, then those of each unit.
 
@@ -148,9 +151,11 @@ def make_buckets(
         root: the module tree.
         units: see :func:`find_units`.
         optimized: ids of the parameters that an optimizer may update.
-        sharding: where parameters are whole (stages 0-2), neighbouring small units share buckets.
+        sharding: where parameters are whole (stages 0-2, and those that persist), neighbouring small units share
+            buckets.
         precision: gives each parameter its dtype.
         bucket_size: bytes up to which units share a bucket.
+        persistence_numel: elements up to which a parameter stays whole where the stage shards parameters.
 
     Raises:
         TypeError: for complex or sparse parameters.
@@ -163,17 +168,18 @@ def make_buckets(
     members = _parameters_by_unit(root, units)
     norms = {id(p) for m in root.modules() if is_norm(m) for p in m.parameters(recurse=False)}
     buckets: list[BucketSpec] = []
-    open_buckets: dict[tuple[torch.dtype, torch.dtype, bool], BucketSpec] = {}
+    open_buckets: dict[tuple[torch.dtype, torch.dtype, bool, str | None], BucketSpec] = {}
     for unit, specs in members.items():
-        if sharding.shard_params:
-            open_buckets.clear()
         for spec in specs:
             _check_supported(spec)
             dtype = precision.target_dtype(spec.parameter.dtype, id(spec.parameter) in norms)
-            key = (spec.parameter.dtype, dtype, id(spec.parameter) in optimized)
+            is_optimized = id(spec.parameter) in optimized
+            persistent = sharding.shard_params and spec.parameter.numel() <= persistence_numel
+            alone = sharding.shard_params and not persistent  # what is freed with a unit is in no other's bucket
+            key = (spec.parameter.dtype, dtype, is_optimized, unit if alone else None)
             bucket = open_buckets.get(key)
             if bucket is None or (unit not in bucket.units and bucket.nbytes >= bucket_size):
-                bucket = open_buckets[key] = BucketSpec([], dtype, key[2])
+                bucket = open_buckets[key] = BucketSpec([], dtype, is_optimized, persistent)
                 buckets.append(bucket)
             if unit not in bucket.units:
                 bucket.units.append(unit)

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import warnings
 import weakref
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -28,12 +30,14 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero import ops
 from lightning_zero.engine.bucket import Bucket, BucketState, Placement
+from lightning_zero.engine.collectives import CollectiveError
 from lightning_zero.engine.freed import without_freed_checks
 from lightning_zero.engine.gradient_scale import GradientScale
 from lightning_zero.engine.hooks import RefreshHook, UnshardHooks
 from lightning_zero.engine.layout import Segment, runs
 from lightning_zero.engine.loss_scaler import LossScaleError, LossScaler
-from lightning_zero.engine.partition import ROOT, Unit, find_units, make_buckets
+from lightning_zero.engine.partition import ROOT, BucketSpec, Unit, find_units, make_buckets
+from lightning_zero.engine.prefetch import Prefetcher
 from lightning_zero.engine.reducer import Reducer
 from lightning_zero.engine.takeover import (
     give_back_module,
@@ -112,6 +116,12 @@ class Engine:
         bucket_size_mb: size, in 2^20 bytes, up to which small units share a bucket at stages 0-2.
         scaler: chooses the factor of :meth:`scale_loss`; ``None``: no scaling. All optimizers share it.
         skip_nonfinite: skip the step, on all ranks, when a gradient is not finite; with a scaler that always happens.
+        persistence_numel: parameters with at most so many elements stay whole at stage 3.
+        max_live_numel: units are not gathered ahead beyond so many elements in whole units at stage 3.
+        check_steps: number of first optimizer steps in which ranks compare notes before each collective.
+
+    Raises:
+        CollectiveError: where the ranks hold different modules.
     """
 
     def __init__(
@@ -123,6 +133,9 @@ class Engine:
         bucket_size_mb: float = 25.0,
         scaler: LossScaler | None = None,
         skip_nonfinite: bool = True,
+        persistence_numel: int = 0,
+        max_live_numel: int | None = None,
+        check_steps: int = 10,
     ) -> None:
         if not bucket_size_mb > 0:
             raise ValueError(f"bucket_size_mb={bucket_size_mb!r} must be greater than 0; 25 is a good start")
@@ -142,12 +155,22 @@ class Engine:
             placement.sharding,
             placement.precision,
             int(bucket_size_mb * 2**20),
+            persistence_numel,
         )
+        self._check_same_module(specs)
+        self._steps_to_check = check_steps
+        placement.mesh.check(check_steps > 0)
         self._convert_buffers()
         # Forward order; masters are made here, before anything is cast.
-        self.buckets = [Bucket(", ".join(s.units), s.specs, s.dtype, s.optimized, placement) for s in specs]
+        self.buckets = [
+            Bucket(_name(number, spec), spec.specs, spec.dtype, spec.optimized, placement, spec.persistent)
+            for number, spec in enumerate(specs)
+        ]
         self._bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
-        self._root_buckets = [b for b, s in zip(self.buckets, specs, strict=True) if ROOT in s.units]
+        # Whole for a whole step.
+        self._root_buckets = [
+            bucket for bucket, spec in zip(self.buckets, specs, strict=True) if ROOT in spec.units or spec.persistent
+        ]
         self._reducer = Reducer(self.buckets, placement.sharding)
         self._updaters: dict[int, Updater] = {}  # by id of the optimizer
         self._admitted: dict[int, list[int]] = {}  # by id of the optimizer: ids of the parameters in its groups
@@ -159,10 +182,33 @@ class Engine:
         self._handles: list[RemovableHandle] = []
         self._optimizer_handles: list[RemovableHandle] = []
         self._unshard_hooks: list[UnshardHooks] = []
+        self._prefetcher = Prefetcher([self._own_buckets(unit) for unit in unit_list], max_live_numel)
         self._install_hooks(unit_list)
         _ENGINES.add(self)
 
     # ------------------------------------------------------------------------------------------------ construction
+
+    def _check_same_module(self, specs: Sequence[BucketSpec]) -> None:
+        """Raise on all ranks where a rank's parameters are others: their collectives would not fit together."""
+        mine = {
+            spec.name: f"{tuple(spec.parameter.shape)} {spec.parameter.dtype}"
+            f"{', optimized' if bucket.optimized else ''}"
+            for bucket in specs
+            for spec in bucket.specs
+        }
+        world = self.placement.mesh.world
+        checksums = world.all_gather_object(zlib.crc32(repr(mine).encode()), "compare the modules")
+        if len(set(checksums)) > 1:
+            first, *others = world.all_gather_object(mine, "compare the modules")
+            for rank, other in enumerate(others, start=1):
+                for name in [*first, *other]:
+                    if first.get(name) != other.get(name):
+                        raise CollectiveError(
+                            f"the ranks hold different modules: parameter {name!r} is {first.get(name, 'missing')} on "
+                            f"rank 0 and {other.get(name, 'missing')} on rank {rank}. Build the same module, and give "
+                            "the optimizers the same parameters, on all ranks"
+                        )
+            raise CollectiveError("the ranks hold the same parameters in different orders; build the same module")
 
     def _convert_buffers(self) -> None:
         """Move buffers to the device, give them the dtype of the policy and rank 0's values."""
@@ -186,7 +232,7 @@ class Engine:
         """Give every rank rank 0's buffers (statistics of BatchNorm, which each rank gathers alone). Collective."""
         for buffer in {id(b): b for b in self.module.buffers()}.values():
             if buffer.layout is torch.strided:
-                data = self.placement.mesh.world.broadcast_(buffer.detach().contiguous())
+                data = self.placement.mesh.world.broadcast_(buffer.detach().contiguous(), "broadcast a buffer")
                 if data.data_ptr() != buffer.data_ptr():
                     buffer.detach().copy_(data)
 
@@ -224,10 +270,11 @@ class Engine:
 
     def _install_unshard_hooks(self, units: Sequence[Unit]) -> None:
         inside: dict[int, UnshardHooks] = {}  # by id of a module: the hooks of the unit it lies in
-        for unit in units:
-            # The root's buckets stay gathered for the whole step, whoever else holds a parameter of them.
-            own = [b for b in self._buckets_of(unit.module, recurse=True) if b not in self._root_buckets]
-            hooks = UnshardHooks(own, self._end_unit)
+        for number, unit in enumerate(units):
+            own = self._own_buckets(unit)
+            shared = [b for b in self._buckets_of(unit.module, recurse=True) if b not in own]
+            gather = functools.partial(self._prefetcher.gather, number)
+            hooks = UnshardHooks(own, self._end_unit, gather=gather, shared=shared)
             self._install(hooks, unit.module)
             inside.update((id(module), hooks) for module in unit.module.modules())
         unit_modules = {id(unit.module) for unit in units}
@@ -235,6 +282,10 @@ class Engine:
             buckets = self._buckets_of(module, recurse=False)
             if buckets and id(module) not in unit_modules:
                 self._install(UnshardHooks(buckets, unit=inside.get(id(module))), module)
+
+    def _own_buckets(self, unit: Unit) -> list[Bucket]:
+        """Those that a unit frees; what it shares with the root stays whole for a whole step."""
+        return [b for b in self._buckets_of(unit.module, recurse=True) if b not in self._root_buckets]
 
     def _install(self, hooks: UnshardHooks, module: nn.Module) -> None:
         hooks.install(module)
@@ -257,6 +308,7 @@ class Engine:
         """
         for bucket in self._root_buckets:
             bucket.unshard()
+        self._prefetcher.begin_pass()
         try:
             yield
         finally:
@@ -316,6 +368,7 @@ class Engine:
         self._reshard()
 
     def _reshard(self) -> None:
+        self._prefetcher.end_pass()
         for bucket in self.buckets:
             bucket.reshard()
 
@@ -435,7 +488,10 @@ class Engine:
         used = [float(received) for bucket in self.buckets for received in bucket.received]
         left = [float(bucket.optimized and bucket.has_gradient()) for bucket in self.buckets]
         flags = torch.tensor(used + left, dtype=torch.float64, device=self.placement.device)
-        values = self.placement.mesh.world.all_reduce_(torch.cat([squares, flags])).tolist()
+        mesh = self.placement.mesh
+        notes = torch.cat([mesh.digests().to(flags.device), squares, flags])
+        digests, values = _split(mesh.world.all_reduce_(notes, "sum up norms and flags").tolist(), 2 * mesh.world.size)
+        mesh.check_digests(digests)
         left_anywhere = values[len(squares) + len(used) :]
         if any(left_anywhere):
             for bucket, count in zip(self.buckets, left_anywhere, strict=True):
@@ -531,6 +587,9 @@ class Engine:
             LossScaleError: gradients overflow at the smallest loss scale.
         """
         stats = self.stats(optimizer)
+        self._steps_to_check -= 1
+        if self._steps_to_check == 0:
+            self.placement.mesh.check(False)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask for
         skipped = stats.found_inf and self.skip_nonfinite
         self._outcomes[id(optimizer)] = StepOutcome(self._norms[id(optimizer)], skipped)
@@ -600,7 +659,7 @@ class Engine:
                     finite = bool(bucket.gradients.read(s.start, s.stop).isfinite().all())
                     flags[id(bucket.parameters[s.param])] += not finite
         vector = torch.tensor([*flags.values()], dtype=torch.float64, device=self.placement.device)
-        counts = self.placement.mesh.world.all_reduce_(vector).tolist()
+        counts = self.placement.mesh.world.all_reduce_(vector, "name what is not finite").tolist()
         names = [name for bucket in self.buckets for name in bucket.names]
         found = [name for name, count in zip(names, counts, strict=True) if count]
         return ", ".join(found[:limit]) + (f" and {len(found) - limit} more" if len(found) > limit else "")
@@ -654,7 +713,7 @@ class Engine:
                 if bucket.state is BucketState.GATHERED:
                     bucket.absorb_edits()
                     if writeback:
-                        self.placement.mesh.world.broadcast_(bucket.flat)
+                        self.placement.mesh.world.broadcast_(bucket.flat, f"write back {bucket.name}")
                         bucket.absorb_edits(everything=True)
                 bucket.reshard()
 
@@ -682,6 +741,16 @@ class Engine:
     def holds(self, parameters: Iterable[Parameter]) -> bool:
         """Whether all ``parameters`` are the module's."""
         return all(id(p) in self._bucket_of for p in parameters)
+
+
+def _name(number: int, spec: BucketSpec) -> str:
+    """What messages call a bucket."""
+    first, *others = spec.units
+    return f"{first}{f' ... {others[-1]}' if others else ''} (bucket {number})"
+
+
+def _split(values: list[float], at: int) -> tuple[list[float], list[float]]:
+    return values[:at], values[at:]
 
 
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()

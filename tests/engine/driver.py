@@ -42,6 +42,9 @@ class Setup:
     units: tuple[str, ...] | None = None
     bucket_size_mb: float = 0.001  # several buckets also at stages 0-2
     shard_size: int | None = None
+    persistence_numel: int = 0
+    max_live_numel: int | None = None
+    check_steps: int = 0
 
 
 class Meshes:
@@ -97,6 +100,9 @@ def make_engine(
         optimized=optimized if optimizers else None,
         units=setup.units,
         bucket_size_mb=setup.bucket_size_mb,
+        persistence_numel=setup.persistence_numel,
+        max_live_numel=setup.max_live_numel,
+        check_steps=setup.check_steps,
         scaler=scaler,
         skip_nonfinite=skip_nonfinite,
     )
@@ -142,7 +148,8 @@ def run_step(
     """
     session.optimizer.zero_grad()
     for index, batch in enumerate(micro, start=1):
-        loss = loss_fn(session.model, batch) / len(micro)
+        with session.engine.forward_context():
+            loss = loss_fn(session.model, batch) / len(micro)
         backward(session.engine, loss, last=index == len(micro))
     norm = None
     if clip_norm is not None:

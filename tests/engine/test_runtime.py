@@ -111,8 +111,9 @@ def expected_traffic(engine: Engine, accumulate: int) -> tuple[Counter[str], Cou
         reductions = (accumulate if sharding.shard_grads else 1) * trained
         count("reduce_scatter", size, reductions, mesh.shard.size)
         count("all_reduce", 2 * size / mesh.shard.size, int(trained), mesh.replica.size)
-    # Squared norms, which parameters were used, which buckets got gradients after their reduction.
-    numbers = len(engine.updaters) + sum(len(bucket.parameters) + 1 for bucket in engine.buckets)
+    # Two digests a rank, squared norms, which parameters were used, which buckets got gradients after their reduction.
+    numbers = 2 * mesh.world.size + len(engine.updaters)
+    numbers += sum(len(bucket.parameters) + 1 for bucket in engine.buckets)
     padded = math.ceil(numbers / mesh.world.size) * mesh.world.size
     count("all_reduce", 2 * padded * 8, 1, mesh.world.size)
     return sent, calls
