@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 from lightning_zero.registration import register
 
 if TYPE_CHECKING:
-    from lightning_zero.engine import DynamicLossScaler, StaticLossScaler, gathered_parameters
+    from lightning_zero.engine import (
+        CollectiveError,
+        DynamicLossScaler,
+        StaticLossScaler,
+        full_grad,
+        full_optimizer_state,
+        full_param,
+        gathered_parameters,
+    )
     from lightning_zero.hydra_app import hydra_main
     from lightning_zero.optim import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion
     from lightning_zero.precision import ZeroPrecision
@@ -23,10 +31,14 @@ __all__ = [
     "CPUAdam",
     "CPUAdamW",
     "CPULion",
+    "CollectiveError",
     "DynamicLossScaler",
     "StaticLossScaler",
     "ZeroPrecision",
     "ZeroStrategy",
+    "full_grad",
+    "full_optimizer_state",
+    "full_param",
     "gathered_parameters",
     "hydra_main",
 ]
@@ -38,10 +50,14 @@ _HOMES = {
     "CPUAdamW": "lightning_zero.optim",
     "CPULion": "lightning_zero.optim",
     "CPUSGD": "lightning_zero.optim",
+    "CollectiveError": "lightning_zero.engine",
     "DynamicLossScaler": "lightning_zero.engine",
     "StaticLossScaler": "lightning_zero.engine",
     "ZeroPrecision": "lightning_zero.precision",
     "ZeroStrategy": "lightning_zero.strategy",
+    "full_grad": "lightning_zero.engine",
+    "full_optimizer_state": "lightning_zero.engine",
+    "full_param": "lightning_zero.engine",
     "gathered_parameters": "lightning_zero.engine",
     "hydra_main": "lightning_zero.hydra_app",
 }

@@ -42,6 +42,9 @@ class StrategyConf:
     shard_size: int | None = None
     bucket_size_mb: float = 25.0
     units: list[str] | None = None
+    persistence_numel: int = 10_000
+    max_live_numel: int | None = None
+    check_steps: int = 10
     native_optimizer: NativeOptimizer = NativeOptimizer.auto
     skip_nonfinite: bool = True
     timeout: float = 1800.0

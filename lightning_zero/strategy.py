@@ -95,6 +95,13 @@ class ZeroStrategy(DDPStrategy):
         bucket_size_mb: size in 2^20 bytes up to which small units share one collective, stages 0-2.
         units: what is gathered together at stage 3: module classes, their names, or patterns of module names
             (``"transformer.h.*"``); default: the outermost repeated blocks.
+        persistence_numel: parameters with at most so many elements (biases, norms) stay whole at stage 3: it costs
+            little memory and saves small collectives; 0 shards all.
+        max_live_numel: at stage 3 the next unit is gathered while one computes, unless more than so many elements of
+            units were whole then; ``None``: no limit, so that two units are whole at a time. 0 gathers nothing ahead.
+        check_steps: number of first optimizer steps in which ranks compare notes before every collective, so that
+            those that do not do the same get an error at once. Afterwards they get it at the end of the step or,
+            where a collective waits for a rank that never joins, after ``timeout``.
         native_optimizer: ``"auto"`` runs torch's Adam(W), Adagrad, SGD by native kernels where state rests in host
             memory; ``"off"`` runs torch's own code.
         skip_nonfinite: skip a step, on all ranks and with a warning, when a gradient is not finite. With a loss scaler
@@ -122,6 +129,9 @@ class ZeroStrategy(DDPStrategy):
         shard_size: int | None = None,
         bucket_size_mb: float = 25.0,
         units: Sequence[str | type[nn.Module]] | None = None,
+        persistence_numel: int = 10_000,
+        max_live_numel: int | None = None,
+        check_steps: int = 10,
         native_optimizer: NativeName = "auto",
         skip_nonfinite: bool = True,
         timeout: float = 1800.0,
@@ -143,12 +153,19 @@ class ZeroStrategy(DDPStrategy):
         if not isinstance(skip_nonfinite, bool):
             raise TypeError(f"skip_nonfinite={skip_nonfinite!r} must be True or False")
         _check_units(units)
+        _check_count("persistence_numel", persistence_numel, "a number of elements >= 0; 0 shards every parameter")
+        _check_count("check_steps", check_steps, "a number of steps >= 0; the default is 10")
+        if max_live_numel is not None:
+            _check_count("max_live_numel", max_live_numel, "a number of elements >= 0, or None for no limit")
         self.stage = stage
         self.offload_optimizer = offload_optimizer
         self.offload_params = offload_params
         self.shard_size = 1 if stage == 0 else shard_size
         self.bucket_size_mb = bucket_size_mb
         self.units = units
+        self.persistence_numel = persistence_numel
+        self.max_live_numel = max_live_numel
+        self.check_steps = check_steps
         self.native_optimizer = native_optimizer
         self.skip_nonfinite = skip_nonfinite
         self._in_training_step = False
@@ -282,6 +299,9 @@ class ZeroStrategy(DDPStrategy):
                 optimized=parameters if optimizers is not None else None,
                 units=self.units,
                 bucket_size_mb=self.bucket_size_mb,
+                persistence_numel=self.persistence_numel,
+                max_live_numel=self.max_live_numel,
+                check_steps=self.check_steps,
                 scaler=precision.scaler,
                 skip_nonfinite=self.skip_nonfinite,
             )
@@ -523,6 +543,11 @@ def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 def _check_positive(name: str, value: object, expectation: str) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"{name}={value!r} must be {expectation}")
+
+
+def _check_count(name: str, value: object, expectation: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{name}={value!r} must be {expectation}")
 
 

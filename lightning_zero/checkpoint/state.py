@@ -51,13 +51,7 @@ def _gather_parameters(engine: Engine, bucket: Bucket) -> dict[int, Tensor]:
     full = bucket.gather_full(bucket.master.read(0, bucket.layout.shard_numel))
     if engine.placement.mesh.world.rank != 0:
         return {}
-    return {id(p): _cut(bucket, i, full) for i, p in enumerate(bucket.parameters)}
-
-
-def _cut(bucket: Bucket, index: int, full: Tensor) -> Tensor:
-    """One parameter's values out of a gathered flat tensor, as a CPU tensor with memory of its own."""
-    offset, numel = bucket.layout.offsets[index], bucket.layout.numels[index]
-    return full[offset : offset + numel].view(bucket.shapes[index]).to("cpu", copy=True)
+    return {id(p): bucket.view(full, i).to("cpu", copy=True) for i, p in enumerate(bucket.parameters)}
 
 
 def load_module_state_dict(engine: Engine, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -110,35 +104,9 @@ def optimizer_state_dict(engine: Engine, updater: ShardUpdater) -> StateDict:
     state: StateDict = {}
     for bucket in engine.buckets:
         if any(id(p) in mine for p in bucket.parameters):
-            state.update(_gather_state(engine, bucket, updater))
+            gathered = updater.gather_state(bucket, root_only=True)
+            state.update((bucket.names[index], values) for index, values in gathered.items())
     return {"state": state, "param_groups": groups}
-
-
-def _gather_state(engine: Engine, bucket: Bucket, updater: ShardUpdater) -> dict[str, StateDict]:
-    """The state of a bucket's parameters by name, on rank 0."""
-    shard_state = updater.state_of(bucket)
-    group = engine.placement.mesh.shard
-    # A rank may own no segment of a parameter, or none at all: ask what the others have.
-    own = {s.param: shard_state.get(s).keys() for s in bucket.segments if s in shard_state}
-    scalars = {s.param: shard_state.scalars(s) for s in bucket.segments if s in shard_state}
-    dtypes = {name: tensor.dtype for name, tensor in shard_state.flat.items()}
-    known = group.all_gather_object(
-        ({i: list(keys) for i, keys in own.items()}, scalars, dtypes), f"gather state of {bucket.name}"
-    )
-    flat: dict[str, Tensor] = {}
-    for name, dtype in sorted({k: v for _, _, d in known for k, v in d.items()}.items()):
-        full = bucket.gather_full(shard_state.zeros(name, dtype))
-        if engine.placement.mesh.world.rank == 0:
-            flat[name] = full.to("cpu")
-    if engine.placement.mesh.world.rank != 0:
-        return {}
-    state: dict[str, StateDict] = {}
-    for keys_of, scalars_of, _ in known:
-        for index, keys in keys_of.items():
-            values = {k: _cut(bucket, index, flat[k]) if k in flat else scalars_of[index][k] for k in keys}
-            if values:  # plain SGD has none, and in torch's format then no entry either
-                state[bucket.names[index]] = values
-    return state
 
 
 def load_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapping[str, Any]) -> None:

@@ -1,19 +1,27 @@
 """Sharding, free of Lightning: buckets, stores, collectives and the runtime that drives them."""
 
+from lightning_zero.engine.access import (
+    engines_of,
+    full_grad,
+    full_optimizer_state,
+    full_param,
+    gathered_parameters,
+)
 from lightning_zero.engine.bucket import Bucket, BucketState, ParameterSpec, Placement
-from lightning_zero.engine.collectives import Group, Mesh
+from lightning_zero.engine.collectives import CollectiveError, Group, Mesh
 from lightning_zero.engine.freed import FreedParameter
 from lightning_zero.engine.gradients import GradientLog
 from lightning_zero.engine.layout import FlatLayout, Run, Segment, runs, tiles
 from lightning_zero.engine.loss_scaler import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
 from lightning_zero.engine.partition import Unit, find_units
 from lightning_zero.engine.policies import MixedPrecisionPolicy, ShardingPolicy
-from lightning_zero.engine.runtime import Engine, GradientStats, StepOutcome, Updater, engines_of, gathered_parameters
+from lightning_zero.engine.runtime import Engine, GradientStats, StepOutcome, Updater
 from lightning_zero.engine.stores import DeviceStore, HostStore, Store
 
 __all__ = [
     "Bucket",
     "BucketState",
+    "CollectiveError",
     "DeviceStore",
     "DynamicLossScaler",
     "Engine",
@@ -39,6 +47,9 @@ __all__ = [
     "Updater",
     "engines_of",
     "find_units",
+    "full_grad",
+    "full_optimizer_state",
+    "full_param",
     "gathered_parameters",
     "runs",
     "tiles",

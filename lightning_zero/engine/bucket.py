@@ -184,12 +184,13 @@ class Bucket:
             if isinstance(self.master, NoMaster):
                 self.master = self._make_master(self.shard)
 
-    def _view(self, flat: Tensor, index: int) -> Tensor:
+    def view(self, flat: Tensor, index: int) -> Tensor:
+        """One parameter, in its shape, of any tensor laid out as the flat buffer."""
         offset = self.layout.offsets[index]
         return flat[offset : offset + self.layout.numels[index]].view(self.shapes[index])
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        return [self._view(flat, index) for index in range(len(self.parameters))]
+        return [self.view(flat, index) for index in range(len(self.parameters))]
 
     def range_of(self, segment: Segment) -> slice:
         """The segment's elements in the flat buffer."""
@@ -286,7 +287,7 @@ class Bucket:
         parameter, start = self.parameters[index], self.layout.offsets[index] * self.dtype.itemsize
         if parameter.data_ptr() == self.flat.data_ptr() + start or not parameter.numel():
             return False
-        view = self._view(self.flat, index)
+        view = self.view(self.flat, index)
         view.copy_(parameter.data)
         parameter.data = view
         return True

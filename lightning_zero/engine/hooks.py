@@ -46,11 +46,11 @@ class _Due:
 
 def _due_at(node: Node) -> _Due:
     """What is due at ``node``; it lives as long as the node does."""
-    metadata = cast(dict[Any, Any], node.metadata)  # a dict, which torch's stub declares as a method
+    metadata = cast("dict[Any, Any]", node.metadata)  # a dict, which torch's stub declares as a method
     if _Due not in metadata:
         metadata[_Due] = _Due()
         node.register_prehook(metadata[_Due])
-    return cast(_Due, metadata[_Due])
+    return cast("_Due", metadata[_Due])
 
 
 class _Call:

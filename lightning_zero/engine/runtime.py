@@ -88,6 +88,18 @@ class Updater(Protocol):
         """Move state that lies in the optimizer itself into shards."""
         ...
 
+    def gather_state(self, bucket: Bucket, root_only: bool = False) -> dict[int, dict[str, Any]]:
+        """The whole state of a bucket's parameters, by their index in it. Collective.
+
+        Args:
+            bucket: holds the parameters.
+            root_only: other ranks than the world's first get nothing.
+
+        Returns:
+            Per parameter that has state, in torch's names: tensors in the parameter's shape, on the CPU, and scalars.
+        """
+        ...
+
 
 class GradientStats(NamedTuple):
     """What all ranks know of one optimizer's gradients after the small all-reduce."""
@@ -184,7 +196,7 @@ class Engine:
         self._unshard_hooks: list[UnshardHooks] = []
         self._prefetcher = Prefetcher([self._own_buckets(unit) for unit in unit_list], max_live_numel)
         self._install_hooks(unit_list)
-        _ENGINES.add(self)
+        ENGINES.add(self)
 
     # ------------------------------------------------------------------------------------------------ construction
 
@@ -470,13 +482,37 @@ class Engine:
     @without_freed_checks
     def stats(self, optimizer: Optimizer) -> GradientStats:
         """Norm, overflow and used parameters of the averaged gradients of ``optimizer``. Collective, then cached."""
+        return self._all_stats()[id(optimizer)]
+
+    def _all_stats(self) -> dict[int, GradientStats]:
         if self._reducer.in_backward:
             self.flush()
         if self._stats is None:
             self._admit_parameters()
             self._stats = self._reduce_stats()
             self._norms = {key: stats.norm for key, stats in self._stats.items()} | self._norms
-        return self._stats[id(optimizer)]
+        return self._stats
+
+    @torch.no_grad()
+    @without_freed_checks
+    def full_grad(self, parameter: Parameter) -> Tensor | None:
+        """The whole averaged gradient of one of the module's parameters; see :func:`full_grad`. Collective."""
+        bucket = self._bucket_of[id(parameter)]
+        if not any(id(parameter) in stats.used for stats in self._all_stats().values()):
+            return None
+        full = bucket.gather_full(bucket.gradients.read(0, bucket.layout.shard_numel))
+        owners = [key for key, admitted in self._admitted.items() if id(parameter) in admitted]
+        clip = math.prod(self._clip.get(key, 1.0) for key in owners)
+        gradient = bucket.view(full, bucket.index[id(parameter)])
+        return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).mul_(clip / self._scale.value)
+
+    @torch.no_grad()
+    def full_param(self, parameter: Parameter) -> Tensor:
+        """One of the module's parameters, whole and at full precision. Collective."""
+        self._absorb_edits()
+        bucket = self._bucket_of[id(parameter)]
+        full = bucket.gather_full(bucket.master.read(0, bucket.layout.shard_numel))
+        return bucket.view(full, bucket.index[id(parameter)]).clone()
 
     def _reduce_stats(self) -> dict[int, GradientStats]:
         """The one small all-reduce of a step: norm² per optimizer, which parameters were used, what was left over.
@@ -732,7 +768,7 @@ class Engine:
         self.buckets = []
         self._bucket_of = {}
         self.released = True
-        _ENGINES.discard(self)
+        ENGINES.discard(self)
 
     def bucket_of(self, parameter: Tensor) -> Bucket | None:
         """The bucket that holds ``parameter``, or ``None``."""
@@ -753,39 +789,7 @@ def _split(values: list[float], at: int) -> tuple[list[float], list[float]]:
     return values[:at], values[at:]
 
 
-_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-def engines_of(module: nn.Module) -> list[Engine]:
-    """The engines that hold parameters of ``module``."""
-    parameters = list(module.parameters())
-    return [engine for engine in _ENGINES if any(engine.bucket_of(p) is not None for p in parameters)]
-
-
-@contextlib.contextmanager
-def gathered_parameters(
-    module_or_params: nn.Module | Parameter | Iterable[Parameter], writeback: bool = False
-) -> Iterator[None]:
-    """Hold parameters whole inside the context; a collective call that all ranks must make.
-
-    Where nothing is sharded it does nothing. Inside, the module may run any number of forward passes, a different
-    number on each rank.
-
-    Args:
-        module_or_params: a module (all its parameters), a parameter, or several.
-        writeback: keep what was changed inside, as rank 0 has it. Without it, changes that torch's version counter sees
-            (``weight.clamp_(...)`` under ``no_grad``) are kept too, and must be the same on all ranks; changes through
-            ``.data`` are lost.
-    """
-    if isinstance(module_or_params, nn.Module):
-        parameters = list(module_or_params.parameters())
-    else:
-        parameters = [module_or_params] if isinstance(module_or_params, Parameter) else list(module_or_params)
-    engines = [engine for engine in _ENGINES if any(engine.bucket_of(p) is not None for p in parameters)]
-    with contextlib.ExitStack() as stack:
-        for engine in engines:
-            stack.enter_context(engine.gathered(parameters, writeback))
-        yield
+ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()  # those that hold parameters
 
 
 def _snapshot(optimizer: Optimizer) -> dict[int, dict[str, Any]]:

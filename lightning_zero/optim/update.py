@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -45,6 +46,26 @@ class ShardUpdater(ABC):
         if id(bucket) not in self._states:
             self._states[id(bucket)] = ShardState(bucket, self._per_element, self._dtype)
         return self._states[id(bucket)]
+
+    def gather_state(self, bucket: Bucket, root_only: bool = False) -> dict[int, dict[str, Any]]:
+        """See :class:`lightning_zero.engine.Updater`."""
+        state, mesh = self.state_of(bucket), bucket.placement.mesh
+        # A rank may own no segment of a parameter, or none at all: ask what the others have.
+        own = {s.param: (state.names(s), state.scalars(s)) for s in bucket.segments if s in state}
+        dtypes = {name: tensor.dtype for name, tensor in state.flat.items()}
+        known = mesh.shard.all_gather_object((own, dtypes), f"gather state of {bucket.name}")
+        wanted = not root_only or mesh.world.rank == 0
+        flat: dict[str, Tensor] = {}
+        for name, dtype in sorted({k: v for _, theirs in known for k, v in theirs.items()}.items()):
+            full = bucket.gather_full(state.zeros(name, dtype))
+            if wanted:
+                flat[name] = full.to("cpu")
+        whole: dict[int, dict[str, Any]] = {}
+        for index, (names, scalars) in ((k, v) for theirs, _ in known for k, v in theirs.items() if wanted):
+            values = {name: bucket.view(flat[name], index).clone() for name in names} | copy.deepcopy(scalars)
+            if values:  # plain SGD has none, and in torch's format then no entry either
+                whole[index] = values
+        return whole
 
     def adopt(self, engine: Engine) -> None:
         """Move state out of the user's optimizer into shards."""

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.registration import STRATEGIES
 
 NAMES = ("zero0", "zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload")
 FEW = ("zero1", "zero2_offload", "zero3")  # each way of keeping parameters and state once
@@ -126,7 +127,11 @@ class Fitted:
 
 
 def make_strategy(strategy: StrategyArgument) -> str | Strategy:
-    return ZeroStrategy(**strategy) if isinstance(strategy, dict) else strategy
+    """By default small parameters stay whole at stage 3; of these models that is all. Here none does."""
+    if isinstance(strategy, str) and not strategy.startswith("zero3"):
+        return strategy
+    options = STRATEGIES[strategy] if isinstance(strategy, str) else strategy
+    return ZeroStrategy(**({"persistence_numel": 0} | options))
 
 
 def make_trainer(strategy: StrategyArgument, **flags: Any) -> Trainer:
