@@ -1,0 +1,57 @@
+"""Ranks that go different ways under the Trainer get an error that names where, soon and everywhere."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from helpers.ranks import RankError, RankPool, ranks
+from strategy.fits import Lit, Recipe, fit
+from torch import Tensor, nn
+
+STEPS = 12
+
+
+class Astray(Lit):
+    """From a step on, rank 1 leaves out the second block."""
+
+    step = 0
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        if dist.get_rank() == 1 and self.global_step == self.step:
+            blocks: Any = self.model.blocks
+            self.model.blocks = nn.ModuleList([blocks[0], blocks[2]])
+        return super().training_step(batch, index)
+
+
+class AstrayLate(Astray):
+    step = STEPS - 1
+
+
+@ranks(4)
+@pytest.mark.parametrize(("module", "timeout"), [(Astray, 1800.0), (AstrayLate, 3.0)], ids=["first", "late"])
+def test_another_branch_on_one_rank_is_an_error_on_all(pool: RankPool, module: type[Lit], timeout: float) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        pool.run_within(30, fit, {"stage": 3, "timeout": timeout}, Recipe(steps=STEPS), module)
+    assert time.monotonic() - began < 20
+    failures = caught.value.failures
+    assert {failure.kind for failure in failures.values()} == {"CollectiveError"}
+    assert all(
+        "model.blocks.1" in failure.message or "model.blocks.2" in failure.message for failure in failures.values()
+    )
+    assert set(failures) == set(range(4))
+
+
+@ranks(2)
+def test_small_parameters_stay_readable_by_default(pool: RankPool) -> None:
+    """What every Trainer does; the other tests of this folder shard all parameters."""
+    for result in pool.run(fit, {"stage": 3, "persistence_numel": 10_000}, Recipe(), ReadsNorms):
+        assert len(result.notes) > 0
+
+
+class ReadsNorms(Lit):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.notes += [float(p.sum()) for p in self.model.norm.parameters()]
