@@ -195,6 +195,7 @@ class Engine:
         self._optimizer_handles: list[RemovableHandle] = []
         self._unshard_hooks: list[UnshardHooks] = []
         self._prefetcher = Prefetcher([self._own_buckets(unit) for unit in unit_list], max_live_numel)
+        self._gradient_hooks: list[tuple[Parameter, int]] = []  # with the id of our hook
         self._install_hooks(unit_list)
         ENGINES.add(self)
 
@@ -278,7 +279,16 @@ class Engine:
         parameter.requires_grad_(True)  # a hook can be registered on nothing else; it stays when that is turned off
         handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(mark_ready)
         parameter.requires_grad_(requires_grad)
+        self._gradient_hooks.append((parameter, handle.id))
         return handle
+
+    def _come_last(self) -> None:
+        """Gradients are ready when the hooks of user code, of which more may have come, have run."""
+        for parameter, key in self._gradient_hooks:
+            hooks = parameter._post_accumulate_grad_hooks
+            if next(reversed(hooks)) != key:
+                # Not `move_to_end`: autograd goes by the order of insertion.
+                hooks[key] = hooks.pop(key)
 
     def _install_unshard_hooks(self, units: Sequence[Unit]) -> None:
         inside: dict[int, UnshardHooks] = {}  # by id of a module: the hooks of the unit it lies in
@@ -350,6 +360,7 @@ class Engine:
             eager: reduce buckets while backward goes on; ``False`` leaves all to :meth:`flush`.
         """
         self._admit_parameters()
+        self._come_last()
         for updater in self._updaters.values():
             self._fold_clipping(updater.optimizer)  # gradients that are not cleared stay clipped, as in torch
         self._adopt_scale()

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import models
+from helpers.ranks import RankPool
 from helpers.reference import Trained, train_reference
 from lightning import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
@@ -66,6 +67,10 @@ class Recipe:
 
     def make_optimizer(self, model: nn.Module) -> Optimizer:
         return models.make_optimizer(self.optimizer, model, **self.options)
+
+
+MOMENTUM = Recipe(optimizer="momentum", steps=4)
+DDP = "ddp_find_unused_parameters_true"
 
 
 def halving(optimizer: Optimizer) -> LambdaLR:
@@ -244,6 +249,14 @@ def assert_same_states(
         for key, value in values.items():
             rtol, atol = (1e-4, 1e-7) if native else (0.0, 0.0)
             torch.testing.assert_close(actual[name][key], value, rtol=rtol, atol=atol, msg=f"{name}.{key}")
+
+
+def assert_as_ddp(
+    pool: RankPool, name: str, module: Callable[[Recipe], Lit], recipe: Recipe = MOMENTUM, **flags: Any
+) -> None:
+    """Two ranks: the sum of two gradients has one order, so ddp is the reference bit for bit."""
+    expected, actual = pool.run(fit, DDP, recipe, module, **flags), pool.run(fit, name, recipe, module, **flags)
+    assert_same(actual[0].weights, expected[0].weights)
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -14,18 +14,22 @@ import pytest
 import torch
 from helpers import models
 from helpers.ranks import RankPool, ranks
-from strategy.fits import Fitted, Lit, Recipe, assert_same, every_name, fit, make_trainer, observe, state_of
+from strategy.fits import (
+    DDP,
+    MOMENTUM,
+    Fitted,
+    Lit,
+    Recipe,
+    assert_as_ddp,
+    assert_same,
+    every_name,
+    fit,
+    make_trainer,
+    observe,
+    state_of,
+)
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-
-MOMENTUM = Recipe(optimizer="momentum", steps=4)
-DDP = "ddp_find_unused_parameters_true"
-
-
-def assert_as_ddp(pool: RankPool, name: str, module: type[Lit], recipe: Recipe = MOMENTUM, **flags: Any) -> None:
-    expected, actual = pool.run(fit, DDP, recipe, module, **flags), pool.run(fit, name, recipe, module, **flags)
-    assert_same(actual[0].weights, expected[0].weights)
-
 
 # ---------------------------------------------------------------------------------------------------- clipping
 
