@@ -114,6 +114,8 @@ class Bucket:
         self.gradients = GradientLog(placement.optimizer_store, self.layout.shard_numel, placement.precision.grad_dtype)
         self.received = [False] * len(self.parameters)  # gradient seen on this rank since zero_grad
         self._cleared: set[int] = set()  # parameters whose gradients were cleared since the last one arrived
+        self._wide: Tensor | None = None  # 1-D, Ψ, the master's dtype: see `widen`
+        self._narrow: list[Tensor] = []  # the views of `flat` that parameters were before it
         self._partial: Tensor | None = None  # 1-D fp32, Ψ: 16-bit gradients summed over micro-batches before reduction
         self._window: Tensor | None = None  # 1-D, Ψ/S: micro-batches of a step that replicas have not summed yet
         self._await_shards: Callable[[], None]  # ends the gather that has begun
@@ -237,6 +239,9 @@ class Bucket:
             self.absorb_edits()
         self.flat.untyped_storage().resize_(0)
         self.state = BucketState.SHARDED
+        self._mark_freed()
+
+    def _mark_freed(self) -> None:
         for name, parameter in zip(self.names, self.parameters, strict=True):
             mark_freed(parameter, name)
 
@@ -270,9 +275,11 @@ class Bucket:
         Args:
             everything: also look at parameters whose version counter did not move (changes through ``.data``).
         """
+        if self._wide is not None:
+            return  # until they are views of `flat` again
         edited = set()
         for index, parameter in enumerate(self.parameters):
-            if self._reattach(index) or everything or parameter._version != self._versions[index]:
+            if self._reattach(self.flat, index) or everything or parameter._version != self._versions[index]:
                 edited.add(index)
         if not edited:
             return
@@ -282,15 +289,60 @@ class Bucket:
                 self.master.derive(segment.start, segment.stop)
         self._remember()
 
-    def _reattach(self, index: int) -> bool:
+    def _reattach(self, flat: Tensor, index: int) -> bool:
         """Make a parameter a view of ``flat`` again where ``data`` was assigned (``module.double()``); True if so."""
-        parameter, start = self.parameters[index], self.layout.offsets[index] * self.dtype.itemsize
-        if parameter.data_ptr() == self.flat.data_ptr() + start or not parameter.numel():
+        parameter, start = self.parameters[index], self.layout.offsets[index] * flat.itemsize
+        if parameter.data_ptr() == flat.data_ptr() + start or not parameter.numel():
             return False
-        view = self.view(self.flat, index)
+        view = self.view(flat, index)
         view.copy_(parameter.data)
         parameter.data = view
         return True
+
+    @torch.no_grad()
+    def widen(self) -> bool:
+        """Make parameters whole and at full precision, in memory that outlives resharding. Collective.
+
+        Returns:
+            Whether :meth:`narrow` must follow: they are views of another tensor than ``flat`` meanwhile.
+        """
+        if self._wide is not None:
+            return False
+        if self.master.dtype == self.dtype and not self.shards_params:
+            self.unshard()
+            return False
+        if self.state is BucketState.GATHERED:
+            self.absorb_edits()
+        self._wide = self.gather_full(self.master.read(0, self.layout.shard_numel))
+        for view, parameter in zip(self._views(self._wide), self.parameters, strict=True):
+            mark_gathered(parameter)
+            self._narrow.append(parameter.data)
+            parameter.data = view
+        return True
+
+    @torch.no_grad()
+    def narrow(self, writeback: bool) -> None:
+        """Make the parameters views of ``flat`` again and take over what was changed in them meanwhile. Collective.
+
+        Args:
+            writeback: take over all values, rank 0's on all ranks; otherwise those whose version counter moved.
+        """
+        assert self._wide is not None
+        wide, self._wide = self._wide, None
+        edited = [
+            index
+            for index, parameter in enumerate(self.parameters)
+            if self._reattach(wide, index) or writeback or parameter._version != self._versions[index]
+        ]
+        if writeback:
+            self.placement.mesh.world.broadcast_(wide)
+        for view, parameter in zip(self._narrow, self.parameters, strict=True):
+            parameter.data = view
+        self._narrow = []
+        for index in edited:
+            self.load(index, self.view(wide, index))
+        if self.state is BucketState.SHARDED:
+            self._mark_freed()
 
     def load(self, index: int, values: Tensor) -> None:
         """Overwrite one parameter with full-precision ``values`` of its shape; ``flat`` becomes out of date."""

@@ -738,7 +738,9 @@ class Engine:
             bucket.absorb_edits(everything=id(bucket) in hidden)
 
     @contextlib.contextmanager
-    def gathered(self, parameters: Iterable[Parameter], writeback: bool = False) -> Iterator[None]:
+    def gathered(
+        self, parameters: Iterable[Parameter], writeback: bool = False, full_precision: bool = False
+    ) -> Iterator[None]:
         """Hold ``parameters`` whole inside the context, on all ranks. Collective, on entry and on exit.
 
         In-place changes that torch's version counter sees are taken over on exit; each rank must make the same.
@@ -746,15 +748,21 @@ class Engine:
         Args:
             parameters: some of the module's.
             writeback: take over all values on exit, rank 0's on all ranks, also those written through ``.data``.
+            full_precision: show the masters, in their dtype; what is taken over then is not rounded either. At stage 3
+                tensors that share memory with the parameters stay valid after the context.
         """
         chosen = {id(self._bucket_of[id(p)]) for p in parameters if id(p) in self._bucket_of}
         buckets = [bucket for bucket in self.buckets if id(bucket) in chosen]
         for bucket in buckets:
-            bucket.unshard()
             bucket.pins += 1
+            if not full_precision:
+                bucket.unshard()
+        widened = [bucket for bucket in buckets if full_precision and bucket.widen()]
         try:
             yield
         finally:
+            for bucket in widened:
+                bucket.narrow(writeback)
             for bucket in buckets:
                 bucket.pins -= 1
                 if bucket.state is BucketState.GATHERED:
