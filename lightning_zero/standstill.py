@@ -28,7 +28,7 @@ def hold_scheduler(config: LRSchedulerConfig, skipped: Skipped) -> Undo:
         ours = (step, state_dict)
         return {name: value for name, value in own_state_dict().items() if getattr(value, "__func__", None) not in ours}
 
-    return _replace(config.scheduler, step, state_dict)
+    return replace_methods(config.scheduler, step, state_dict)
 
 
 def hold_average(callback: WeightAveraging, skipped: Skipped) -> Undo:
@@ -40,11 +40,11 @@ def hold_average(callback: WeightAveraging, skipped: Skipped) -> Undo:
             return False
         return own_should_update(step_idx=step_idx, epoch_idx=epoch_idx)
 
-    return _replace(callback, should_update)
+    return replace_methods(callback, should_update)
 
 
-def _replace(target: Any, *functions: Callable[..., Any]) -> Undo:
-    """Put the functions in the place of the methods of their names, on this object only."""
+def replace_methods(target: Any, *functions: Callable[..., Any]) -> Undo:
+    """Put the functions in the place of the methods of their names, on this object only; returns what undoes it."""
     names = [function.__name__ for function in functions]
     before = {name: target.__dict__[name] for name in names if name in target.__dict__}
     for name, function in zip(names, functions, strict=True):

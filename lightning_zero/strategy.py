@@ -26,12 +26,13 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero import checkpoint as _checkpoint
-from lightning_zero import ops
+from lightning_zero import ops, whole_weights
 from lightning_zero.engine import (
     DeviceStore,
     Engine,
@@ -238,6 +239,29 @@ class ZeroStrategy(DDPStrategy):
             for engine in engines_of(self.lightning_module):
                 if engine is not self._engine:
                     engine.release()
+            self._hold_whole_for_callbacks(self.lightning_module)
+
+    def _hold_whole_for_callbacks(self, module: pl.LightningModule) -> None:
+        """Callbacks set up before the strategy does: of a module that an earlier run has sharded, perhaps."""
+        for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+            if whole_weights.copies_module(callback) and self._policy.shard_params:
+                rank_zero_warn(
+                    f"{type(callback).__name__} keeps a whole copy of {type(module).__name__} on every rank, and every "
+                    "time that it averages or swaps weights all of them are gathered: the module and its copy must fit "
+                    "into each rank's memory, which stage 3 otherwise makes unnecessary"
+                )
+            self._undo += whole_weights.hold(callback, self._whole)
+
+    @contextlib.contextmanager
+    def _whole(self, writeback: bool, full_precision: bool) -> Iterator[None]:
+        """Around hooks that read or replace whole weights."""
+        if self._engine is None or self._engine.released:
+            yield
+            return
+        assert self.lightning_module is not None
+        with self._engine.gathered(self.lightning_module.parameters(), writeback, full_precision):
+            yield
+        self._engine.settle()
 
     def _check_world_size(self) -> None:
         expected, actual = self.num_nodes * self.num_processes, torch.distributed.get_world_size()

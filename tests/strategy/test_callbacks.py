@@ -9,19 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import models
-from helpers.ranks import RankError, RankPool, ranks
+from helpers.ranks import RankPool, ranks
 from helpers.reference import rank_gradients, reduce_ranks, train_reference
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     EarlyStopping,
-    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateMonitor,
 )
 from lightning.pytorch.loggers import CSVLogger
 from strategy.fits import (
     NAMES,
-    Fitted,
     Lit,
     Recipe,
     assert_same,
@@ -30,7 +28,6 @@ from strategy.fits import (
     one_or_two_ranks,
     reduces_each,
     reference,
-    slow_unless,
 )
 from torch import Tensor
 from torch.optim import Optimizer
@@ -188,43 +185,3 @@ def accumulated_reference(name: str, recipe: Recipe, world: int, batches: Any) -
     return train_reference(
         recipe.make_model(), recipe.make_optimizer, batches, models.next_token_loss, reduce_each=reduces_each(name)
     ).weights
-
-
-def average(weights: list[dict[str, Tensor]], decay: float) -> dict[str, Tensor]:
-    """Lightning's average begins with the weights after the first step."""
-    mean = {name: value.clone() for name, value in weights[0].items()}
-    for current in weights[1:]:
-        for name, value in current.items():
-            mean[name].lerp_(value, 1 - decay)
-    return mean
-
-
-def fit_averaged(name: str, recipe: Recipe, **flags: Any) -> Fitted:
-    averaging = EMAWeightAveraging(decay=0.5)
-    return fit(name, recipe, callbacks=[averaging], limit_val_batches=1, val_check_interval=1, **flags)
-
-
-@one_or_two_ranks
-@pytest.mark.parametrize("name", WHOLE)
-def test_weight_averaging(pool: RankPool, name: str) -> None:
-    """Validation in between swaps the averaged weights in and out again; training must not notice."""
-    results = pool.run(fit_averaged, name, MOMENTUM)
-    expected = average(weights_after_each_step(name, MOMENTUM, pool.world_size), 0.5)
-    torch.testing.assert_close(results[0].weights, expected, rtol=1e-5, atol=1e-7)
-
-
-@one_or_two_ranks
-@pytest.mark.parametrize("name", slow_unless(["zero2"], WHOLE))
-def test_weight_averaging_of_16_bit_parameters(pool: RankPool, name: str) -> None:
-    """The callback writes the average through `.data` when training ends; masters must not win over it."""
-    results = pool.run(fit_averaged, name, MOMENTUM, precision="bf16-mixed")
-    expected = average(weights_after_each_step(name, MOMENTUM, pool.world_size), 0.5)
-    torch.testing.assert_close(results[0].weights, expected, rtol=2e-2, atol=2e-2)
-
-
-@ranks(2)
-@pytest.mark.parametrize("name", ["zero3", "zero3_offload"])
-def test_weight_averaging_at_stage_3_is_refused_by_name(pool: RankPool, name: str) -> None:
-    with pytest.raises(RankError, match=r"(?s)model\..*gathered_parameters") as caught:
-        pool.run_within(10, fit_averaged, name, MOMENTUM)
-    assert len(caught.value.failures) == 2

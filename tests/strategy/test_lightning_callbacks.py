@@ -1,0 +1,333 @@
+"""Lightning's callbacks that average, swap, freeze, prune: as without a strategy, at every stage."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import models
+from helpers.ranks import RankPool, ranks
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    EMAWeightAveraging,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from strategy.fits import (
+    DDP,
+    MOMENTUM,
+    Fitted,
+    Lit,
+    Recipe,
+    assert_close,
+    assert_same,
+    every_name,
+    fit,
+    make_trainer,
+    observe,
+    one_or_two_ranks,
+    state_of,
+)
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader
+
+Weights = dict[str, Tensor]
+
+
+# --------------------------------------------------------------------------------------------------- averaging
+
+
+class Recorder(Callback):
+    """Keeps the full-precision weights after every step; rank 0 has them whole."""
+
+    def __init__(self) -> None:
+        self.weights: list[Weights] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.weights.append(state_of(trainer))
+
+
+def fit_and_record(name: str, recipe: Recipe, **flags: Any) -> list[Weights]:
+    recorder = Recorder()
+    fit(name, recipe, callbacks=[recorder], **flags)
+    return recorder.weights
+
+
+def moving_average(weights: Sequence[Weights], decay: float) -> Weights:
+    """Lightning's average begins with the weights after the first step."""
+    mean = {name: value.clone() for name, value in weights[0].items()}
+    for current in weights[1:]:
+        for name, value in current.items():
+            mean[name] = decay * mean[name] + (1 - decay) * value
+    return mean
+
+
+def make_averaging(kind: str) -> WeightAveraging:
+    return EMAWeightAveraging(decay=0.75) if kind == "ema" else WeightAveraging()
+
+
+def fit_averaged(name: str, recipe: Recipe, kind: str = "ema", **flags: Any) -> Fitted:
+    averaging = make_averaging(kind)
+    return fit(name, recipe, callbacks=[averaging], limit_val_batches=1, val_check_interval=1, **flags)
+
+
+@one_or_two_ranks
+@every_name
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
+def test_weight_averaging(pool: RankPool, name: str, precision: str) -> None:
+    """Validation after every step swaps the average in and out again; training must not notice, nor the average.
+
+    That of 16-bit parameters is one of their masters.
+    """
+    results = pool.run(fit_averaged, name, MOMENTUM, precision=precision)
+    recorded = pool.run(fit_and_record, name, MOMENTUM, precision=precision)[0]
+    assert_same(results[0].weights, moving_average(recorded, 0.75))
+    assert not torch.equal(results[0].weights["head.weight"], recorded[-1]["head.weight"])
+
+
+@ranks(2)
+@every_name
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
+def test_the_equally_weighted_average(pool: RankPool, name: str, precision: str) -> None:
+    results = pool.run(fit_averaged, name, MOMENTUM, "swa", precision=precision)
+    recorded = pool.run(fit_and_record, name, MOMENTUM, precision=precision)[0]
+    mean = {key: torch.stack([w[key].double() for w in recorded]).mean(0) for key in recorded[0]}
+    actual = {key: value.double() for key, value in results[0].weights.items()}
+    torch.testing.assert_close(actual, mean, rtol=1e-6, atol=1e-7)
+
+
+class ValidationLosses(Lit):
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.notes.append(models.next_token_loss(self.model, batch).item())
+
+
+def validation_losses(name: str) -> list[float]:
+    flags = {"callbacks": [make_averaging("ema")], "limit_val_batches": 1, "val_check_interval": 1}
+    return fit(name, MOMENTUM, ValidationLosses, **flags).notes
+
+
+@ranks(2)
+@every_name
+@pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
+def test_validation_sees_the_average(pool: RankPool, name: str) -> None:
+    losses = pool.run(validation_losses, name)
+    assert losses == pool.run(validation_losses, DDP)
+    assert len(set(losses[0])) == MOMENTUM.steps
+
+
+def fit_in_two_halves(name: str, recipe: Recipe, folder: str, precision: str) -> Weights:
+    """Averages, saves after the first epoch, and goes on from the checkpoint with everything new."""
+    flags: dict[str, Any] = {"precision": precision, "limit_val_batches": 1}
+    path = f"{folder}/half.ckpt"
+    first = make_trainer(name, callbacks=[make_averaging("ema"), SavesAfterTheFirstEpoch(path)], max_epochs=2, **flags)
+    lit = Lit(recipe)
+    first.fit(lit)
+    whole = observe(first, lit).weights
+    second = make_trainer(name, callbacks=[make_averaging("ema")], max_epochs=2, **flags)
+    again = Lit(recipe)
+    second.fit(again, ckpt_path=path)
+    resumed = observe(second, again).weights
+    if whole:
+        assert_same(resumed, whole)
+    return whole
+
+
+class SavesAfterTheFirstEpoch(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+@ranks(2)
+@every_name
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
+def test_averaging_resumes(pool: RankPool, name: str, precision: str, tmp_path: Path) -> None:
+    assert pool.run(fit_in_two_halves, name, MOMENTUM, str(tmp_path), precision)[0]
+
+
+def fit_averaged_twice(name: str) -> Weights:
+    """A second fit copies a module that is sharded by then."""
+    lit = Lit(MOMENTUM)
+    trainer = make_trainer(name, callbacks=[make_averaging("ema"), StochasticWeightAveraging(0.1, 1)])
+    trainer.fit(lit)
+    trainer.test(lit, verbose=False)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(lit)
+    return state_of(trainer)
+
+
+@ranks(2)
+@every_name
+@pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
+def test_averaging_runs_again(pool: RankPool, name: str) -> None:
+    assert_same(pool.run(fit_averaged_twice, name)[0], pool.run(fit_averaged_twice, DDP)[0])
+
+
+def fit_swa(name: str, model: str = "transformer", **flags: Any) -> Fitted:
+    swa = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=2)
+    return fit(name, MOMENTUM, Normed if model == "normed" else Lit, callbacks=[swa], max_epochs=4, **flags)
+
+
+class Normed(Lit):
+    """With a BatchNorm, whose statistics the callback gathers anew in an epoch more, without backward."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.norm = nn.BatchNorm1d(models.VOCAB)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        logits = self.norm(self.model(batch[:, :-1]).flatten(0, 1))
+        return nn.functional.cross_entropy(logits, batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> Optimizer:
+        return self.recipe.make_optimizer(self)
+
+
+@ranks(2)
+@every_name
+@pytest.mark.parametrize("model", ["transformer", "normed"])
+@pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
+def test_stochastic_weight_averaging(pool: RankPool, name: str, model: str) -> None:
+    assert_same(pool.run(fit_swa, name, model)[0].weights, pool.run(fit_swa, DDP, model)[0].weights)
+
+
+@ranks(2)
+def test_what_averaging_costs_at_stage_3_is_said(pool: RankPool) -> None:
+    assert pool.run(fit_and_catch_warnings, "zero3") == [True, False]
+    assert pool.run(fit_and_catch_warnings, "zero2") == [False, False]
+
+
+def fit_and_catch_warnings(name: str) -> bool:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit_averaged(name, MOMENTUM)
+    return any("EMAWeightAveraging keeps a whole copy of Lit" in str(w.message) for w in caught)
+
+
+# -------------------------------------------------------------------------------------------------- finetuning
+
+
+class Backbone(Lit):
+    """A backbone and a head; only the head is in the optimizer when training starts."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.backbone = self.model
+        torch.manual_seed(1)
+        self.norm = nn.BatchNorm1d(models.VOCAB)
+        self.head = nn.Linear(models.VOCAB, models.VOCAB)
+        self.backbone.head = nn.Linear(6, models.VOCAB, bias=False)  # not tied: it would be in a group twice
+        self.backbone.bn = nn.BatchNorm1d(models.VOCAB)
+        self.to(recipe.dtype)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        features = self.backbone.bn(self.backbone(batch[:, :-1]).flatten(0, 1))
+        return nn.functional.cross_entropy(self.head(self.norm(features)), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> Optimizer:
+        return SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+class ByBlocks(BaseFinetuning):
+    """Unfreezes one block with each epoch, and freezes the first again."""
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        self.freeze(pl_module.backbone, train_bn=False)
+
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
+        if 1 <= epoch <= 3:
+            self.unfreeze_and_add_param_group(pl_module.backbone.blocks[epoch - 1], optimizer, initial_denom_lr=2)
+        if epoch == 3:
+            self.freeze(pl_module.backbone.blocks[0])
+
+
+def fit_finetuning(name: str, kind: str, module: type[Lit] = Backbone) -> Fitted:
+    if kind == "backbone":
+        callback: Callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=double, verbose=True)
+    else:
+        callback = ByBlocks()
+    return fit(name, DOUBLE, module, callbacks=[callback], max_epochs=4)
+
+
+def double(epoch: int) -> float:
+    return 2.0
+
+
+class OfTwoRanks(Backbone):
+    """Trains in one process on what two ranks have. (ddp does not average what was frozen when it began.)"""
+
+    def train_dataloader(self) -> Any:
+        batches = [torch.stack(micro) for step in self.recipe.batches(2) for micro in step]
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        first, second = (super(OfTwoRanks, self).training_step(one, index) for one in batch)
+        return (first + second) / 2
+
+
+DOUBLE = Recipe(optimizer="momentum", steps=4, dtype=torch.float64)
+
+
+@every_name
+@pytest.mark.parametrize("kind", ["backbone", "blocks"])
+@pytest.mark.filterwarnings("ignore:.*duplicate parameters", "ignore:.*already exist within another group")
+def test_finetuning(pool1: RankPool, pool2: RankPool, name: str, kind: str) -> None:
+    expected = pool1.run(fit_finetuning, "auto", kind, OfTwoRanks)[0].weights
+    actual = pool2.run(fit_finetuning, name, kind)[0].weights
+    statistics = {key for key in expected if "running" in key or "tracked" in key}  # each rank has its own
+    assert_close(*({k: v for k, v in weights.items() if k not in statistics} for weights in (actual, expected)))
+    assert not torch.equal(actual["blocks.0.up.weight"], DOUBLE.make_model().blocks[0].up.weight)
+
+
+@every_name
+@pytest.mark.parametrize("kind", ["backbone", "blocks"])
+@pytest.mark.filterwarnings("ignore:.*duplicate parameters", "ignore:.*already exist within another group")
+def test_finetuning_in_one_process(pool1: RankPool, name: str, kind: str) -> None:
+    expected, actual = pool1.run(fit_finetuning, "auto", kind)[0], pool1.run(fit_finetuning, name, kind)[0]
+    assert_same(actual.weights, expected.weights)
+
+
+# ----------------------------------------------------------------------------------------------------- pruning
+
+
+def fit_pruned(name: str, permanent: bool, path: str, **flags: Any) -> Fitted:
+    lit = Lit(MOMENTUM)
+    chosen = [(lit.model.blocks[0].up, "weight"), (lit.model.blocks[2].project, "weight"), (lit.model.norm, "bias")]
+    pruning = ModelPruning(
+        "l1_unstructured",
+        parameters_to_prune=chosen,
+        amount=0.3,
+        make_pruning_permanent=permanent,
+        use_lottery_ticket_hypothesis=False,
+    )
+    trainer = make_trainer(name, callbacks=[pruning, SavesAfterTheFirstEpoch(path)], max_epochs=3, **flags)
+    trainer.fit(lit)
+    return observe(trainer, lit)
+
+
+@one_or_two_ranks
+@every_name
+@pytest.mark.parametrize("permanent", [True, False])
+def test_pruning(pool: RankPool, name: str, permanent: bool, tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{n}.ckpt") for n in ("ddp", "zero")]
+    expected = pool.run(fit_pruned, DDP, permanent, paths[0])[0]
+    actual = pool.run(fit_pruned, name, permanent, paths[1])[0]
+    assert_same(actual.weights, expected.weights)
+    if not permanent:
+        assert "blocks.0.up.weight_orig" in actual.weights
+    saved = [torch.load(path, weights_only=True)["state_dict"] for path in paths]
+    assert_same(saved[1], saved[0])
