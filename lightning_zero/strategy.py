@@ -400,9 +400,19 @@ class ZeroStrategy(DDPStrategy):
         self._in_training_step = True
         try:
             with self.engine.forward_context():
-                return super().training_step(*args, **kwargs)
+                output = super().training_step(*args, **kwargs)
         finally:
             self._in_training_step = False
+        return self._no_gradients() if output is None and self._may_lack_a_loss() else output
+
+    def _may_lack_a_loss(self) -> bool:
+        """Whether a rank can go without backward while others run one: not where they gather parameters in it."""
+        assert self.lightning_module is not None
+        return self.lightning_module.automatic_optimization and self.world_size > 1 and not self._policy.shard_params
+
+    def _no_gradients(self) -> Tensor:
+        """A loss that depends on no parameter: Lightning takes no ``None`` of one rank of several."""
+        return torch.zeros((), device=self.root_device, requires_grad=True)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

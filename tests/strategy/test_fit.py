@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from strategy.fits import (
     Lit,
     Recipe,
     StrategyArgument,
+    assert_close,
     assert_same,
     assert_same_states,
     every_name,
@@ -23,6 +25,7 @@ from strategy.fits import (
     is_native,
     one_or_two_ranks,
     reference,
+    slow_unless,
 )
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -159,11 +162,29 @@ def rank_1_in_step_1(step: int, micro: int, rank: int) -> bool:
     return (step, rank) == (1, 1)
 
 
-def test_a_rank_without_a_loss_is_lightnings_error(pool2: RankPool) -> None:
-    """Lightning refuses it under every distributed strategy; it must not become a hang."""
+WHOLE = [name for name in NAMES if "3" not in name]
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("name", slow_unless(["zero1", "zero2_offload"], WHOLE))
+@pytest.mark.parametrize("flagged", [rank_1_in_step_1, models.by_turns, step_1])
+def test_a_rank_without_a_loss_adds_no_gradient(
+    pool: RankPool, name: str, flagged: Callable[[int, int, int], bool]
+) -> None:
+    recipe = Recipe(flagged=flagged, micro=2, optimizer="momentum", dtype=torch.float64)
+    results = pool.run(fit, name, recipe, SkipsFlagged)
+    batches = recipe.batches(pool.world_size)
+    if flagged is step_1:  # on all ranks: as if no step had been
+        del batches[1]
+    expected = reference(name, recipe, pool.world_size, batches=batches, loss_fn=loss_or_nothing)
+    assert_close(results[0].weights, expected.weights)
+
+
+def test_a_rank_without_a_loss_at_stage_3_is_lightnings_error(pool2: RankPool) -> None:
+    """Other ranks gather parameters in their backward; it must not become a hang."""
     recipe = Recipe(flagged=rank_1_in_step_1)
     with pytest.raises(RankError, match="returning None in distributed training is not supported"):
-        pool2.run_within(10, fit, "zero2", recipe, SkipsFlagged)
+        pool2.run_within(10, fit, "zero3", recipe, SkipsFlagged)
 
 
 class OwnParameters(Lit):
