@@ -43,7 +43,7 @@ def _detached(value: Any) -> Any:
 
 def _is_whole(bucket: Bucket) -> bool:
     """Whether this rank's live parameters are the full-precision values."""
-    return not bucket.placement.sharding.shard_params and bucket.master.dtype == bucket.dtype
+    return not bucket.shards_params and bucket.master.dtype == bucket.dtype
 
 
 def _gather_parameters(engine: Engine, bucket: Bucket) -> dict[int, Tensor]:

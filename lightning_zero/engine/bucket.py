@@ -335,7 +335,7 @@ class Bucket:
             if self._reattach(wide, index) or writeback or parameter._version != self._versions[index]
         ]
         if writeback:
-            self.placement.mesh.world.broadcast_(wide)
+            self.placement.mesh.world.broadcast_(wide, f"write back {self.name}")
         for view, parameter in zip(self._narrow, self.parameters, strict=True):
             parameter.data = view
         self._narrow = []
