@@ -25,6 +25,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -42,6 +43,8 @@ from lightning_zero.engine import (
     Store,
     engines_of,
     gathered_parameters,
+    make_whole,
+    sharded_init,
 )
 from lightning_zero.engine.bucket import Placement
 from lightning_zero.optim import ShardUpdater, make_updater
@@ -263,6 +266,31 @@ class ZeroStrategy(DDPStrategy):
             yield
         self._engine.settle()
 
+    @override
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Around ``configure_model`` and inside ``Trainer.init_module``: at stage 3 parameters are sharded one by one.
+
+        ``init_module`` starts the other ranks here, as ``fit`` would. Where that is by ``spawn`` or ``fork``, which
+        begin inside ``fit``, it initializes the whole module; use ``configure_model`` there.
+        """
+        with super().tensor_init_context(empty_init), self._sharded_init():
+            yield
+
+    def _sharded_init(self) -> contextlib.AbstractContextManager[Any]:
+        shards = self.num_nodes * self.num_processes if self.shard_size is None else self.shard_size
+        spawned = self._mesh is None and isinstance(self.launcher, _MultiProcessingLauncher)
+        if not self._policy.shard_params or shards == 1 or spawned:
+            return contextlib.nullcontext()
+        if self._mesh is None:
+            assert self.launcher is not None
+            with isolate_rng():  # the set-up seeds again
+                self.launcher.launch(self.setup_environment)
+        assert self._mesh is not None
+        device = self.root_device
+        on_host = device.type == "cpu" or self.offload_params == "cpu"
+        return sharded_init(self._mesh, device, HostStore() if on_host else DeviceStore(device))
+
     def _check_world_size(self) -> None:
         expected, actual = self.num_nodes * self.num_processes, torch.distributed.get_world_size()
         if expected != actual:
@@ -368,13 +396,18 @@ class ZeroStrategy(DDPStrategy):
     def model_to_device(self) -> None:
         """Nothing: the engine moves the module bucket by bucket."""
 
-    def release(self) -> None:
+    def release(self, module: nn.Module | None = None) -> None:
         """Give the module ordinary parameters again, whole and at full precision, and free the shards. Collective.
 
         After ``fit`` the module stays sharded (stage 3) and in its 16-bit dtype, ready for ``test``, a second ``fit``
         or ``save_checkpoint``. Call this before code that wants a plain module, such as an export.
+
+        Args:
+            module: one that ``Trainer.init_module`` made and no Trainer has run; default: the one of the last run.
         """
-        if self._engine is not None:
+        if module is not None:
+            make_whole(module.parameters())
+        if self._engine is not None and module in (None, self._engine.module):
             self._engine.release()
             self._engine = None
 

@@ -16,6 +16,7 @@ from lightning_zero.engine.loss_scaler import DynamicLossScaler, LossScaleError,
 from lightning_zero.engine.partition import Unit, find_units
 from lightning_zero.engine.policies import MixedPrecisionPolicy, ShardingPolicy
 from lightning_zero.engine.runtime import Engine, GradientStats, StepOutcome, Updater
+from lightning_zero.engine.sharded_init import ShardedInit, ShardedParameter, make_whole, sharded_init
 from lightning_zero.engine.stores import DeviceStore, HostStore, Store
 
 __all__ = [
@@ -39,6 +40,8 @@ __all__ = [
     "Placement",
     "Run",
     "Segment",
+    "ShardedInit",
+    "ShardedParameter",
     "ShardingPolicy",
     "StaticLossScaler",
     "StepOutcome",
@@ -51,6 +54,8 @@ __all__ = [
     "full_optimizer_state",
     "full_param",
     "gathered_parameters",
+    "make_whole",
     "runs",
+    "sharded_init",
     "tiles",
 ]

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.engine.runtime import ENGINES, Engine
+from lightning_zero.engine.sharded_init import whole_inside
 
 
 def engines_of(module: nn.Module) -> list[Engine]:
@@ -26,7 +27,7 @@ def gathered_parameters(
     """Hold parameters whole inside the context; a collective call that all ranks must make.
 
     Where nothing is sharded it does nothing. Inside, the module may run any number of forward passes, a different
-    number on each rank.
+    number on each rank. Parameters that were initialized in shards and are in no engine yet keep every change.
 
     Args:
         module_or_params: a module (all its parameters), a parameter, or several.
@@ -42,6 +43,7 @@ def gathered_parameters(
     with contextlib.ExitStack() as stack:
         for engine in engines:
             stack.enter_context(engine.gathered(parameters, writeback))
+        stack.enter_context(whole_inside(parameters))
         yield
 
 

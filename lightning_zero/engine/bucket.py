@@ -28,6 +28,7 @@ from lightning_zero.engine.gradients import GradientLog
 from lightning_zero.engine.layout import FlatLayout, Segment
 from lightning_zero.engine.master import CopyMaster, Master, NoMaster, SplitMaster
 from lightning_zero.engine.policies import MixedPrecisionPolicy, ShardingPolicy
+from lightning_zero.engine.sharded_init import ShardedParameter, whole_values
 from lightning_zero.engine.stores import Store
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
@@ -126,36 +127,75 @@ class Bucket:
     def _adopt(self) -> None:
         """Take the parameters' values (rank 0's), make shard and master from them, then cast."""
         placement, layout = self.placement, self.layout
-        full = torch.zeros(layout.padded_numel, dtype=self.parameters[0].dtype, device=placement.device)
-        for view, parameter in zip(self._views(full), self.parameters, strict=True):
-            view.copy_(parameter.detach())
-        placement.mesh.world.broadcast_(full, f"broadcast the initial {self.name}")
+        self._initial_dtype = self.parameters[0].dtype
         start, stop = layout.shard_range(placement.mesh.shard.rank)
-        self._initial_dtype = full.dtype
-        self.flat = full if full.dtype == self.dtype else full.to(self.dtype)
+        sharded = self.shards_params and any(isinstance(p, ShardedParameter) for p in self.parameters)
+        if sharded:  # the whole bucket never exists
+            self.flat = torch.empty(layout.padded_numel, dtype=self.dtype, device=placement.device)
+        else:
+            full = self._initial_values()
+            self.flat = full if full.dtype == self.dtype else full.to(self.dtype)
         self.shard = self.flat[start:stop]
+        owned = []  # what becomes of this rank's part of the values
         if self.shards_params:
             self.shard = placement.param_store.zeros(layout.shard_numel, self.dtype)
-            self.shard.copy_(self.flat[start:stop])
-        self.master = self._make_master(full[start:stop])
+            owned.append(self.shard)
+        copy = self._master_copy()
+        owned += [] if copy is None else [copy]
+        if sharded:
+            self._distribute(owned)
+        else:
+            for target in owned:
+                target.copy_(full[start:stop])
+        self.master: Master = NoMaster(self.shard) if copy is None else CopyMaster(self.shard, copy)
         for view, parameter in zip(self._views(self.flat), self.parameters, strict=True):
             parameter.data = view
         self._remember()
         self.reshard()
 
-    def _make_master(self, values: Tensor) -> Master:
+    def _initial_values(self) -> Tensor:
+        """The whole bucket at full precision: 1-D, Ψ, on the device."""
+        full = torch.zeros(self.layout.padded_numel, dtype=self._initial_dtype, device=self.placement.device)
+        for view, parameter in zip(self._views(full), self.parameters, strict=True):
+            view.copy_(whole_values(parameter))
+        return self.placement.mesh.world.broadcast_(full, f"broadcast the initial {self.name}")
+
+    def _distribute(self, owned: Sequence[Tensor]) -> None:
+        """Copy this rank's part of the values to the tensors ``owned``, laid out as the shard, one parameter at a time.
+
+        Parameters become views of ``flat``, which frees their own memory.
+        """
+        segments = {segment.param: segment for segment in self.segments}
+        for index, parameter in enumerate(self.parameters):
+            values = self._broadcast(index)
+            if (segment := segments.get(index)) is not None:
+                for target in owned:
+                    part = values[segment.param_start : segment.param_start + segment.numel]
+                    target[segment.start : segment.stop].copy_(part)
+            del values  # before the next one is gathered
+            parameter.data = self.view(self.flat, index)
+
+    def _broadcast(self, index: int) -> Tensor:
+        """The whole values of one parameter, the same on all ranks; 1-D."""
+        sharded = isinstance(self.parameters[index], ShardedParameter)
+        values = whole_values(self.parameters[index]).reshape(-1).to(self.placement.device)
+        what = f"broadcast the initial {self.names[index]}"
+        return values if sharded else self.placement.mesh.world.broadcast_(values, what)
+
+    def _master_copy(self) -> Tensor | None:
+        """Room for a master in a tensor of its own, where there must be one: 1-D, Ψ/S, in the optimizer's store."""
         placement = self.placement
         narrowed = self._initial_dtype.itemsize > self.dtype.itemsize
         # A frozen parameter keeps its full precision too: it is what a checkpoint holds.
         cast = placement.precision.needs_master(self.dtype) and (self.optimized or narrowed)
         moved = placement.optimizer_store.device != self.shard.device or placement.optimizer_store.exact
         moved = moved and not (self.shards_params and placement.param_store is placement.optimizer_store)
-        if cast or (self.optimized and moved):
-            copy = placement.optimizer_store.zeros(self.shard.numel(), torch.float32 if cast else self.dtype)
-            if copy.device.type == "cpu":
-                ops.zero_(copy)  # its pages lie near the threads that will update them
-            return CopyMaster(self.shard, copy.copy_(values))
-        return NoMaster(self.shard)
+        if not cast and not (self.optimized and moved):
+            return None
+        copy = placement.optimizer_store.zeros(self.shard.numel(), torch.float32 if cast else self.dtype)
+        if copy.device.type == "cpu":
+            ops.zero_(copy)  # its pages lie near the threads that will update them
+        return copy
 
     @torch.no_grad()
     def lay_out_master(self, split: bool) -> None:
@@ -183,8 +223,8 @@ class Bucket:
         """Make ready for updates: a parameter of the bucket has joined an optimizer. The same call on all ranks."""
         if not self.optimized:
             self.optimized = True
-            if isinstance(self.master, NoMaster):
-                self.master = self._make_master(self.shard)
+            if isinstance(self.master, NoMaster) and (copy := self._master_copy()) is not None:
+                self.master = CopyMaster(self.shard, copy.copy_(self.shard))
 
     def view(self, flat: Tensor, index: int) -> Tensor:
         """One parameter, in its shape, of any tensor laid out as the flat buffer."""

@@ -41,21 +41,27 @@ class FreedParameter(Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if _name(func) not in _METADATA:
+        if not is_metadata(func):
             freed = [
                 leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FreedParameter)
             ]
             names = ", ".join(repr(parameter._zero_name) for parameter in freed)
             raise RuntimeError(
-                f"{_name(func)} on parameter {names or '(unknown)'}, which is freed: at stage 3 a rank holds only a "
-                "shard of it outside its module's forward and backward. Use `with "
+                f"{function_name(func)} on parameter {names or '(unknown)'}, which is freed: at stage 3 a rank holds "
+                "only a shard of it outside its module's forward and backward. Use `with "
                 "lightning_zero.gathered_parameters(module):` on all ranks, around the code that reads it."
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 
-def _name(func: Callable[..., Any]) -> str:
+def is_metadata(func: Callable[..., Any]) -> bool:
+    """Whether an operation reads no values of a parameter."""
+    return function_name(func) in _METADATA
+
+
+def function_name(func: Callable[..., Any]) -> str:
+    """The name of what a ``__torch_function__`` is called for."""
     name: str = getattr(func, "__name__", str(func))
     if name in _ACCESSORS:  # of a property: the name is the descriptor's
         name = func.__self__.__name__  # type: ignore[attr-defined]
@@ -63,8 +69,15 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 @functools.cache
-def _freed_class(cls: type[Parameter]) -> type[Parameter]:
-    return FreedParameter if cls is Parameter else type(f"Freed{cls.__name__}", (FreedParameter, cls), {})
+def _marked_class(base: type[FreedParameter], cls: type[Parameter]) -> type[Parameter]:
+    name = f"{base.__name__.removesuffix('Parameter')}{cls.__name__}"
+    return base if cls is Parameter else type(name, (base, cls), {})
+
+
+@functools.cache
+def own_class(cls: type[Parameter]) -> type[Parameter]:
+    """The class of a parameter before it was marked."""
+    return next(c for c in cls.__mro__ if issubclass(c, Parameter) and not issubclass(c, FreedParameter))
 
 
 def without_freed_checks(function: Callable[P, T]) -> Callable[P, T]:
@@ -78,15 +91,24 @@ def without_freed_checks(function: Callable[P, T]) -> Callable[P, T]:
     return unchecked
 
 
+def mark(parameter: Parameter, base: type[FreedParameter], name: str) -> None:
+    """Make ``base`` decide what becomes of every use of ``parameter``."""
+    parameter._zero_name = name  # type: ignore[attr-defined]
+    parameter.__class__ = _marked_class(base, type(parameter))
+
+
+def unmark(parameter: Parameter) -> None:
+    """Undo :func:`mark`."""
+    parameter.__class__ = own_class(type(parameter))
+
+
 def mark_freed(parameter: Parameter, name: str) -> None:
     """Make every use of ``parameter`` but its metadata an error that names it."""
     if not isinstance(parameter, FreedParameter):
-        parameter._zero_name = name  # type: ignore[attr-defined]
-        parameter.__class__ = _freed_class(type(parameter))
+        mark(parameter, FreedParameter, name)
 
 
 def mark_gathered(parameter: Parameter) -> None:
     """Undo :func:`mark_freed`."""
     if isinstance(parameter, FreedParameter):
-        own_class = type(parameter).__mro__[2] if type(parameter) is not FreedParameter else Parameter
-        parameter.__class__ = own_class
+        unmark(parameter)

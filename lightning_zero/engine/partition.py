@@ -159,6 +159,7 @@ def make_buckets(
 
     Raises:
         TypeError: for complex or sparse parameters.
+        ValueError: for parameters on the meta device.
     """
     for name, module in root.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
@@ -216,6 +217,11 @@ def _check_supported(spec: ParameterSpec) -> None:
         raise TypeError(
             f"parameter {name!r} is a {type(parameter).__name__}, which has no shape yet; run one forward pass of the "
             "lazy module before training (for example in `configure_model`)"
+        )
+    if parameter.is_meta:
+        raise ValueError(
+            f"parameter {name!r} is on the meta device and has no values; before training call `to_empty(device=...)` "
+            "and initialize it (for example in `configure_model`)"
         )
     if parameter.is_complex() or parameter.layout is not torch.strided:
         raise TypeError(

@@ -120,7 +120,8 @@ class Engine:
     """Shards a module's parameters, gradients and optimizer state over the ranks of a mesh.
 
     Args:
-        module: fully initialized on every rank; rank 0's parameters and buffers are broadcast.
+        module: fully initialized on every rank; rank 0's parameters and buffers are broadcast. Parameters that
+            :func:`~lightning_zero.engine.sharded_init.sharded_init` left in shards are whole one at a time at stage 3.
         placement: process groups, policies, device and stores.
         optimized: parameters that optimizers will update (others may join later); ``None`` means all that require a
             gradient.
