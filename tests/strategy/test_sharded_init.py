@@ -1,0 +1,197 @@
+"""Models that are made under a Trainer: `configure_model` and `trainer.init_module`, at stage 3 in shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import RankError, RankPool
+from lightning import Trainer, seed_everything
+from strategy.fits import (
+    Fitted,
+    Lit,
+    Recipe,
+    assert_same,
+    assert_same_states,
+    fit,
+    make_trainer,
+    observe,
+    reference,
+)
+from torch import nn
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.engine import ShardedParameter
+
+STAGE_3 = ("zero3", "zero3_offload", {"stage": 3, "offload_optimizer": "cpu"})
+
+
+class Configured(Lit):
+    """Makes its model in `configure_model`; notes whether it comes out of it in shards."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        del self.model
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.model = self.recipe.make_model()
+
+    def configure_optimizers(self) -> Any:
+        self.notes.append(in_shards(self))
+        return super().configure_optimizers()
+
+
+def in_shards(module: nn.Module) -> bool:
+    return all(isinstance(parameter, ShardedParameter) for parameter in module.parameters())
+
+
+def fit_configured(strategy: Any, recipe: Recipe, **flags: Any) -> Fitted:
+    return fit(strategy, recipe, Configured, **flags)
+
+
+def fit_made_under_the_trainer(strategy: Any, recipe: Recipe, ckpt_path: str | None = None, **flags: Any) -> Fitted:
+    trainer = make_trainer(strategy, **flags)
+    with trainer.init_module():
+        lit = Lit(recipe)
+    lit.notes.append(in_shards(lit))
+    trainer.fit(lit, ckpt_path=ckpt_path)
+    return observe(trainer, lit)
+
+
+def assert_fitted(actual: Fitted, expected: Fitted) -> None:
+    assert_same(actual.weights, expected.weights)
+    assert_same_states(actual.optimizer_states[0], expected.optimizer_states[0])
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("strategy", STAGE_3, ids=["zero3", "zero3_offload", "optimizer on the host"])
+def test_training_is_that_of_a_model_made_before(strategy: Any, precision: Any, pool2: RankPool) -> None:
+    recipe = Recipe()
+    expected, *_ = pool2.run(fit, strategy, recipe, precision=precision)
+    for made in (fit_configured, fit_made_under_the_trainer):
+        actual, other = pool2.run(made, strategy, recipe, precision=precision)
+        assert_fitted(actual, expected)
+        assert actual.notes == other.notes == [True]
+    if strategy == "zero3" and precision == "32-true":
+        assert_same(expected.weights, reference(strategy, recipe, 2).weights)
+
+
+@pytest.mark.parametrize("pool", [1], indirect=True)
+def test_one_rank_has_nothing_to_shard(pool: RankPool) -> None:
+    (expected,) = pool.run(fit, "zero3")
+    for made in (fit_configured, fit_made_under_the_trainer):
+        (actual,) = pool.run(made, "zero3", Recipe())
+        assert_fitted(actual, expected)
+        assert actual.notes == [False]
+
+
+@pytest.mark.parametrize("strategy", ["zero2", {"stage": 3, "shard_size": 1}], ids=["zero2", "replicas"])
+def test_where_nothing_is_sharded_nothing_changes(strategy: Any, pool2: RankPool) -> None:
+    expected, *_ = pool2.run(fit, strategy)
+    for made in (fit_configured, fit_made_under_the_trainer):
+        actual, *_ = pool2.run(made, strategy, Recipe())
+        assert_fitted(actual, expected)
+        assert actual.notes == [False]
+
+
+def save(path: str) -> None:
+    trainer = make_trainer("zero1")
+    trainer.fit(Lit(Recipe()))
+    trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("made", [fit_configured, fit_made_under_the_trainer])
+def test_a_checkpoint_is_resumed(made: Any, pool2: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    pool2.run(save, path)
+    expected, *_ = pool2.run(fit, "zero3", ckpt_path=path, max_epochs=2)
+    actual, *_ = pool2.run(made, "zero3", Recipe(seed=1), ckpt_path=path, max_epochs=2)
+    assert actual.steps == expected.steps == 6
+    assert_fitted(actual, expected)
+
+
+def load_inside(path: str) -> dict[str, Any]:
+    """Weights loaded into a model right where it is made, and again later, in the same way."""
+    trainer = make_trainer("zero3")
+    state = torch.load(path, mmap=True, weights_only=True)["state_dict"]
+    with trainer.init_module(empty_init=True):
+        lit = Lit(Recipe(seed=1, steps=0))
+        lit.load_state_dict(state)
+    with trainer.init_module():
+        lit.model.head.weight.data.mul_(2)
+    trainer.validate(lit, verbose=False)
+    return observe(trainer, lit).weights
+
+
+def test_weights_are_loaded_where_the_model_is_made(pool2: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    pool2.run(save, path)
+    expected, *_ = pool2.run(fit, "zero1")
+    expected.weights["tokens.weight"] *= 2
+    expected.weights["head.weight"] = expected.weights["tokens.weight"]
+    actual, *_ = pool2.run(load_inside, path)
+    assert_same(actual, expected.weights)
+
+
+def keeps_random_numbers() -> bool:
+    """Starting the ranks in `init_module` seeds nothing again."""
+    seed_everything(3)
+    torch.rand(5)
+    before = torch.get_rng_state()
+    with make_trainer("zero3").init_module():
+        return torch.equal(before, torch.get_rng_state())
+
+
+def test_random_numbers_go_on(pool2: RankPool) -> None:
+    assert all(pool2.run(keeps_random_numbers))
+
+
+def fit_with_another(release: bool) -> dict[str, torch.Tensor]:
+    first = make_trainer("zero3")
+    with first.init_module():
+        lit = Lit(Recipe())
+    if release:
+        first.strategy.release(lit)
+    second = make_trainer("ddp")
+    second.fit(lit)
+    return observe_plain(lit)
+
+
+def observe_plain(lit: Lit) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in lit.model.state_dict().items()}
+
+
+def test_another_strategy_needs_a_released_module(pool2: RankPool) -> None:
+    with pytest.raises(RankError, match=r"ShardedParameter\('\w+.weight'.*release\(module\)"):
+        pool2.run(fit_with_another, release=False)
+    first, second = pool2.run(fit_with_another, release=True)
+    assert_same(first, second)
+    assert not torch.equal(first["tokens.weight"], Recipe().make_model().tokens.weight)
+
+
+def fit_with_another_stage() -> Fitted:
+    with make_trainer("zero3").init_module():
+        lit = Lit(Recipe())
+    trainer = make_trainer("zero1")
+    trainer.fit(lit)
+    return observe(trainer, lit)
+
+
+def test_another_trainer_of_any_stage_takes_the_module(pool2: RankPool) -> None:
+    expected, *_ = pool2.run(fit, "zero1")
+    actual, *_ = pool2.run(fit_with_another_stage)
+    assert_fitted(actual, expected)
+
+
+def made_before_a_spawn() -> bool:
+    """What `spawn` will start inside `fit` cannot hold shards before it."""
+    with Trainer(strategy=ZeroStrategy(stage=3, start_method="spawn"), accelerator="cpu", devices=2).init_module():
+        lit = Lit(Recipe())
+    return in_shards(lit)
+
+
+def test_before_a_spawn_the_module_is_whole(pool2: RankPool) -> None:
+    assert pool2.run(made_before_a_spawn) == [False, False]
