@@ -339,10 +339,10 @@ def whole_bytes_of_engine() -> tuple[int, int]:
     model, _ = in_shards(mesh, KINDS["mlp"])
     peak, gather = 0, Group.all_gather_
 
-    def measured(group: Group, flat: Tensor) -> None:
+    def measured(group: Group, flat: Tensor, what: str) -> None:
         nonlocal peak
         peak = max(peak, flat.nbytes)
-        gather(group, flat)
+        gather(group, flat, what)
 
     with unittest.mock.patch.object(Group, "all_gather_", measured):
         driver.make_engine(model, Setup(stage=3), mesh)
