@@ -62,7 +62,10 @@ class Master(Protocol):
         ...
 
     def derive(self, start: int, stop: int) -> None:
-        """Take over values that someone wrote into the parameter shard."""
+        """Take over values that someone wrote into the parameter shard.
+
+        Values that come back to what they were at the last update come back with all their digits.
+        """
         ...
 
 
@@ -101,6 +104,23 @@ class NoMaster:
         """Nothing to take over: the values are the shard's."""
 
 
+class _Kept:
+    """Copies of what a master held at the last update, of the parts that someone has edited since."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, list[Tensor]] = {}  # by where the part starts
+
+    def of(self, start: int, *parts: Tensor) -> list[Tensor]:
+        """Those of the part that starts at ``start``; made of ``parts`` before its first edit."""
+        if start not in self._copies:
+            self._copies[start] = [part.clone() for part in parts]
+        return self._copies[start]
+
+    def forget(self) -> None:
+        """An update follows."""
+        self._copies = {}
+
+
 class CopyMaster:
     """Values in a tensor of their own: in another dtype, in another store, or both.
 
@@ -113,6 +133,7 @@ class CopyMaster:
     def __init__(self, shard: Tensor, values: Tensor, ties: ops.Ties = "even") -> None:
         self._shard = shard
         self._values = values
+        self._updated = _Kept()
         self.ties = ties
 
     @property
@@ -134,6 +155,7 @@ class CopyMaster:
         """Nothing to keep: what :meth:`read` gives are views."""
 
     def write(self, start: int, stop: int) -> None:
+        self._updated.forget()
         values, shard = self._values[start:stop], self._shard[start:stop]
         away = self.ties == "away" and shard.dtype == torch.bfloat16
         shard.copy_(_rounded_away(values) if away else values)
@@ -144,6 +166,7 @@ class CopyMaster:
         self.write(start, stop)
 
     def tensors(self, start: int, stop: int) -> KernelTensors:
+        self._updated.forget()
         # On the host the kernel writes the 16-bit shard in the same pass.
         same_place = self._shard.device.type == "cpu" and self._values.device.type == "cpu"
         copy_out = self._shard[start:stop] if same_place and self._shard.dtype.itemsize == 2 else None
@@ -152,7 +175,11 @@ class CopyMaster:
     def derive(self, start: int, stop: int) -> None:
         # Only what changed: a master holds more digits than the shard.
         master, shard = self._values[start:stop], self._shard[start:stop]
-        torch.where(_rounds_to(master, shard.to(master.device)), master, shard.to(master), out=master)
+        if shard.dtype == master.dtype:
+            master.copy_(shard)
+            return
+        (updated,) = self._updated.of(start, master)
+        torch.where(_rounds_to(updated, shard.to(master.device)), updated, shard.to(master), out=master)
 
 
 class SplitMaster:
@@ -173,6 +200,7 @@ class SplitMaster:
         self._shard = shard
         self._high = high
         self._remainder = remainder
+        self._updated = _Kept()
 
     @property
     def nbytes(self) -> int:
@@ -184,6 +212,7 @@ class SplitMaster:
         return values
 
     def keep(self, start: int, values: Tensor) -> None:
+        self._updated.forget()
         ops.split_(values, *(t[start : start + values.numel()] for t in (self._high, self._remainder)))
 
     def write(self, start: int, stop: int) -> None:
@@ -195,14 +224,20 @@ class SplitMaster:
         self.write(start, start + values.numel())
 
     def tensors(self, start: int, stop: int) -> KernelTensors:
+        self._updated.forget()
         return KernelTensors(self._high[start:stop], self._remainder[start:stop])
 
     def derive(self, start: int, stop: int) -> None:
         # Where the shard is the high part, what it was before is not known. The remainder of an unchanged element must
         # stay, and that of a changed one is less than its rounding.
         if self._high is not self._shard:
-            values, high = self._shard[start:stop].to("cpu"), self._high[start:stop]
-            self._remainder[start:stop].masked_fill_(values.ne(high), 0)
+            values, high, remainder = (
+                self._shard[start:stop].to("cpu"),
+                self._high[start:stop],
+                self._remainder[start:stop],
+            )
+            was_high, was_remainder = self._updated.of(start, high, remainder)
+            torch.where(values.eq(was_high), was_remainder, 0, out=remainder)
             high.copy_(values)
 
 
