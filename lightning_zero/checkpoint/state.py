@@ -105,7 +105,8 @@ def optimizer_state_dict(engine: Engine, updater: ShardUpdater) -> StateDict:
     for bucket in engine.buckets:
         if any(id(p) in mine for p in bucket.parameters):
             gathered = updater.gather_state(bucket, root_only=True)
-            state.update((bucket.names[index], values) for index, values in gathered.items())
+            ids = {index: id(bucket.parameters[index]) for index in gathered}
+            state.update((names[ids[i]], values) for i, values in gathered.items() if ids[i] in mine)
     return {"state": state, "param_groups": groups}
 
 
