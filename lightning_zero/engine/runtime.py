@@ -42,7 +42,10 @@ from lightning_zero.engine.reducer import Reducer
 from lightning_zero.engine.takeover import (
     give_back_module,
     give_back_optimizer,
+    hide_state,
     parameters_of,
+    state_was_edited,
+    state_was_replaced,
     take_over_module,
     take_over_optimizer,
 )
@@ -98,6 +101,10 @@ class Updater(Protocol):
         Returns:
             Per parameter that has state, in torch's names: tensors in the parameter's shape, on the CPU, and scalars.
         """
+        ...
+
+    def clear(self) -> None:
+        """Forget all state, as before the first step."""
         ...
 
 
@@ -415,6 +422,7 @@ class Engine:
         for updater in self._updaters.values():
             self._prepare(updater)
             updater.adopt(self)
+            hide_state(updater.optimizer)
             self._optimizer_handles += take_over_optimizer(updater.optimizer, self)
         self.zero_grad(p for b in self.buckets for p in b.parameters)
 
@@ -428,12 +436,23 @@ class Engine:
             for parameter in parameters:
                 bucket = self._bucket_of.get(id(parameter))
                 if bucket is None:
-                    raise ValueError(
-                        f"{type(updater.optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that "
-                        f"is not registered in {type(self.module).__name__}; give optimizers the module's parameters"
-                    )
+                    raise ValueError(f"{type(updater.optimizer).__name__} holds {self._why_foreign(parameter)}")
                 bucket.optimize()
             self._admitted[key] = admitted
+
+    def _why_foreign(self, parameter: Parameter) -> str:
+        """Why no bucket holds ``parameter``, and what to do."""
+        module = type(self.module).__name__
+        for name, own in self.module.named_parameters():
+            if own is parameter:
+                return (
+                    f"{name!r}, which joined {module} after its parameters were sharded; make it in `__init__` or "
+                    "`configure_model`, and freeze it until it is needed"
+                )
+        return (
+            f"a parameter of shape {tuple(parameter.shape)} that is not registered in {module}; give optimizers the "
+            "module's parameters"
+        )
 
     def _prepare(self, updater: Updater) -> None:
         """Let an updater see the buckets of what was admitted to its optimizer since the last time.
@@ -463,8 +482,12 @@ class Engine:
         return list(self._updaters.values())
 
     def adopt_state(self, optimizer: Optimizer) -> None:
-        """Move state that user code loaded into an attached optimizer into shards."""
-        self._updaters[id(optimizer)].adopt(self)
+        """Move state that user code loaded or wrote into an attached optimizer into shards."""
+        updater = self._updaters[id(optimizer)]
+        if state_was_replaced(optimizer):
+            updater.clear()
+        updater.adopt(self)
+        hide_state(optimizer)
 
     @without_freed_checks
     def zero_grad(self, parameters: Iterable[Parameter], set_to_none: bool = True) -> None:
@@ -653,6 +676,8 @@ class Engine:
     @without_freed_checks
     def _update(self, optimizer: Optimizer, used_anywhere: frozenset[int]) -> None:
         self._absorb_edits()
+        if state_was_edited(optimizer):
+            self.adopt_state(optimizer)
         # The scale of the gradients, whatever the scaler's is by now.
         scale = self._clip.get(id(optimizer), 1.0) / self._scale.value
         updater, hyperparameters = self._updaters[id(optimizer)], _snapshot(optimizer)

@@ -7,14 +7,41 @@ from __future__ import annotations
 
 import types
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+
+
+class ShardedState(defaultdict[Tensor, dict[str, Any]]):
+    """``optimizer.state`` while the state lies in shards: nothing to read, and an error that says what to do instead.
+
+    What user code puts into it, for whole parameters, is taken over by the next step; clearing it clears the shards.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(dict)
+        self.cleared = False
+        self._name = type(optimizer).__name__
+
+    def __missing__(self, parameter: Tensor) -> dict[str, Any]:
+        raise RuntimeError(
+            f"the state of {self._name} is sharded. Read it with trainer.strategy.optimizer_state(optimizer) on all "
+            "ranks; assign optimizer.state[parameter] a whole parameter's state to set it, or call "
+            "optimizer.state.clear()"
+        )
+
+    def clear(self) -> None:
+        super().clear()
+        self.cleared = True
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())  # a copy of the optimizer has no shards
 
 
 class Target(Protocol):
@@ -55,8 +82,26 @@ def take_over_optimizer(optimizer: Optimizer, target: Target) -> list[RemovableH
     ]
 
 
+def hide_state(optimizer: Optimizer) -> None:
+    """Empty ``optimizer.state``, and notice what happens to it from now on."""
+    optimizer.state = ShardedState(optimizer)
+
+
+def state_was_edited(optimizer: Optimizer) -> bool:
+    """Whether user code has written to the hidden state, cleared it, or put another one in its place."""
+    state = optimizer.state
+    return not isinstance(state, ShardedState) or state.cleared or bool(state)
+
+
+def state_was_replaced(optimizer: Optimizer) -> bool:
+    """Whether nothing of what the shards hold is part of the state any more."""
+    state = optimizer.state
+    return not isinstance(state, ShardedState) or state.cleared
+
+
 def give_back_optimizer(optimizer: Optimizer) -> None:
     """The class's own methods again."""
+    optimizer.state = defaultdict(dict, optimizer.state)
     for method in ("step", "zero_grad"):
         optimizer.__dict__.pop(method, None)
 
