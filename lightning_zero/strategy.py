@@ -47,6 +47,7 @@ from lightning_zero.engine import (
     sharded_init,
 )
 from lightning_zero.engine.bucket import Placement
+from lightning_zero.engine.compiled import names_of, plain_names
 from lightning_zero.optim import ShardUpdater, make_updater
 from lightning_zero.precision import ZeroPrecision, as_zero_precision
 from lightning_zero.registration import register_in
@@ -305,6 +306,7 @@ class ZeroStrategy(DDPStrategy):
         self._check_precision_flag(trainer._accelerator_connector._precision_flag)
         assert self.accelerator is not None
         assert self.lightning_module is not None
+        self._check_compiled(self.lightning_module)
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         optimizers: list[Optimizer] = []
@@ -319,6 +321,14 @@ class ZeroStrategy(DDPStrategy):
             # The wrapper inherits the optimizer's class and would find the class's method before the engine's.
             wrapper.__dict__["zero_grad"] = wrapper._optimizer.zero_grad
         self._hold_still_on_skips(trainer.callbacks)  # type: ignore[attr-defined]
+
+    def _check_compiled(self, module: pl.LightningModule) -> None:
+        if self._policy.shard_params and module._compiler_ctx is not None:
+            raise ValueError(
+                f"torch.compile({type(module).__name__}) at stage 3: a graph of the whole module cannot gather the "
+                "parameters of its blocks. Compile the blocks instead, `for block in self.blocks: block.compile()` in "
+                "`__init__` or `configure_model`, or use a stage below 3"
+            )
 
     def _check_precision_flag(self, flag: str) -> None:
         """Lightning silently ignores the flag beside a plugin that came with the strategy; 32-true is its default."""
@@ -428,11 +438,19 @@ class ZeroStrategy(DDPStrategy):
 
     # -------------------------------------------------------------------------------------------------------- steps
 
+    @contextlib.contextmanager
+    def _forward_context(self) -> Iterator[None]:
+        assert self.lightning_module is not None
+        if self.lightning_module._compiler_ctx is not None:
+            self.engine.settle()  # inside the graph of the whole module nothing can be gathered
+        with self.engine.forward_context():
+            yield
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._in_training_step = True
         try:
-            with self.engine.forward_context():
+            with self._forward_context():
                 output = super().training_step(*args, **kwargs)
         finally:
             self._in_training_step = False
@@ -449,17 +467,17 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.engine.forward_context():
+        with self._forward_context():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.engine.forward_context():
+        with self._forward_context():
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.engine.forward_context():
+        with self._forward_context():
             return super().predict_step(*args, **kwargs)
 
     @override
@@ -555,18 +573,19 @@ class ZeroStrategy(DDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._engine is None:
-            return super().lightning_module_state_dict()
+            return plain_names(super().lightning_module_state_dict())
         return _checkpoint.module_state_dict(self.engine)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._engine is None or self._engine.released:
             assert isinstance(self.precision_plugin, ZeroPrecision)
+            assert self.lightning_module is not None
             if self.precision_plugin.policy.param_dtype == torch.float64:
                 # Parameters get their dtype in `setup`; before it, the values would be rounded to what they have.
-                assert self.lightning_module is not None
                 self.lightning_module.double()
-            super().load_model_state_dict(checkpoint, strict)
+            state = names_of(self.lightning_module, checkpoint["state_dict"])
+            super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
         else:
             _checkpoint.load_module_state_dict(self._engine, checkpoint["state_dict"], strict)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_zero.engine import Bucket, Engine
+from lightning_zero.engine.compiled import names_of, plain_name, plain_names
 from lightning_zero.optim import ShardUpdater
 
 StateDict = dict[str, Any]
@@ -33,7 +34,7 @@ def module_state_dict(engine: Engine) -> StateDict:
     if engine.placement.sharding.shard_params and engine.placement.mesh.world.rank != 0:
         return {}
     # `keep_vars` touches no freed parameter, and runs the state-dict hooks of user code.
-    live = engine.module.state_dict(keep_vars=True)
+    live = plain_names(engine.module.state_dict(keep_vars=True))
     return {k: masters[id(v)] if id(v) in masters else _detached(v) for k, v in live.items()}
 
 
@@ -61,7 +62,7 @@ def load_module_state_dict(engine: Engine, state: Mapping[str, Any], strict: boo
         RuntimeError: for missing or unexpected keys (``strict``) or another shape.
     """
     module = engine.module
-    state = dict(state)
+    state = names_of(module, state)
     _run_load_hooks(module, state)
     live = module.state_dict(keep_vars=True)
     problems = [
@@ -152,4 +153,4 @@ def load_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapp
 
 
 def _parameter_names(module: nn.Module) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in module.named_parameters()}
+    return {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.bucket import Bucket
+from lightning_zero.engine.compiled import Handle, attach
 
 _DEPTH = 3  # of objects inside objects, searched for a unit's output tensors
 
@@ -95,15 +95,11 @@ class UnshardHooks:
         # After a backward with `create_graph`, another one comes through the same parameters: the flush frees them.
         self._twice = False
         self._generation = object()  # changes with every flush
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Handle] = []
 
     def install(self, module: nn.Module) -> None:
         """Attach to ``module``."""
-        self._handles = [
-            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
-            # Also when forward raises: the call is over then too.
-            module.register_forward_hook(self._after_forward, always_call=True),
-        ]
+        self._handles = attach(module, self._before_forward, self._after_forward)
 
     def remove(self) -> None:
         """Detach from the module."""
@@ -203,7 +199,7 @@ class RefreshHook:
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = tuple(buckets)
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for bucket in self._buckets:
             bucket.unshard()
 

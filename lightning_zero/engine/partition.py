@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from lightning_zero.engine.bucket import ParameterSpec
+from lightning_zero.engine.compiled import named_modules, original, plain_name
 from lightning_zero.engine.policies import MixedPrecisionPolicy, ShardingPolicy
 
 ROOT = "(root)"
@@ -82,10 +83,10 @@ def find_units(root: nn.Module, patterns: Sequence[str | type[nn.Module]] | None
         ValueError: for a pattern that matches no module with parameters.
     """
     if patterns is None:
-        return list(_repeated_blocks(root, ""))
+        return list(_repeated_blocks(original(root), ""))
     units: list[Unit] = []
     unmatched = list(patterns)
-    for name, module in root.named_modules():
+    for name, module in named_modules(root):
         candidate = module is not root and _has_parameters(module)
         hits = [p for p in patterns if candidate and _matches(p, name, module)]
         unmatched = [p for p in unmatched if p not in hits]
@@ -93,7 +94,8 @@ def find_units(root: nn.Module, patterns: Sequence[str | type[nn.Module]] | None
         if hits and not inside:
             units.append(Unit(name, module))
     if unmatched:
-        classes = sorted({type(m).__name__ for m in root.modules() if m is not root and _has_parameters(m)})
+        candidates = (original(m) for m in root.modules() if m is not root and _has_parameters(m))
+        classes = sorted({type(m).__name__ for m in candidates})
         raise ValueError(
             f"units={unmatched} match no module of {type(root).__name__}; give class names (here: "
             f"{', '.join(classes)}) or patterns of module names such as 'transformer.h.*'"
@@ -103,8 +105,8 @@ def find_units(root: nn.Module, patterns: Sequence[str | type[nn.Module]] | None
 
 def _matches(pattern: str | type[nn.Module], name: str, module: nn.Module) -> bool:
     if isinstance(pattern, type):
-        return isinstance(module, pattern)
-    return type(module).__name__ == pattern or fnmatch.fnmatchcase(name, pattern)
+        return isinstance(original(module), pattern)
+    return type(original(module)).__name__ == pattern or fnmatch.fnmatchcase(name, pattern)
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -119,21 +121,23 @@ def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[Unit]:
     """
     blocks = _blocks_of(module) if isinstance(module, _CONTAINERS) else set()
     for child_name, child in module.named_children():
-        name = f"{prefix}{child_name}"
+        name = plain_name(f"{prefix}{child_name}")
         if child_name in blocks or _holds_experts(child):
             yield Unit(name, child)
         else:
-            yield from _repeated_blocks(child, f"{name}.")
+            yield from _repeated_blocks(original(child), f"{name}.")
 
 
 def _blocks_of(container: nn.Module) -> set[str]:
-    composite = {k: m for k, m in container.named_children() if _has_parameters(m) and next(m.children(), None)}
+    children = {k: original(m) for k, m in container.named_children()}
+    composite = {k: m for k, m in children.items() if _has_parameters(m) and next(m.children(), None)}
     counts = Counter(type(m) for m in composite.values())
     return {k for k, m in composite.items() if counts[type(m)] >= 2}
 
 
 def _holds_experts(module: nn.Module) -> bool:
-    return any("expert" in k.lower() and isinstance(m, _CONTAINERS) for k, m in module.named_children())
+    children = original(module).named_children()
+    return any("expert" in k.lower() and isinstance(original(m), _CONTAINERS) for k, m in children)
 
 
 def make_buckets(
@@ -202,7 +206,7 @@ def _parameters_by_unit(root: nn.Module, units: Sequence[Unit]) -> dict[str, lis
     members: dict[str, list[ParameterSpec]] = {ROOT: [], **{unit.name: [] for unit in units}}
     for name, parameter in root.named_parameters():
         where = owners.get(id(parameter), {ROOT})
-        members[next(iter(where)) if len(where) == 1 else ROOT].append(ParameterSpec(name, parameter))
+        members[next(iter(where)) if len(where) == 1 else ROOT].append(ParameterSpec(plain_name(name), parameter))
     return members
 
 

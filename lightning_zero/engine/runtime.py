@@ -18,7 +18,7 @@ import math
 import warnings
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_zero import ops
 from lightning_zero.engine.bucket import Bucket, BucketState, Placement
 from lightning_zero.engine.collectives import CollectiveError
+from lightning_zero.engine.compiled import Handle, attach, inside_graphs, is_compiled, named_modules
 from lightning_zero.engine.freed import without_freed_checks
 from lightning_zero.engine.gradient_scale import GradientScale
 from lightning_zero.engine.hooks import RefreshHook, UnshardHooks
@@ -199,7 +200,7 @@ class Engine:
         self._stats: dict[int, GradientStats] | None = None
         self._norms: dict[int, float] = {}  # by id of the optimizer: the norm before anything was clipped
         self._clamped = False  # gradients were changed since the norm in `_stats` was taken
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Handle] = []
         self._optimizer_handles: list[RemovableHandle] = []
         self._unshard_hooks: list[UnshardHooks] = []
         self._prefetcher = Prefetcher([self._own_buckets(unit) for unit in unit_list], max_live_numel)
@@ -267,10 +268,12 @@ class Engine:
         if self.placement.sharding.shard_params:
             self._install_unshard_hooks(units)
         else:
-            for module in (self.module, *(unit.module for unit in units)):
+            around = inside_graphs(self.module)
+            readers = [around.get(id(unit.module), unit.module) for unit in units]
+            for module in {id(m): m for m in (self.module, *readers)}.values():
                 # The whole module gathers everything first: ranks may enter its units in different orders.
                 hook = RefreshHook(self.buckets if module is self.module else self._buckets_of(module, recurse=True))
-                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+                self._handles += attach(module, hook)
 
     def _hook_gradient(self, parameter: Parameter, number: int, index: int) -> RemovableHandle:
         # Neither engine nor bucket: Python's collector does not see references held by a tensor's hooks.
@@ -300,6 +303,8 @@ class Engine:
 
     def _install_unshard_hooks(self, units: Sequence[Unit]) -> None:
         inside: dict[int, UnshardHooks] = {}  # by id of a module: the hooks of the unit it lies in
+        around = inside_graphs(self.module)
+        _check_compiled(self.module, units, around)
         for number, unit in enumerate(units):
             own = self._own_buckets(unit)
             shared = [b for b in self._buckets_of(unit.module, recurse=True) if b not in own]
@@ -309,8 +314,8 @@ class Engine:
             inside.update((id(module), hooks) for module in unit.module.modules())
         unit_modules = {id(unit.module) for unit in units}
         for module in self.module.modules():
-            buckets = self._buckets_of(module, recurse=False)
-            if buckets and id(module) not in unit_modules:
+            buckets = self._buckets_of(module, recurse=is_compiled(module))
+            if buckets and id(module) not in unit_modules and id(module) not in around:
                 self._install(UnshardHooks(buckets, unit=inside.get(id(module))), module)
 
     def _own_buckets(self, unit: Unit) -> list[Bucket]:
@@ -835,6 +840,18 @@ def _split(values: list[float], at: int) -> tuple[list[float], list[float]]:
 
 
 ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()  # those that hold parameters
+
+
+def _check_compiled(root: nn.Module, units: Sequence[Unit], around: Mapping[int, nn.Module]) -> None:
+    """Raise where a unit lies inside a graph, in which it cannot gather its parameters."""
+    for unit in units:
+        if (compiled := around.get(id(unit.module))) is not None:
+            name = next(name for name, module in named_modules(root) if module is compiled)
+            as_unit = f", or make it one unit with units=[{name!r}]" if name else ""
+            raise ValueError(
+                f"{name or type(root).__name__} is compiled as a whole: at stage 3 its graph cannot gather the "
+                f"parameters of {unit.name!r} inside it. Compile the units instead, each by `.compile()`{as_unit}"
+            )
 
 
 def _snapshot(optimizer: Optimizer) -> dict[int, dict[str, Any]]:

@@ -117,7 +117,8 @@ def take_over_module(module: nn.Module, target: Target) -> None:
         if (alive := engine()) is not None:
             alive.zero_grad(module.parameters(), set_to_none)
 
-    module.zero_grad = types.MethodType(zero_grad, module)  # type: ignore[method-assign]
+    # Not by assignment, which torch.compile's wrapper passes on to the module inside.
+    vars(module)["zero_grad"] = types.MethodType(zero_grad, module)
 
 
 def give_back_module(module: nn.Module) -> None:

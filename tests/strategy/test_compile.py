@@ -1,0 +1,316 @@
+"""torch.compile of the module, of a part of it and of units: values are those of the uncompiled run, and graphs few."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import models
+from helpers.ranks import RankError, RankPool
+from strategy.fits import (
+    Fitted,
+    Lit,
+    Recipe,
+    StrategyArgument,
+    assert_same,
+    assert_same_states,
+    fit,
+    make_trainer,
+    observe,
+    reference,
+    slow_unless,
+)
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zero.engine import find_units
+
+WORLD = 2
+RECIPE = Recipe(steps=6)
+MOMENTUM = Recipe(optimizer="momentum", steps=6)
+STAGES_0_TO_2 = ["zero0", "zero1", "zero2"]
+WHOLE = {"backend": "aot_eager", "fullgraph": True}  # inductor's compiler takes too long here
+QUICK = {"backend": "eager", "fullgraph": True}  # torch's own kernels: traced, and nothing else
+
+
+def wrapped(module: nn.Module, options: dict[str, Any] = WHOLE) -> Any:
+    return torch.compile(module, **options)
+
+
+class CompiledModel(Lit):
+    """The network behind a wrapper."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.model = wrapped(self.model, QUICK)
+
+
+class ModelCompiledInPlace(Lit):
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.model.compile(**QUICK)
+
+
+class CompiledBlocks(Lit):
+    """Each block behind a wrapper that takes its place."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        blocks: Any = self.model.blocks
+        for i, block in enumerate(blocks):
+            blocks[i] = wrapped(block)
+
+
+class BlocksCompiledInPlace(Lit):
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        for block in self.model.blocks:  # type: ignore[union-attr]
+            block.compile(**WHOLE)
+
+
+class CompiledLater(Lit):
+    """As `BlocksCompiledInPlace`, where the Trainer asks for it."""
+
+    def configure_model(self) -> None:
+        for block in self.model.blocks:  # type: ignore[union-attr]
+            block.compile(**WHOLE)
+
+
+class CompiledParts(Lit):
+    """Parts of blocks, and a part outside of them."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        blocks: Any = self.model.blocks
+        for block in blocks:
+            block.down = wrapped(block.down)
+            block.norm2 = wrapped(block.norm2)
+        self.model.norm = wrapped(self.model.norm)
+
+
+class Recomputed(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any) -> Any:
+        return checkpoint(self.block, *args, use_reentrant=False)
+
+
+class CompiledRecomputed(Lit):
+    """Activation checkpoints around compiled blocks; the units are what is compiled."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        blocks: Any = self.model.blocks
+        for i, block in enumerate(blocks):
+            blocks[i] = Recomputed(wrapped(block))
+
+
+class Straight(models.TinyTransformer):
+    """Without a look at the tokens, which a graph around all of it could not have."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class BlocksCompiledEagerly(Lit):
+    """AOT autograd would round bf16 at other places than torch's own kernels."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        for block in self.model.blocks:  # type: ignore[union-attr]
+            block.compile(**QUICK)
+
+
+def graphs() -> int:
+    """How many graphs were compiled in this run."""
+    assert not counters["graph_break"]
+    return counters["stats"]["unique_graphs"]
+
+
+def forget_graphs() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def fit_counting(strategy: StrategyArgument, module: Any, recipe: Recipe, **flags: Any) -> tuple[Fitted, int]:
+    forget_graphs()
+    return fit(strategy, recipe, module, **flags), graphs()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warm(pool2: RankPool) -> None:
+    """The first compilation in a process imports a lot."""
+    pool2.run(fit_counting, "zero2", CompiledModel, Recipe(steps=1))
+
+
+@pytest.mark.parametrize("name", slow_unless(["zero2", "zero3"], [*STAGES_0_TO_2, "zero3", "zero3_offload"]))
+@pytest.mark.parametrize("module", [CompiledBlocks, BlocksCompiledInPlace])
+def test_compiled_units(pool2: RankPool, module: type[Lit], name: str) -> None:
+    results = pool2.run(fit_counting, name, module, MOMENTUM)
+    expected = reference(name, MOMENTUM, WORLD)
+    assert_same(results[0][0].weights, expected.weights)
+    assert_same_states(results[0][0].optimizer_states[0], expected.optimizer_state)
+    assert [count for _, count in results] == [1] * WORLD  # for all blocks, and all steps
+
+
+@pytest.mark.parametrize("name", slow_unless(["zero2"], STAGES_0_TO_2))
+@pytest.mark.parametrize("module", [CompiledModel, ModelCompiledInPlace])
+def test_compiled_networks(pool2: RankPool, module: type[Lit], name: str) -> None:
+    results = pool2.run(fit_counting, name, module, RECIPE)
+    assert_same(results[0][0].weights, reference(name, RECIPE, WORLD).weights)
+    assert [count for _, count in results] == [1] * WORLD
+
+
+@pytest.mark.parametrize(
+    ("module", "units", "count"),
+    [
+        (CompiledParts, None, 2),
+        (CompiledLater, None, 1),
+        (CompiledRecomputed, ["Block"], 1),
+        (CompiledModel, ["model"], 1),
+        (ModelCompiledInPlace, [models.TinyTransformer], 1),
+    ],
+)
+def test_compiled_at_stage_3(pool2: RankPool, module: type[Lit], units: list[str], count: int) -> None:
+    results = pool2.run(fit_counting, {"stage": 3, "units": units}, module, RECIPE)
+    weights = {name.replace(".block.", "."): value for name, value in results[0][0].weights.items()}
+    assert_same(weights, reference("zero3", RECIPE, WORLD).weights)
+    assert [graphs for _, graphs in results] == [count] * WORLD
+
+
+@pytest.mark.parametrize("module", [CompiledModel, ModelCompiledInPlace])
+def test_a_graph_around_units_is_refused_at_stage_3(pool2: RankPool, module: type[Lit]) -> None:
+    message = r"^rank .: ValueError: model is compiled as a whole.*'model.blocks.0'.*units=\['model'\]"
+    with pytest.raises(RankError, match=message):
+        pool2.run(fit, "zero3", RECIPE, module)
+
+
+def fit_compiled_module(name: str, recipe: Recipe) -> tuple[Fitted, list[Tensor], int]:
+    """The LightningModule itself, as Lightning's documentation has it."""
+    forget_graphs()
+    lit = Lit(recipe)
+    lit.model = Straight()
+    lit.model.load_state_dict(recipe.make_model().state_dict())
+    trainer = make_trainer(name)
+    whole = wrapped(lit, QUICK)
+    trainer.fit(whole)
+    count = graphs()
+    predictions: Any = trainer.predict(whole)
+    return observe(trainer, lit), predictions, count
+
+
+@pytest.mark.parametrize("name", slow_unless(["zero2"], STAGES_0_TO_2))
+def test_compiled_lightning_module(pool2: RankPool, name: str) -> None:
+    results = pool2.run(fit_compiled_module, name, RECIPE)
+    expected = reference(name, RECIPE, WORLD)
+    assert_same(results[0][0].weights, expected.weights)
+    model = RECIPE.make_model()
+    model.load_state_dict(expected.weights)
+    for rank, (_, predictions, count) in enumerate(results):
+        batches = models.rank_batches(RECIPE.batches(WORLD), rank)
+        assert all(map(torch.equal, predictions, [model(batch[:, :-1]) for batch in batches]))
+        assert count == 1
+
+
+def test_a_compiled_lightning_module_is_refused_at_stage_3(pool2: RankPool) -> None:
+    with pytest.raises(RankError, match=r"torch.compile\(Lit\) at stage 3.*Compile the blocks instead"):
+        pool2.run(fit_compiled_module, "zero3", RECIPE)
+
+
+def train_and_resume(folder: str, name: str, first: Any, second: Any, recipe: Recipe) -> tuple[list[str], Fitted]:
+    """Save after one module's epoch, go on with another one."""
+    path = str(Path(folder, "saved.ckpt"))
+    trainer = make_trainer(name)
+    trainer.fit(first(recipe))
+    trainer.save_checkpoint(path)
+    keys = list(torch.load(path, weights_only=True)["state_dict"])
+    return keys, fit(name, recipe, second, ckpt_path=path, max_epochs=2)
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+@pytest.mark.parametrize(("first", "second"), [(CompiledBlocks, Lit), (Lit, CompiledBlocks)])
+def test_checkpoints_know_no_wrapper(pool2: RankPool, tmp_path: Path, name: str, first: Any, second: Any) -> None:
+    results = pool2.run(train_and_resume, str(tmp_path), name, first, second, MOMENTUM)
+    keys, resumed = results[0]
+    assert keys == [f"model.{name}" for name in MOMENTUM.make_model().state_dict()]
+    batches = MOMENTUM.batches(WORLD)
+    expected = reference(name, MOMENTUM, WORLD, batches=batches + batches)
+    assert_same(resumed.weights, expected.weights)
+    assert_same_states(resumed.optimizer_states[0], expected.optimizer_state)
+
+
+class ClearsByWrapper(CompiledModel):
+    """Two backward passes, the first of which counts for nothing."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(5 * models.next_token_loss(self.model, batch))
+        self.model.zero_grad()
+        self.manual_backward(models.next_token_loss(self.model, batch))
+        optimizer.step()
+        self.model.zero_grad()
+
+
+def test_zero_grad_of_a_wrapper_clears_what_is_reduced(pool2: RankPool) -> None:
+    results = pool2.run(fit, "zero2", RECIPE, ClearsByWrapper)
+    assert_same(results[0].weights, reference("zero2", RECIPE, WORLD).weights)
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_compiled_units_in_bf16(pool2: RankPool, name: str) -> None:
+    plain = pool2.run(fit_counting, name, Lit, RECIPE, precision="bf16-mixed")
+    results = pool2.run(fit_counting, name, BlocksCompiledEagerly, RECIPE, precision="bf16-mixed")
+    assert_same(results[0][0].weights, plain[0][0].weights)
+    assert results[0][1] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_inductor(pool2: RankPool, name: str) -> None:
+    """The compiler that is torch's default; it fuses, and rounds otherwise."""
+    results = pool2.run_within(300, fit_inductor, name, Recipe(optimizer="momentum", dtype=torch.float64))
+    expected = reference(name, Recipe(optimizer="momentum", dtype=torch.float64), WORLD)
+    torch.testing.assert_close(results[0].weights, expected.weights, rtol=1e-9, atol=1e-12)
+
+
+class ByInductor(Lit):
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        for block in self.model.blocks:  # type: ignore[union-attr]
+            block.compile()
+
+
+def fit_inductor(name: str, recipe: Recipe) -> Fitted:
+    forget_graphs()
+    return fit(name, recipe, ByInductor)
+
+
+def test_units_are_found_behind_wrappers() -> None:
+    blocks, model = CompiledBlocks(RECIPE), CompiledModel(RECIPE)
+    names = [f"model.blocks.{i}" for i in range(3)]
+    for patterns in (None, ["Block"], [models.Block], ["model.blocks.*"]):
+        units = find_units(blocks, patterns)
+        assert [unit.name for unit in units] == names
+        # The wrapper, whose hooks are around the graph.
+        assert [unit.module for unit in units] == list(blocks.model.blocks)  # type: ignore[union-attr]
+    assert [unit.name for unit in find_units(model)] == names
+    assert [unit.module for unit in find_units(model, ["TinyTransformer"])] == [model.model]
+    with pytest.raises(ValueError, match=r"class names \(here: Block, Embedding"):
+        find_units(blocks, ["Blocks"])
+
+
+def test_single_compiled_layers_are_no_blocks() -> None:
+    assert find_units(nn.Sequential(wrapped(nn.Linear(2, 2)), wrapped(nn.Linear(2, 2)))) == []
