@@ -27,6 +27,7 @@ from lightning_zero.engine.freed import mark_freed, mark_gathered
 from lightning_zero.engine.gradients import GradientLog
 from lightning_zero.engine.layout import FlatLayout, Segment
 from lightning_zero.engine.master import CopyMaster, Master, NoMaster, SplitMaster
+from lightning_zero.engine.memory_format import MemoryFormat
 from lightning_zero.engine.policies import MixedPrecisionPolicy, ShardingPolicy
 from lightning_zero.engine.sharded_init import ShardedParameter, whole_values
 from lightning_zero.engine.stores import Store
@@ -102,6 +103,7 @@ class Bucket:
         self.names = tuple(spec.name for spec in specs)
         self.parameters = tuple(spec.parameter for spec in specs)
         self.shapes = tuple(p.shape for p in self.parameters)
+        self.formats = tuple(MemoryFormat.of(p) for p in self.parameters)
         self.dtype = dtype
         self.optimized = optimized
         self.placement = placement
@@ -178,7 +180,7 @@ class Bucket:
     def _broadcast(self, index: int) -> Tensor:
         """The whole values of one parameter, the same on all ranks; 1-D."""
         sharded = isinstance(self.parameters[index], ShardedParameter)
-        values = whole_values(self.parameters[index]).reshape(-1).to(self.placement.device)
+        values = self.formats[index].flatten(whole_values(self.parameters[index])).to(self.placement.device)
         what = f"broadcast the initial {self.names[index]}"
         return values if sharded else self.placement.mesh.world.broadcast_(values, what)
 
@@ -227,9 +229,9 @@ class Bucket:
                 self.master = CopyMaster(self.shard, copy.copy_(self.shard))
 
     def view(self, flat: Tensor, index: int) -> Tensor:
-        """One parameter, in its shape, of any tensor laid out as the flat buffer."""
+        """Parameter ``index`` in ``flat``, any 1-D tensor that is laid out as the flat buffer."""
         offset = self.layout.offsets[index]
-        return flat[offset : offset + self.layout.numels[index]].view(self.shapes[index])
+        return self.formats[index].view(flat[offset : offset + self.layout.numels[index]])
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         return [self.view(flat, index) for index in range(len(self.parameters))]
@@ -386,7 +388,7 @@ class Bucket:
 
     def load(self, index: int, values: Tensor) -> None:
         """Overwrite one parameter with full-precision ``values`` of its shape; ``flat`` becomes out of date."""
-        values = values.detach().reshape(-1)
+        values = self.formats[index].flatten(values.detach())
         for segment in self.segments:
             if segment.param == index:
                 part = values[segment.param_start : segment.param_start + segment.numel]

@@ -28,7 +28,7 @@ class Segment:
     param: int  # index of the parameter in its bucket
     start: int  # first element, counted inside the shard
     numel: int
-    param_start: int  # the same element, counted inside the flattened parameter
+    param_start: int  # the same element, counted inside the parameter as it lies in memory
 
     @property
     def stop(self) -> int:

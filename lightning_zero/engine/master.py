@@ -237,7 +237,7 @@ class SplitMaster:
                 self._remainder[start:stop],
             )
             was_high, was_remainder = self._updated.of(start, high, remainder)
-            torch.where(values.eq(was_high), was_remainder, 0, out=remainder)
+            torch.where(values.eq(was_high), was_remainder, was_remainder.new_zeros(()), out=remainder)
             high.copy_(values)
 
 

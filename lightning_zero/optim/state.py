@@ -28,6 +28,7 @@ class ShardState:
         self._store = bucket.placement.optimizer_store
         self._numel = bucket.layout.shard_numel
         self._numels = bucket.layout.numels
+        self._formats = bucket.formats
         self._per_element = per_element
         self._dtype = dtype
         self.flat: dict[str, Tensor] = {}  # by name; 1-D, Ψ/S
@@ -60,7 +61,7 @@ class ShardState:
 
         def cut(name: str, value: Any) -> Any:
             if self._is_flat(name, value, self._numels[segment.param]):
-                return value.detach().reshape(-1)[part]
+                return self._formats[segment.param].flatten(value.detach())[part]
             return value.detach().clone() if isinstance(value, Tensor) else value
 
         self.put(segment, {name: cut(name, value) for name, value in state.items()})

@@ -23,6 +23,7 @@ from lightning_zero.engine import (
     Placement,
     ShardingPolicy,
 )
+from lightning_zero.engine.memory_format import MemoryFormat
 from lightning_zero.optim import ShardUpdater, make_updater
 from lightning_zero.optim.update import NativeOptimizer
 
@@ -166,7 +167,7 @@ class Piece(NamedTuple):
     """One rank's part of one parameter's optimizer state."""
 
     name: str
-    shape: torch.Size
+    format: MemoryFormat
     start: int
     elements: dict[str, Tensor]
     scalars: dict[str, Any]
@@ -229,8 +230,8 @@ def state_pieces(engine: Engine, updater: ShardUpdater) -> list[Piece]:
                 values = state.get(segment)
                 elements = {k: v.clone() for k, v in values.items() if k in state.flat}
                 scalars = {k: v for k, v in values.items() if k not in state.flat}
-                name, shape = bucket.names[segment.param], bucket.shapes[segment.param]
-                pieces.append(Piece(name, shape, segment.param_start, elements, scalars))
+                name, layout = bucket.names[segment.param], bucket.formats[segment.param]
+                pieces.append(Piece(name, layout, segment.param_start, elements, scalars))
     return pieces
 
 
@@ -241,8 +242,9 @@ def assemble(pieces: Sequence[Piece]) -> dict[str, dict[str, Any]]:
         state = states.setdefault(piece.name, dict(piece.scalars))
         assert {k: float(state[k]) for k in piece.scalars} == {k: float(v) for k, v in piece.scalars.items()}
         for key, values in piece.elements.items():
-            whole = state.setdefault(key, torch.full(piece.shape, torch.nan, dtype=values.dtype))
-            whole.view(-1)[piece.start : piece.start + values.numel()] = values
+            whole = torch.full([piece.format.shape.numel()], torch.nan, dtype=values.dtype)
+            whole = state.setdefault(key, piece.format.view(whole))
+            piece.format.flatten(whole)[piece.start : piece.start + values.numel()] = values
     return {name: state for name, state in states.items() if state}
 
 
