@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn import Parameter
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero.engine.bucket import Bucket
 from lightning_zero.engine.compiled import Handle, attach
@@ -141,12 +141,13 @@ class UnshardHooks:
             call.latest_input = _number(latest)
             _due_at(latest).ends.append(partial(self._after_backward, call))
 
-    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._covered() or not self._calls:
-            return
+            return output
         call = self._calls.pop()
         if self._in_backward:
-            return
+            return output
+        output = self._with_own_nodes(output, call)
         outputs = list(self._outputs(module, output, call)) if torch.is_grad_enabled() else []
         for tensor in outputs:
             node = _maker(tensor)
@@ -158,6 +159,23 @@ class UnshardHooks:
         if self._on_backward_end is not None and not self._twice and (outputs or not self._has_backward(call)):
             for bucket in self._buckets:
                 bucket.reshard()
+        return output
+
+    def _with_own_nodes(self, output: Any, call: _Call) -> Any:
+        """The output, in which what a unit handed on as it came has a node of its own.
+
+        Backward then passes through units in the reverse order of forward, also on a rank that used nothing of several
+        units in a row: their gathers and reductions are in the order that other ranks have.
+        """
+        if self._on_backward_end is None or not torch.is_grad_enabled():
+            return output
+
+        def own(value: Any) -> Any:
+            if not isinstance(value, Tensor) or isinstance(value, Parameter) or not value.requires_grad:
+                return value
+            return value if _number(value.grad_fn) > call.latest_input else value.view_as(value)
+
+        return tree_map(own, output, is_leaf=lambda value: not isinstance(value, tuple))
 
     def _outputs(self, module: nn.Module, output: Any, call: _Call) -> Iterator[Tensor]:
         """Where backward may enter the call: what it returned, and what it left on the unit (an auxiliary loss)."""
