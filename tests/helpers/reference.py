@@ -23,11 +23,37 @@ Gradients = Sequence[Tensor | None]  # by parameter; None where nothing used it
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What training left, tensors copied; `norms` are the steps' global gradient norms before clipping."""
+    """What training left, tensors copied; `norms` are the steps' global gradient norms before clipping.
+
+    `weights` holds rank 0's buffers too, `buffers` all of every rank by name; only the reference fills it.
+    """
 
     weights: dict[str, Tensor]
     optimizer_state: dict[str, dict[str, Any]]
     norms: list[float]
+    buffers: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
+
+
+class RankBuffers:
+    """Buffers of one model as each rank would have them; ranks share its parameters only."""
+
+    def __init__(self, model: nn.Module, world: int) -> None:
+        self._model = model
+        self._modules = list(model.modules())
+        # Copied together: one that is registered twice stays one.
+        self._held = [copy.deepcopy([module._buffers for module in self._modules]) for _ in range(world)]
+
+    def load(self, rank: int) -> None:
+        """Give the model a rank's buffers, which it may change or replace until it gets others."""
+        for module, buffers in zip(self._modules, self._held[rank], strict=True):
+            module._buffers = buffers
+
+    def by_name(self) -> list[dict[str, Tensor]]:
+        named = []
+        for rank in range(len(self._held)):
+            self.load(rank)
+            named.append(dict(self._model.named_buffers(remove_duplicate=False)))
+        return named
 
 
 def train_reference(
@@ -47,7 +73,7 @@ def train_reference(
     loss_scale: float | Sequence[float] = 1.0,
     skip_nonfinite: bool = False,
 ) -> Trained:
-    """Train a copy of `model` on `batches` and return the result. The model must not change its buffers.
+    """Train a copy of `model` on `batches` and return the result.
 
     `reduce_each=True` reduces every micro-batch and sums the results (stages 2 and 3); False sums each rank's
     micro-batches first and reduces the sums (stages 0 and 1). A loss is divided by `accumulate` (default: the
@@ -64,11 +90,17 @@ def train_reference(
     working = master if cast is None else cast(copy.deepcopy(model))
     optimizer = make_optimizer(master)
     scheduler = make_scheduler(optimizer) if make_scheduler else None
+    buffers = RankBuffers(working, len(batches[0][0]))
     norms = []
+
+    def gradients_of(rank: int, batch: Tensor, divisor: int, scale: float) -> Gradients:
+        buffers.load(rank)
+        return rank_gradients(working, batch, loss_fn, divisor, scale)
+
     scales = [loss_scale] * len(batches) if isinstance(loss_scale, float | int) else loss_scale
     for step, scale in zip(batches, scales, strict=True):
         divisor = accumulate or len(step)
-        micro = [[rank_gradients(working, batch, loss_fn, divisor, scale) for batch in ranks] for ranks in step]
+        micro = [[gradients_of(rank, batch, divisor, scale) for rank, batch in enumerate(ranks)] for ranks in step]
         gradients = (reduce_then_sum if reduce_each else sum_then_reduce)(micro, reduce_dtype, grad_dtype)
         set_gradients(master, gradients, scale)
         if skip_nonfinite and not all_finite(parameter.grad for parameter in master.parameters()):
@@ -79,8 +111,12 @@ def train_reference(
         if scheduler is not None:
             scheduler.step()
         follow(working, master)
+    named = buffers.by_name()
+    buffers.load(0)
+    for module, trained in zip(master.modules(), working.modules(), strict=True):
+        module._buffers = trained._buffers
     weights = {name: value.clone() for name, value in master.state_dict().items()}
-    return Trained(weights, state_by_name(master, optimizer), norms)
+    return Trained(weights, state_by_name(master, optimizer), norms, named)
 
 
 def rank_gradients(
