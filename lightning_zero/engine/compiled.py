@@ -16,7 +16,7 @@ from torch import nn
 _ORIGINAL = "_orig_mod"
 
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
-After = Callable[[nn.Module, tuple[Any, ...], Any], None]
+After = Callable[[nn.Module, tuple[Any, ...], Any], Any]  # returns the output
 
 
 class Handle(Protocol):
@@ -74,7 +74,8 @@ def inside_graphs(root: nn.Module) -> dict[int, nn.Module]:
 def attach(module: nn.Module, before: Before, after: After | None = None) -> list[Handle]:
     """Call ``before`` and ``after`` around every call of ``module``, and outside of its graph.
 
-    ``before`` comes first of all hooks. ``after`` is also called when the call raises, with ``None`` for the output.
+    ``before`` comes first of all hooks. What ``after`` returns is the output. It is also called when the call raises,
+    with ``None``.
     """
     if module._compiled_call_impl is not None:
         return [_AroundCall(module, before, after)]
@@ -95,15 +96,15 @@ class _AroundCall:
         module._compiled_call_impl = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = None
         assert self._compiled is not None
         self._before(self._module, args, kwargs)
         try:
             output = self._compiled(*args, **kwargs)
-        finally:
+        except BaseException:
             if self._after is not None:
-                self._after(self._module, args, output)
-        return output
+                self._after(self._module, args, None)
+            raise
+        return output if self._after is None else self._after(self._module, args, output)
 
     def remove(self) -> None:
         self._module._compiled_call_impl = self._compiled
