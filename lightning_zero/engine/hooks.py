@@ -31,17 +31,28 @@ OnBackwardEnd = Callable[[Sequence[Bucket]], None]
 
 
 class _Due:
-    """What is due when a node's turn comes: first what ends there, so that a unit is freed before the next is whole."""
+    """What is due when a node's turn comes: calls whose backward ends there, and calls whose backward begins.
+
+    A unit is freed before the next is whole. One that is called twice in a row stays whole between its calls, and is
+    reduced once.
+    """
 
     __slots__ = ("begins", "ends")
 
     def __init__(self) -> None:
-        self.ends: list[Callable[[], None]] = []
-        self.begins: list[Callable[[], None]] = []
+        self.ends: list[tuple[UnshardHooks, _Call]] = []
+        self.begins: list[tuple[UnshardHooks, _Call]] = []
 
     def __call__(self, grads: Sequence[Tensor | None]) -> None:
-        for act in (*self.ends, *self.begins):
-            act()
+        ending = {id(hooks) for hooks, _ in self.ends}
+        for hooks, call in self.begins:
+            if id(hooks) in ending:
+                hooks.begin_backward(call)
+        for hooks, call in reversed(self.ends):
+            hooks.end_call(call)
+        for hooks, call in self.begins:
+            if id(hooks) not in ending:
+                hooks.begin_backward(call)
 
 
 def _due_at(node: Node) -> _Due:
@@ -139,7 +150,7 @@ class UnshardHooks:
         made = [_maker(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if (latest := max(filter(None, made), key=_number, default=None)) is not None:
             call.latest_input = _number(latest)
-            _due_at(latest).ends.append(partial(self._after_backward, call))
+            _due_at(latest).ends.append((self, call))
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._covered() or not self._calls:
@@ -152,9 +163,9 @@ class UnshardHooks:
         for tensor in outputs:
             node = _maker(tensor)
             if node is not None and _number(node) > call.latest_input:
-                _due_at(node).begins.append(partial(self._before_backward, call))
+                _due_at(node).begins.append((self, call))
             else:  # a leaf, or a view of something made before the call
-                tensor.register_hook(partial(self._before_backward, call))
+                tensor.register_hook(partial(self._begin_backward_at, call))
         # Where backward will come and no output tells when, the unit stays whole until the flush.
         if self._on_backward_end is not None and not self._twice and (outputs or not self._has_backward(call)):
             for bucket in self._buckets:
@@ -173,7 +184,8 @@ class UnshardHooks:
         def own(value: Any) -> Any:
             if not isinstance(value, Tensor) or isinstance(value, Parameter) or not value.requires_grad:
                 return value
-            return value if _number(value.grad_fn) > call.latest_input else value.view_as(value)
+            # Not a view: its base's node would stand for it.
+            return value if _number(value.grad_fn) > call.latest_input else value.clone()
 
         return tree_map(own, output, is_leaf=lambda value: not isinstance(value, tuple))
 
@@ -194,14 +206,19 @@ class UnshardHooks:
         trainable = any(p.requires_grad for bucket in self._buckets for p in bucket.parameters)
         return torch.is_grad_enabled() and (call.latest_input >= 0 or trainable)
 
-    def _before_backward(self, call: _Call, grad: Tensor | None = None) -> None:
+    def _begin_backward_at(self, call: _Call, grad: Tensor) -> None:
+        self.begin_backward(call)
+
+    def begin_backward(self, call: _Call) -> None:
+        """The first gradient of a call's outputs has arrived."""
         self._gather()
         self._twice |= torch.is_grad_enabled()
         if call.begun is not self._generation:
             call.begun = self._generation
             self._in_backward += 1
 
-    def _after_backward(self, call: _Call) -> None:
+    def end_call(self, call: _Call) -> None:
+        """All backward of a call has run, if it has begun."""
         if call.begun is not self._generation:
             return
         call.begun = None
