@@ -237,7 +237,7 @@ class SplitMaster:
                 self._remainder[start:stop],
             )
             was_high, was_remainder = self._updated.of(start, high, remainder)
-            torch.where(values.eq(was_high), was_remainder, was_remainder.new_zeros(()), out=remainder)
+            remainder.copy_(was_remainder.masked_fill(values.ne(was_high), 0))
             high.copy_(values)
 
 

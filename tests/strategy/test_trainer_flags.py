@@ -1,0 +1,309 @@
+"""The Trainer's flags and the module's small services: same numbers with them as without, or as under ddp."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import models
+from helpers.ranks import RankPool, ranks
+from lightning.pytorch.callbacks import (
+    DeviceStatsMonitor,
+    LambdaCallback,
+    LearningRateFinder,
+    OnExceptionCheckpoint,
+    Timer,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
+from strategy.fits import (
+    DDP,
+    MOMENTUM,
+    Fitted,
+    Lit,
+    Recipe,
+    assert_as_ddp,
+    assert_same,
+    every_name,
+    fit,
+    make_trainer,
+    observe,
+    reference,
+    state_of,
+)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_zero import gathered_parameters
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "limit_train_batches": {"limit_train_batches": 2, "max_epochs": 2},
+    "overfit_batches": {"overfit_batches": 2, "max_epochs": 2, "limit_val_batches": None},
+    "fast_dev_run": {"fast_dev_run": 2},
+    "max_steps": {"max_steps": 3, "max_epochs": -1},
+    "max_time": {"max_time": timedelta(hours=1)},
+    "detect_anomaly": {"detect_anomaly": True},
+    "inference_mode": {"inference_mode": False, "limit_val_batches": 1, "val_check_interval": 2},
+    "sanity": {"num_sanity_val_steps": 2, "limit_val_batches": None},
+    "simple": {"profiler": "simple"},
+    "advanced": {"profiler": "advanced"},
+    "deterministic": {"deterministic": True},
+    "benchmark": {"benchmark": False},
+    "reload": {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2},
+}
+
+
+@ranks(2)
+@every_name
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.filterwarnings("ignore:.*overfit", "ignore:Anomaly Detection")
+def test_flags_change_no_number(pool: RankPool, name: str, flag: str) -> None:
+    assert_as_ddp(pool, name, Lit, **FLAGS[flag])
+
+
+def fit_barebones(name: str) -> dict[str, Tensor]:
+    unset = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"])
+    lit = Lit(MOMENTUM)
+    trainer = make_trainer(name, barebones=True, num_sanity_val_steps=None, **unset)
+    trainer.fit(lit)
+    return state_of(trainer)
+
+
+@ranks(2)
+@every_name
+def test_barebones(pool: RankPool, name: str) -> None:
+    assert_same(pool.run(fit_barebones, name)[0], reference(name, MOMENTUM, 2).weights)
+
+
+class Services(Lit):
+    """Uses what a LightningModule and its strategy offer for communication."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        loss = super().training_step(batch, index)
+        assert loss is not None
+        strategy = self.trainer.strategy
+        self.log("mean", loss, sync_dist=True, on_step=True, on_epoch=True)
+        self.print("step", index)
+        strategy.barrier()
+        gathered = self.all_gather(loss.detach())
+        self.notes.append((gathered.shape, gathered.sum().item()))
+        self.notes.append(strategy.broadcast(f"from {dist.get_rank()}"))
+        self.notes.append(strategy.reduce(loss.detach().clone(), reduce_op="mean").item())
+        self.notes.append(strategy.reduce_boolean_decision(dist.get_rank() == 0, all=False))
+        return loss
+
+
+@ranks(2)
+@every_name
+def test_services_of_the_strategy(pool: RankPool, name: str) -> None:
+    expected, actual = pool.run(fit, DDP, MOMENTUM, Services), pool.run(fit, name, MOMENTUM, Services)
+    assert_same(actual[0].weights, expected[0].weights)
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert mine.notes == theirs.notes
+        assert mine.metrics == theirs.metrics
+
+
+class Synced(Lit):
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.norm = nn.BatchNorm1d(models.VOCAB)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        logits = self.norm(self.model(batch[:, :-1]).flatten(0, 1))
+        return nn.functional.cross_entropy(logits, batch[:, 1:].flatten())
+
+    def on_train_start(self) -> None:
+        self.notes.append(type(self.norm).__name__)
+
+
+@ranks(2)
+@every_name
+def test_batch_norm_is_converted(pool: RankPool, name: str) -> None:
+    """torch's SyncBatchNorm computes on GPUs only; that it says so shows that the layer is there."""
+    with pytest.raises(Exception, match="SyncBatchNorm expected input tensor to be on"):
+        pool.run_within(10, fit, name, MOMENTUM, Synced, sync_batchnorm=True)
+
+
+# ----------------------------------------------------------------------------------------- callbacks and tuning
+
+
+class Tunable(Lit):
+    """A learning rate and a batch size to be found."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.lr, self.batch_size = 0.1, 1
+
+    def train_dataloader(self) -> Any:
+        batches = models.rank_batches(self.recipe.batches(dist.get_world_size()), dist.get_rank())
+        self.notes.append(self.batch_size)
+        return DataLoader(torch.cat(batches * 8), batch_size=self.batch_size)  # type: ignore[arg-type]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.model.parameters(), lr=self.lr, momentum=0.9)
+
+
+def fit_with(name: str, kind: str, folder: str) -> tuple[Fitted, Any]:
+    lit = Tunable(Recipe(optimizer="momentum", steps=4))
+    callbacks: dict[str, Any] = {
+        "lr": lambda: LearningRateFinder(num_training_steps=8, min_lr=1e-4, max_lr=0.5),
+        "timer": lambda: Timer(timedelta(hours=1)),
+        "stats": lambda: DeviceStatsMonitor(cpu_stats=False),
+        "lambda": lambda: LambdaCallback(on_train_batch_end=lambda *_: lit.notes.append("end")),
+    }
+    flags = {"logger": CSVLogger(folder), "limit_train_batches": 4, "default_root_dir": folder}
+    if kind == "tuner":
+        trainer = make_trainer(name, **flags)
+        found = Tuner(trainer).lr_find(lit, num_training=8, min_lr=1e-4, max_lr=0.5)
+        assert found is not None
+        lit.notes.append(found.results["loss"])
+    else:
+        trainer = make_trainer(name, callbacks=[callbacks[kind]()], **flags)
+    trainer.fit(lit)
+    return observe(trainer, lit), (lit.lr, lit.batch_size)
+
+
+@ranks(2)
+@every_name
+@pytest.mark.parametrize("kind", ["lr", "timer", "stats", "lambda", "tuner"])
+def test_callbacks_that_tune_and_watch(pool: RankPool, name: str, kind: str, tmp_path: Path) -> None:
+    expected, found = pool.run(fit_with, DDP, kind, str(tmp_path / "ddp"))[0]
+    actual, mine = pool.run(fit_with, name, kind, str(tmp_path / "zero"))[0]
+    assert mine == found
+    assert_same(actual.weights, expected.weights)
+    assert actual.notes == expected.notes
+
+
+class Fails(Lit):
+    """Ends in the middle: by an error, Ctrl-C, or by request."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step == 2 and not self.notes:
+            self.notes.append("ended")
+            self.end()
+
+    def end(self) -> None:
+        raise RuntimeError("the data are bad")
+
+
+class Stops(Fails):
+    def end(self) -> None:
+        self.trainer.should_stop = True
+
+
+class Interrupted(Fails):
+    def end(self) -> None:
+        raise KeyboardInterrupt
+
+
+def fit_and_go_on(name: str, folder: str, kind: type[Fails]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A fit that ends early; then one more with the same Trainer and module. The weights after each."""
+    lit = kind(MOMENTUM)
+    trainer = make_trainer(name, max_epochs=2, callbacks=[OnExceptionCheckpoint(folder)], enable_checkpointing=True)
+    if kind is Stops:
+        trainer.fit(lit)
+    else:
+        with pytest.raises((RuntimeError, SystemExit, KeyboardInterrupt)):
+            trainer.fit(lit)
+        saved = torch.load(f"{folder}/on_exception.ckpt", weights_only=True)
+        assert saved["global_step"] == 2
+    first = state_of(trainer)
+    again = make_trainer(name)
+    again.fit(lit)
+    return first, state_of(again)
+
+
+@ranks(2)
+@every_name
+@pytest.mark.parametrize("kind", [Fails, Stops, Interrupted])
+def test_a_fit_that_ended_early_goes_on(pool: RankPool, name: str, kind: type[Fails], tmp_path: Path) -> None:
+    expected = pool.run(fit_and_go_on, DDP, str(tmp_path / "ddp"), kind)[0]
+    actual = pool.run(fit_and_go_on, name, str(tmp_path / "zero"), kind)[0]
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert_same(mine, theirs)
+
+
+# ------------------------------------------------------------------------------------------ the module afterwards
+
+
+def identities(name: str) -> None:
+    """Parameters are the same objects in the same order, during the fit and after it."""
+    lit = Lit(MOMENTUM)
+    before = [(n, id(p)) for n, p in lit.named_parameters()]
+    trainer = make_trainer(name)
+    trainer.fit(lit)
+    assert [(n, id(p)) for n, p in lit.named_parameters()] == before
+    assert all(isinstance(p, nn.Parameter) for p in lit.parameters())
+    with gathered_parameters(lit):
+        assert {type(p) for p in lit.parameters()} == {nn.Parameter}
+    trainer.strategy.release()
+    assert [(n, id(p)) for n, p in lit.named_parameters()] == before
+    assert {type(p) for p in lit.parameters()} == {nn.Parameter}
+
+
+@ranks(2)
+@every_name
+def test_parameters_keep_identity_and_order(pool: RankPool, name: str) -> None:
+    pool.run(identities, name)
+
+
+def copies(name: str, released: bool) -> list[dict[str, Tensor]]:
+    """The weights of a deep copy, a pickled one and a saved one, each of which trains on by itself."""
+    lit = Lit(MOMENTUM)
+    trainer = make_trainer(name)
+    trainer.fit(lit)
+    if released:
+        trainer.strategy.release()
+    buffer = io.BytesIO()
+    with gathered_parameters(lit):
+        made = [copy.deepcopy(lit), copy.deepcopy(lit.model), pickle.loads(pickle.dumps(lit.model))]
+        torch.save(lit.model, buffer)
+    buffer.seek(0)
+    made.append(torch.load(buffer, weights_only=False))
+    states = []
+    for module in made:
+        model = module.model if isinstance(module, Lit) else module
+        states.append({n: v.detach().clone() for n, v in model.state_dict().items()})
+        optimizer = MOMENTUM.make_optimizer(model)
+        models.next_token_loss(model, torch.arange(1, 7).view(1, -1)).backward()
+        optimizer.step()
+        model.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+        assert not torch.equal(model.head.weight, states[-1]["head.weight"])
+    return states
+
+
+@ranks(2)
+@every_name
+@pytest.mark.parametrize("released", [False, True])
+def test_modules_are_copied_and_pickled(pool: RankPool, name: str, released: bool) -> None:
+    expected = reference(name, MOMENTUM, 2).weights
+    for states in pool.run(copies, name, released):
+        for state in states:
+            assert_same(state, expected)
+
+
+def export(name: str) -> tuple[bool, bool]:
+    lit = Lit(Recipe(model="mlp"))
+    trainer = make_trainer(name)
+    trainer.fit(lit)
+    trainer.strategy.release()
+    tokens = torch.arange(1, 6).view(1, -1)
+    expected = lit.model(tokens)
+    exported = torch.export.export(lit.model, (tokens,)).module()(tokens)
+    traced = torch.jit.trace(lit.model, (tokens,))(tokens)
+    return torch.equal(exported, expected), torch.equal(traced, expected)
+
+
+@ranks(1)
+@pytest.mark.parametrize("name", ["zero2_offload", "zero3"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_released_module_is_exported(pool: RankPool, name: str) -> None:
+    assert pool.run(export, name)[0] == (True, True)
