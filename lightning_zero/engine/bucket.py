@@ -382,18 +382,23 @@ class Bucket:
             parameter.data = view
         self._narrow = []
         for index in edited:
-            self.load(index, self.view(wide, index))
+            self._load_master(index, self.view(wide, index))
+        if edited:
+            self.mark_updated(edited)
         if self.state is BucketState.SHARDED:
             self._mark_freed()
 
     def load(self, index: int, values: Tensor) -> None:
         """Overwrite one parameter with full-precision ``values`` of its shape; ``flat`` becomes out of date."""
+        self._load_master(index, values)
+        self.mark_updated([index])
+
+    def _load_master(self, index: int, values: Tensor) -> None:
         values = self.formats[index].flatten(values.detach())
         for segment in self.segments:
             if segment.param == index:
                 part = values[segment.param_start : segment.param_start + segment.numel]
                 self.master.load(segment.start, part)
-        self.mark_updated([index])
 
     def gather_full(self, shard: Tensor) -> Tensor:
         """All-gather any 1-D tensor laid out as the shard; returns the full one (padded) on the device. Collective."""
