@@ -25,6 +25,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -95,8 +96,9 @@ class ZeroStrategy(DDPStrategy):
         offload_optimizer: where masters, optimizer state and reduced gradients rest: ``"none"`` (the device) or
             ``"cpu"``.
         offload_params: where parameter shards rest at stage 3: ``"none"`` (the device) or ``"cpu"``.
-        shard_size: number of neighbouring ranks that share one copy of the state; default: all. Must divide the number
-            of ranks; fewer means more memory and less traffic between nodes.
+        shard_size: number of neighbouring ranks that share one copy of the state; must divide the number of ranks.
+            Default: those of one node, so that only sums of gradient shards cross the network between nodes. Each node
+            then holds a whole copy; the number of all ranks takes the least memory.
         bucket_size_mb: size in 2^20 bytes up to which small units share one collective, stages 0-2.
         units: what is gathered together at stage 3: module classes, their names, or patterns of module names
             (``"transformer.h.*"``); default: the outermost repeated blocks.
@@ -237,7 +239,7 @@ class ZeroStrategy(DDPStrategy):
         self._check_world_size()
         ops.share_cores(self.num_processes, self.local_rank)  # the ranks of a machine update at the same time
         if self._mesh is None:
-            self._mesh = Mesh.create(self.shard_size, self._timeout)
+            self._mesh = Mesh.create(self.shard_size or self._ranks_of_a_node(), self._timeout)
         # Another Trainer's engine would go on holding the values from before what is loaded next.
         if self.lightning_module is not None:
             for engine in engines_of(self.lightning_module):
@@ -279,7 +281,7 @@ class ZeroStrategy(DDPStrategy):
             yield
 
     def _sharded_init(self) -> contextlib.AbstractContextManager[Any]:
-        shards = self.num_nodes * self.num_processes if self.shard_size is None else self.shard_size
+        shards = self.num_processes if self.shard_size is None else self.shard_size
         spawned = self._mesh is None and isinstance(self.launcher, _MultiProcessingLauncher)
         if not self._policy.shard_params or shards == 1 or spawned:
             return contextlib.nullcontext()
@@ -291,6 +293,16 @@ class ZeroStrategy(DDPStrategy):
         device = self.root_device
         on_host = device.type == "cpu" or self.offload_params == "cpu"
         return sharded_init(self._mesh, device, HostStore() if on_host else DeviceStore(device))
+
+    def _ranks_of_a_node(self) -> int:
+        if self.num_nodes > 1:
+            ranks = self.num_nodes * self.num_processes
+            rank_zero_info(
+                f"ZeroStrategy: shard_size={self.num_processes}, the ranks of a node: each of the {self.num_nodes} "
+                f"nodes holds a copy of all that is sharded. shard_size={ranks} shards over all ranks, for less "
+                "memory and more traffic between nodes"
+            )
+        return self.num_processes
 
     def _check_world_size(self) -> None:
         expected, actual = self.num_nodes * self.num_processes, torch.distributed.get_world_size()
@@ -669,6 +681,6 @@ def _check_shard_size(stage: int, shard_size: int | None) -> None:
     if shard_size is None:
         return
     if not isinstance(shard_size, int) or isinstance(shard_size, bool) or shard_size < 1:
-        raise ValueError(f"shard_size={shard_size!r} must be a number of ranks >= 1, or None for all")
+        raise ValueError(f"shard_size={shard_size!r} must be a number of ranks >= 1, or None for those of a node")
     if stage == 0 and shard_size != 1:
         raise ValueError(f"shard_size={shard_size} needs stage=1 or higher: stage=0 shards nothing")

@@ -114,7 +114,9 @@ def train_case(case: Case, meshes: Meshes, rank: int) -> RankResult:
 def reference_of(case: Case, world: int) -> Trained:
     """What `case` must give on `world` ranks."""
     # What the reference does not depend on must not multiply its runs.
-    setup = Setup(stage=2 if case.setup.stage >= 2 else 1, precision=case.setup.precision)
+    setup = Setup(
+        stage=2 if case.setup.stage >= 2 else 1, precision=case.setup.precision, shard_size=case.setup.shard_size
+    )
     return _reference_of(dataclasses.replace(case, setup=setup, model=case.like or case.model), world)
 
 
@@ -133,6 +135,7 @@ def _reference_of(case: Case, world: int) -> Trained:
         cast=None if low is None else functools.partial(cast, dtype=low, keep_norms=precision.keep_norms),
         reduce_dtype=precision.reduce_dtype,
         grad_dtype=precision.grad_dtype,
+        shard_size=case.setup.shard_size,
     )
 
 

@@ -72,6 +72,7 @@ def train_reference(
     grad_dtype: torch.dtype | None = None,
     loss_scale: float | Sequence[float] = 1.0,
     skip_nonfinite: bool = False,
+    shard_size: int | None = None,
 ) -> Trained:
     """Train a copy of `model` on `batches` and return the result.
 
@@ -84,7 +85,7 @@ def train_reference(
     reduce dtype, or fp32 if that has 16 bits and there are several micro-batches). They are those of the loss
     times `loss_scale` (one for all steps, or one for each), and divided by it in the master's precision before
     clipping. `skip_nonfinite=True` leaves optimizer and scheduler alone where one is not finite; the step's norm
-    is then not finite either.
+    is then not finite either. Groups of `shard_size` ranks (default: all) sum first, and then their sums.
     """
     master = copy.deepcopy(model)
     working = master if cast is None else cast(copy.deepcopy(model))
@@ -101,7 +102,7 @@ def train_reference(
     for step, scale in zip(batches, scales, strict=True):
         divisor = accumulate or len(step)
         micro = [[gradients_of(rank, batch, divisor, scale) for rank, batch in enumerate(ranks)] for ranks in step]
-        gradients = (reduce_then_sum if reduce_each else sum_then_reduce)(micro, reduce_dtype, grad_dtype)
+        gradients = (reduce_then_sum if reduce_each else sum_then_reduce)(micro, reduce_dtype, grad_dtype, shard_size)
         set_gradients(master, gradients, scale)
         if skip_nonfinite and not all_finite(parameter.grad for parameter in master.parameters()):
             norms.append(clip_gradients(master, None, None))
@@ -133,18 +134,37 @@ def rank_gradients(
 
 
 def reduce_then_sum(
-    micro: Sequence[Sequence[Gradients]], reduce_dtype: torch.dtype | None, grad_dtype: torch.dtype | None
+    micro: Sequence[Sequence[Gradients]],
+    reduce_dtype: torch.dtype | None,
+    grad_dtype: torch.dtype | None,
+    shard_size: int | None = None,
 ) -> Gradients:
-    """Reduce each micro-batch over ranks, then sum over micro-batches in the dtype gradients are kept in."""
-    return sum_micro([reduce_ranks(ranks, reduce_dtype) for ranks in micro], grad_dtype)
+    """Reduce each micro-batch over a group's ranks, sum over micro-batches in the dtype gradients are kept in, then
+    over groups."""
+    world = len(micro[0])
+    groups = [
+        sum_micro([reduce_ranks(ranks[group], reduce_dtype, world) for ranks in micro], grad_dtype)
+        for group in groups_of(world, shard_size)
+    ]
+    return [ordered_sum(terms) for terms in zip(*groups, strict=True)]
 
 
 def sum_then_reduce(
-    micro: Sequence[Sequence[Gradients]], reduce_dtype: torch.dtype | None, grad_dtype: torch.dtype | None
+    micro: Sequence[Sequence[Gradients]],
+    reduce_dtype: torch.dtype | None,
+    grad_dtype: torch.dtype | None,
+    shard_size: int | None = None,
 ) -> Gradients:
     """Sum each rank's micro-batches (in fp32 if they are 16-bit and several), then reduce the sums."""
     local = [sum_micro(rank, None) for rank in zip(*micro, strict=True)]
-    return [kept(g, grad_dtype, len(micro)) for g in reduce_ranks(local, reduce_dtype)]
+    groups = [reduce_ranks(local[group], reduce_dtype, len(local)) for group in groups_of(len(local), shard_size)]
+    return [kept(ordered_sum(terms), grad_dtype, len(micro)) for terms in zip(*groups, strict=True)]
+
+
+def groups_of(world: int, shard_size: int | None) -> list[slice]:
+    """Neighbouring ranks that shard together."""
+    size = shard_size or world
+    return [slice(first, first + size) for first in range(0, world, size)]
 
 
 def sum_micro(micro: Sequence[Gradients], dtype: torch.dtype | None) -> Gradients:
@@ -153,9 +173,9 @@ def sum_micro(micro: Sequence[Gradients], dtype: torch.dtype | None) -> Gradient
     return [ordered_sum([kept(g, dtype, len(micro)) for g in each]) for each in terms]
 
 
-def reduce_ranks(per_rank: Sequence[Gradients], dtype: torch.dtype | None) -> Gradients:
-    """The rank-ordered, pre-divided sum; a rank without a gradient contributes zeros."""
-    scale = 1.0 / len(per_rank)
+def reduce_ranks(per_rank: Sequence[Gradients], dtype: torch.dtype | None, world: int | None = None) -> Gradients:
+    """The rank-ordered sum, divided before by `world` (default: the ranks given); one without a gradient adds zeros."""
+    scale = 1.0 / (world or len(per_rank))
     scaled = ([None if g is None else g.to(dtype or g.dtype) * scale for g in rank] for rank in per_rank)
     return [ordered_sum(terms) for terms in zip(*scaled, strict=True)]
 

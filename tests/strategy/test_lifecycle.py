@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -370,6 +372,40 @@ def test_shards_may_be_replicated(pool: RankPool, stage: int) -> None:
     results = pool.run(fit, strategy, recipe, gradient_clip_val=0.3)
     expected = reference(strategy, recipe, 4, clip_norm=0.3).weights
     torch.testing.assert_close(results[0].weights, expected, rtol=1e-9, atol=1e-12)
+
+
+def fit_on_two_nodes(strategy: StrategyArgument, recipe: Recipe) -> tuple[Fitted, tuple[int, int], list[str]]:
+    """Ranks 0 and 1 are one node, 2 and 3 another; also the sizes of shard and replica group, and what was logged."""
+    rank = dist.get_rank()
+    os.environ.update(NODE_RANK=str(rank // 2), LOCAL_RANK=str(rank % 2))
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    try:
+        lit = Lit(recipe)
+        trainer = make_trainer(strategy, devices=2, num_nodes=2, accumulate_grad_batches=recipe.micro)
+        trainer.fit(lit)
+    finally:
+        logger.removeHandler(handler)
+    mesh = trainer.strategy.engine.placement.mesh
+    return observe(trainer, lit), (mesh.shard.size, mesh.replica.size), messages
+
+
+@ranks(4)
+@pytest.mark.parametrize("size", [None, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_each_node_shards_by_itself(pool: RankPool, stage: int, size: int | None) -> None:
+    """Unless `shard_size` says otherwise; stage 0 shards nothing anyway."""
+    recipe = Recipe(optimizer="momentum", micro=2)
+    strategy: dict[str, Any] = {"stage": stage, "shard_size": None if stage == 0 else size}
+    results = pool.run(fit_on_two_nodes, strategy, recipe)
+    expected = 1 if stage == 0 else size or 2
+    assert {sizes for _, sizes, _ in results} == {(expected, 4 // expected)}
+    told = any("shard_size=2, the ranks of a node" in message for message in results[0][2])
+    assert told == (stage > 0 and size is None)
+    assert_same(results[0][0].weights, reference(strategy, recipe, 4, shard_size=expected).weights)
 
 
 @one_or_two_ranks
