@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,9 @@ from helpers import models
 from helpers.ranks import RankPool, ranks
 from helpers.reference import Batches, Trained, train_reference
 from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.engine import Mesh, gathered_parameters
 
 STAGES = (1, 2, 3)
 STEPS = 4
@@ -84,3 +89,212 @@ def test_trains_as_in_torch(pool: RankPool, name: str) -> None:
 @pytest.mark.parametrize("name", zoo.KINDS)
 def test_trains_as_in_torch_on_more_ranks(pool: RankPool, name: str, offload: bool) -> None:
     check(pool, name, STAGES, offload)
+
+
+# ------------------------------------------------------------------------------------------ what happens between steps
+
+
+@dataclasses.dataclass
+class Training:
+    """A script's view of training: on plain torch with the batches of all ranks, or on an engine with its own."""
+
+    model: Any
+    optimizer: Optimizer
+    world: int
+    session: driver.Session | None = None
+    seen: list[Tensor] = dataclasses.field(default_factory=list)  # what all ranks and plain torch must see
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if self.session else 0
+
+    def step(self, number: int, loss_of: Callable[[nn.Module, Tensor], Tensor] = zoo.loss_of) -> None:
+        batches = zoo.make_batches(number + 1, 1, self.world, torch.float64)[number][0]
+        self.optimizer.zero_grad()
+        if self.session:
+            driver.backward(self.session.engine, loss_of(self.model, batches[self.rank]))
+        else:
+            losses = [loss_of(self.model, batch) for batch in batches]
+            (sum(losses, torch.zeros(())) / self.world).backward()
+        self.optimizer.step()
+        if self.session:
+            self.session.engine.settle()
+
+    def gathered(self) -> contextlib.AbstractContextManager[None]:
+        return gathered_parameters(self.model)
+
+
+PROBE = zoo.make_batches(1, 1, 1, torch.float64)[0][0][0]
+
+
+def evaluating(training: Training) -> None:
+    """Evaluation between steps, without gradients in both ways that torch has."""
+    for step in range(3):
+        training.step(step)
+        training.model.eval()
+        with torch.no_grad():
+            training.seen.append(training.model(PROBE))
+        with torch.inference_mode():
+            training.seen.append(training.model(PROBE).clone())
+        training.model.train()
+
+
+def ragged(training: Training) -> None:
+    """Another number of forward passes on each rank, as in validation on uneven data or in generation."""
+    for step in range(3):
+        training.step(step)
+        with training.gathered(), torch.inference_mode():
+            x = PROBE
+            for _ in range(1 + 2 * training.rank):
+                x = torch.cat([training.model(x), PROBE[:, zoo.WIDTH :]], dim=1)
+            training.seen.append(training.model(PROBE).clone())
+
+
+def functional(training: Training) -> None:
+    """Stateless calls with other parameters, and gradients of single rows by `vmap`."""
+    for step in range(3):
+        training.step(step)
+        with training.gathered():
+            doubled = {name: 2.0 * p.detach() for name, p in training.model.named_parameters()}
+            training.seen.append(torch.func.functional_call(training.model, doubled, (PROBE,)).detach())
+
+            def loss(parameters: dict[str, Tensor], row: Tensor) -> Tensor:
+                return torch.func.functional_call(training.model.blocks[0], parameters, (row,)).square().sum()
+
+            own = {name: p.detach() for name, p in training.model.blocks[0].named_parameters()}
+            gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(own, PROBE[:, : zoo.WIDTH])
+            training.seen += gradients.values()
+
+
+def functional_loss(training: Training) -> None:
+    """The loss is a stateless call with parameters computed from the model's own."""
+
+    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+        scaled = {name: 1.5 * p for name, p in model.named_parameters()}
+        return torch.func.functional_call(model, scaled, (batch,)).square().mean()
+
+    for step in range(3):
+        with training.gathered():
+            training.step(step, loss_of)
+
+
+def unfreezing(training: Training) -> None:
+    """Blocks are frozen and in no optimizer; the first joins it later, is frozen again, and thaws."""
+    training.model.blocks.requires_grad_(False)
+    first = list(training.model.blocks[0].parameters())
+    for group in training.optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p.requires_grad]
+    training.step(0)
+    training.model.blocks[0].requires_grad_(True)
+    training.step(1)
+    training.optimizer.add_param_group({"params": first, "lr": 0.02})
+    training.step(2)
+    training.model.blocks[0].requires_grad_(False)
+    training.step(3)
+    training.model.blocks[0].requires_grad_(True)
+    training.step(4)
+    training.seen += [p.grad for p in training.model.blocks[1].parameters() if p.grad is not None]
+
+
+SCRIPTS = (evaluating, ragged, functional, functional_loss, unfreezing)
+
+
+def play(script: Callable[[Training], None], name: str, setups: Sequence[Setup]) -> list[tuple[RankResult, Any]]:
+    meshes, results = Meshes(), []
+    for setup in setups:
+        model = zoo.make(name).double()
+        session = driver.start(model, models.optimizer_factory("momentum"), setup, meshes.of(setup))
+        training = Training(model, session.optimizer, dist.get_world_size(), session)
+        script(training)
+        results.append((driver.finish(session), training.seen))
+    return results
+
+
+def check_script(pool: RankPool, script: Callable[[Training], None], name: str, stages: Sequence[int]) -> None:
+    model = zoo.make(name).double()
+    plain = Training(model, models.make_optimizer("momentum", model), pool.world_size)
+    script(plain)
+    setups = [Setup(stage, units=zoo.KINDS[name].units) for stage in stages]
+    for results in pool.run_within(20, play, script, name, setups):
+        for trained, seen in results:
+            assert_close(trained.weights, model.state_dict())
+            torch.testing.assert_close(seen, plain.seen, rtol=1e-9, atol=1e-12)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_between_steps_a_model_is_as_in_torch(pool: RankPool, script: Callable[[Training], None]) -> None:
+    stages = (1, 2) if script is functional_loss else STAGES
+    check_script(pool, script, "OtherOrder", stages)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("name", ["Attention", "AttentionInRoot", "EncoderDecoder", "ViT", "Lstm"])
+@pytest.mark.filterwarnings("ignore:LSTM with projections", "ignore:.*nested tensor")
+def test_evaluation_takes_the_fast_paths_of_torch(pool: RankPool, name: str) -> None:
+    """Encoder layers read all parameters of their children at once, without calling them."""
+    check_script(pool, evaluating, name, STAGES)
+
+
+# ---------------------------------------------------------------------------------------- what cannot work at stage 3
+
+
+def read_unit(model: Any) -> None:
+    """The root reads a parameter of a unit that it does not call."""
+    model.blocks[0].up.weight.sum()
+
+
+def call_forward(model: Any) -> None:
+    """Past the hooks of the unit, which gather."""
+    model.blocks[0].up.forward(PROBE[:, : zoo.WIDTH])
+
+
+def late_hook(model: Any) -> None:
+    """A hook that comes after the engine's sees the unit freed."""
+    model.blocks[0].register_forward_hook(lambda module, args, output: output * module.up.weight.sum())
+    model(PROBE)
+
+
+def functional_call(model: Any) -> None:
+    scaled = {name: 2.0 * p for name, p in model.named_parameters()}
+    torch.func.functional_call(model, scaled, (PROBE,))
+
+
+MISUSES = (read_unit, call_forward, late_hook, functional_call)
+
+
+def misuse(use: Callable[[nn.Module], None]) -> str:
+    setup = Setup(3, units=zoo.KINDS["OtherOrder"].units)
+    model = zoo.make("OtherOrder").double()
+    driver.start(model, OPTIMIZER, setup, Meshes().of(setup))
+    try:
+        use(model)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("use", MISUSES)
+def test_reading_a_freed_parameter_is_an_error_that_names_it(pool: RankPool, use: Callable[[nn.Module], None]) -> None:
+    for message in pool.run_within(10, misuse, use):
+        assert "on parameter 'blocks.0.up.weight'" in message or "on parameter 'first.weight'" in message
+        assert "which is freed" in message
+        assert "gathered_parameters(module)" in message
+
+
+# ---------------------------------------------------------------------------------------------------- memory formats
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["Strided", "ChannelsLast", "OwnedByRoot"])
+def test_parameters_keep_shape_and_strides(name: str, stage: int) -> None:
+    """Dense ones; what was expanded or cut out becomes contiguous, as in a copy."""
+    setup = Setup(stage, units=zoo.KINDS[name].units)
+    model = zoo.make(name)
+    expected = {key: (p.shape, p.clone().stride()) for key, p in model.named_parameters()}
+    session = driver.start(model, OPTIMIZER, setup, Mesh.single())
+    assert {key: (p.shape, p.stride()) for key, p in model.named_parameters()} == expected
+    driver.finish(session)
+    assert {key: (p.shape, p.stride()) for key, p in model.named_parameters()} == expected
+    assert {key: (v.shape, v.stride()) for key, v in model.state_dict().items() if key in expected} == expected
