@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_zero.engine.bucket import ParameterSpec
 from lightning_zero.engine.compiled import named_modules, original, plain_name
@@ -117,14 +118,14 @@ def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[Unit]:
     """Depth first: containers with two or more composite children of one class yield these children.
 
     Experts are never units of their own, since a rank may route nothing to one of them: where a container of experts is
-    found outside every block, the module that holds it is the unit.
+    found outside every block, the module that holds it is the unit; those that the root holds itself are the root's.
     """
     blocks = _blocks_of(module) if isinstance(module, _CONTAINERS) else set()
     for child_name, child in module.named_children():
         name = plain_name(f"{prefix}{child_name}")
         if child_name in blocks or _holds_experts(child):
             yield Unit(name, child)
-        else:
+        elif not _is_experts(child_name, child):
             yield from _repeated_blocks(original(child), f"{name}.")
 
 
@@ -136,8 +137,11 @@ def _blocks_of(container: nn.Module) -> set[str]:
 
 
 def _holds_experts(module: nn.Module) -> bool:
-    children = original(module).named_children()
-    return any("expert" in k.lower() and isinstance(original(m), _CONTAINERS) for k, m in children)
+    return any(_is_experts(name, child) for name, child in original(module).named_children())
+
+
+def _is_experts(name: str, module: nn.Module) -> bool:
+    return "expert" in name.lower() and isinstance(original(module), _CONTAINERS)
 
 
 def make_buckets(
@@ -162,7 +166,8 @@ def make_buckets(
         persistence_numel: elements up to which a parameter stays whole where the stage shards parameters.
 
     Raises:
-        TypeError: for complex or sparse parameters.
+        TypeError: for parameters that are not real and dense: complex, sparse, quantized, nested, DTensor, lazy; and
+            for modules with sparse gradients.
         ValueError: for parameters on the meta device.
     """
     for name, module in root.named_modules():
@@ -226,6 +231,13 @@ def _check_supported(spec: ParameterSpec) -> None:
         raise ValueError(
             f"parameter {name!r} is on the meta device and has no values; before training call `to_empty(device=...)` "
             "and initialize it (for example in `configure_model`)"
+        )
+    wraps: bool = is_traceable_wrapper_subclass(parameter)
+    if wraps or parameter.is_nested or parameter.is_quantized:
+        kind = "quantized" if parameter.is_quantized else "nested" if parameter.is_nested else type(parameter).__name__
+        raise TypeError(
+            f"parameter {name!r} is {parameter.dtype}, {kind}; sharding needs plain tensors. Convert it "
+            "(`dequantize()`, `to_padded_tensor(0.0)`, `full_tensor()`), or leave the model to strategy='ddp'"
         )
     if parameter.is_complex() or parameter.layout is not torch.strided:
         raise TypeError(

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import pytest
 import torch
+from engine import driver
+from engine.driver import Setup
 from helpers import models
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_zero.engine import MixedPrecisionPolicy, ShardingPolicy, find_units
+from lightning_zero.engine import Mesh, MixedPrecisionPolicy, ShardingPolicy, find_units
 from lightning_zero.engine.partition import ROOT, BucketSpec, is_norm, make_buckets
 
 KEEP = MixedPrecisionPolicy()
@@ -97,6 +102,7 @@ def test_blocks_of_different_classes_are_counted_apart() -> None:
 def test_experts_are_never_units() -> None:
     assert unit_names(Tree(moe=Experts())) == ["moe"]
     assert unit_names(Tree(layers=nn.ModuleList([Experts(), Experts()]))) == ["layers.0", "layers.1"]
+    assert unit_names(Experts()) == []
     # A stack of blocks whose only experts lie deeper.
     deep = Tree(layers=nn.ModuleList([Tree(mlp=Experts()), Tree(mlp=Experts())]))
     assert unit_names(deep) == ["layers.0", "layers.1"]
@@ -266,22 +272,145 @@ def test_integer_parameters_are_not_cast() -> None:
     assert dtypes["table"] == torch.int64
 
 
-@pytest.mark.parametrize(
-    ("weight", "message"),
-    [
-        (torch.zeros(2, dtype=torch.complex64), r"'weight' is torch\.complex64.*real, dense"),
-        (torch.zeros(2, 2).to_sparse(), r"'weight' is torch\.float32 with layout torch\.sparse_coo"),
-    ],
-    ids=["complex", "sparse"],
-)
-def test_unsupported_parameters_are_refused(weight: Tensor, message: str) -> None:
+class Wrapped(Tensor):
+    """A tensor around another one, as DTensor is."""
+
+    def __new__(cls, inner: Tensor) -> Self:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: object) -> Wrapped:
+        return Wrapped(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Callable[..., Tensor], types: object, args: Any = (), kwargs: Any = None) -> Any:
+        return cls(func(*(arg.inner if isinstance(arg, cls) else arg for arg in args)))
+
+
+UNSUPPORTED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "complex": (lambda: holding(torch.zeros(2, dtype=torch.complex64)), r"'weight' is torch\.complex64.*real, dense"),
+    "sparse": (lambda: holding(torch.eye(2).to_sparse()), r"'weight' is torch\.float32 with layout torch\.sparse_coo"),
+    "csr": (lambda: holding(torch.eye(2).to_sparse_csr()), r"'weight' is torch\.float32 with layout torch\.sparse_csr"),
+    "quantized": (
+        lambda: holding(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)),
+        r"'weight' is torch\.qint8, quantized; .*`dequantize\(\)`",
+    ),
+    "nested": (lambda: holding(torch.nested.nested_tensor([torch.ones(2)])), r"'weight' is torch\.float32, nested;"),
+    "wrapper": (lambda: holding(Wrapped(torch.ones(2))), r"'weight' is torch\.float32, Wrapped;"),
+    "embedding": (lambda: Tree(table=nn.Embedding(3, 2, sparse=True)), r"'table' is Embedding\(3, 2, sparse=True\)"),
+    "bag": (lambda: Tree(bag=nn.EmbeddingBag(3, 2, sparse=True)), r"'bag' is EmbeddingBag\(3, 2.*: sparse gradients"),
+}
+
+
+def holding(weight: Tensor) -> nn.Module:
     root = nn.Module()
-    root.weight = nn.Parameter(weight)
-    with pytest.raises(TypeError, match=message):
-        buckets_of(root)
+    root.weight = nn.Parameter(weight, requires_grad=weight.is_floating_point() or weight.is_complex())
+    return root
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:.*deprecat", "ignore:Sparse CSR")
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_what_is_refused_is_left_as_it_was(kind: str) -> None:
+    make, message = UNSUPPORTED[kind]
+    root = Tree(first=nn.BatchNorm1d(3), odd=make())
+    before = {name: (value, value.requires_grad) for name, value in root.state_dict(keep_vars=True).items()}
+    place = root.first.weight.data_ptr()
+    with pytest.raises(TypeError, match=message.replace("'", "'odd.", 1)):
+        driver.make_engine(root, Setup(3), Mesh.single())
+    after = root.state_dict(keep_vars=True)
+    assert before.keys() == after.keys()
+    assert all(after[k] is value and value.requires_grad == needed for k, (value, needed) in before.items())
+    assert root.first.weight.data_ptr() == place
+    for module in root.modules():
+        assert "zero_grad" not in vars(module)
+        assert not module._forward_pre_hooks
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_lazy_parameters_are_refused() -> None:
     with pytest.raises(TypeError, match=r"'0\.weight' is a UninitializedParameter, which has no shape yet"):
         buckets_of(nn.Sequential(nn.LazyLinear(3)))
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> nn.Module:
+    """Module trees of any shape, with parameters of any shape and dtype, tied to each other at random."""
+    shapes = st.lists(st.integers(0, 4), max_size=3)
+    dtypes = st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.int64])
+    made: list[nn.Parameter] = []
+
+    def parameter() -> nn.Parameter:
+        if made and draw(st.integers(0, 4)) == 0:
+            return draw(st.sampled_from(made))
+        value = torch.zeros(draw(shapes), dtype=draw(dtypes))
+        made.append(nn.Parameter(value, requires_grad=value.is_floating_point() and draw(st.booleans())))
+        return made[-1]
+
+    def module(depth: int) -> nn.Module:
+        node = draw(st.sampled_from([nn.Module, Composite, OtherBlock, Experts, nn.ModuleList, nn.LayerNorm]))
+        node = node(2) if node is nn.LayerNorm else node()
+        for index in range(draw(st.integers(0, 2))):
+            node.register_parameter(f"p{index}", parameter())
+        for index in range(draw(st.integers(0, 3)) if depth else 0):
+            node.add_module(str(index), module(depth - 1))
+        return node
+
+    return module(3)
+
+
+@settings(max_examples=50)
+@given(trees())
+def test_units_of_any_tree_are_disjoint_and_in_order(root: nn.Module) -> None:
+    units = find_units(root)
+    names = [unit.name for unit in units]
+    order = {name: number for number, (name, _) in enumerate(root.named_modules(remove_duplicate=False))}
+    assert [order[name] for name in names] == sorted({order[name] for name in names})
+    assert all(root.get_submodule(unit.name) is unit.module and unit.module is not root for unit in units)
+    assert not any(a != b and b.startswith(f"{a}.") for a in names for b in names)
+    assert not any("experts." in name for name in names)
+
+
+@settings(max_examples=50)
+@given(trees(), st.sampled_from([0, 2, 3]), st.sampled_from([1, 64, LARGE]), st.sampled_from([KEEP, BF16]), st.data())
+def test_buckets_of_any_tree(
+    root: nn.Module, stage: int, size: int, precision: MixedPrecisionPolicy, data: st.DataObject
+) -> None:
+    named = dict(root.named_parameters())
+    chosen = [p for p in named.values() if p.is_floating_point() and data.draw(st.booleans())]
+    buckets = buckets_of(root, stage, precision, size=size, optimized=chosen)
+    found = [spec for bucket in buckets for spec in bucket.specs]
+    # Every parameter once, tied or not, under its first name.
+    assert len(found) == len(named)
+    assert {spec.name: id(spec.parameter) for spec in found} == {name: id(p) for name, p in named.items()}
+    position = {name: number for number, name in enumerate(named)}
+    homes = {unit.name: set(map(id, unit.module.parameters())) for unit in find_units(root)}
+    outside = [m for m in root.modules() if not any(m in unit.module.modules() for unit in find_units(root))]
+    roots = {id(p) for m in outside for p in m.parameters(recurse=False)}
+    for bucket in buckets:
+        ids = {id(p) for p in chosen}
+        assert {(spec.parameter.dtype, id(spec.parameter) in ids) for spec in bucket.specs} == {
+            (bucket.specs[0].parameter.dtype, bucket.optimized)
+        }
+        assert bucket.nbytes == sum(spec.parameter.numel() for spec in bucket.specs) * bucket.dtype.itemsize
+        assert stage < 3 or len(bucket.units) == 1
+        per_unit: list[list[str]] = []
+        for spec in bucket.specs:
+            holders = [unit for unit, ids in homes.items() if id(spec.parameter) in ids]
+            shared = len(holders) != 1 or id(spec.parameter) in roots
+            home = ROOT if shared else holders[0]
+            assert home in bucket.units
+            if not per_unit or per_unit[-1][0] != home:
+                per_unit.append([home])
+            per_unit[-1].append(spec.name)
+        assert [unit for unit, *_ in per_unit] == bucket.units
+        # Without its last unit it was still open.
+        before = sum(named[name].numel() for _, *names in per_unit[:-1] for name in names) * bucket.dtype.itemsize
+        assert len(per_unit) == 1 or before < size
+        for _, *names in per_unit:
+            assert [position[name] for name in names] == sorted(position[name] for name in names)
