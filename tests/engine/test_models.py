@@ -19,6 +19,7 @@ from helpers.reference import Batches, Trained, train_reference
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero import checkpoint
 from lightning_zero.engine import Mesh, gathered_parameters
 
 STAGES = (1, 2, 3)
@@ -298,3 +299,32 @@ def test_parameters_keep_shape_and_strides(name: str, stage: int) -> None:
     driver.finish(session)
     assert {key: (p.shape, p.stride()) for key, p in model.named_parameters()} == expected
     assert {key: (v.shape, v.stride()) for key, v in model.state_dict().items() if key in expected} == expected
+
+
+def resume(name: str, setup: Setup) -> tuple[RankResult, RankResult]:
+    """Training that goes on, and training from what another saved, with the shards of its own layout."""
+    mesh, rank = Meshes().of(setup), dist.get_rank()
+    batches = [[micro[rank] for micro in step] for step in zoo.make_batches(4, 1, dist.get_world_size())]
+    first, second = (driver.start(zoo.make(name, seed), OPTIMIZER, setup, mesh) for seed in (0, 1))
+    for step in batches[:2]:
+        driver.run_step(first, step, zoo.loss_of)
+    saved = [checkpoint.module_state_dict(first.engine), checkpoint.optimizer_state_dict(first.engine, first.updater)]
+    dist.broadcast_object_list(saved)
+    # A file of plain PyTorch may hold any strides.
+    state = {key: value.contiguous() if isinstance(value, Tensor) else value for key, value in saved[0].items()}
+    checkpoint.load_module_state_dict(second.engine, state)
+    checkpoint.load_optimizer_state_dict(second.engine, second.updater, saved[1])
+    for session in (first, second):
+        for step in batches[2:]:
+            driver.run_step(session, step, zoo.loss_of)
+        session.engine.sync_buffers()
+    return driver.finish(first), driver.finish(second)
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["Strided", "ChannelsLast", "OwnedByRoot"])
+def test_checkpoints_do_not_depend_on_strides(pool: RankPool, name: str, stage: int) -> None:
+    results = pool.run_within(20, resume, name, Setup(stage, units=zoo.KINDS[name].units))
+    first, second = (driver.combine(per_rank) for per_rank in zip(*results, strict=True))
+    driver.assert_trained(second, first)
