@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.ranks import RankPool
-from helpers.third_party import KINDS, make_batches
+from helpers.reference import train_reference
+from helpers.third_party import KINDS, VOCAB, Batch, gpt2, make_batches
 from strategy.fits import assert_same, make_trainer, optimizer_state, state_of
-from strategy.third_party_fits import STEPS, Lit, fits
-from torch import Tensor
+from strategy.third_party_fits import STEPS, Lit, fits, loss_of, make_optimizer
+from torch import Tensor, nn
 
+from lightning_zero import gathered_parameters
 from lightning_zero.engine import find_units
 
 WORLD = 2
@@ -101,3 +105,171 @@ def test_some_experts_are_never_chosen() -> None:
     unused = trainable - expected("switch").state.keys()
     assert unused
     assert all(".experts.expert_" in name for name in unused)
+
+
+@pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload"])
+@pytest.mark.parametrize("kind", ["t5", "switch", "lora", "resnet"])
+def test_offload(pool2: RankPool, kind: str, name: str) -> None:
+    """Momentum, whose native kernel rounds as torch does."""
+    options = {"steps": 4, "optimizer": "momentum"}
+    seen = pool2.run(fit_test_predict_fit, name, kind, **options)
+    plain = expected(kind, **options)
+    assert_same(seen[0].weights, plain.weights)
+    assert seen[0].state.keys() == plain.state.keys()
+    assert_same(seen[0].weights_after_both, plain.weights_after_both)
+
+
+def fit_weights(name: str, lit: Callable[[str], Lit], kind: str, **flags: Any) -> dict[str, Tensor]:
+    module = lit(kind)
+    trainer = make_trainer(name, **flags)
+    trainer.fit(module)
+    return state_of(trainer)
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert", "lora", "resnet"])
+def test_bf16_is_the_same_at_every_stage(pool2: RankPool, kind: str) -> None:
+    two, three = (pool2.run(fit_weights, n, Lit, kind, precision="bf16-mixed")[0] for n in ("zero2", "zero3"))
+    assert_same(three, two)
+    # And near to fp32, where it began somewhere else.
+    fp32, initial = expected(kind).weights, KINDS[kind].make_model().state_dict()
+    moved = [(fp32[n] - initial[n]).norm() for n in fp32 if fp32[n].is_floating_point()]
+    apart = [(fp32[n] - two[n]).norm() for n in fp32 if fp32[n].is_floating_point()]
+    assert torch.stack(apart).norm() < 0.5 * torch.stack(moved).norm()
+
+
+class Recomputes(Lit):
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.model.gradient_checkpointing_enable()  # type: ignore[operator]
+
+
+class ReturnsEverything(Lit):
+    """Hidden states and the keys and values of earlier positions leave the blocks, too."""
+
+    def training_step(self, batch: Batch, index: int) -> Any:
+        return self.model(**batch, output_hidden_states=True, use_cache=True)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "llama", "mixtral"])
+def test_more_outputs_change_nothing(pool2: RankPool, kind: str) -> None:
+    assert_same(pool2.run(fit_weights, "zero3", ReturnsEverything, kind)[0], expected(kind).weights)
+
+
+def trained(model: nn.Module, kind: str) -> dict[str, Tensor]:
+    """The weights of a model that was changed first, after a plain fit."""
+    batches = make_batches(KINDS[kind], STEPS, WORLD)
+    make = functools.partial(make_optimizer, "adamw")
+    return train_reference(model, make, batches, loss_of, reduce_each=True).weights  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "llama", "mixtral"])
+def test_activation_checkpoints_change_nothing(pool2: RankPool, kind: str) -> None:
+    """Where blocks share an input, as T5's biases, they add its gradients in another order: in plain torch as well."""
+    model = KINDS[kind].make_model()
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    assert_same(pool2.run(fit_weights, "zero3", Recomputes, kind)[0], trained(model, kind))
+
+
+PROMPT = torch.tensor([[5, 6, 7]])
+
+
+def generated(model: Any, rank: int) -> Tensor:
+    """A longer text on each further rank."""
+    length = 4 + 3 * rank
+    ids: Tensor = model.generate(PROMPT, max_new_tokens=length, min_new_tokens=length, do_sample=False)
+    return ids
+
+
+class Generates(Lit):
+    """A sample after the epoch, whole at stages 0 to 2."""
+
+    def on_train_epoch_end(self) -> None:
+        self.model.eval()
+        self.ids = generated(self.model, self.global_rank)
+        self.model.train()
+
+
+class GeneratesGathered(Generates):
+    def on_train_epoch_end(self) -> None:
+        with gathered_parameters(self):
+            super().on_train_epoch_end()
+
+
+def fit_and_generate(name: str, lit: type[Generates], kind: str) -> Tensor:
+    module = lit(kind)
+    make_trainer(name).fit(module)
+    return module.ids
+
+
+@pytest.mark.parametrize(("name", "lit"), [("zero0", Generates), ("zero2", Generates), ("zero3", GeneratesGathered)])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_generate_in_a_hook(pool2: RankPool, kind: str, name: str, lit: type[Generates]) -> None:
+    model = KINDS[kind].make_model().eval()
+    model.load_state_dict(expected(kind).weights)
+    results = pool2.run(fit_and_generate, name, lit, kind)
+    assert all(torch.equal(ids, generated(model, rank)) for rank, ids in enumerate(results))
+
+
+class Resized(Lit):
+    """New words, where the Trainer asks for the model; its weights come from elsewhere."""
+
+    def configure_model(self) -> None:
+        if self.model.get_input_embeddings().num_embeddings == VOCAB:  # type: ignore[operator]
+            resize(self.model)
+
+
+def resize(model: Any) -> None:
+    model.load_state_dict({name: value / 2 for name, value in model.state_dict().items()})
+    model.resize_token_embeddings(VOCAB + 5, mean_resizing=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[VOCAB:] = 0.125
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_embeddings_are_resized_before_training(pool2: RankPool, name: str) -> None:
+    model = KINDS["gpt2"].make_model()
+    resize(model)
+    weights = pool2.run(fit_weights, name, Resized, "gpt2")[0]
+    assert_same(weights, trained(model, "gpt2"))
+    assert weights["lm_head.weight"].shape == (VOCAB + 5, 18)
+
+
+def fit_and_save(kind: str, folder: str) -> dict[str, Any]:
+    """The model's own methods on freed parameters, and its own files."""
+    lit = Lit(kind)
+    make_trainer("zero3").fit(lit)
+    model: Any = lit.model
+    embedding = model.get_input_embeddings().weight
+    with pytest.raises(RuntimeError, match=r"wte.weight.*is freed"):
+        embedding.sum()
+    with gathered_parameters(lit):
+        if lit.global_rank == 0:
+            model.save_pretrained(folder)
+    counts = (model.num_parameters(), model.num_parameters(only_trainable=True))
+    return {"counts": counts, "shape": tuple(embedding.shape)}
+
+
+def test_save_pretrained_and_metadata_at_stage_3(pool2: RankPool, tmp_path: Path) -> None:
+    from transformers import GPT2LMHeadModel
+
+    results = pool2.run(fit_and_save, "gpt2", str(tmp_path))
+    model: Any = KINDS["gpt2"].make_model()
+    assert results == [{"counts": (model.num_parameters(),) * 2, "shape": (VOCAB, 18)}] * WORLD
+    assert_same(dict(GPT2LMHeadModel.from_pretrained(tmp_path).state_dict()), expected("gpt2").weights)
+
+
+def test_adapters_alone_are_saved(pool2: RankPool, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    pool2.run(fit_and_save, "lora", str(tmp_path))
+    assert not list(tmp_path.glob("model*"))
+    plain = expected("lora").weights
+    base = gpt2(tied=False)
+    prefix = "base_model.model."
+    frozen = {
+        n.removeprefix(prefix).replace(".base_layer.", ".").replace("lm_head.original_module.", "lm_head."): v
+        for n, v in plain.items()
+        if "lora_" not in n and "modules_to_save" not in n
+    }
+    base.load_state_dict(frozen)
+    assert_same(dict(PeftModel.from_pretrained(base, tmp_path).state_dict()), plain)
