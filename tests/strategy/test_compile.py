@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ def fit_counting(strategy: StrategyArgument, module: Any, recipe: Recipe, **flag
 @pytest.fixture(autouse=True, scope="module")
 def warm(pool2: RankPool) -> None:
     """The first compilation in a process imports a lot."""
-    pool2.run(fit_counting, "zero2", CompiledModel, Recipe(steps=1))
+    pool2.run(fit_counting, "zero2", CompiledBlocks, Recipe(steps=1))
 
 
 @pytest.mark.parametrize("name", slow_unless(["zero2", "zero3"], [*STAGES_0_TO_2, "zero3", "zero3_offload"]))
@@ -246,6 +247,31 @@ def test_checkpoints_know_no_wrapper(pool2: RankPool, tmp_path: Path, name: str,
     expected = reference(name, MOMENTUM, WORLD, batches=batches + batches)
     assert_same(resumed.weights, expected.weights)
     assert_same_states(resumed.optimizer_states[0], expected.optimizer_state)
+
+
+def release_compiled(module: type[Lit], recipe: Recipe) -> list[Tensor]:
+    """What the module's blocks compute for themselves, and its copy, once nothing is sharded any more."""
+    forget_graphs()
+    lit = module(recipe)
+    blocks: Any = lit.model.blocks
+    calls = [vars(block).get("_compiled_call_impl") for block in blocks]
+    trainer = make_trainer("zero3")
+    trainer.fit(lit)
+    assert [vars(block).get("_compiled_call_impl") for block in blocks] != calls or module is CompiledBlocks
+    trainer.strategy.release()  # type: ignore[attr-defined]
+    assert [vars(block).get("_compiled_call_impl") for block in blocks] == calls
+    batch = next(iter(lit.loader()))
+    with torch.no_grad():
+        return [lit.model(batch[:, :-1]), copy.deepcopy(lit).model(batch[:, :-1])]
+
+
+@pytest.mark.parametrize("module", [CompiledBlocks, BlocksCompiledInPlace])
+def test_released_blocks_are_compiled_as_before(pool2: RankPool, module: type[Lit]) -> None:
+    model = MOMENTUM.make_model()
+    model.load_state_dict(reference("zero3", MOMENTUM, WORLD).weights)
+    for rank, outputs in enumerate(pool2.run(release_compiled, module, MOMENTUM)):
+        batch = models.rank_batches(MOMENTUM.batches(WORLD), rank)[0]
+        assert all(torch.equal(output, model(batch[:, :-1])) for output in outputs)
 
 
 class ClearsByWrapper(CompiledModel):
