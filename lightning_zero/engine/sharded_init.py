@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero.engine.collectives import Mesh
 from lightning_zero.engine.freed import FreedParameter, function_name, is_metadata, mark, own_class, unmark
-from lightning_zero.engine.stores import Store
+from lightning_zero.engine.stores import Store, note_freed
 
 _PATIENCE = 1.0  # seconds; a parameter that is taken for shared stays whole for longer, no more
 _SMALL = 1 << 16  # bytes; a shard below this is no mapping of its own in a host store
@@ -141,7 +141,9 @@ def _shard(parameter: Parameter, name: str, mesh: Mesh, store: Store) -> None:
     values = _zeros(store, length, parameter.dtype)
     own = flat[group.rank * length :][:length]
     values[: own.numel()].copy_(own)
+    del flat, own
     parameter.untyped_storage().resize_(0)
+    note_freed(parameter, parameter.nbytes)
     _mark_sharded(parameter, name, Shard(mesh, store, values))
 
 

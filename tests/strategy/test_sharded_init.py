@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import lightning
 import pytest
 import torch
 from helpers.ranks import RankError, RankPool
-from lightning import Trainer, seed_everything
+from lightning import LightningModule, Trainer, seed_everything
 from strategy.fits import (
     Fitted,
     Lit,
@@ -21,9 +23,10 @@ from strategy.fits import (
     reference,
 )
 from torch import nn
+from torch.utils.data import DataLoader
 
-from lightning_zero import ZeroStrategy
-from lightning_zero.engine import ShardedParameter
+from lightning_zero import ZeroStrategy, gathered_parameters
+from lightning_zero.engine import Bucket, ShardedParameter
 
 STAGE_3 = ("zero3", "zero3_offload", {"stage": 3, "offload_optimizer": "cpu"})
 
@@ -195,3 +198,54 @@ def made_before_a_spawn() -> bool:
 
 def test_before_a_spawn_the_module_is_whole(pool2: RankPool) -> None:
     assert pool2.run(made_before_a_spawn) == [False, False]
+
+
+class Wide(LightningModule):
+    """64 MB of weights."""
+
+    def configure_model(self) -> None:
+        self.layers = nn.Sequential(*(nn.Linear(2048, 1024) for _ in range(8)))
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def memory_of_loading(path: str) -> tuple[int, bool]:
+    """The most anonymous memory that loading weights took at any parameter, and whether they are right."""
+    trainer, wide, taken, begin = make_trainer("zero3"), Wide(), [], 0
+    load_parameter, load_all = Bucket.load, ZeroStrategy.load_model_state_dict
+
+    def measured_load(bucket: Bucket, index: int, values: torch.Tensor) -> None:
+        load_parameter(bucket, index, values)
+        taken.append(anonymous_bytes() - begin)
+
+    def measured_load_all(*args: Any, **kwargs: Any) -> None:
+        nonlocal begin
+        begin = anonymous_bytes()
+        load_all(*args, **kwargs)
+
+    with (
+        patch.object(Bucket, "load", measured_load),
+        patch.object(ZeroStrategy, "load_model_state_dict", measured_load_all),
+    ):
+        trainer.validate(wide, DataLoader(range(2)), ckpt_path=path, verbose=False)  # type: ignore[arg-type]
+    state = torch.load(path, mmap=True, weights_only=True)["state_dict"]
+    assert len(taken) == len(state) == 16
+    with gathered_parameters(wide):
+        return max(taken), all(torch.equal(value, state[name]) for name, value in wide.state_dict().items())
+
+
+def test_loading_a_checkpoint_streams(pool2: RankPool, tmp_path: Path) -> None:
+    """No rank reads the whole of it into memory: the shards are there, and nothing else is taken."""
+    path = str(tmp_path / "saved.ckpt")
+    wide = Wide()
+    wide.configure_model()
+    version = {"pytorch-lightning_version": lightning.__version__}
+    torch.save({"state_dict": wide.state_dict(), "epoch": 0, "global_step": 0, "loops": {}, **version}, path)
+    full = sum(p.nbytes for p in wide.parameters())
+    for taken, right in pool2.run(memory_of_loading, path):
+        assert right
+        assert taken < 0.2 * full

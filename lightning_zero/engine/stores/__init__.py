@@ -1,7 +1,7 @@
 """Where shards and optimizer state rest between the passes that use them."""
 
 from lightning_zero.engine.stores.device import DeviceStore
-from lightning_zero.engine.stores.host import HostStore
+from lightning_zero.engine.stores.host import HostStore, note_freed
 from lightning_zero.engine.stores.store import Store
 
-__all__ = ["DeviceStore", "HostStore", "Store"]
+__all__ = ["DeviceStore", "HostStore", "Store", "note_freed"]

@@ -7,6 +7,7 @@ the tensor dies.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 from lightning_zero import ops
 
 HUGE_PAGE = 2 * 1024 * 1024
+_TRIM_BYTES = 1 << 25  # freed memory that the C allocator may keep before it is asked to give it back
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+_freed_bytes = 0
 
 
 class HostStore:
@@ -65,3 +69,13 @@ def _check_cuda(result: object, action: str) -> None:
         raise RuntimeError(
             f"CUDA could not {action}: {result}; raise the memlock limit (ulimit -l) or use less host state"
         )
+
+
+def note_freed(tensor: Tensor, nbytes: int) -> None:
+    """Memory of ``tensor`` was freed: the C allocator, which would keep it, gives it back from time to time."""
+    global _freed_bytes  # noqa: PLW0603  (there is one allocator)
+    if tensor.device.type == "cpu" and _trim is not None:
+        _freed_bytes += nbytes
+        if _freed_bytes >= _TRIM_BYTES:
+            _freed_bytes = 0
+            _trim(0)
