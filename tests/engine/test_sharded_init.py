@@ -320,7 +320,7 @@ def check_trials(pool: RankPool, trials: Sequence[Trial]) -> None:
 
 
 def test_training_is_that_after_ordinary_initialization(pool2: RankPool) -> None:
-    check_trials(pool2, TRIALS[:4])
+    check_trials(pool2, [TRIALS[0], TRIALS[4]])
 
 
 @pytest.mark.slow
