@@ -175,12 +175,8 @@ class Bucket:
                     part = values[segment.param_start : segment.param_start + segment.numel]
                     target[segment.start : segment.stop].copy_(part)
             del values  # before the next one is gathered
-<<<<<<< HEAD
             parameter.data = self.view(self.flat, index)
-=======
-            parameter.data = self._view(self.flat, index)
             note_freed(parameter, parameter.nbytes)
->>>>>>> 375cc46 (Initialization in shards gives freed memory back to the system; measured with 300M parameters)
 
     def _broadcast(self, index: int) -> Tensor:
         """The whole values of one parameter, the same on all ranks; 1-D."""
