@@ -40,6 +40,7 @@ from lightning_zero.engine import (
     Engine,
     HostStore,
     Mesh,
+    Placement,
     ShardingPolicy,
     Store,
     engines_of,
@@ -47,7 +48,6 @@ from lightning_zero.engine import (
     make_whole,
     sharded_init,
 )
-from lightning_zero.engine.bucket import Placement
 from lightning_zero.engine.compiled import names_of, plain_names
 from lightning_zero.optim import ShardUpdater, make_updater
 from lightning_zero.precision import ZeroPrecision, as_zero_precision

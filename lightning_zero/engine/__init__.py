@@ -7,13 +7,14 @@ from lightning_zero.engine.access import (
     full_param,
     gathered_parameters,
 )
-from lightning_zero.engine.bucket import Bucket, BucketState, ParameterSpec, Placement
+from lightning_zero.engine.bucket import Bucket, BucketState, ParameterSpec
 from lightning_zero.engine.collectives import CollectiveError, Group, Mesh
 from lightning_zero.engine.freed import FreedParameter
 from lightning_zero.engine.gradients import GradientLog
 from lightning_zero.engine.layout import FlatLayout, Run, Segment, runs, tiles
 from lightning_zero.engine.loss_scaler import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
 from lightning_zero.engine.partition import Unit, find_units
+from lightning_zero.engine.placement import MasterForm, Placement
 from lightning_zero.engine.policies import MixedPrecisionPolicy, ShardingPolicy
 from lightning_zero.engine.runtime import Engine, GradientStats, StepOutcome, Updater
 from lightning_zero.engine.sharded_init import ShardedInit, ShardedParameter, make_whole, sharded_init
@@ -34,6 +35,7 @@ __all__ = [
     "HostStore",
     "LossScaleError",
     "LossScaler",
+    "MasterForm",
     "Mesh",
     "MixedPrecisionPolicy",
     "ParameterSpec",

@@ -22,18 +22,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_zero import ops
-from lightning_zero.engine.collectives import Mesh
 from lightning_zero.engine.freed import mark_freed, mark_gathered
 from lightning_zero.engine.gradients import GradientLog
-from lightning_zero.engine.layout import FlatLayout, Segment
+from lightning_zero.engine.layout import Segment
 from lightning_zero.engine.master import CopyMaster, Master, NoMaster, SplitMaster
 from lightning_zero.engine.memory_format import MemoryFormat
-from lightning_zero.engine.policies import MixedPrecisionPolicy, ShardingPolicy
+from lightning_zero.engine.placement import Placement
 from lightning_zero.engine.sharded_init import ShardedParameter, whole_values
-from lightning_zero.engine.stores import Store, note_freed
+from lightning_zero.engine.stores import note_freed
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
-_CACHE_LINE = 64  # bytes; the alignment of torch's own CPU allocations
 
 
 class BucketState(Enum):
@@ -50,17 +48,6 @@ class ParameterSpec(NamedTuple):
 
     name: str
     parameter: Parameter
-
-
-class Placement(NamedTuple):
-    """What the buckets of one engine share."""
-
-    mesh: Mesh
-    sharding: ShardingPolicy
-    precision: MixedPrecisionPolicy
-    device: torch.device  # where the model computes
-    optimizer_store: Store
-    param_store: Store
 
 
 def checksum(values: Tensor) -> Tensor:
@@ -83,22 +70,11 @@ class Bucket:
         dtype: dtype that forward and backward see.
         optimized: whether an optimizer may update them; otherwise no gradient is ever reduced here.
         placement: groups, policies, device and stores.
-        persistent: keep the parameters whole also where the stage shards them.
-
-    Attributes:
-        shards_params: whether the parameters are freed outside the forward and backward of their unit.
     """
 
     def __init__(
-        self,
-        name: str,
-        specs: Sequence[ParameterSpec],
-        dtype: torch.dtype,
-        optimized: bool,
-        placement: Placement,
-        persistent: bool = False,
+        self, name: str, specs: Sequence[ParameterSpec], dtype: torch.dtype, optimized: bool, placement: Placement
     ) -> None:
-        mesh = placement.mesh
         self.name = name
         self.names = tuple(spec.name for spec in specs)
         self.parameters = tuple(spec.parameter for spec in specs)
@@ -107,10 +83,8 @@ class Bucket:
         self.dtype = dtype
         self.optimized = optimized
         self.placement = placement
-        self.shards_params = placement.sharding.shard_params and not persistent
-        numels = tuple(p.numel() for p in self.parameters)
-        self.layout = FlatLayout(numels, mesh.shard.size, mesh.world.size, _CACHE_LINE // dtype.itemsize)
-        self.segments = self.layout.segments(mesh.shard.rank)
+        self.layout = placement.layout(tuple(p.numel() for p in self.parameters), dtype)
+        self.segments = self.layout.segments(placement.mesh.shard.rank)
         self.index = {id(p): i for i, p in enumerate(self.parameters)}
         self.state = BucketState.GATHERED
         self.pins = 0  # open `gathered_parameters` contexts: resharding waits for them
@@ -187,15 +161,10 @@ class Bucket:
 
     def _master_copy(self) -> Tensor | None:
         """Room for a master in a tensor of its own, where there must be one: 1-D, Ψ/S, in the optimizer's store."""
-        placement = self.placement
-        narrowed = self._initial_dtype.itemsize > self.dtype.itemsize
-        # A frozen parameter keeps its full precision too: it is what a checkpoint holds.
-        cast = placement.precision.needs_master(self.dtype) and (self.optimized or narrowed)
-        moved = placement.optimizer_store.device != self.shard.device or placement.optimizer_store.exact
-        moved = moved and not (self.shards_params and placement.param_store is placement.optimizer_store)
-        if not cast and not (self.optimized and moved):
+        form = self.placement.master(self._initial_dtype, self.dtype, self.optimized)
+        if not form.pieces:
             return None
-        copy = placement.optimizer_store.zeros(self.shard.numel(), torch.float32 if cast else self.dtype)
+        copy = self.placement.optimizer_store.zeros(self.shard.numel(), form.dtype)
         if copy.device.type == "cpu":
             ops.zero_(copy)  # its pages lie near the threads that will update them
         return copy
@@ -214,8 +183,9 @@ class Bucket:
             store, numel = self.placement.optimizer_store, self.shard.numel()
             values = self.master.read(0, numel)
             if split:
-                high = self.shard if self.shard.device.type == "cpu" else store.zeros(numel, self.dtype)
-                self.master = SplitMaster(self.shard, high, store.zeros(numel, torch.int16))
+                pieces = self.placement.split_master(self.dtype).pieces
+                remainder, *high = (store.zeros(numel, dtype) for dtype in pieces)
+                self.master = SplitMaster(self.shard, high[0] if high else self.shard, remainder)
                 self.master.load(0, values)
             else:
                 self.master = CopyMaster(self.shard, values, ties="away")
@@ -236,6 +206,11 @@ class Bucket:
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         return [self.view(flat, index) for index in range(len(self.parameters))]
+
+    @property
+    def shards_params(self) -> bool:
+        """Whether the parameters are freed outside the forward and backward of their unit."""
+        return self.placement.sharding.shard_params
 
     def range_of(self, segment: Segment) -> slice:
         """The segment's elements in the flat buffer."""
@@ -429,10 +404,11 @@ class Bucket:
     def keep_local(self) -> None:
         """Between micro-batches where gradients stay whole: sum 16-bit gradients in fp32, leave others in ``grad``."""
         self._note_received()
-        if self.dtype.itemsize < 4:
+        dtype = self.placement.sum_dtype(self.dtype)
+        if dtype != self.dtype:
             # On every rank, with gradients or without: it decides the dtype of the reduction.
             if self._partial is None:
-                self._partial = torch.zeros(self.layout.padded_numel, dtype=torch.float32, device=self.placement.device)
+                self._partial = torch.zeros(self.layout.padded_numel, dtype=dtype, device=self.placement.device)
             for view, parameter in zip(self._views(self._partial), self.parameters, strict=True):
                 if parameter.grad is not None:
                     view.add_(parameter.grad)
@@ -451,7 +427,7 @@ class Bucket:
         if mesh.replica.size > 1:
             if not last or self._window is not None:
                 # As in the log: micro-batches add up in fp32.
-                fresh = fresh.to(torch.promote_types(fresh.dtype, torch.float32))
+                fresh = fresh.to(self.placement.sum_dtype(fresh.dtype))
             if self._window is not None:
                 fresh = self._window.add_(fresh)
             self._window = None if last else fresh
@@ -468,8 +444,7 @@ class Bucket:
 
     def _collect(self) -> Tensor:
         """Copy the gradients to a flat buffer in the reduce dtype, divided by the number of ranks; free them."""
-        # What was summed in fp32 is sent in fp32: two finite fp16 micro-batches may add up to more than fp16 holds.
-        dtype = self.placement.precision.reduce_dtype or (self.dtype if self._partial is None else self._partial.dtype)
+        dtype = self.placement.reduce_dtype(self.dtype, summed=self._partial is not None)
         buffer = torch.zeros(self.layout.padded_numel, dtype=dtype, device=self.placement.device)
         targets, sources = [], []
         for view, parameter in zip(self._views(buffer), self.parameters, strict=True):

@@ -8,6 +8,17 @@ from torch import Tensor
 from lightning_zero.engine.stores import Store
 
 
+def log_dtype(fixed: torch.dtype | None, values: torch.dtype, again: bool) -> torch.dtype:
+    """The dtype of a log.
+
+    Args:
+        fixed: what the policy asks for; ``None`` leaves it to what arrives.
+        values: dtype of what arrives.
+        again: whether something has arrived before.
+    """
+    return fixed or (torch.promote_types(values, torch.float32) if again else values)
+
+
 class GradientLog:
     """Accumulates the reduced gradients of one shard over micro-batches.
 
@@ -28,12 +39,12 @@ class GradientLog:
 
     def add(self, values: Tensor) -> None:
         """Add ``values`` (1-D)."""
+        log = self._ensure(log_dtype(self._fixed_dtype, values.dtype, again=not self._empty))
         if self._empty:
-            self._ensure(self._fixed_dtype or values.dtype).copy_(values)
+            log.copy_(values)
             self._empty = False
         else:
-            wide = torch.promote_types(values.dtype, torch.float32)
-            self._ensure(self._fixed_dtype or wide).add_(values.to(self._store.device))
+            log.add_(values.to(self._store.device))
 
     def read(self, start: int, stop: int) -> Tensor:
         """A view of the gradient of elements ``[start, stop)``; zeros where nothing arrived."""

@@ -29,7 +29,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero import ops
-from lightning_zero.engine.bucket import Bucket, BucketState, Placement
+from lightning_zero.engine.bucket import Bucket, BucketState
 from lightning_zero.engine.collectives import CollectiveError
 from lightning_zero.engine.compiled import Handle, attach, inside_graphs, is_compiled, named_modules
 from lightning_zero.engine.freed import without_freed_checks
@@ -38,6 +38,7 @@ from lightning_zero.engine.hooks import RefreshHook, UnshardHooks
 from lightning_zero.engine.layout import Segment, runs
 from lightning_zero.engine.loss_scaler import LossScaleError, LossScaler
 from lightning_zero.engine.partition import ROOT, BucketSpec, Unit, find_units, make_buckets
+from lightning_zero.engine.placement import Placement
 from lightning_zero.engine.prefetch import Prefetcher
 from lightning_zero.engine.reducer import Reducer
 from lightning_zero.engine.takeover import (
@@ -184,7 +185,13 @@ class Engine:
         self._convert_buffers()
         # Forward order; masters are made here, before anything is cast.
         self.buckets = [
-            Bucket(_name(number, spec), spec.specs, spec.dtype, spec.optimized, placement, spec.persistent)
+            Bucket(
+                _name(number, spec),
+                spec.specs,
+                spec.dtype,
+                spec.optimized,
+                placement.persistent() if spec.persistent else placement,
+            )
             for number, spec in enumerate(specs)
         ]
         self._bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
