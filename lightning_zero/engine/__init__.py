@@ -15,6 +15,7 @@ from lightning_zero.engine.layout import FlatLayout, Run, Segment, runs, tiles
 from lightning_zero.engine.loss_scaler import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
 from lightning_zero.engine.partition import Unit, find_units
 from lightning_zero.engine.placement import MasterForm, Placement
+from lightning_zero.engine.plan import BucketForm, BucketPlan, Bytes, Footprint, Peak, Plan, plan
 from lightning_zero.engine.policies import MixedPrecisionPolicy, ShardingPolicy
 from lightning_zero.engine.runtime import Engine, GradientStats, StepOutcome, Updater
 from lightning_zero.engine.sharded_init import ShardedInit, ShardedParameter, make_whole, sharded_init
@@ -22,12 +23,16 @@ from lightning_zero.engine.stores import DeviceStore, HostStore, Store
 
 __all__ = [
     "Bucket",
+    "BucketForm",
+    "BucketPlan",
     "BucketState",
+    "Bytes",
     "CollectiveError",
     "DeviceStore",
     "DynamicLossScaler",
     "Engine",
     "FlatLayout",
+    "Footprint",
     "FreedParameter",
     "GradientLog",
     "GradientStats",
@@ -39,7 +44,9 @@ __all__ = [
     "Mesh",
     "MixedPrecisionPolicy",
     "ParameterSpec",
+    "Peak",
     "Placement",
+    "Plan",
     "Run",
     "Segment",
     "ShardedInit",
@@ -57,6 +64,7 @@ __all__ = [
     "full_param",
     "gathered_parameters",
     "make_whole",
+    "plan",
     "runs",
     "sharded_init",
     "tiles",

@@ -28,6 +28,7 @@ from torch import Tensor
 # torch 2.13 renamed the flat collectives; 2.10 to 2.12 have the old names only.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # of (size - 1) / size of the data
 
 _HEADER = 128  # bytes: a digest and the beginning of what the collective is for
 _DATA_TAG = 1 << 30  # tags below it are those of headers
@@ -63,9 +64,34 @@ class Group:
         self.recent: deque[str] = deque(maxlen=_RECENT)
         self._headers = 0
 
-    def _count(self, name: str, nbytes: float) -> None:
+    @classmethod
+    def imagined(cls, size: int, rank: int = 0) -> Group:
+        """A group to plan with: it has a size and cannot communicate."""
+        group = cls()
+        group.size, group.rank = size, rank
+        return group
+
+    def _count(self, name: str, nbytes: int) -> None:
         self.calls[name] += 1
-        self.sent[name] += int(nbytes)
+        self.sent[name] += nbytes
+
+    def traffic(self, collective: str, nbytes: int) -> int:
+        """Bytes that a rank sends in an ``all_gather``, ``reduce_scatter`` or ``all_reduce`` of ``nbytes``, padded."""
+        return _ROUNDS[collective] * nbytes * (self.size - 1) // self.size
+
+    def padding(self, numel: int, device: torch.device) -> int:
+        """Elements that :meth:`all_reduce_` adds to ``numel``."""
+        return -numel % self.size if device.type == "cpu" else 0
+
+    def scratch(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> int:
+        """Bytes that :meth:`reduce_scatter` of ``nbytes`` takes while it runs, its result included."""
+        if self.size == 1:
+            return 0
+        part = nbytes // self.size
+        if device.type != "cpu":
+            return part
+        # What the others send, and the sum; 16-bit summands are widened one by one.
+        return nbytes - part + part * (2 * (4 // dtype.itemsize) if dtype.itemsize < 4 else 1)
 
     def reset_counters(self) -> None:
         self.sent.clear()
@@ -88,7 +114,7 @@ class Group:
         data = flat.view(torch.uint8)  # backends do not know every dtype
         slices = data.chunk(self.size)
         own = slices[self.rank]
-        self._count("all_gather", (self.size - 1) * own.nbytes)
+        self._count("all_gather", self.traffic("all_gather", flat.nbytes))
         if flat.device.type == "cpu":
             return self._exchange([own] * self.size, slices, what)
         with self._explained(what):
@@ -104,7 +130,7 @@ class Group:
         if self.size == 1:
             return flat
         self._announce(what, flat.device)
-        self._count("reduce_scatter", flat.nbytes * (self.size - 1) / self.size)
+        self._count("reduce_scatter", self.traffic("reduce_scatter", flat.nbytes))
         if flat.device.type == "cpu":
             return self._rank_ordered_sum(flat, what)
         out = flat.new_empty(flat.numel() // self.size)
@@ -131,14 +157,14 @@ class Group:
         if flat.device.type != "cpu":
             with self._explained(what):
                 dist.all_reduce(flat, group=self.process_group)
-            self._count("all_reduce", 2 * flat.nbytes * (self.size - 1) / self.size)
+            self._count("all_reduce", self.traffic("all_reduce", flat.nbytes))
             return flat
-        padding = -flat.numel() % self.size
+        padding = self.padding(flat.numel(), flat.device)
         padded = torch.nn.functional.pad(flat, (0, padding)) if padding else flat
         slices = padded.chunk(self.size)
         slices[self.rank].copy_(self._rank_ordered_sum(padded, what))
         self._exchange([slices[self.rank]] * self.size, slices, what)()
-        self._count("all_reduce", 2 * padded.nbytes * (self.size - 1) / self.size)
+        self._count("all_reduce", self.traffic("all_reduce", padded.nbytes))
         if padding:
             flat.copy_(padded[: flat.numel()])
         return flat
@@ -285,6 +311,12 @@ class Mesh:
     def single(cls) -> Mesh:
         """One process, no communication."""
         return cls(Group(), Group(), Group())
+
+    @classmethod
+    def imagined(cls, shard_size: int, replicas: int = 1, rank: int = 0) -> Mesh:
+        """S x R ranks to plan with, seen from ``rank`` of the world; it cannot communicate."""
+        world = Group.imagined(shard_size * replicas, rank)
+        return cls(world, Group.imagined(shard_size, rank % shard_size), Group.imagined(replicas, rank // shard_size))
 
     @classmethod
     def create(cls, shard_size: int | None = None, timeout: timedelta | None = None) -> Mesh:

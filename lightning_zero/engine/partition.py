@@ -175,7 +175,7 @@ def make_buckets(
             raise TypeError(
                 f"module {name!r} is {module}: sparse gradients cannot be sharded. Use sparse=False, or strategy='ddp'"
             )
-    members = _parameters_by_unit(root, units)
+    members = parameters_by_unit(root, units)
     norms = {id(p) for m in root.modules() if is_norm(m) for p in m.parameters(recurse=False)}
     buckets: list[BucketSpec] = []
     open_buckets: dict[tuple[torch.dtype, torch.dtype, bool, str | None], BucketSpec] = {}
@@ -197,7 +197,7 @@ def make_buckets(
     return buckets
 
 
-def _parameters_by_unit(root: nn.Module, units: Sequence[Unit]) -> dict[str, list[ParameterSpec]]:
+def parameters_by_unit(root: nn.Module, units: Sequence[Unit]) -> dict[str, list[ParameterSpec]]:
     """Each parameter once, under its unit; one that several units share belongs to the root."""
     owners: dict[int, set[str]] = {}
     for unit in units:

@@ -3,7 +3,7 @@
 from lightning_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion, CPUOptimizer
 from lightning_zero.optim.rules import check_element_wise
 from lightning_zero.optim.state import ShardState
-from lightning_zero.optim.update import NativeUpdater, ShardUpdater, TorchUpdater, make_updater
+from lightning_zero.optim.update import NativeUpdater, ShardUpdater, TorchUpdater, choose_updater, make_updater
 
 __all__ = [
     "CPUSGD",
@@ -17,5 +17,6 @@ __all__ = [
     "ShardUpdater",
     "TorchUpdater",
     "check_element_wise",
+    "choose_updater",
     "make_updater",
 ]

@@ -76,19 +76,38 @@ def check_element_wise(optimizer: Optimizer, device: torch.device) -> frozenset[
     return frozenset(per_element)
 
 
+def state_dtypes(
+    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.dtype]:
+    """The state with one value per element that ``optimizer`` keeps of a parameter in ``group``, from a trial.
+
+    Args:
+        optimizer: element-wise; it is not changed.
+        group: one of its parameter groups.
+        dtype: of the parameter.
+        device: of the parameter.
+    """
+    whole, state = _trial(optimizer, group, [slice(None)], device, dtype)
+    return {k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.shape == whole.shape}
+
+
 def _trial(
-    optimizer: Optimizer, group: dict[str, Any], parts: list[slice], device: torch.device
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    parts: list[slice],
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, dict[str, Any]]:
     """Three steps on a small parameter, part by part as the update over shards does; the result and its state."""
     generator = torch.Generator().manual_seed(0)
-    initial = torch.randn(_SHAPE, generator=generator).to(device)
+    initial = torch.randn(_SHAPE, generator=generator).to(device, dtype)
     flat = initial.reshape(-1)
     # The matrix itself where it is whole: a rule for matrices would act differently on a vector.
     tensors = [initial] if len(parts) == 1 else [flat[part] for part in parts]
     states = [_fresh_state(optimizer, tensor) for tensor in tensors]
     hyperparameters = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
     for _ in range(3):
-        gradient = torch.randn(_SHAPE, generator=generator).to(device)
+        gradient = torch.randn(_SHAPE, generator=generator).to(device, dtype)
         for tensor, part, state in zip(tensors, parts, states, strict=True):
             tensor.grad = gradient if len(parts) == 1 else gradient.reshape(-1)[part]
             states_of = {tensor: state}

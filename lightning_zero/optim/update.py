@@ -12,16 +12,29 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.engine import Bucket, Engine, Run, Segment, runs, tiles
+from lightning_zero.engine import (
+    Bucket,
+    BucketForm,
+    Engine,
+    Footprint,
+    MasterForm,
+    Placement,
+    Run,
+    Segment,
+    runs,
+    tiles,
+)
+from lightning_zero.engine.master import Master
 from lightning_zero.optim.cpu import CPUOptimizer
 from lightning_zero.optim.native import NativeRule, Numbers, first_index, rule_of_torch
-from lightning_zero.optim.rules import check_element_wise
+from lightning_zero.optim.rules import check_element_wise, state_dtypes
 from lightning_zero.optim.shell import ShellGroup, run_step
 from lightning_zero.optim.state import ShardState
 
 NativeOptimizer = Literal["auto", "off"]
 
 _TILE = 1 << 22  # elements whose gradients are converted and scaled at a time
+_PASSING = 3  # values per element that the step of a torch optimizer takes in passing, at most
 
 Groups = dict[int, dict[str, Any]]
 
@@ -95,6 +108,16 @@ class ShardUpdater(ABC):
         wanted = self._dtype or bucket.master.dtype
         return value.to(wanted) if name in self._per_element and value.is_floating_point() else value
 
+    def _members(self, bucket: BucketForm) -> list[tuple[Segment, dict[str, Any]]]:
+        """This rank's segments of ``bucket`` that will be updated, each with its parameter group."""
+        group_of = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        owned = [(segment, bucket.parameters[segment.param]) for segment in bucket.segments]
+        return [(s, group_of[id(p)]) for s, p in owned if id(p) in group_of and p.requires_grad]
+
+    @abstractmethod
+    def footprint(self, bucket: BucketForm) -> Footprint:
+        """See :class:`lightning_zero.engine.plan.PlannedUpdater`."""
+
     def clear(self) -> None:
         """Forget all state, as before the first step."""
         for state in self._states.values():
@@ -113,6 +136,22 @@ class TorchUpdater(ShardUpdater):
 
     def check(self, groups: Iterable[dict[str, Any]]) -> None:
         """What torch's optimizers take is their own business."""
+
+    def footprint(self, bucket: BucketForm) -> Footprint:
+        """The optimizer's state, as it makes it for a parameter of the master's dtype; see the base class."""
+        members, master = self._members(bucket), bucket.master
+        state: dict[str, torch.dtype] = {}
+        for group in {id(group): group for _, group in members}.values():
+            state |= state_dtypes(self.optimizer, group, master.dtype, master.device)
+        segments = [segment for segment, _ in members]
+        tile = max((sum(s.numel for s in piece) for piece in tiles(segments, _TILE)), default=0)
+        together = any(_steps_together(group, master.device) for _, group in members)
+        at_once = tile if together else max((s.numel for s in segments), default=0)
+        # At the first step the optimizer makes the state of a tile, which is copied. Gradients are converted, or scaled
+        # where they are clipped.
+        fresh = sum(dtype.itemsize for dtype in state.values())
+        scratch = tile * (fresh + master.dtype.itemsize) + at_once * _PASSING * master.dtype.itemsize
+        return Footprint(master, state, scratch)
 
     def update(self, bucket: Bucket, segments: Sequence[Segment], groups: Groups, grad_scale: float) -> None:
         for tile in tiles(segments, _TILE):
@@ -142,6 +181,12 @@ class TorchUpdater(ShardUpdater):
             shard_state.put(segment, state[tensor])
 
 
+def _steps_together(group: dict[str, Any], device: torch.device) -> bool:
+    """Whether torch updates all tensors of a group at once, and so takes room for all of them."""
+    foreach = group.get("foreach")
+    return device.type != "cpu" and not group.get("fused") if foreach is None else bool(foreach)
+
+
 class NativeUpdater(ShardUpdater):
     """Runs a rule's kernel on masters in host memory: torch's Adam, AdamW, Adagrad and SGD, and the CPU optimizers.
 
@@ -160,7 +205,7 @@ class NativeUpdater(ShardUpdater):
         self._ordinals: dict[int, int] = {}  # by parameter id: its number, counted through the groups
 
     def prepare(self, bucket: Bucket) -> None:
-        if (reason := _why_not_native([bucket])) is not None:
+        if (reason := _why_not_native([bucket.master], bucket.placement)) is not None:
             raise ValueError(f"{type(self.optimizer).__name__} cannot update {bucket.name}: {reason}")
         if isinstance(self.optimizer, CPUOptimizer):
             bucket.lay_out_master(split=self._numbers.master_layout == "split")
@@ -168,6 +213,17 @@ class NativeUpdater(ShardUpdater):
     def check(self, groups: Iterable[dict[str, Any]]) -> None:
         for group in groups:
             self._rule.check(group)
+
+    def footprint(self, bucket: BucketForm) -> Footprint:
+        """The kernels update in place; what goes to a device is rounded on the host first. See the base class."""
+        master = bucket.master
+        split = isinstance(self.optimizer, CPUOptimizer) and self._numbers.master_layout == "split"
+        if split and master.pieces and bucket.dtype.itemsize == 2:
+            master = bucket.placement.split_master(bucket.dtype)
+        names = {name for _, group in self._members(bucket) for name in self._rule.names(group)}
+        rounded = bucket.dtype.itemsize == 2 and bucket.placement.shard_device.type != "cpu"
+        scratch = (_PASSING + 1) * master.dtype.itemsize * bucket.layout.shard_numel if rounded else 0
+        return Footprint(master, dict.fromkeys(sorted(names), self._numbers.state_dtype), scratch)
 
     def update(self, bucket: Bucket, segments: Sequence[Segment], groups: Groups, grad_scale: float) -> None:
         state = self.state_of(bucket)
@@ -223,15 +279,15 @@ class NativeUpdater(ShardUpdater):
         return first_index(self._ordinals[id(parameter)]) + segment.param_start
 
 
-def _why_not_native(buckets: Iterable[Bucket]) -> str | None:
-    """Why no kernel can update the shards of ``buckets`` as they are placed; ``None`` if one can."""
-    for bucket in buckets:
-        if bucket.master.device.type != "cpu":
+def _why_not_native(masters: Iterable[Master | MasterForm], placement: Placement) -> str | None:
+    """Why no kernel can update shards with these masters; ``None`` if one can."""
+    precision = placement.precision
+    for master in masters:
+        if master.device.type != "cpu":
             return "its masters are not in host memory (use offload_optimizer='cpu')"
-        precision = bucket.placement.precision
-        if bucket.master.dtype != torch.float32 or torch.float64 in (precision.reduce_dtype, precision.grad_dtype):
+        if master.dtype != torch.float32 or torch.float64 in (precision.reduce_dtype, precision.grad_dtype):
             return (
-                f"kernels need fp32 masters and gradients of at most fp32; the masters are {bucket.master.dtype}. "
+                f"kernels need fp32 masters and gradients of at most fp32; the masters are {master.dtype}. "
                 "Train 16-bit parameters with precision='bf16-true' or '16-true', which gives them fp32 masters"
             )
     return None
@@ -250,14 +306,25 @@ def make_updater(optimizer: Optimizer, engine: Engine, native: NativeOptimizer =
         ValueError: the optimizer is not element-wise (see :func:`check_element_wise`), or a CPU optimizer cannot run on
             the shards as they are placed.
     """
-    store = engine.placement.optimizer_store
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     buckets = {id(b): b for p in parameters if (b := engine.bucket_of(p)) is not None}.values()
     for bucket in buckets:
         bucket.optimize()
+    return choose_updater(optimizer, engine.placement, [bucket.master for bucket in buckets], native)
+
+
+def choose_updater(
+    optimizer: Optimizer,
+    placement: Placement,
+    masters: Sequence[Master | MasterForm],
+    native: NativeOptimizer = "auto",
+) -> ShardUpdater:
+    """As :func:`make_updater`, for shards with these masters, which need not exist yet: for a plan."""
+    store = placement.optimizer_store
+    unfit = _why_not_native(masters, placement)
     if isinstance(optimizer, CPUOptimizer):
-        if (reason := _why_not_native(buckets)) is not None:
-            raise ValueError(f"{type(optimizer).__name__} cannot update these shards: {reason}")
+        if unfit is not None:
+            raise ValueError(f"{type(optimizer).__name__} cannot update these shards: {unfit}")
         if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(CPUOptimizer.step):
             raise ValueError(
                 f"{type(optimizer).__name__} has a step of its own, which does not run over shards; derive it from a "
@@ -266,6 +333,6 @@ def make_updater(optimizer: Optimizer, engine: Engine, native: NativeOptimizer =
         return NativeUpdater(optimizer, optimizer.rule, optimizer.numbers)
     rule = rule_of_torch(optimizer)
     differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
-    if rule is not None and native == "auto" and store.exact and not differentiable and not _why_not_native(buckets):
+    if rule is not None and native == "auto" and store.exact and not differentiable and not unfit:
         return NativeUpdater(optimizer, rule, Numbers())
     return TorchUpdater(optimizer, check_element_wise(optimizer, store.device))

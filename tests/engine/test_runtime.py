@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import gc
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,102 +66,6 @@ def flat_bytes(bucket: Bucket) -> int:
 
 def is_freed(bucket: Bucket) -> bool:
     return bucket.flat.untyped_storage().size() == 0
-
-
-# ---------------------------------------------------------------------------------------------------------- traffic
-
-
-def sent_in_a_step(setup: Setup, accumulate: int, model: str) -> dict[str, Any]:
-    """Collectives of one step after the first, and what the table of stages allows."""
-    module = make_model(model)
-    trained = [p for p in module.parameters() if p.requires_grad]
-    mesh = Meshes().of(setup)
-    session = driver.start(module, lambda _: torch.optim.AdamW(trained), setup, mesh)
-    micro = [batch(0, dist.get_rank())] * accumulate
-    driver.run_step(session, micro)
-    groups = list({id(group): group for group in (mesh.world, mesh.shard, mesh.replica)}.values())
-    for group in groups:
-        group.reset_counters()
-    driver.run_step(session, micro)
-    return {
-        "sent": sum((group.sent for group in groups), Counter()),
-        "calls": sum((group.calls for group in groups), Counter()),
-        "expected": expected_traffic(session.engine, accumulate),
-    }
-
-
-def expected_traffic(engine: Engine, accumulate: int) -> tuple[Counter[str], Counter[str]]:
-    """Bytes and calls per rank; the buckets that nothing trains cost gathers at stage 3 only."""
-    mesh, sharding = engine.placement.mesh, engine.placement.sharding
-    sent: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
-
-    def count(name: str, nbytes: float, times: int, size: int) -> None:
-        if times and size > 1:
-            sent[name] += times * int(nbytes * (size - 1) / size)
-            calls[name] += times
-
-    for bucket in engine.buckets:
-        trained, size = bucket.optimized, flat_bytes(bucket)
-        gathers = int(trained)
-        if sharding.shard_params:  # the root stays whole between forward and backward
-            gathers = accumulate * (1 if "(root)" in bucket.name else 2)
-        count("all_gather", size, gathers, mesh.shard.size)
-        reductions = (accumulate if sharding.shard_grads else 1) * trained
-        count("reduce_scatter", size, reductions, mesh.shard.size)
-        count("all_reduce", 2 * size / mesh.shard.size, int(trained), mesh.replica.size)
-    # Two digests a rank, squared norms, which parameters were used, which buckets got gradients after their reduction.
-    numbers = 2 * mesh.world.size + len(engine.updaters)
-    numbers += sum(len(bucket.parameters) + 1 for bucket in engine.buckets)
-    padded = math.ceil(numbers / mesh.world.size) * mesh.world.size
-    count("all_reduce", 2 * padded * 8, 1, mesh.world.size)
-    return sent, calls
-
-
-def check_traffic(pool: RankPool, setup: Setup, accumulate: int, model: str = "transformer") -> dict[str, Any]:
-    results = pool.run(sent_in_a_step, setup, accumulate, model)
-    for result in results:
-        assert (result["sent"], result["calls"]) == result["expected"]
-    return results[0]
-
-
-@ranks(2, 4)
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_step_sends_what_the_table_says(pool: RankPool, stage: int, accumulate: int) -> None:
-    result = check_traffic(pool, Setup(stage), accumulate)
-    # The table in numbers: 2, (k + 1) and at most 3k times the model, and a few bytes.
-    padded = 4 * 2048
-    share = (pool.world_size - 1) / pool.world_size
-    factor = {0: 2, 1: 2, 2: accumulate + 1, 3: 3 * accumulate}[stage]
-    assert sum(result["sent"].values()) <= factor * padded * share + 4096
-
-
-@ranks(4)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_replicas_are_summed_once_a_step(pool: RankPool, stage: int) -> None:
-    check_traffic(pool, Setup(stage, shard_size=2), 3)
-
-
-@ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_is_not_trained_is_never_reduced(pool: RankPool, stage: int) -> None:
-    check_traffic(pool, Setup(stage), 1, "frozen")
-
-
-def bf16_bytes() -> int:
-    setup = Setup(2, precision=BF16)
-    session = started(setup)
-    session.engine.placement.mesh.shard.reset_counters()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        forward_backward(session)
-    sent = session.engine.placement.mesh.shard.sent["reduce_scatter"]
-    assert sent == sum(flat_bytes(b) for b in session.engine.buckets) // 2
-    return sum(b.layout.padded_numel * 4 for b in session.engine.buckets) // 2 - sent
-
-
-def test_16_bit_gradients_are_sent_in_16_bits(pool2: RankPool) -> None:
-    assert min(pool2.run(bf16_bytes)) > 0
 
 
 # -------------------------------------------------------------------------------------------------- gradient memory

@@ -2,6 +2,6 @@
 
 from lightning_zero.engine.stores.device import DeviceStore
 from lightning_zero.engine.stores.host import HostStore, note_freed
-from lightning_zero.engine.stores.store import Store
+from lightning_zero.engine.stores.store import Memory, Store
 
-__all__ = ["DeviceStore", "HostStore", "Store", "note_freed"]
+__all__ = ["DeviceStore", "HostStore", "Memory", "Store", "note_freed"]

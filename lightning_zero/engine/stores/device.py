@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_zero.engine.stores.store import Memory
+
 
 class DeviceStore:
     """State rests where the model computes."""
 
     exact = False
+    memory: Memory = "device"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero import ops
+from lightning_zero.engine.stores.store import Memory
 
 HUGE_PAGE = 2 * 1024 * 1024
 _TRIM_BYTES = 1 << 25  # freed memory that the C allocator may keep before it is asked to give it back
@@ -30,6 +31,7 @@ class HostStore:
 
     device = torch.device("cpu")
     exact = True
+    memory: Memory = "host"
 
     def __init__(self, pin: bool = False) -> None:
         self.pin = pin

@@ -1,0 +1,98 @@
+"""What memory is taken: storages alive, host mappings, and the most there is of both."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, Self
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_zero.engine.stores import host
+
+
+class Mapping(mmap.mmap):
+    """A mapping that is counted while it lives."""
+
+    live = 0
+    most = 0
+
+    def __new__(cls, fileno: int, length: int, **options: Any) -> Self:
+        mapping = super().__new__(cls, fileno, length, **options)
+        Mapping.live += length
+        Mapping.most = max(Mapping.most, Mapping.live)
+        return mapping
+
+    def __del__(self) -> None:
+        Mapping.live -= len(self)
+
+
+@contextmanager
+def counted_mappings() -> Iterator[type[Mapping]]:
+    """Host stores map memory through `Mapping` inside."""
+    counting = SimpleNamespace(**{**vars(mmap), "mmap": Mapping})
+    with mock.patch.object(host, "mmap", counting):
+        yield Mapping
+
+
+@contextmanager
+def only_new_objects() -> Iterator[None]:
+    """Inside, `storage_bytes` counts only what was made inside, and is quick."""
+    gc.collect()
+    gc.freeze()  # the collector's lists begin anew
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def storages() -> dict[int, torch.UntypedStorage]:
+    """Those of all tensors alive, by address of the storage object."""
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if isinstance(o, Tensor)]
+    with torch._C.DisableTorchFunctionSubclass():
+        return {s._cdata: s for s in (t.untyped_storage() for t in tensors if t.layout is torch.strided)}
+
+
+def storage_bytes() -> int:
+    """Bytes of the storages of all tensors alive, each once."""
+    return sum({s.data_ptr(): s.nbytes() for s in storages().values() if s.nbytes()}.values())
+
+
+class Peak(TorchDispatchMode):
+    """Looks at all storages alive after every operation that makes one.
+
+    `nbytes` is the most there was, on device and host together. What an operation takes and gives back inside itself is
+    not seen, nor are gloo's own buffers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+        self._alive = {key: StorageWeakRef(storage) for key, storage in storages().items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        found = [leaf.untyped_storage() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if new := [storage for storage in found if storage._cdata not in self._alive]:
+            self._alive.update((storage._cdata, StorageWeakRef(storage)) for storage in new)
+            self.nbytes = max(self.nbytes, self._sum())
+        return result
+
+    def _sum(self) -> int:
+        total = 0
+        for key, reference in list(self._alive.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self._alive[key]
+            else:
+                total += storage.nbytes()
+        return total

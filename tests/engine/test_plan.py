@@ -1,0 +1,313 @@
+"""The plan against what is measured: memory held, the peak of a step, bytes sent."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine import cases, driver, memory
+from engine.driver import Meshes, Setup
+from helpers import models
+from helpers.ranks import RankPool, ranks
+from torch import Tensor, nn
+
+from lightning_zero.engine import Bucket, DeviceStore, Mesh, MixedPrecisionPolicy, Plan, plan
+from lightning_zero.optim import CPUAdamW, choose_updater
+
+STAGES = (0, 1, 2, 3)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+PRECISIONS = {"fp32": driver.UNCHANGED, "bf16": BF16}
+BUCKET_SIZE_MB = 0.5
+WIDTH = 208
+INPUT = 16
+ACTIVATIONS = 32 << 10  # bytes, with one example; a hundredth of the smallest peak
+
+
+class Deep(nn.Module):
+    """Half a million parameters, and activations of a few KB."""
+
+    def __init__(self, blocks: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Linear(INPUT, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+            for _ in range(blocks)
+        )
+        self.head = nn.Linear(WIDTH, INPUT)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x) * self.scale
+        return self.head(x)
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=model.get_parameter("head.weight").dtype != torch.float32):
+        return model(batch).float().square().mean()
+
+
+def planned(
+    model: nn.Module, setup: Setup, mesh: Mesh, optimizers: Sequence[torch.optim.Optimizer], **options: Any
+) -> Plan:
+    choose = functools.partial(choose_updater, native=setup.native)
+    placement = driver.make_placement(setup, mesh)
+    same = ("units", "bucket_size_mb", "persistence_numel", "max_live_numel")
+    options = {name: getattr(setup, name) for name in same} | options
+    return plan(model, placement, optimizers, choose, **options)
+
+
+# ----------------------------------------------------------------------------------------------------------- memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """One case, in bytes of one rank."""
+
+    case: str
+    planned: Plan
+    device: int
+    host: int
+    peak: int  # of both together
+    host_peak: int
+
+
+def measure(setup: Setup, optimizer: str, micro_batches: int, mesh: Mesh) -> Memory:
+    batches = [torch.ones(1, INPUT)] * micro_batches
+    make = models.optimizer_factory(optimizer)
+    model = Deep()
+    expected = planned(model, setup, mesh, [make(model)], micro_batches=micro_batches)
+    del model
+    gc.collect()  # earlier cases
+    with memory.counted_mappings() as mappings:
+        mappings.most = mappings.live
+        session = driver.start(Deep(), make, setup, mesh)
+        with memory.Peak() as peak:
+            for _ in range(2):
+                driver.run_step(session, batches, loss_of)
+            session.optimizer.zero_grad()
+        return Memory(
+            f"{cases.describe(setup)} {optimizer} x{micro_batches}",
+            expected,
+            memory.storage_bytes() - mappings.live,
+            mappings.live,
+            peak.nbytes,
+            mappings.most,
+        )
+
+
+def measure_all(setup: Setup) -> list[Memory]:
+    """With and without accumulation, on every rank."""
+    mesh = Meshes().of(setup)
+    with memory.only_new_objects():
+        return [measure(setup, name, k, mesh) for name, k in (("adamw", 2), ("momentum", 1), ("sgd", 2))]
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_memory_follows_the_plan(pool: RankPool, stage: int, precision: str, offload: bool) -> None:
+    native: driver.NativeOptimizer = "auto" if offload else "off"
+    setup = Setup(stage, offload, native=native, precision=PRECISIONS[precision], bucket_size_mb=BUCKET_SIZE_MB)
+    wrong = []
+    for result in itertools.chain(*pool.run(measure_all, setup)):
+        held, peak = result.planned.held, result.planned.peak
+        figures = {
+            # Scalar state and checksums are some bytes per parameter: nothing, beside 1% of the whole.
+            "device": 1 + (result.device - held.device) / held.total,
+            "host": 1 + (result.host - held.host) / held.total,
+            "peak": (result.peak - ACTIVATIONS) / peak.total,
+            "host peak": result.host_peak / peak.host if peak.host else 1.0,
+        }
+        print(result.case, {name: round(figure, 3) for name, figure in figures.items()})
+        exact = all(abs(figures[name] - 1) < 0.01 for name in ("device", "host"))
+        if not (exact and 0.8 <= figures["peak"] <= 1.0 and figures["host peak"] <= 1.0):
+            wrong.append((result.case, figures))
+    assert not wrong
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_whole_gradients_are_gone_once_their_bucket_is_reduced(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(stage, bucket_size_mb=BUCKET_SIZE_MB)
+    session = driver.start(Deep(), models.optimizer_factory("adamw"), setup, Mesh.single())
+    reduced: list[tuple[int, int]] = []  # gradients before, and those alive after
+    reduce = Bucket.reduce
+
+    def observed(bucket: Bucket, last: bool) -> None:
+        gradients = [weakref.ref(p.grad.untyped_storage()) for p in bucket.parameters if p.grad is not None]
+        reduce(bucket, last)
+        reduced.append((len(gradients), sum(reference() is not None for reference in gradients)))
+
+    monkeypatch.setattr(Bucket, "reduce", observed)
+    driver.backward(session.engine, loss_of(session.model, torch.ones(1, INPUT)))
+    assert len(reduced) == len(session.engine.buckets) > 2
+    assert all(before and not after for before, after in reduced)
+
+
+def test_a_split_master_and_16_bit_state_are_planned() -> None:
+    pure = MixedPrecisionPolicy(param_dtype=torch.bfloat16, keep_norms=False)
+    setup = Setup(2, offload=True, precision=pure, bucket_size_mb=BUCKET_SIZE_MB)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(4)))
+    optimizer = CPUAdamW(model.parameters(), master_layout="split", state_dtype=torch.bfloat16)
+    expected = planned(model, setup, Mesh.single(), [optimizer])
+    with memory.counted_mappings() as mappings:
+        session = driver.start(model, lambda _: optimizer, setup, Mesh.single())
+        driver.run_step(session, [torch.ones(1, WIDTH, dtype=torch.bfloat16)], lambda m, x: m(x).square().mean())
+        assert mappings.live == expected.held.host
+    assert expected.held.host == sum(b.padded_numel for b in expected.buckets) * (2 + 2 * 2 + 2)
+
+
+def test_a_module_on_the_meta_device_has_the_same_plan() -> None:
+    with torch.device("meta"):
+        empty = Deep()
+    setup, mesh = Setup(3, offload=True, precision=BF16), Mesh.imagined(4, 2)
+    plans = [planned(m, setup, mesh, [torch.optim.AdamW(m.parameters())]) for m in (empty, Deep())]
+    assert plans[0] == plans[1]
+    assert plans[0].sent["all_gather"] > plans[0].sent["reduce_scatter"] > plans[0].sent["all_reduce"] > 0
+    assert str(plans[0]).splitlines()[-1].startswith("sent in a step")
+
+
+def test_a_device_that_is_not_there() -> None:
+    """Sums take less on a GPU than on a CPU, which adds them in rank order; what is held is the same."""
+    meta = torch.device("meta")
+    placement = driver.make_placement(Setup(2), Mesh.imagined(4))
+    absent = placement._replace(device=meta, optimizer_store=DeviceStore(meta), param_store=DeviceStore(meta))
+    model = Deep()
+    optimizers = [torch.optim.AdamW(model.parameters())]
+    here, there = (plan(model, where, optimizers, choose_updater) for where in (placement, absent))
+    assert here.held == there.held
+    assert there.held.device < there.peak.device < here.peak.device
+
+
+def test_sizes_of_a_model_that_fits_no_machine() -> None:
+    """7 billion parameters on 64 ranks: 16 bytes each without sharding (https://arxiv.org/abs/1910.02054)."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(14900, 14900)) for _ in range(32)))
+    setup, mesh = Setup(3, precision=BF16, bucket_size_mb=25.0), Mesh.imagined(64)
+    numel = sum(p.numel() for p in model.parameters())
+    held = planned(model, setup, mesh, [torch.optim.AdamW(model.parameters())]).held
+    assert held.device == pytest.approx(numel * (2 + 4 + 8 + 2) / 64, rel=1e-4)
+
+
+def test_what_cannot_be_planned() -> None:
+    model = Deep(1)
+    placement = driver.make_placement(Setup(), Mesh.single())
+    with pytest.raises(ValueError, match="micro_batches=0 must be at least 1"):
+        plan(model, placement, micro_batches=0)
+    with pytest.raises(ValueError, match="choose_updater"):
+        plan(model, placement, [torch.optim.SGD(model.parameters())])
+
+
+# ---------------------------------------------------------------------------------------------------------- traffic
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """One case on one rank: what was sent in a step after the first, and what should be."""
+
+    case: str
+    planned: Plan
+    sent: Counter[str]
+    calls: Counter[str]
+
+
+def traffic(setup: Setup, micro_batches: int, model: str, mesh: Mesh) -> Traffic:
+    module = cases.make_model(model)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    expected = planned(
+        module,
+        setup,
+        mesh,
+        [torch.optim.AdamW(trained)],
+        micro_batches=micro_batches,
+        recomputed=model == "reentrant",
+    )
+    session = driver.start(module, lambda _: torch.optim.AdamW(trained), setup, mesh)
+    loss_fn = models.next_token_loss if setup.precision.param_dtype is None else cases.autocast_loss
+    batch = models.make_batches(1, 1, dist.get_world_size())[0][0][dist.get_rank()]
+    driver.run_step(session, [batch] * micro_batches, loss_fn)
+    groups = list({id(group): group for group in (mesh.world, mesh.shard, mesh.replica)}.values())
+    for group in groups:
+        group.reset_counters()
+    driver.run_step(session, [batch] * micro_batches, loss_fn)
+    name = f"{cases.describe(setup)} {model} x{micro_batches}"
+    sent, calls = (sum((getattr(g, what) for g in groups), Counter()) for what in ("sent", "calls"))
+    return Traffic(name, expected, sent, calls)
+
+
+def all_traffic(settings: Sequence[tuple[Setup, int, str]]) -> list[Traffic]:
+    meshes = Meshes()
+    return [traffic(setup, k, model, meshes.of(setup)) for setup, k, model in settings]
+
+
+def check_traffic(pool: RankPool, settings: Sequence[tuple[Setup, int, str]]) -> list[Traffic]:
+    """The cases of rank 0."""
+    results = pool.run(all_traffic, settings)
+    wrong = [
+        (r.case, r.planned.sent, r.sent, r.planned.calls, r.calls)
+        for r in itertools.chain(*results)
+        if (r.planned.sent, r.planned.calls) != (r.sent, r.calls)
+    ]
+    assert not wrong
+    return results[0]
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_sends_what_the_table_says(pool: RankPool, stage: int) -> None:
+    counts = (1, 2, 3)
+    for k, result in zip(counts, check_traffic(pool, [(Setup(stage), k, "transformer") for k in counts]), strict=True):
+        size, buckets = pool.world_size, result.planned.buckets
+        whole = 4 * sum(b.padded_numel for b in buckets)
+        root = 4 * sum(b.padded_numel for b in buckets if "(root)" in b.name)
+        # 2, (k + 1) and 3k times the model; the root stays whole from forward to backward.
+        table = {0: 2 * whole, 1: 2 * whole, 2: (k + 1) * whole, 3: 3 * k * whole - k * root}[stage]
+        numbers = 1 + len(list(cases.make_model("transformer").parameters())) + len(buckets)
+        small = 2 * 8 * -(-numbers // size) * size
+        assert sum(result.sent.values()) == (table + small) * (size - 1) // size
+
+
+@ranks(4)
+def test_replicas_are_summed_once_a_step(pool: RankPool) -> None:
+    settings = [
+        (Setup(stage, shard_size=2, precision=PRECISIONS[precision]), k, "transformer")
+        for stage, precision, k in itertools.product((1, 2, 3), PRECISIONS, (1, 3))
+    ]
+    for (setup, k, _), result in zip(settings, check_traffic(pool, settings), strict=True):
+        if setup.precision is driver.UNCHANGED:
+            shard = 4 * sum(b.padded_numel for b in result.planned.buckets) // 2
+            numbers = 1 + len(list(cases.make_model("transformer").parameters())) + len(result.planned.buckets)
+            assert result.sent["all_reduce"] == 2 * shard // 2 + 2 * 8 * -(-numbers // 4) * 4 * 3 // 4, k
+
+
+@ranks(2)
+def test_16_bit_gradients_are_sent_in_16_bits(pool: RankPool) -> None:
+    """But those that were added up whole, in fp32."""
+    counts = (1, 2)
+    settings = [(Setup(stage, precision=BF16), k, "transformer") for stage in STAGES for k in counts]
+    for (setup, k, _), result in zip(settings, check_traffic(pool, settings), strict=True):
+        summed = k > 1 and setup.stage in (0, 1)
+        sizes = [b.padded_numel * (4 if summed else b.dtype.itemsize) for b in result.planned.buckets]
+        name = "all_reduce" if setup.stage == 0 else "reduce_scatter"
+        times = k if setup.stage >= 2 else 1
+        small = 2 * 8 * 64
+        assert 0 <= result.sent[name] - times * sum(sizes) // (1 if setup.stage == 0 else 2) <= small
+
+
+@ranks(2)
+@pytest.mark.parametrize("model", ["frozen", "checkpointed", "reentrant"])
+def test_frozen_parts_and_recomputation(pool: RankPool, model: str) -> None:
+    """What is not trained is gathered at stage 3 only; only reentrant checkpointing gathers once more."""
+    stages = STAGES if model != "looped" else (0,)
+    check_traffic(pool, [(Setup(stage), k, model) for stage in stages for k in (1, 2)])
