@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -323,14 +323,15 @@ def plan(
     # Of the root some gradients come first (a head's) and some last (an embedding's): all are taken as the first.
     arrivals = [[s.parameter for s in by_unit[name]] for name in (ROOT, *(u.name for u in reversed(unit_list)))]
     step = _Step(forms, rows, footprints, placement, micro_batches, draft.held, max_live_numel)
-    return Plan(draft.buckets, draft.buffers, step.run(arrivals), sent, calls)
+    return replace(draft, peak=step.run(arrivals))
 
 
 def _row(form: BucketForm, footprints: Sequence[Footprint], micro_batches: int) -> BucketPlan:
     placement, layout = form.placement, form.layout
     sharded, size = placement.sharding.shard_params, form.dtype.itemsize
     master = footprints[-1].master if footprints else form.master
-    state = {name: dtype for footprint in footprints for name, dtype in footprint.state.items()}
+    # Optimizers that share a bucket keep state of the whole shard each.
+    state = [dtype for footprint in footprints for dtype in footprint.state.values()]
     reduce_dtype = form.reduce_dtype(micro_batches)
     reduced = layout.padded_numel * reduce_dtype.itemsize
     log = form.log_dtypes(micro_batches)[-1].itemsize if form.trained else 0
@@ -347,7 +348,7 @@ def _row(form: BucketForm, footprints: Sequence[Footprint], micro_batches: int) 
         parameters=Bytes(device=layout.padded_numel * size),
         param_shards=Bytes.of(placement.param_store.memory, layout.shard_numel * size) if sharded else NOTHING,
         masters=stored(sum(dtype.itemsize for dtype in master.pieces)),
-        optimizer_state=stored(sum(dtype.itemsize for dtype in state.values())),
+        optimizer_state=stored(sum(dtype.itemsize for dtype in state)),
         gradient_log=stored(log),
         gradients=Bytes(device=sum(p.numel() for p in form.parameters if p.requires_grad) * size),
         reduce_buffer=Bytes(

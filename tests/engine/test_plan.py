@@ -21,7 +21,7 @@ from helpers.ranks import RankPool, ranks
 from torch import Tensor, nn
 
 from lightning_zero.engine import Bucket, DeviceStore, Mesh, MixedPrecisionPolicy, Plan, plan
-from lightning_zero.optim import CPUAdamW, choose_updater
+from lightning_zero.optim import CPUAdamW, choose_updater, make_updater
 
 STAGES = (0, 1, 2, 3)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -168,6 +168,21 @@ def test_a_split_master_and_16_bit_state_are_planned() -> None:
     assert expected.held.host == sum(b.padded_numel for b in expected.buckets) * (2 + 2 * 2 + 2)
 
 
+def test_optimizers_that_share_a_bucket_keep_state_of_their_own() -> None:
+    setup, model = Setup(2, bucket_size_mb=25.0), Deep()
+    halves = [model.blocks, nn.ModuleList([model.embed, model.head])]
+    optimizers = [torch.optim.AdamW(half.parameters()) for half in halves]
+    expected = planned(model, setup, Mesh.single(), optimizers)
+    engine = driver.make_engine(model, setup, Mesh.single(), optimizers=optimizers)
+    engine.attach([make_updater(optimizer, engine) for optimizer in optimizers])
+    driver.backward(engine, loss_of(model, torch.ones(1, INPUT)))
+    for optimizer in optimizers:
+        optimizer.step()
+    (bucket,) = engine.buckets
+    held = sum(updater.state_of(bucket).nbytes for updater in engine.updaters)  # type: ignore[attr-defined]
+    assert held == expected.buckets[0].optimizer_state.device
+
+
 def test_a_module_on_the_meta_device_has_the_same_plan() -> None:
     with torch.device("meta"):
         empty = Deep()
@@ -273,7 +288,8 @@ def test_a_step_sends_what_the_table_says(pool: RankPool, stage: int) -> None:
         root = 4 * sum(b.padded_numel for b in buckets if "(root)" in b.name)
         # 2, (k + 1) and 3k times the model; the root stays whole from forward to backward.
         table = {0: 2 * whole, 1: 2 * whole, 2: (k + 1) * whole, 3: 3 * k * whole - k * root}[stage]
-        numbers = 1 + len(list(cases.make_model("transformer").parameters())) + len(buckets)
+        # Two digests a rank, a norm, a flag for each parameter and bucket.
+        numbers = 2 * size + 1 + len(list(cases.make_model("transformer").parameters())) + len(buckets)
         small = 2 * 8 * -(-numbers // size) * size
         assert sum(result.sent.values()) == (table + small) * (size - 1) // size
 
@@ -287,7 +303,7 @@ def test_replicas_are_summed_once_a_step(pool: RankPool) -> None:
     for (setup, k, _), result in zip(settings, check_traffic(pool, settings), strict=True):
         if setup.precision is driver.UNCHANGED:
             shard = 4 * sum(b.padded_numel for b in result.planned.buckets) // 2
-            numbers = 1 + len(list(cases.make_model("transformer").parameters())) + len(result.planned.buckets)
+            numbers = 8 + 1 + len(list(cases.make_model("transformer").parameters())) + len(result.planned.buckets)
             assert result.sent["all_reduce"] == 2 * shard // 2 + 2 * 8 * -(-numbers // 4) * 4 * 3 // 4, k
 
 
