@@ -168,7 +168,6 @@ def make_buckets(
     Raises:
         TypeError: for parameters that are not real and dense: complex, sparse, quantized, nested, DTensor, lazy; and
             for modules with sparse gradients.
-        ValueError: for parameters on the meta device.
     """
     for name, module in root.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
@@ -195,6 +194,20 @@ def make_buckets(
                 bucket.units.append(unit)
             bucket.specs.append(spec)
     return buckets
+
+
+def check_initialized(buckets: Sequence[BucketSpec]) -> None:
+    """Refuse parameters without values: they can be planned, not trained.
+
+    Raises:
+        ValueError: for a parameter on the meta device.
+    """
+    for name, parameter in (spec for bucket in buckets for spec in bucket.specs):
+        if parameter.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on the meta device and has no values; before training call "
+                "`to_empty(device=...)` and initialize it (for example in `configure_model`)"
+            )
 
 
 def parameters_by_unit(root: nn.Module, units: Sequence[Unit]) -> dict[str, list[ParameterSpec]]:
@@ -226,11 +239,6 @@ def _check_supported(spec: ParameterSpec) -> None:
         raise TypeError(
             f"parameter {name!r} is a {type(parameter).__name__}, which has no shape yet; run one forward pass of the "
             "lazy module before training (for example in `configure_model`)"
-        )
-    if parameter.is_meta:
-        raise ValueError(
-            f"parameter {name!r} is on the meta device and has no values; before training call `to_empty(device=...)` "
-            "and initialize it (for example in `configure_model`)"
         )
     wraps: bool = is_traceable_wrapper_subclass(parameter)
     if wraps or parameter.is_nested or parameter.is_quantized:

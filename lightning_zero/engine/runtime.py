@@ -37,7 +37,7 @@ from lightning_zero.engine.gradient_scale import GradientScale
 from lightning_zero.engine.hooks import RefreshHook, UnshardHooks
 from lightning_zero.engine.layout import Segment, runs
 from lightning_zero.engine.loss_scaler import LossScaleError, LossScaler
-from lightning_zero.engine.partition import ROOT, BucketSpec, Unit, find_units, make_buckets
+from lightning_zero.engine.partition import ROOT, BucketSpec, Unit, check_initialized, find_units, make_buckets
 from lightning_zero.engine.placement import Placement
 from lightning_zero.engine.prefetch import Prefetcher
 from lightning_zero.engine.reducer import Reducer
@@ -179,6 +179,7 @@ class Engine:
             int(bucket_size_mb * 2**20),
             persistence_numel,
         )
+        check_initialized(specs)
         self._check_same_module(specs)
         self._steps_to_check = check_steps
         placement.mesh.check(check_steps > 0)
