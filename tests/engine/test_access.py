@@ -92,7 +92,7 @@ def assert_same(ours: Any, theirs: Any, path: str) -> None:
         assert theirs is None or torch.equal(ours, theirs), path
 
 
-@ranks(1, 2)
+@ranks(2, slow=(1,))
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("setup", SETUPS, ids=describe)
 def test_all_ranks_see_what_one_process_would(pool: RankPool, setup: Setup, scaled: bool) -> None:

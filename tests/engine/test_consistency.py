@@ -26,6 +26,7 @@ class Branching(nn.Module):
 
     def __init__(self, sizes: tuple[int, int, int], way: str) -> None:
         super().__init__()
+        self.first = nn.Linear(4, 4)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, n), nn.Tanh(), nn.Linear(n, 4)) for n in sizes)
         self.way = way
         self.astray = False
@@ -34,6 +35,7 @@ class Branching(nn.Module):
         order = [0, 1, 2]
         if self.astray and dist.get_rank() == dist.get_world_size() - 1:
             order = {"other": [0, 2, 1], "fewer": [0, 2], "more": [0, 1, 1, 2]}[self.way]
+        x = self.first(x)
         for number in order:
             x = self.blocks[number](x)
         return x
@@ -62,7 +64,7 @@ def failures_of(pool: RankPool, limit: float, function: Any, *args: Any) -> list
 SAME, DIFFERENT = (3, 3, 3), (3, 5, 7)
 
 
-@ranks(2, 4)
+@ranks(2, slow=(4,))
 @pytest.mark.parametrize("sizes", [SAME, DIFFERENT], ids=["same", "different"])
 @pytest.mark.parametrize("way", ["other", "fewer", "more"])
 def test_another_way_in_a_checked_step_is_an_error_at_once(
@@ -78,7 +80,7 @@ def test_another_way_in_a_checked_step_is_an_error_at_once(
     assert "gathered_parameters" in messages[0]
 
 
-@ranks(2, 4)
+@ranks(2, slow=(4,))
 @pytest.mark.parametrize("sizes", [SAME, DIFFERENT], ids=["same", "different"])
 @pytest.mark.parametrize("way", ["other", "fewer", "more"])
 def test_later_it_is_an_error_after_the_timeout(pool: RankPool, way: str, sizes: tuple[int, int, int]) -> None:

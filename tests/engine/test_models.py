@@ -28,11 +28,6 @@ MICRO = 2
 OPTIMIZER = models.optimizer_factory("adamw")
 
 
-one_or_two_ranks = pytest.mark.parametrize(
-    "pool", [pytest.param(1, marks=pytest.mark.slow), 2], indirect=True, ids=["1ranks", "2ranks"]
-)
-
-
 def model_and_batches(name: str, world: int, seed: int = 0) -> tuple[nn.Module, Batches]:
     """In float64 where results are close only."""
     model = zoo.make(name, seed)
@@ -81,7 +76,7 @@ def moved(name: str, world: int) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections", "ignore:.*weight_norm. is deprecated")
-@one_or_two_ranks
+@ranks(2, slow=(1,))
 @pytest.mark.parametrize("name", zoo.KINDS)
 def test_trains_as_in_torch(pool: RankPool, name: str) -> None:
     assert moved(name, pool.world_size)
@@ -227,14 +222,14 @@ def check_script(pool: RankPool, script: Callable[[Training], None], name: str, 
             torch.testing.assert_close(seen, plain.seen, rtol=1e-9, atol=1e-12)
 
 
-@one_or_two_ranks
+@ranks(2, slow=(1,))
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_between_steps_a_model_is_as_in_torch(pool: RankPool, script: Callable[[Training], None]) -> None:
     stages = (1, 2) if script is functional_loss else STAGES
     check_script(pool, script, "OtherOrder", stages)
 
 
-@one_or_two_ranks
+@ranks(2, slow=(1,))
 @pytest.mark.parametrize("name", ["Attention", "AttentionInRoot", "EncoderDecoder", "ViT", "Lstm"])
 @pytest.mark.filterwarnings("ignore:LSTM with projections", "ignore:.*nested tensor")
 def test_evaluation_takes_the_fast_paths_of_torch(pool: RankPool, name: str) -> None:

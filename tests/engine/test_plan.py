@@ -113,7 +113,7 @@ def measure_all(setup: Setup) -> list[Memory]:
         return [measure(setup, name, k, mesh) for name, k in (("adamw", 2), ("momentum", 1), ("sgd", 2))]
 
 
-@ranks(1, 2, 4)
+@ranks(2, slow=(1, 4))
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", STAGES)

@@ -185,7 +185,7 @@ def train_on_a_rank(orders: Sequence[Order], setup: Setup) -> list[Tensor]:
     return list(driver.finish(session).weights.values())
 
 
-@ranks(2, 4)
+@ranks(2, slow=(4,))
 def test_neither_order_nor_limit_changes_a_bit(pool: RankPool) -> None:
     def run(**options: int) -> list[list[Tensor]]:
         return pool.run(train_on_a_rank, ORDERS, Setup(**options))
@@ -215,7 +215,7 @@ def test_small_parameters_of_many_units_share_a_bucket() -> None:
     assert [len(bucket.parameters) for bucket in kept] == [BLOCKS]
 
 
-@ranks(1, 2)
+@ranks(2, slow=(1,))
 @pytest.mark.parametrize("persistence", [0, 13, 40, 10**9])
 def test_training_with_small_parameters_kept_is_bitwise_equal(pool: RankPool, persistence: int) -> None:
     plain = Setup(3, persistence_numel=persistence)

@@ -42,10 +42,11 @@ START_TIMEOUT = 120.0
 GRACE = 2.0  # seconds that the other ranks get to answer once one has failed
 
 
-def ranks(*world_sizes: int) -> pytest.MarkDecorator:
-    """Run a test that uses the fixture `pool` once per world size."""
-    ids = [f"{size}ranks" for size in world_sizes]
-    return pytest.mark.parametrize("pool", world_sizes, indirect=True, ids=ids)
+def ranks(*world_sizes: int, slow: Sequence[int] = ()) -> pytest.MarkDecorator:
+    """Run a test that uses the fixture `pool` once per world size; with those of `slow` it is a slow test."""
+    sizes = [pytest.param(size, id=f"{size}ranks") for size in world_sizes]
+    sizes += [pytest.param(size, id=f"{size}ranks", marks=pytest.mark.slow) for size in slow]
+    return pytest.mark.parametrize("pool", sizes, indirect=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -153,7 +153,7 @@ def warm(pool2: RankPool) -> None:
     pool2.run(fit_counting, "zero2", CompiledBlocks, Recipe(steps=1))
 
 
-@pytest.mark.parametrize("name", slow_unless(["zero2", "zero3"], [*STAGES_0_TO_2, "zero3", "zero3_offload"]))
+@pytest.mark.parametrize("name", slow_unless(["zero3"], [*STAGES_0_TO_2, "zero3", "zero3_offload"]))
 @pytest.mark.parametrize("module", [CompiledBlocks, BlocksCompiledInPlace])
 def test_compiled_units(pool2: RankPool, module: type[Lit], name: str) -> None:
     results = pool2.run(fit_counting, name, module, MOMENTUM)
@@ -175,10 +175,10 @@ def test_compiled_networks(pool2: RankPool, module: type[Lit], name: str) -> Non
     ("module", "units", "count"),
     [
         (CompiledParts, None, 2),
-        (CompiledLater, None, 1),
+        pytest.param(CompiledLater, None, 1, marks=pytest.mark.slow),
         (CompiledRecomputed, ["Block"], 1),
         (CompiledModel, ["model"], 1),
-        (ModelCompiledInPlace, [models.TinyTransformer], 1),
+        pytest.param(ModelCompiledInPlace, [models.TinyTransformer], 1, marks=pytest.mark.slow),
     ],
 )
 def test_compiled_at_stage_3(pool2: RankPool, module: type[Lit], units: list[str], count: int) -> None:

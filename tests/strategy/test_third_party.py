@@ -13,7 +13,7 @@ import torch
 from helpers.ranks import RankPool
 from helpers.reference import train_reference
 from helpers.third_party import KINDS, VOCAB, Batch, gpt2, make_batches
-from strategy.fits import assert_same, make_trainer, optimizer_state, state_of
+from strategy.fits import assert_same, make_trainer, optimizer_state, slow_unless, state_of
 from strategy.third_party_fits import STEPS, Lit, fits, loss_of, make_optimizer
 from torch import Tensor, nn
 
@@ -85,7 +85,7 @@ def expected(kind: str, **options: Any) -> Seen:
     return Seen(trained.weights, trained.optimizer_state, test_loss, predictions, again.weights)
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero3"])
+@pytest.mark.parametrize("name", slow_unless(["zero3"], ["zero2", "zero3"]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_fit_test_predict_fit(pool2: RankPool, kind: str, name: str) -> None:
     seen = pool2.run(fit_test_predict_fit, name, kind)
@@ -107,7 +107,7 @@ def test_some_experts_are_never_chosen() -> None:
     assert all(".experts.expert_" in name for name in unused)
 
 
-@pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload"])
+@pytest.mark.parametrize("name", slow_unless(["zero2_offload"], ["zero2_offload", "zero3_offload"]))
 @pytest.mark.parametrize("kind", ["t5", "switch", "lora", "resnet"])
 def test_offload(pool2: RankPool, kind: str, name: str) -> None:
     """Momentum, whose native kernel rounds as torch does."""
