@@ -98,7 +98,8 @@ class ZeroStrategy(DDPStrategy):
         offload_params: where parameter shards rest at stage 3: ``"none"`` (the device) or ``"cpu"``.
         shard_size: number of neighbouring ranks that share one copy of the state; must divide the number of ranks.
             Default: those of one node, so that only sums of gradient shards cross the network between nodes. Each node
-            then holds a whole copy; the number of all ranks takes the least memory.
+            then holds a whole copy; the number of all ranks takes the least memory, and is the default where nodes have
+            one rank.
         bucket_size_mb: size in 2^20 bytes up to which small units share one collective, stages 0-2.
         units: what is gathered together at stage 3: module classes, their names, or patterns of module names
             (``"transformer.h.*"``); default: the outermost repeated blocks.
@@ -239,7 +240,13 @@ class ZeroStrategy(DDPStrategy):
         self._check_world_size()
         ops.share_cores(self.num_processes, self.local_rank)  # the ranks of a machine update at the same time
         if self._mesh is None:
-            self._mesh = Mesh.create(self.shard_size or self._ranks_of_a_node(), self._timeout)
+            self._mesh = Mesh.create(self._shard_size(), self._timeout)
+            if self.shard_size is None and self._mesh.replica.size > 1:
+                rank_zero_info(
+                    f"ZeroStrategy: shard_size={self._mesh.shard.size}, the ranks of a node: each of the "
+                    f"{self.num_nodes} nodes holds a copy of all that is sharded. shard_size={self._mesh.world.size} "
+                    "shards over all ranks, for less memory and more traffic between nodes"
+                )
         # Another Trainer's engine would go on holding the values from before what is loaded next.
         if self.lightning_module is not None:
             for engine in engines_of(self.lightning_module):
@@ -281,7 +288,7 @@ class ZeroStrategy(DDPStrategy):
             yield
 
     def _sharded_init(self) -> contextlib.AbstractContextManager[Any]:
-        shards = self.num_processes if self.shard_size is None else self.shard_size
+        shards = self._shard_size()
         spawned = self._mesh is None and isinstance(self.launcher, _MultiProcessingLauncher)
         if not self._policy.shard_params or shards == 1 or spawned:
             return contextlib.nullcontext()
@@ -294,15 +301,11 @@ class ZeroStrategy(DDPStrategy):
         on_host = device.type == "cpu" or self.offload_params == "cpu"
         return sharded_init(self._mesh, device, HostStore() if on_host else DeviceStore(device))
 
-    def _ranks_of_a_node(self) -> int:
-        if self.num_nodes > 1:
-            ranks = self.num_nodes * self.num_processes
-            rank_zero_info(
-                f"ZeroStrategy: shard_size={self.num_processes}, the ranks of a node: each of the {self.num_nodes} "
-                f"nodes holds a copy of all that is sharded. shard_size={ranks} shards over all ranks, for less "
-                "memory and more traffic between nodes"
-            )
-        return self.num_processes
+    def _shard_size(self) -> int:
+        """Ranks that share one copy: by default those of a node, or one of each where nodes have but one."""
+        if self.shard_size is not None:
+            return self.shard_size
+        return self.num_processes if self.num_processes > 1 else self.num_nodes
 
     def _check_world_size(self) -> None:
         expected, actual = self.num_nodes * self.num_processes, torch.distributed.get_world_size()

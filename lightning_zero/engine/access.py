@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.engine.runtime import ENGINES, Engine
+from lightning_zero.engine.runtime import Engine, engines
 from lightning_zero.engine.sharded_init import whole_inside
 
 
 def engines_of(module: nn.Module) -> list[Engine]:
     """The engines that hold parameters of ``module``."""
-    parameters = list(module.parameters())
-    return [engine for engine in ENGINES if any(engine.bucket_of(p) is not None for p in parameters)]
+    return _engines_with(module.parameters())
 
 
 @contextlib.contextmanager
@@ -39,9 +38,8 @@ def gathered_parameters(
         parameters = list(module_or_params.parameters())
     else:
         parameters = [module_or_params] if isinstance(module_or_params, Parameter) else list(module_or_params)
-    engines = [engine for engine in ENGINES if any(engine.bucket_of(p) is not None for p in parameters)]
     with contextlib.ExitStack() as stack:
-        for engine in engines:
+        for engine in _engines_with(parameters):
             stack.enter_context(engine.gathered(parameters, writeback))
         stack.enter_context(whole_inside(parameters))
         yield
@@ -121,4 +119,9 @@ def full_optimizer_state(parameter: Parameter, optimizer: Optimizer | None = Non
 
 
 def _engine_of(parameter: Tensor) -> Engine | None:
-    return next((engine for engine in ENGINES if engine.bucket_of(parameter) is not None), None)
+    return next(iter(_engines_with([parameter])), None)
+
+
+def _engines_with(parameters: Iterable[Tensor]) -> list[Engine]:
+    wanted = list(parameters)
+    return [engine for engine in engines() if any(engine.bucket_of(p) is not None for p in wanted)]

@@ -33,9 +33,16 @@ class Prefetcher:
         self._ahead: int | None = None  # the unit gathered ahead, and not needed so far
 
     def begin_pass(self) -> None:
-        """Before a forward; does nothing while the pass goes on, as in its backward."""
-        if self._kind is None:
-            self._kind = torch.is_grad_enabled()
+        """Before a forward; a pass of its kind that has begun goes on."""
+        kind = torch.is_grad_enabled()
+        if self._kind not in (None, kind):  # a forward whose backward never came
+            self.end_pass()
+        self._kind = kind
+
+    @property
+    def has_gathered(self) -> bool:
+        """Whether this pass has gathered a unit."""
+        return bool(self._seen)
 
     def end_pass(self) -> None:
         """After backward, or after a forward without one: the order that was seen is expected from now on."""
@@ -85,5 +92,6 @@ class Prefetcher:
         """Free what was gathered ahead, unless it is what is needed now."""
         if self._ahead is not None and self._ahead != needed:
             for bucket in self._units[self._ahead]:
-                bucket.reshard()
+                if bucket.state is BucketState.GATHERING:  # else a part of the unit was called
+                    bucket.reshard()
         self._ahead = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import math
 import warnings
 import weakref
@@ -214,7 +215,8 @@ class Engine:
         self._prefetcher = Prefetcher([self._own_buckets(unit) for unit in unit_list], max_live_numel)
         self._gradient_hooks: list[tuple[Parameter, int]] = []  # with the id of our hook
         self._install_hooks(unit_list)
-        ENGINES.add(self)
+        self.number = next(_NUMBERS)
+        _ENGINES.add(self)
 
     # ------------------------------------------------------------------------------------------------ construction
 
@@ -356,6 +358,8 @@ class Engine:
             yield
         finally:
             if not torch.is_grad_enabled():
+                if self._prefetcher.has_gathered:  # on all ranks: as good as a step
+                    self._count_checked()
                 self._reshard()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -548,7 +552,9 @@ class Engine:
         bucket = self._bucket_of[id(parameter)]
         if not any(id(parameter) in stats.used for stats in self._all_stats().values()):
             return None
-        full = bucket.gather_full(bucket.gradients.read(0, bucket.layout.shard_numel))
+        values = bucket.gradients.read(0, bucket.layout.shard_numel)
+        # Clipping has widened the slices of some ranks only.
+        full = bucket.gather_full(values.to(bucket.placement.sum_dtype(values.dtype)))
         owners = [key for key, admitted in self._admitted.items() if id(parameter) in admitted]
         clip = math.prod(self._clip.get(key, 1.0) for key in owners)
         gradient = bucket.view(full, bucket.index[id(parameter)])
@@ -602,7 +608,8 @@ class Engine:
             for bucket in self.buckets:
                 if not bucket.gradients.empty:
                     _add_squares(bucket, owners, squares)
-        return torch.stack(squares).to(self.placement.device) if squares else torch.zeros(0, dtype=torch.float64)
+        empty = torch.zeros(0, dtype=torch.float64)
+        return (torch.stack(squares) if squares else empty).to(self.placement.device)
 
     def grad_norm(self, optimizer: Optimizer) -> float:
         """The global L2 norm of the averaged gradients of ``optimizer`` as they are now, clipped or not. Collective."""
@@ -671,9 +678,7 @@ class Engine:
             LossScaleError: gradients overflow at the smallest loss scale.
         """
         stats = self.stats(optimizer)
-        self._steps_to_check -= 1
-        if self._steps_to_check == 0:
-            self.placement.mesh.check(False)
+        self._count_checked()
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask for
         skipped = stats.found_inf and self.skip_nonfinite
         self._outcomes[id(optimizer)] = StepOutcome(self._norms[id(optimizer)], skipped)
@@ -684,6 +689,11 @@ class Engine:
             update(optimizer)
             self._scale.judge(found_inf=False)
         return not skipped
+
+    def _count_checked(self) -> None:
+        self._steps_to_check -= 1
+        if self._steps_to_check == 0:
+            self.placement.mesh.check(False)
 
     @torch.no_grad()
     @without_freed_checks
@@ -826,7 +836,7 @@ class Engine:
         self.buckets = []
         self._bucket_of = {}
         self.released = True
-        ENGINES.discard(self)
+        _ENGINES.discard(self)
 
     def bucket_of(self, parameter: Tensor) -> Bucket | None:
         """The bucket that holds ``parameter``, or ``None``."""
@@ -847,7 +857,13 @@ def _split(values: list[float], at: int) -> tuple[list[float], list[float]]:
     return values[:at], values[at:]
 
 
-ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()  # those that hold parameters
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()  # those that hold parameters
+_NUMBERS = itertools.count()
+
+
+def engines() -> list[Engine]:
+    """Those that hold parameters, in the order of their making: the same on all ranks."""
+    return sorted(_ENGINES, key=lambda engine: engine.number)
 
 
 def _check_compiled(root: nn.Module, units: Sequence[Unit], around: Mapping[int, nn.Module]) -> None:

@@ -16,8 +16,8 @@ from helpers.reference import clip_gradients, rank_gradients, reduce_then_sum, s
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_zero import full_grad, full_optimizer_state, full_param
-from lightning_zero.engine import Mesh, MixedPrecisionPolicy, StaticLossScaler
+from lightning_zero import full_grad, full_optimizer_state, full_param, gathered_parameters
+from lightning_zero.engine import Mesh, MixedPrecisionPolicy, StaticLossScaler, engines_of
 
 STEPS = 2
 MICRO = 2
@@ -195,3 +195,36 @@ def test_gradients_may_be_read_between_micro_batches(pool: RankPool, stage: int)
     for first, second in pool.run(read_before_the_last_micro_batch, stage):
         assert torch.equal(first, after_one)
         assert torch.equal(second, after_two)
+
+
+def clip_some_in_16_bits() -> list[Tensor | None]:
+    """One optimizer's parameters all lie in the first rank's slice of a bucket that another shares."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), *(nn.Linear(2, 40, bias=False) for _ in range(4)))
+    optimizers = [torch.optim.SGD(model[0].parameters()), torch.optim.SGD(model[1:].parameters())]
+    setup = Setup(2, precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16), bucket_size_mb=25)
+    engine = driver.make_engine(model, setup, optimizers=optimizers)
+    engine.attach([driver.make_updater(optimizer, engine, "off") for optimizer in optimizers])
+    assert len(engine.buckets) == 1
+    x = model[0](torch.ones(1, 2, dtype=torch.bfloat16))
+    driver.backward(engine, sum(layer(x).sum() for layer in model[1:]))
+    engine.clip_grad_value_(optimizers[0], 1e-3)
+    return [full_grad(p) for p in model.parameters()]
+
+
+def test_clipping_by_one_optimizer_of_several_leaves_gradients_readable(pool2: RankPool) -> None:
+    for clipped, *others in pool2.run(clip_some_in_16_bits):
+        assert clipped is not None
+        assert clipped.abs().max() <= 1e-3
+        assert all(gradient is not None and gradient.abs().max() > 1e-3 for gradient in others)
+
+
+def gather_of_two_engines() -> list[int]:
+    engines = [driver.make_engine(make_model("mlp"), Setup(3)) for _ in range(4)]
+    parameters = [p for engine in reversed(engines) for p in engine.module.parameters()]
+    with gathered_parameters(parameters):
+        assert all(bool(p.isfinite().all()) for p in parameters)
+    return [engines.index(engine) for engine in engines_of(nn.ModuleList(engine.module for engine in engines))]
+
+
+def test_several_engines_gather_in_one_order(pool2: RankPool) -> None:
+    assert pool2.run(gather_of_two_engines) == [[0, 1, 2, 3]] * 2

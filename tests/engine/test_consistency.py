@@ -150,6 +150,23 @@ def test_only_the_first_steps_are_checked(pool2: RankPool, steps: int) -> None:
     assert pool2.run(check_counts, steps) == [[n < steps for n in range(3)]] * 2
 
 
+def check_evaluation(steps: int) -> list[bool]:
+    mesh = Mesh.create()
+    session = driver.start(
+        Branching(SAME, "other"), lambda m: torch.optim.SGD(m.parameters()), Setup(3, check_steps=steps), mesh
+    )
+    checked = []
+    for _ in range(3):
+        checked.append(mesh.shard.checked)
+        with torch.no_grad(), session.engine.forward_context():
+            session.model(torch.ones(2, 4))
+    return checked
+
+
+def test_evaluation_counts_as_well(pool2: RankPool) -> None:
+    assert pool2.run(check_evaluation, 2) == [[True, True, False]] * 2
+
+
 def build_differently(what: str) -> None:
     last = dist.get_rank() == dist.get_world_size() - 1
     width = 5 if last and what == "shape" else 4

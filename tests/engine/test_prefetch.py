@@ -139,6 +139,15 @@ def test_what_was_gathered_in_vain_is_freed() -> None:
     assert all(unit.state is BucketState.SHARDED for unit in units(session))
 
 
+def test_a_unit_gathered_ahead_of_which_a_part_is_called_stays_whole() -> None:
+    session = start()
+    with torch.no_grad(), session.engine.forward_context():
+        session.model.blocks[0](torch.ones(2, WIDTH))
+        session.model.blocks[1].linear(torch.ones(2, WIDTH))
+        session.model.blocks[3](torch.ones(2, WIDTH))
+        assert bool(session.model.blocks[1].linear.weight.isfinite().all())
+
+
 def test_nothing_is_gathered_ahead_of_a_unit_that_runs_alone() -> None:
     session = start()
     with torch.no_grad():
