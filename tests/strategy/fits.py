@@ -37,6 +37,11 @@ def slow_unless(fast: Sequence[Any], values: Iterable[Any]) -> list[Any]:
 
 # The fast tests run with a few names on two ranks; the slow ones with all, and on one rank as well.
 every_name = pytest.mark.parametrize("name", slow_unless(FEW, NAMES))
+# What compares two fits, of the strategy and of `ddp`.
+main_names = pytest.mark.parametrize(
+    "name",
+    slow_unless(("zero2_offload", "zero3"), ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")),
+)
 one_or_two_ranks = pytest.mark.parametrize(
     "pool", [pytest.param(1, marks=pytest.mark.slow), 2], indirect=True, ids=["1ranks", "2ranks"]
 )

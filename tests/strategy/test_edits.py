@@ -18,8 +18,8 @@ from strategy.fits import (
     StrategyArgument,
     assert_as_ddp,
     assert_same,
-    every_name,
     fit,
+    main_names,
     one_or_two_ranks,
 )
 from torch import Tensor, nn
@@ -127,14 +127,14 @@ HOOKS = ["on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end
 
 
 @ranks(2)
-@every_name
+@main_names
 @pytest.mark.parametrize("edit", VISIBLE + HIDDEN, ids=lambda edit: edit.__name__)
 def test_edits_count(pool: RankPool, name: str, edit: Edit) -> None:
     assert_as_ddp(pool, name, functools.partial(Edited, edit=edit, writeback=edit in HIDDEN))
 
 
 @ranks(2)
-@every_name
+@main_names
 @pytest.mark.parametrize(("edit", "same"), [(round_to_half, round_in_place), (there_and_back, nothing)])
 def test_a_module_may_change_its_dtype_and_back(pool: RankPool, name: str, edit: Edit, same: Edit) -> None:
     # ddp itself averages nothing any more once dtypes have changed.
@@ -144,7 +144,7 @@ def test_a_module_may_change_its_dtype_and_back(pool: RankPool, name: str, edit:
 
 
 @ranks(2)
-@every_name
+@main_names
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("micro", [1, 2])
 def test_edits_count_in_every_hook(pool: RankPool, name: str, hook: str, micro: int) -> None:
@@ -187,7 +187,7 @@ class SwapsWhole(SwapsSplit):
 
 
 @one_or_two_ranks
-@every_name
+@main_names
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_weights_come_back_exactly(pool: RankPool, name: StrategyArgument, precision: str) -> None:
     check_swaps(pool, name, Swaps, precision)

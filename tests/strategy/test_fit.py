@@ -111,8 +111,11 @@ def test_other_models_train_as_one_process_would(pool: RankPool, name: str, mode
 
 
 @pytest.mark.slow
-@ranks(1, 2, 4)
-@pytest.mark.parametrize("model", ["transformer", "optional", "frozen"])
+@pytest.mark.parametrize(
+    ("pool", "model"),
+    [(2, "transformer"), (2, "optional"), (2, "frozen"), (1, "transformer"), (4, "optional")],
+    indirect=["pool"],
+)
 @pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
 @pytest.mark.parametrize("name", NAMES)
 def test_every_optimizer_and_model(pool: RankPool, name: str, optimizer: str, model: str) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers import models
 from helpers.ranks import RankPool, ranks
-from strategy.fits import DDP, MOMENTUM, Lit, Recipe, assert_as_ddp, assert_same, every_name, fit, slow_unless
+from strategy.fits import DDP, MOMENTUM, Lit, Recipe, assert_as_ddp, assert_same, fit, main_names, slow_unless
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -81,7 +81,7 @@ class ReplacesGrad(ChangesGrad):
 
 
 @ranks(2)
-@every_name
+@main_names
 @moments
 @pytest.mark.parametrize("module", [ScalesGradient, ChangesGrad, ReplacesGrad])
 def test_hooks_change_local_gradients(pool: RankPool, name: str, moment: str, module: type[Hooked]) -> None:
@@ -105,7 +105,7 @@ class FrozenBlock(Lit):
 
 
 @ranks(2)
-@every_name
+@main_names
 @pytest.mark.parametrize("moment", ["__init__", "on_train_start"])
 def test_a_hook_may_drop_a_gradient(pool: RankPool, name: str, moment: str) -> None:
     expected = pool.run(fit, DDP, MOMENTUM, FrozenBlock)[0].weights
@@ -126,7 +126,7 @@ class ComesAndGoes(ChangesGrad):
 
 
 @ranks(2)
-@every_name
+@main_names
 def test_hooks_may_come_and_go(pool: RankPool, name: str) -> None:
     assert_as_ddp(pool, name, ComesAndGoes)
 
@@ -152,7 +152,7 @@ class CallsBackward(Manual):
 
 
 @ranks(2)
-@every_name
+@main_names
 @moments
 def test_hooks_work_in_a_backward_that_user_code_calls(pool: RankPool, name: str, moment: str) -> None:
     # Lightning has ddp average only what `manual_backward` does.
@@ -186,7 +186,7 @@ class FullBackward(Hooked):
 
 
 @ranks(2)
-@every_name
+@main_names
 @moments
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_full_backward_hooks_change_what_goes_backward(pool: RankPool, name: str, moment: str) -> None:
@@ -246,7 +246,7 @@ class ReadsNormsLate(ReadsNorms):
 
 
 @ranks(2)
-@every_name
+@main_names
 @pytest.mark.parametrize("module", [ReadsNorms, ReadsNormsLate])
 def test_norms_and_clipping_in_hooks(pool: RankPool, name: str, module: type[Lit]) -> None:
     expected = pool.run(fit, DDP, MOMENTUM, Lit, gradient_clip_val=0.3)[0].weights

@@ -28,8 +28,8 @@ from strategy.fits import (
     Recipe,
     assert_close,
     assert_same,
-    every_name,
     fit,
+    main_names,
     make_trainer,
     observe,
     one_or_two_ranks,
@@ -80,7 +80,7 @@ def fit_averaged(name: str, recipe: Recipe, kind: str = "ema", **flags: Any) -> 
 
 
 @one_or_two_ranks
-@every_name
+@main_names
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
 def test_weight_averaging(pool: RankPool, name: str, precision: str) -> None:
@@ -95,7 +95,7 @@ def test_weight_averaging(pool: RankPool, name: str, precision: str) -> None:
 
 
 @ranks(2)
-@every_name
+@main_names
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
 def test_the_equally_weighted_average(pool: RankPool, name: str, precision: str) -> None:
@@ -117,7 +117,7 @@ def validation_losses(name: str) -> list[float]:
 
 
 @ranks(2)
-@every_name
+@main_names
 @pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
 def test_validation_sees_the_average(pool: RankPool, name: str) -> None:
     losses = pool.run(validation_losses, name)
@@ -152,7 +152,7 @@ class SavesAfterTheFirstEpoch(Callback):
 
 
 @ranks(2)
-@every_name
+@main_names
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
 def test_averaging_resumes(pool: RankPool, name: str, precision: str, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def fit_averaged_twice(name: str) -> Weights:
 
 
 @ranks(2)
-@every_name
+@main_names
 @pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
 def test_averaging_runs_again(pool: RankPool, name: str) -> None:
     assert_same(pool.run(fit_averaged_twice, name)[0], pool.run(fit_averaged_twice, DDP)[0])
@@ -198,7 +198,7 @@ class Normed(Lit):
 
 
 @ranks(2)
-@every_name
+@main_names
 @pytest.mark.parametrize("model", ["transformer", "normed"])
 @pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
 def test_stochastic_weight_averaging(pool: RankPool, name: str, model: str) -> None:
@@ -282,7 +282,7 @@ class OfTwoRanks(Backbone):
 DOUBLE = Recipe(optimizer="momentum", steps=4, dtype=torch.float64)
 
 
-@every_name
+@main_names
 @pytest.mark.parametrize("kind", ["backbone", "blocks"])
 @pytest.mark.filterwarnings("ignore:.*duplicate parameters", "ignore:.*already exist within another group")
 def test_finetuning(pool1: RankPool, pool2: RankPool, name: str, kind: str) -> None:
@@ -293,7 +293,7 @@ def test_finetuning(pool1: RankPool, pool2: RankPool, name: str, kind: str) -> N
     assert not torch.equal(actual["blocks.0.up.weight"], DOUBLE.make_model().blocks[0].up.weight)
 
 
-@every_name
+@main_names
 @pytest.mark.parametrize("kind", ["backbone", "blocks"])
 @pytest.mark.filterwarnings("ignore:.*duplicate parameters", "ignore:.*already exist within another group")
 def test_finetuning_in_one_process(pool1: RankPool, name: str, kind: str) -> None:
@@ -320,7 +320,7 @@ def fit_pruned(name: str, permanent: bool, path: str, **flags: Any) -> Fitted:
 
 
 @one_or_two_ranks
-@every_name
+@main_names
 @pytest.mark.parametrize("permanent", [True, False])
 def test_pruning(pool: RankPool, name: str, permanent: bool, tmp_path: Path) -> None:
     paths = [str(tmp_path / f"{n}.ckpt") for n in ("ddp", "zero")]

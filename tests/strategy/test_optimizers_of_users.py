@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import models
 from helpers.ranks import RankError, RankPool, ranks
-from strategy.fits import DDP, MOMENTUM, Lit, Recipe, assert_as_ddp, assert_same, assert_same_states, every_name, fit
+from strategy.fits import DDP, MOMENTUM, Lit, Recipe, assert_as_ddp, assert_same, assert_same_states, fit, main_names
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -114,7 +114,7 @@ EDITS: list[Edit] = [
 
 
 @ranks(2)
-@every_name
+@main_names
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 def test_edits_of_an_optimizer_count(pool: RankPool, name: str, edit: Edit) -> None:
     module = functools.partial(AtBatch2, edit=edit)
@@ -125,7 +125,7 @@ def test_edits_of_an_optimizer_count(pool: RankPool, name: str, edit: Edit) -> N
 
 
 @ranks(2)
-@every_name
+@main_names
 @pytest.mark.parametrize("edit", [clear_state, replace_state], ids=lambda edit: edit.__name__)
 def test_cleared_state_counts_its_steps_anew(pool: RankPool, name: str, edit: Edit) -> None:
     recipe = Recipe(optimizer="rmsprop", steps=4)
@@ -148,7 +148,7 @@ def read_state(lit: AtBatch2) -> None:
 
 
 @ranks(2)
-@every_name
+@main_names
 def test_reading_sharded_state_says_what_to_do(pool: RankPool, name: str) -> None:
     plain = pool.run(fit, name, MOMENTUM)[0]
     read = pool.run(fit, name, MOMENTUM, functools.partial(AtBatch2, edit=read_state))[0]
@@ -173,7 +173,7 @@ def grow(lit: AtBatch2) -> None:
 
 
 @ranks(2)
-@every_name
+@main_names
 def test_a_parameter_made_while_training_is_named(pool: RankPool, name: str) -> None:
     with pytest.raises(RankError, match=r"'late'.*joined Grows after.*configure_model") as caught:
         pool.run_within(10, fit, name, MOMENTUM, functools.partial(Grows, edit=grow))
@@ -216,6 +216,6 @@ class Overlapping(Lit):
 
 
 @ranks(2)
-@every_name
+@main_names
 def test_optimizers_may_overlap(pool: RankPool, name: str) -> None:
     assert_as_ddp(pool, name, Overlapping)

@@ -31,8 +31,8 @@ from strategy.fits import (
     Recipe,
     assert_as_ddp,
     assert_same,
-    every_name,
     fit,
+    main_names,
     make_trainer,
     observe,
     reference,
@@ -61,7 +61,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 
 
 @ranks(2)
-@every_name
+@main_names
 @pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.filterwarnings("ignore:.*overfit", "ignore:Anomaly Detection")
 def test_flags_change_no_number(pool: RankPool, name: str, flag: str) -> None:
@@ -77,7 +77,7 @@ def fit_barebones(name: str) -> dict[str, Tensor]:
 
 
 @ranks(2)
-@every_name
+@main_names
 def test_barebones(pool: RankPool, name: str) -> None:
     assert_same(pool.run(fit_barebones, name)[0], reference(name, MOMENTUM, 2).weights)
 
@@ -101,7 +101,7 @@ class Services(Lit):
 
 
 @ranks(2)
-@every_name
+@main_names
 def test_services_of_the_strategy(pool: RankPool, name: str) -> None:
     expected, actual = pool.run(fit, DDP, MOMENTUM, Services), pool.run(fit, name, MOMENTUM, Services)
     assert_same(actual[0].weights, expected[0].weights)
@@ -124,7 +124,7 @@ class Synced(Lit):
 
 
 @ranks(2)
-@every_name
+@main_names
 def test_batch_norm_is_converted(pool: RankPool, name: str) -> None:
     """torch's SyncBatchNorm computes on GPUs only; that it says so shows that the layer is there."""
     with pytest.raises(Exception, match="SyncBatchNorm expected input tensor to be on"):
@@ -171,7 +171,7 @@ def fit_with(name: str, kind: str, folder: str) -> tuple[Fitted, Any]:
 
 
 @ranks(2)
-@every_name
+@main_names
 @pytest.mark.parametrize("kind", ["lr", "timer", "stats", "lambda", "tuner"])
 def test_callbacks_that_tune_and_watch(pool: RankPool, name: str, kind: str, tmp_path: Path) -> None:
     expected, found = pool.run(fit_with, DDP, kind, str(tmp_path / "ddp"))[0]
@@ -221,7 +221,7 @@ def fit_and_go_on(name: str, folder: str, kind: type[Fails]) -> tuple[dict[str, 
 
 
 @ranks(2)
-@every_name
+@main_names
 @pytest.mark.parametrize("kind", [Fails, Stops, Interrupted])
 def test_a_fit_that_ended_early_goes_on(pool: RankPool, name: str, kind: type[Fails], tmp_path: Path) -> None:
     expected = pool.run(fit_and_go_on, DDP, str(tmp_path / "ddp"), kind)[0]
@@ -249,7 +249,7 @@ def identities(name: str) -> None:
 
 
 @ranks(2)
-@every_name
+@main_names
 def test_parameters_keep_identity_and_order(pool: RankPool, name: str) -> None:
     pool.run(identities, name)
 
@@ -281,7 +281,7 @@ def copies(name: str, released: bool) -> list[dict[str, Tensor]]:
 
 
 @ranks(2)
-@every_name
+@main_names
 @pytest.mark.parametrize("released", [False, True])
 def test_modules_are_copied_and_pickled(pool: RankPool, name: str, released: bool) -> None:
     expected = reference(name, MOMENTUM, 2).weights
