@@ -183,7 +183,7 @@ def make_buckets(
             _check_supported(spec)
             dtype = precision.target_dtype(spec.parameter.dtype, id(spec.parameter) in norms)
             is_optimized = id(spec.parameter) in optimized
-            persistent = sharding.shard_params and spec.parameter.numel() <= persistence_numel
+            persistent = sharding.shard_params and 0 < spec.parameter.numel() <= persistence_numel
             alone = sharding.shard_params and not persistent  # what is freed with a unit is in no other's bucket
             key = (spec.parameter.dtype, dtype, is_optimized, unit if alone else None)
             bucket = open_buckets.get(key)
