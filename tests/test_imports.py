@@ -15,7 +15,8 @@ ORDER = (
     ("cli", "hydra_app"),
     ("callbacks", "config"),
     ("strategy", "registration"),  # names are registered without importing the class; it unregisters itself by them
-    ("precision", "standstill", "schedulers"),
+    ("precision", "whole_weights", "schedulers"),
+    ("standstill",),
     ("checkpoint",),
     ("optim",),
     ("engine",),

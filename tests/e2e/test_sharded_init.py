@@ -31,6 +31,7 @@ def initialize(folder: Path, **options: Any) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of a process's memory is Linux's")
 def test_a_large_model_takes_little_more_than_its_shards(tmp_path: Path) -> None:
     """300M fp32 parameters on two ranks: half of them, and less than a quarter beside."""
