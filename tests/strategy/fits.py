@@ -40,7 +40,7 @@ every_name = pytest.mark.parametrize("name", slow_unless(FEW, NAMES))
 # What compares two fits, of the strategy and of `ddp`.
 main_names = pytest.mark.parametrize(
     "name",
-    slow_unless(("zero2_offload", "zero3"), ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")),
+    slow_unless(("zero3",), ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")),
 )
 one_or_two_ranks = pytest.mark.parametrize(
     "pool", [pytest.param(1, marks=pytest.mark.slow), 2], indirect=True, ids=["1ranks", "2ranks"]
