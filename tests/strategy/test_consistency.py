@@ -31,7 +31,13 @@ class AstrayLate(Astray):
 
 
 @ranks(4)
-@pytest.mark.parametrize(("module", "timeout"), [(Astray, 1800.0), (AstrayLate, 3.0)], ids=["first", "late"])
+@pytest.mark.parametrize(
+    ("module", "timeout"),
+    [
+        pytest.param(Astray, 1800.0, id="first"),
+        pytest.param(AstrayLate, 5.0, id="late", marks=pytest.mark.slow),
+    ],
+)
 def test_another_branch_on_one_rank_is_an_error_on_all(pool: RankPool, module: type[Lit], timeout: float) -> None:
     began = time.monotonic()
     with pytest.raises(RankError) as caught:
