@@ -1,8 +1,9 @@
 """The only module that calls ``torch.distributed``.
 
 A :class:`Mesh` arranges the world as shard groups x replica groups, each a process group of the package's own, so that
-its collectives never interleave with Lightning's. On CPU every rank sends to every other directly, and sums are made in rank order: the result is the same on every rank and in every run, equal bit for
-bit to one process that adds the ranks' values in order. Bytes are counted where they are sent.
+its collectives never interleave with Lightning's. On CPU every rank sends to every other directly, and sums are made in
+rank order: the result is the same on every rank and in every run, equal bit for bit to one process that adds the ranks'
+values in order. Bytes are counted where they are sent.
 
 Ranks that do not issue the same collectives would hang, mix up their data, or (gloo, where sizes differ) abort. Each
 group keeps a *digest* of what was asked of it. While :attr:`Group.checked` is set, ranks compare digests before every
