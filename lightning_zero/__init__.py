@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_zero.registration import register
 
 if TYPE_CHECKING:
+    from lightning_zero.checkpoint import CheckpointError
     from lightning_zero.engine import (
         CollectiveError,
         DynamicLossScaler,
@@ -31,6 +32,7 @@ __all__ = [
     "CPUAdam",
     "CPUAdamW",
     "CPULion",
+    "CheckpointError",
     "CollectiveError",
     "DynamicLossScaler",
     "StaticLossScaler",
@@ -50,6 +52,7 @@ _HOMES = {
     "CPUAdamW": "lightning_zero.optim",
     "CPULion": "lightning_zero.optim",
     "CPUSGD": "lightning_zero.optim",
+    "CheckpointError": "lightning_zero.checkpoint",
     "CollectiveError": "lightning_zero.engine",
     "DynamicLossScaler": "lightning_zero.engine",
     "StaticLossScaler": "lightning_zero.engine",

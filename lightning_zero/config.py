@@ -47,6 +47,7 @@ class StrategyConf:
     check_steps: int = 10
     native_optimizer: NativeOptimizer = NativeOptimizer.auto
     skip_nonfinite: bool = True
+    checksums: bool = True
     timeout: float = 1800.0
     start_method: str = "popen"
     process_group_backend: str | None = None

@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, ParamSpec, get_args
 
 import lightning.pytorch as pl
@@ -33,11 +34,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero import __version__, ops, whole_weights
 from lightning_zero import checkpoint as _checkpoint
-from lightning_zero import ops, whole_weights
 from lightning_zero.engine import (
     DeviceStore,
     Engine,
+    Group,
     HostStore,
     Mesh,
     Placement,
@@ -58,6 +60,7 @@ P = ParamSpec("P")
 StoreName = Literal["none", "cpu", "nvme"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 NativeName = Literal["auto", "off"]
+WRITTEN_BY = "lightning_zero"  # the checkpoint's entry on the run that wrote it
 
 
 def _lists_options(init: Callable[P, None]) -> Callable[P, None]:
@@ -115,6 +118,8 @@ class ZeroStrategy(DDPStrategy):
         skip_nonfinite: skip a step, on all ranks and with a warning, when a gradient is not finite. With a loss scaler
             (fp16) that always happens. Parameters, optimizer state, step-wise schedulers and Lightning's
             ``WeightAveraging`` stand still; ``trainer.global_step`` counts the step.
+        checksums: write checksums of all tensors into checkpoints, and verify them when one is loaded; it is read once
+            more for that, each rank a part.
         timeout: seconds after which a collective fails that some rank never joins.
         start_method: how the other ranks are started: ``"popen"`` re-runs the script.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend:
@@ -142,6 +147,7 @@ class ZeroStrategy(DDPStrategy):
         check_steps: int = 10,
         native_optimizer: NativeName = "auto",
         skip_nonfinite: bool = True,
+        checksums: bool = True,
         timeout: float = 1800.0,
         start_method: StartMethod = "popen",
         accelerator: Accelerator | None = None,
@@ -176,6 +182,7 @@ class ZeroStrategy(DDPStrategy):
         self.check_steps = check_steps
         self.native_optimizer = native_optimizer
         self.skip_nonfinite = skip_nonfinite
+        self.checksums = checksums
         self._in_training_step = False
         self._undo: list[Undo] = []  # what `setup` changed of objects that outlive the fit
         self._engine: Engine | None = None
@@ -576,14 +583,57 @@ class ZeroStrategy(DDPStrategy):
         return self._policy.shard_params
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        # Mapped, not read: each rank touches the pages of its own slices.
-        if type(self.checkpoint_io) is TorchCheckpointIO and "://" not in str(checkpoint_path):
-            loaded: dict[str, Any] = torch.load(
-                checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only is not False
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        if self._mesh is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        values = {} if self._engine is None else _checkpoint.all_values(self._engine)
+        checkpoint = {**checkpoint, WRITTEN_BY: self._written_by()}
+        if self._is_local_file(filepath) and storage_options is None:
+            if _checkpoint.save(checkpoint, Path(filepath), values, self._mesh.world, self.checksums):
+                return
+            rank_zero_warn(
+                f"not all ranks see {filepath} where rank 0 writes it, so that it gathers the whole checkpoint first, "
+                "which takes time and host memory. Save to a file system that all nodes share"
             )
-            return loaded
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        _checkpoint.fetch_for_first(checkpoint, values, self._mesh.world)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _is_local_file(self, path: _PATH) -> bool:
+        """Whether checkpoints go to files by torch, so that our way of reading and writing them can stand in."""
+        return type(self.checkpoint_io) is TorchCheckpointIO and "://" not in str(path)
+
+    def _written_by(self) -> dict[str, Any]:
+        """What a checkpoint says about the run that wrote it; for information only."""
+        assert self._mesh is not None
+        return {
+            "version": __version__,
+            "stage": self.stage,
+            "world_size": self._mesh.world.size,
+            "shard_size": self._mesh.shard.size,
+            "offload_optimizer": self.offload_optimizer,
+            "offload_params": self.offload_params,
+            "precision": str(self.precision_plugin.precision),
+        }
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        if not self._is_local_file(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        world = Group() if self._mesh is None else self._mesh.world
+        loaded: dict[str, Any] = _checkpoint.load(
+            Path(checkpoint_path), world, weights_only is not False, self.checksums
+        )
+        if self._mesh is not None and (before := loaded.get(WRITTEN_BY)):
+            now = self._written_by()
+            changed = [
+                f"{name.replace('_', ' ')} {before[name]} -> {now[name]}"
+                for name in ("world_size", "shard_size", "stage", "precision")
+                if name in before and before[name] != now[name]
+            ]
+            if changed:
+                rank_zero_info(f"ZeroStrategy: resharding {checkpoint_path}: {', '.join(changed)}")
+        return loaded
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -1,18 +1,20 @@
 """Named, whole state: what a checkpoint holds, independent of stage, store and number of ranks.
 
 Weights are the masters; optimizer state has torch's own format with parameter names in the place of indices, so that
-plain PyTorch loads it. Everything is gathered to rank 0, one bucket at a time.
+plain PyTorch loads it.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_zero.engine import Bucket, Engine
+from lightning_zero.checkpoint.shards import masters, state_values
+from lightning_zero.engine import Engine
 from lightning_zero.engine.compiled import names_of, plain_name, plain_names
 from lightning_zero.optim import ShardUpdater
 
@@ -20,39 +22,23 @@ StateDict = dict[str, Any]
 
 
 def module_state_dict(engine: Engine) -> StateDict:
-    """The module's ``state_dict`` with full-precision weights. Collective.
+    """The module's ``state_dict`` with full-precision weights, the same on all ranks. Collective.
 
     Returns:
-        On rank 0 all of it. Elsewhere the live tensors where parameters are whole (stages 0-2), else nothing.
+        Parameters are lazy: reading one gathers it, which is collective where it is sharded. They are what they are
+        then, not a copy of now.
     """
     engine.settle()
     engine.sync_buffers()
-    masters: dict[int, Tensor] = {}
-    for bucket in engine.buckets:
-        if not _is_whole(bucket):
-            masters.update(_gather_parameters(engine, bucket))
-    if engine.placement.sharding.shard_params and engine.placement.mesh.world.rank != 0:
-        return {}
+    weights = {id(p): (values, i) for values in masters(engine) for i, p in enumerate(values.bucket.parameters)}
+    tensors = {key: values.tensor(index) for key, (values, index) in weights.items()}  # one for tied parameters
     # `keep_vars` touches no freed parameter, and runs the state-dict hooks of user code.
     live = plain_names(engine.module.state_dict(keep_vars=True))
-    return {k: masters[id(v)] if id(v) in masters else _detached(v) for k, v in live.items()}
+    return {k: tensors[id(v)] if id(v) in tensors else _detached(v) for k, v in live.items()}
 
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value  # extra state may be anything
-
-
-def _is_whole(bucket: Bucket) -> bool:
-    """Whether this rank's live parameters are the full-precision values."""
-    return not bucket.shards_params and bucket.master.dtype == bucket.dtype
-
-
-def _gather_parameters(engine: Engine, bucket: Bucket) -> dict[int, Tensor]:
-    """The bucket's masters by parameter id, on the CPU of rank 0; empty elsewhere."""
-    full = bucket.gather_full(bucket.master.read(0, bucket.layout.shard_numel))
-    if engine.placement.mesh.world.rank != 0:
-        return {}
-    return {id(p): bucket.view(full, i).to("cpu", copy=True) for i, p in enumerate(bucket.parameters)}
 
 
 def load_module_state_dict(engine: Engine, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -91,10 +77,10 @@ def _run_load_hooks(module: nn.Module, state: StateDict) -> None:
 
 
 def optimizer_state_dict(engine: Engine, updater: ShardUpdater) -> StateDict:
-    """``{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}``. Collective.
+    """``{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}``, the same on all ranks. Collective.
 
     Returns:
-        On rank 0 whole tensors in the parameters' shapes; elsewhere no state.
+        Per-element state, in the parameters' shapes, is lazy; see :func:`module_state_dict`.
     """
     names = _parameter_names(engine.module)
     groups = [
@@ -102,12 +88,15 @@ def optimizer_state_dict(engine: Engine, updater: ShardUpdater) -> StateDict:
         for group in updater.optimizer.param_groups
     ]
     mine = {id(p) for group in updater.optimizer.param_groups for p in group["params"]}
+    buckets = [bucket for bucket in engine.buckets if any(id(p) in mine for p in bucket.parameters)]
     state: StateDict = {}
-    for bucket in engine.buckets:
-        if any(id(p) in mine for p in bucket.parameters):
-            gathered = updater.gather_state(bucket, root_only=True)
-            ids = {index: id(bucket.parameters[index]) for index in gathered}
-            state.update((names[ids[i]], values) for i, values in gathered.items() if ids[i] in mine)
+    for bucket, known in zip(buckets, updater.describe_state(buckets), strict=True):
+        values = {name: state_values(engine, updater, bucket, name, dtype) for name, dtype in known.dtypes.items()}
+        for index, own in known.own.items():
+            tensors = {name: values[name].tensor(index) for name in own.names}
+            # Plain SGD has none, and in torch's format then no entry either.
+            if (entry := tensors | copy.deepcopy(own.scalars)) and id(bucket.parameters[index]) in mine:
+                state[names[id(bucket.parameters[index])]] = entry
     return {"state": state, "param_groups": groups}
 
 

@@ -94,12 +94,11 @@ class Updater(Protocol):
         """Move state that lies in the optimizer itself into shards."""
         ...
 
-    def gather_state(self, bucket: Bucket, root_only: bool = False) -> dict[int, dict[str, Any]]:
+    def gather_state(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
         """The whole state of a bucket's parameters, by their index in it. Collective.
 
         Args:
             bucket: holds the parameters.
-            root_only: other ranks than the world's first get nothing.
 
         Returns:
             Per parameter that has state, in torch's names: tensors in the parameter's shape, on the CPU, and scalars.

@@ -6,7 +6,7 @@ import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,20 @@ _PASSING = 3  # values per element that the step of a torch optimizer takes in p
 Groups = dict[int, dict[str, Any]]
 
 
+class ParameterState(NamedTuple):
+    """The state of one parameter, without the values of its tensors."""
+
+    names: tuple[str, ...]  # of per-element state
+    scalars: dict[str, Any]
+
+
+class StateForm(NamedTuple):
+    """The state that one optimizer keeps for a bucket, without the values of its tensors."""
+
+    dtypes: dict[str, torch.dtype]  # by name of per-element state
+    own: dict[int, ParameterState]  # by index of the parameter; those that have none are missing
+
+
 class ShardUpdater(ABC):
     """Applies an optimizer's rule to segments and keeps their state.
 
@@ -60,25 +74,33 @@ class ShardUpdater(ABC):
             self._states[id(bucket)] = ShardState(bucket, self._per_element, self._dtype)
         return self._states[id(bucket)]
 
-    def gather_state(self, bucket: Bucket, root_only: bool = False) -> dict[int, dict[str, Any]]:
+    def gather_state(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
         """See :class:`lightning_zero.engine.Updater`."""
-        state, mesh = self.state_of(bucket), bucket.placement.mesh
+        (known,) = self.describe_state([bucket])
+        state = self.state_of(bucket)
+        flat = {name: bucket.gather_full(state.zeros(name, dtype)).to("cpu") for name, dtype in known.dtypes.items()}
+        return {
+            index: {name: bucket.view(flat[name], index).clone() for name in own.names} | copy.deepcopy(own.scalars)
+            for index, own in known.own.items()
+        }
+
+    def describe_state(self, buckets: Sequence[Bucket]) -> list[StateForm]:
+        """What state there is of the parameters of each bucket, on all ranks. Collective."""
         # A rank may own no segment of a parameter, or none at all: ask what the others have.
-        own = {s.param: (state.names(s), state.scalars(s)) for s in bucket.segments if s in state}
-        dtypes = {name: tensor.dtype for name, tensor in state.flat.items()}
-        known = mesh.shard.all_gather_object((own, dtypes), f"gather state of {bucket.name}")
-        wanted = not root_only or mesh.world.rank == 0
-        flat: dict[str, Tensor] = {}
-        for name, dtype in sorted({k: v for _, theirs in known for k, v in theirs.items()}.items()):
-            full = bucket.gather_full(state.zeros(name, dtype))
-            if wanted:
-                flat[name] = full.to("cpu")
-        whole: dict[int, dict[str, Any]] = {}
-        for index, (names, scalars) in ((k, v) for theirs, _ in known for k, v in theirs.items() if wanted):
-            values = {name: bucket.view(flat[name], index).clone() for name in names} | copy.deepcopy(scalars)
-            if values:  # plain SGD has none, and in torch's format then no entry either
-                whole[index] = values
-        return whole
+        mine = []
+        for bucket in buckets:
+            state = self.state_of(bucket)
+            own = {s.param: ParameterState(state.names(s), state.scalars(s)) for s in bucket.segments if s in state}
+            mine.append(StateForm({name: tensor.dtype for name, tensor in state.flat.items()}, own))
+        group = buckets[0].placement.mesh.shard if buckets else None
+        everyone = group.all_gather_object(mine, "describe the optimizer state") if group is not None else []
+        return [
+            StateForm(
+                dict(sorted((k, v) for theirs in described for k, v in theirs.dtypes.items())),
+                dict(sorted((k, v) for theirs in described for k, v in theirs.own.items())),
+            )
+            for described in zip(*everyone, strict=True)
+        ]
 
     def adopt(self, engine: Engine) -> None:
         """Move state out of the user's optimizer into shards."""

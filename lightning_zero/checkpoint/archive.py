@@ -1,0 +1,145 @@
+"""The file that :func:`torch.save` writes, in parts: a zip archive whose records, uncompressed, are the storages.
+
+``torch.serialization.skip_data`` writes everything but the values and leaves room for them. Who has the values writes
+them there, and their checksums into the archive, so that any tool can verify it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.storage import TypedStorage, UntypedStorage
+
+from lightning_zero.checkpoint.lazy import LazyTensor, placeholders
+
+TILE = 1 << 23  # bytes that are read, written and summed up at a time
+
+# https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT: sections 4.3.7, 4.3.9, 4.3.12
+_LOCAL_HEADER, _CENTRAL_HEADER = 30, 46
+_DESCRIPTOR = b"PK\x07\x08"
+_DESCRIPTOR_CRC, _CENTRAL_CRC = 4, 16
+
+
+class Record(NamedTuple):
+    """Where a record's bytes lie in the file, and its checksum."""
+
+    name: str  # inside the archive's only folder: "data.pkl", "data/0"
+    start: int
+    nbytes: int
+    crc: int
+    central: int  # where its entry in the central directory begins
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.nbytes
+
+
+def read_records(path: Path) -> list[Record]:
+    """All records of an archive, in the order of its directory.
+
+    Raises:
+        zipfile.BadZipFile: the directory at the end is damaged or missing.
+    """
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        records, central = [], archive.start_dir
+        for info in archive.infolist():
+            file.seek(info.header_offset)
+            name, extra = struct.unpack_from("<HH", file.read(_LOCAL_HEADER), _LOCAL_HEADER - 4)
+            start = info.header_offset + _LOCAL_HEADER + name + extra
+            _, _, inner = info.filename.partition("/")
+            records.append(Record(inner, start, info.file_size, info.CRC, central))
+            file.seek(central)
+            central += _CENTRAL_HEADER + sum(struct.unpack_from("<HHH", file.read(_CENTRAL_HEADER), 28))
+        return records
+
+
+def write_skeleton(path: Path, checkpoint: Any) -> dict[Record, UntypedStorage | LazyTensor]:
+    """Write ``checkpoint`` without the values of its tensors.
+
+    Returns:
+        For every record that is missing: the storage that belongs there, or the lazy tensor whose values do, in the
+        order of memory.
+    """
+    with placeholders() as lazy, torch.serialization.skip_data():
+        storages = storages_of(checkpoint)
+        torch.save(checkpoint, path)
+    records = {record.name: record for record in read_records(path)}
+    missing: dict[Record, UntypedStorage | LazyTensor] = {}
+    for number, storage in enumerate(storages):
+        record = records[f"data/{number}"]
+        assert record.nbytes == storage.nbytes()
+        stands_for = lazy.tensor(storage)
+        missing[record] = storage if stands_for is None else stands_for
+    assert f"data/{len(missing)}" not in records
+    return missing
+
+
+def storages_of(checkpoint: Any) -> list[UntypedStorage]:
+    """All storages in the order in which :func:`torch.save` numbers them: that in which the pickler meets them."""
+    found: dict[int, UntypedStorage] = {}
+
+    class Finder(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> str | None:
+            storage = obj._untyped_storage if isinstance(obj, TypedStorage) else obj
+            if not isinstance(storage, UntypedStorage):
+                return None
+            found.setdefault(storage._cdata, storage)
+            return "storage"
+
+    Finder(io.BytesIO(), protocol=torch.serialization.DEFAULT_PROTOCOL).dump(checkpoint)
+    return list(found.values())
+
+
+def write_checksums(file: int, checksums: dict[Record, int]) -> None:
+    """Complete the archive with the checksums of records that were missing.
+
+    Args:
+        file: descriptor, open for reading and writing.
+        checksums: CRC-32 of each.
+    """
+    for record, crc in checksums.items():
+        if record.nbytes:  # else there is no descriptor, and the sum is 0
+            assert os.pread(file, len(_DESCRIPTOR), record.stop) == _DESCRIPTOR
+            write_at(file, struct.pack("<I", crc), record.stop + _DESCRIPTOR_CRC)
+        write_at(file, struct.pack("<I", crc), record.central + _CENTRAL_CRC)
+
+
+def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of ``data`` at ``offset``."""
+    data = memoryview(data)
+    while data:
+        written = os.pwrite(file, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def bytes_of(values: Tensor) -> memoryview:
+    """The memory of a contiguous 1-D tensor on the CPU."""
+    return values.detach().view(torch.uint8).numpy().data
+
+
+def checksum_of(file: int, start: int, stop: int) -> int:
+    """CRC-32 of the file's bytes ``[start, stop)``, read a tile at a time."""
+    crc, buffer = 0, bytearray(min(TILE, stop - start))
+    view = memoryview(buffer)
+    while start < stop:
+        read = os.preadv(file, [view[: min(TILE, stop - start)]], start)
+        if not read:
+            raise EOFError(f"the file ends at {start}, before {stop}")
+        crc, start = zlib.crc32(view[:read], crc), start + read
+    return crc
+
+
+def tiles(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """``[start, stop)`` in pieces of at most ``size``."""
+    for first in range(start, stop, size):
+        yield first, min(first + size, stop)

@@ -1,0 +1,147 @@
+"""A tensor whose values are looked up when someone reads them: what a checkpoint holds before it is written.
+
+Hooks of user code see an ordinary tensor: its shape and dtype cost nothing, anything else fetches the values first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+from torch.storage import TypedStorage
+from torch.utils._pytree import tree_map
+
+
+class Source(Protocol):
+    """Where the values of lazy tensors come from, many tensors to a source.
+
+    Attributes:
+        key: tells it from all others; the same on all ranks.
+    """
+
+    @property
+    def key(self) -> str: ...
+
+    def fetch(self, param: int) -> Tensor:
+        """The values of its tensor ``param``, whole. Collective, unless this rank holds them."""
+        ...
+
+
+class LazyTensor(Tensor):
+    """Has the shape, strides, dtype and device of what ``source`` will give.
+
+    Once fetched the values stay, so that changes in place do: the file gets them as they are then.
+
+    Args:
+        source: has the values.
+        param: which of its tensors this is.
+        like: shape, strides, dtype and device, and no more than that.
+    """
+
+    source: Source
+    param: int
+    fetched: Tensor | None
+
+    @staticmethod
+    def __new__(cls, source: Source, param: int, like: Tensor) -> Self:
+        device = torch.device("cpu") if like.is_meta else like.device
+        tensor: Self = Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+        )
+        tensor.source, tensor.param, tensor.fetched = source, param, None
+        return tensor
+
+    def __init__(self, source: Source, param: int, like: Tensor) -> None:
+        """Everything is done by ``__new__``, as for every tensor."""
+
+    def fetch(self) -> Tensor:
+        """The values, an ordinary tensor; the same one at every call. Collective, unless this rank holds them."""
+        if self.fetched is None:
+            self.fetched = self.source.fetch(self.param)
+        return self.fetched
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs or {})
+        return func(*tree_map(_fetched, args), **tree_map(_fetched, kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return func(*tree_map(_fetched, args), **tree_map(_fetched, kwargs or {}))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        placeholders = _PLACEHOLDERS.get()
+        if placeholders is None or self.fetched is not None:
+            return self.fetch().__reduce_ex__(protocol)
+        return placeholders.reduce(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _fetched(value: Any) -> Any:
+    return value.fetch() if isinstance(value, LazyTensor) else value
+
+
+_ATTRIBUTES = "shape dtype device layout ndim is_meta requires_grad is_leaf grad grad_fn itemsize nbytes".split()
+_METHODS = (
+    "size stride dim numel nelement element_size is_contiguous is_floating_point is_complex __len__ __hash__ __repr__"
+).split()
+# What needs no values.
+_METADATA = frozenset(
+    [
+        *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
+        *(getattr(Tensor, name) for name in _METHODS),
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+    ]
+)
+
+
+class Placeholders:
+    """Storages without memory that lazy tensors are pickled with, by what they stand for."""
+
+    def __init__(self) -> None:
+        self._storages: dict[tuple[str, int], torch.UntypedStorage] = {}
+        self._tensors: dict[int, LazyTensor] = {}  # by the storage
+
+    def reduce(self, tensor: LazyTensor) -> Any:
+        """As :meth:`torch.Tensor.__reduce_ex__` of an ordinary tensor on the CPU."""
+        key = (tensor.source.key, tensor.param)
+        if key not in self._storages:
+            self._storages[key] = torch.UntypedStorage(tensor.nbytes, device="meta")
+            self._tensors[self._storages[key]._cdata] = tensor
+        typed = TypedStorage(wrap_storage=self._storages[key], dtype=tensor.dtype, _internal=True)
+        typed._fake_device = torch.device("cpu")  # where `torch.load` will look for it
+        return torch._utils._rebuild_tensor_v2, (typed, 0, tensor.size(), tensor.stride(), False, OrderedDict())
+
+    def tensors(self) -> list[LazyTensor]:
+        """All that were pickled, each once."""
+        return list(self._tensors.values())
+
+    def tensor(self, storage: torch.UntypedStorage) -> LazyTensor | None:
+        """What ``storage`` stands for; ``None``: it is an ordinary one."""
+        return self._tensors.get(storage._cdata)
+
+
+_PLACEHOLDERS: ContextVar[Placeholders | None] = ContextVar("placeholders", default=None)
+
+
+@contextmanager
+def placeholders() -> Iterator[Placeholders]:
+    """Inside, lazy tensors that nobody has fetched are pickled without their values."""
+    token = _PLACEHOLDERS.set(Placeholders())
+    try:
+        found = _PLACEHOLDERS.get()
+        assert found is not None
+        yield found
+    finally:
+        _PLACEHOLDERS.reset(token)
