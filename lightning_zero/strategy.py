@@ -587,16 +587,18 @@ class ZeroStrategy(DDPStrategy):
         if self._mesh is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        values = {} if self._engine is None else _checkpoint.all_values(self._engine)
+        if self._engine is not None:
+            _checkpoint.follow_first(self._engine)
         checkpoint = {**checkpoint, WRITTEN_BY: self._written_by()}
         if self._is_local_file(filepath) and storage_options is None:
-            if _checkpoint.save(checkpoint, Path(filepath), values, self._mesh.world, self.checksums):
+            if _checkpoint.save(checkpoint, Path(filepath), self._engine, self._mesh.world, self.checksums):
                 return
             rank_zero_warn(
                 f"not all ranks see {filepath} where rank 0 writes it, so that it gathers the whole checkpoint first, "
                 "which takes time and host memory. Save to a file system that all nodes share"
             )
-        _checkpoint.fetch_for_first(checkpoint, values, self._mesh.world)
+        if self._engine is not None:
+            _checkpoint.fetch_for_first(checkpoint, self._engine)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _is_local_file(self, path: _PATH) -> bool:

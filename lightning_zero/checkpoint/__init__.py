@@ -1,7 +1,8 @@
 """Checkpoints: state by parameter name, whole, at full precision."""
 
-from lightning_zero.checkpoint.full import CheckpointError, fetch_for_first, load, save
-from lightning_zero.checkpoint.shards import all_values
+from lightning_zero.checkpoint.errors import CheckpointError
+from lightning_zero.checkpoint.full import fetch_for_first, load, save
+from lightning_zero.checkpoint.shards import follow_first
 from lightning_zero.checkpoint.state import (
     load_module_state_dict,
     load_optimizer_state_dict,
@@ -11,8 +12,8 @@ from lightning_zero.checkpoint.state import (
 
 __all__ = [
     "CheckpointError",
-    "all_values",
     "fetch_for_first",
+    "follow_first",
     "load",
     "load_module_state_dict",
     "load_optimizer_state_dict",

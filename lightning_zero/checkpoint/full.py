@@ -14,7 +14,7 @@ import pickle
 import secrets
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -35,23 +35,20 @@ from lightning_zero.checkpoint.archive import (
     write_skeleton,
 )
 from lightning_zero.checkpoint.crc32 import combine
+from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.checkpoint.lazy import LazyTensor, placeholders
-from lightning_zero.checkpoint.shards import ShardedValues
-from lightning_zero.engine.collectives import Group
+from lightning_zero.checkpoint.shards import Key, ShardedValues, follow_first
+from lightning_zero.engine import Engine, Group
 
 T = TypeVar("T")
 INCOMPLETE = ".incomplete"  # how the name of a file ends until it is complete
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or is damaged."""
 
 
 class _Sharded(NamedTuple):
     """A record that all ranks write: where it is, and what belongs there."""
 
     record: Record
-    key: str
+    key: Key
     param: int
 
 
@@ -64,15 +61,13 @@ class _Part(NamedTuple):
     crc: int
 
 
-def save(
-    checkpoint: Any, path: Path, values: Mapping[str, ShardedValues], world: Group, checksums: bool = True
-) -> bool:
+def save(checkpoint: Any, path: Path, engine: Engine | None, world: Group, checksums: bool = True) -> bool:
     """Write rank 0's ``checkpoint`` to ``path``. Collective.
 
     Args:
         checkpoint: anything that :func:`torch.save` takes, with lazy tensors in it.
         path: a file that is there is replaced when the new one is complete and on the disk.
-        values: what this rank holds, by key.
+        engine: holds the values of the lazy tensors; ``None``: there are none.
         world: all ranks.
         checksums: complete the CRC-32 of every record, which :func:`torch.save` writes too.
 
@@ -83,7 +78,7 @@ def save(
         CheckpointError: on all ranks, if one of them fails; nothing has changed then.
     """
     with contextlib.ExitStack() as stack:
-        draft = stack.enter_context(_Draft(path, values)) if world.rank == 0 else None
+        draft = stack.enter_context(_Draft(path, engine)) if world.rank == 0 else None
 
         def begin() -> tuple[Path, list[_Sharded]] | None:
             return None if draft is None else draft.begin(checkpoint)
@@ -97,7 +92,7 @@ def save(
         def write() -> list[_Part]:
             file = os.open(temporary, os.O_RDWR)
             stack.callback(os.close, file)
-            parts = list(_write_sharded(file, sharded, values, checksums))
+            parts = list(_write_sharded(file, sharded, engine, checksums))
             if draft is not None:
                 parts += draft.write_own(file, checksums)
             os.fsync(file)
@@ -116,10 +111,10 @@ def save(
 class _Draft:
     """Rank 0's part: the file under its temporary name, removed at the end of the context unless it is complete."""
 
-    def __init__(self, path: Path, values: Mapping[str, ShardedValues]) -> None:
+    def __init__(self, path: Path, engine: Engine | None) -> None:
         self._path = path
         self._temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{INCOMPLETE}")
-        self._values = values
+        self._engine = engine
         self._missing: dict[Record, UntypedStorage | LazyTensor] = {}
         self._file: int | None = None
 
@@ -135,16 +130,12 @@ class _Draft:
         self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         _lock(self._file)  # as long as it is open, it is no leftover
         self._missing = write_skeleton(self._temporary, checkpoint)
-        sharded = [
-            _Sharded(record, tensor.source.key, tensor.param)
-            for record, tensor in self._missing.items()
-            if isinstance(tensor, LazyTensor)
-        ]
-        if foreign := [tensor for _, tensor, _ in sharded if tensor not in self._values]:
-            raise ValueError(
-                f"the checkpoint holds lazy tensors of another engine ({foreign[0]}, ...); clone them when they are "
-                "taken from another module's state_dict"
-            )
+        sharded = []
+        for record, tensor in self._missing.items():
+            if isinstance(tensor, LazyTensor):
+                if not isinstance(tensor.source, ShardedValues) or tensor.source.engine is not self._engine:
+                    raise ValueError(f"{tensor} belongs to another Trainer's strategy; put a clone into the checkpoint")
+                sharded.append(_Sharded(record, tensor.source.key, tensor.param))
         return self._temporary, sharded
 
     def write_own(self, file: int, checksums: bool) -> list[_Part]:
@@ -175,16 +166,14 @@ class _Draft:
             os.close(self._file)
 
 
-def _write_sharded(
-    file: int, sharded: Iterable[_Sharded], values: Mapping[str, ShardedValues], checksums: bool
-) -> Iterator[_Part]:
+def _write_sharded(file: int, sharded: Iterable[_Sharded], engine: Engine | None, checksums: bool) -> Iterator[_Part]:
     """Write this rank's slices of the records that all ranks write."""
     for record, key, param in sharded:
-        if key in values:
-            width = values[key].dtype.itemsize
-            for first, start, stop in values[key].parts(param):
-                pieces = (values[key].read(a, b) for a, b in tiles(start, stop, TILE // width))
-                yield _write(file, record, first * width, pieces, checksums)
+        assert engine is not None
+        values, width = ShardedValues(engine, key), key.dtype.itemsize
+        for first, start, stop in values.slices(param):
+            pieces = (values.read(a, b) for a, b in tiles(start, stop, TILE // width))
+            yield _write(file, record, first * width, pieces, checksums)
 
 
 def _write(file: int, record: Record, offset: int, pieces: Iterable[Tensor], checksums: bool) -> _Part:
@@ -276,20 +265,18 @@ def lazy_tensors(checkpoint: Any) -> list[LazyTensor]:
         return lazy.tensors()
 
 
-def fetch_for_first(checkpoint: Any, values: Mapping[str, ShardedValues], world: Group) -> None:
+def fetch_for_first(checkpoint: Any, engine: Engine) -> None:
     """Give rank 0 the values of all lazy tensors in its ``checkpoint``, for another writer than ours. Collective."""
-    wanted: dict[str, list[LazyTensor]] = {}
-    if world.rank == 0:
+    if engine.placement.mesh.world.rank == 0:
+        sources: dict[Key, list[tuple[ShardedValues, LazyTensor]]] = {}
         for tensor in lazy_tensors(checkpoint):
-            wanted.setdefault(tensor.source.key, []).append(tensor)
-    keys, *_ = world.all_gather_object([key for key in wanted if not values[key].whole], "gather a checkpoint")
-    for key in keys:
-        full = values[key].gather()
-        for tensor in wanted.pop(key, []):
-            tensor.fetched = values[key].cut(full, tensor.param)
-    for tensors in wanted.values():
-        for tensor in tensors:
-            tensor.fetch()
+            assert isinstance(tensor.source, ShardedValues)
+            sources.setdefault(tensor.source.key, []).append((tensor.source, tensor))
+        for key, found in sources.items():
+            full = None if found[0][0].live else follow_first(engine, key)
+            for source, tensor in found:
+                tensor.fetched = tensor.fetch() if full is None else source.cut(full, tensor.param)
+    follow_first(engine)
 
 
 def load(path: Path, world: Group, weights_only: bool = True, checksums: bool = True) -> Any:

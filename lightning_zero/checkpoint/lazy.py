@@ -6,7 +6,7 @@ Hooks of user code see an ordinary tensor: its shape and dtype cost nothing, any
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, Self
@@ -21,14 +21,14 @@ class Source(Protocol):
     """Where the values of lazy tensors come from, many tensors to a source.
 
     Attributes:
-        key: tells it from all others; the same on all ranks.
+        key: tells it from all others.
     """
 
     @property
-    def key(self) -> str: ...
+    def key(self) -> Hashable: ...
 
     def fetch(self, param: int) -> Tensor:
-        """The values of its tensor ``param``, whole. Collective, unless this rank holds them."""
+        """The values of its tensor ``param``, whole; perhaps from other ranks, which must fetch them too."""
         ...
 
 
@@ -60,7 +60,7 @@ class LazyTensor(Tensor):
         """Everything is done by ``__new__``, as for every tensor."""
 
     def fetch(self) -> Tensor:
-        """The values, an ordinary tensor; the same one at every call. Collective, unless this rank holds them."""
+        """The values: an ordinary tensor, the same one at every call."""
         if self.fetched is None:
             self.fetched = self.source.fetch(self.param)
         return self.fetched
@@ -110,7 +110,7 @@ class Placeholders:
     """Storages without memory that lazy tensors are pickled with, by what they stand for."""
 
     def __init__(self) -> None:
-        self._storages: dict[tuple[str, int], torch.UntypedStorage] = {}
+        self._storages: dict[tuple[Hashable, int], torch.UntypedStorage] = {}
         self._tensors: dict[int, LazyTensor] = {}  # by the storage
 
     def reduce(self, tensor: LazyTensor) -> Any:

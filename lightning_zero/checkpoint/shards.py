@@ -1,17 +1,28 @@
-"""What ranks hold of the masters and the optimizer state, to be gathered or written in parts."""
+"""What ranks hold of the masters and the optimizer state, to be gathered, or written in parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.checkpoint.lazy import LazyTensor
 from lightning_zero.engine import Bucket, Engine
 from lightning_zero.optim import ShardUpdater
+
+
+class Key(NamedTuple):
+    """Names one value per element of a bucket, on all ranks alike: its masters, or one kind of optimizer state."""
+
+    engine: int
+    bucket: int
+    dtype: torch.dtype
+    optimizer: int | None = None
+    state: str = ""
 
 
 class Slice(NamedTuple):
@@ -24,39 +35,36 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ShardedValues:
-    """One value for every element of a bucket, of which each rank holds a shard: a :class:`Source`.
+    """One value for every element of a bucket, of which each rank holds a shard: a source of lazy tensors."""
 
-    Args:
-        key: tells it from all others; the same on all ranks.
-        bucket: whose elements.
-        dtype: of the values.
-        read: elements ``[start, stop)`` of this rank's shard, 1-D, on any device.
-        whole: whether the live parameters are the values.
-    """
+    engine: Engine
+    key: Key
 
-    key: str
-    bucket: Bucket
-    dtype: torch.dtype
-    read: Callable[[int, int], Tensor]
-    whole: bool = False
+    @property
+    def bucket(self) -> Bucket:
+        return self.engine.buckets[self.key.bucket]
+
+    @property
+    def live(self) -> bool:
+        """Whether parameters that are whole on every rank are the values."""
+        return self.key.optimizer is None and not self.bucket.shards_params and self.bucket.dtype == self.key.dtype
 
     def tensor(self, param: int) -> LazyTensor:
         """The values of parameter ``param``, not looked up yet."""
-        parameter = self.bucket.parameters[param]
-        if self.whole:
-            return LazyTensor(self, param, parameter.detach())
+        if self.live:
+            return LazyTensor(self, param, self.bucket.parameters[param].detach())
         form = self.bucket.formats[param]
-        like = torch.empty_strided(form.shape, form.strides, dtype=self.dtype, device="meta")
-        return LazyTensor(self, param, like)
+        return LazyTensor(
+            self, param, torch.empty_strided(form.shape, form.strides, dtype=self.key.dtype, device="meta")
+        )
 
     def fetch(self, param: int) -> Tensor:
-        """The values of parameter ``param``, whole: the live tensor if it has them, else a copy on the CPU.
-
-        Collective, unless they are live.
-        """
-        if self.whole:
+        """The values of parameter ``param``, whole: the live tensor, or a copy on the CPU. Collective unless live."""
+        if self.live:
             return self.bucket.parameters[param].detach()
-        return self.cut(self.gather(), param)
+        full = follow_first(self.engine, self.key)
+        assert full is not None
+        return self.cut(full, param)
 
     def cut(self, full: Tensor, param: int) -> Tensor:
         """A copy of parameter ``param`` in what :meth:`gather` gave; on the CPU."""
@@ -67,7 +75,15 @@ class ShardedValues:
         """All values, laid out as the flat buffer; 1-D, on the device. Collective."""
         return self.bucket.gather_full(self.read(0, self.bucket.layout.shard_numel))
 
-    def parts(self, param: int) -> Iterator[Slice]:
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements ``[start, stop)`` of this rank's shard, 1-D."""
+        if self.key.optimizer is None:
+            return self.bucket.master.read(start, stop)
+        updater = self.engine.updaters[self.key.optimizer]
+        assert isinstance(updater, ShardUpdater)
+        return updater.state_of(self.bucket).zeros(self.key.state, self.key.dtype)[start:stop]
+
+    def slices(self, param: int) -> Iterator[Slice]:
         """What this rank is to write of parameter ``param``; replicas, which hold the same, share the work."""
         replica, numel = self.bucket.placement.mesh.replica, self.bucket.layout.shard_numel
         low, high = (numel * rank // replica.size for rank in (replica.rank, replica.rank + 1))
@@ -80,32 +96,34 @@ class ShardedValues:
 def masters(engine: Engine) -> list[ShardedValues]:
     """The full-precision weights, bucket by bucket."""
     return [
-        ShardedValues(
-            f"engine {engine.number} bucket {number} weights",
-            bucket,
-            bucket.master.dtype,
-            bucket.master.read,
-            whole=not bucket.shards_params and bucket.master.dtype == bucket.dtype,
-        )
+        ShardedValues(engine, Key(engine.number, number, bucket.master.dtype))
         for number, bucket in enumerate(engine.buckets)
     ]
 
 
-def state_values(engine: Engine, updater: ShardUpdater, bucket: Bucket, name: str, dtype: torch.dtype) -> ShardedValues:
-    """The per-element optimizer state called ``name``, which this rank may not have."""
-    owner = f"optimizer {engine.updaters.index(updater)} bucket {engine.buckets.index(bucket)}"
+def follow_first(engine: Engine, wanted: Key | None = None) -> Tensor | None:
+    """Gather what rank 0 reads of a checkpoint, until it reads what this rank wants, too. Collective.
 
-    def read(start: int, stop: int) -> Tensor:
-        return updater.state_of(bucket).zeros(name, dtype)[start:stop]
+    Hooks that add to a checkpoint may run on rank 0 alone. The other ranks wait for it before they write, and gather
+    meanwhile what it asks for.
 
-    return ShardedValues(f"engine {engine.number} {owner} {name}", bucket, dtype, read)
+    Args:
+        engine: holds the values.
+        wanted: what to return, gathered; ``None``: rank 0 reads no more, the checkpoint is to be written.
 
-
-def all_values(engine: Engine) -> dict[str, ShardedValues]:
-    """All of them by key, the same on all ranks. Collective."""
-    found = masters(engine)
-    for updater in engine.updaters:
-        assert isinstance(updater, ShardUpdater)
-        for bucket, form in zip(engine.buckets, updater.describe_state(engine.buckets), strict=True):
-            found += [state_values(engine, updater, bucket, name, dtype) for name, dtype in form.dtypes.items()]
-    return {values.key: values for values in found}
+    Raises:
+        CheckpointError: on all ranks, where another rank reads what rank 0 does not.
+    """
+    while True:
+        intents = engine.placement.mesh.world.all_gather_object(wanted, "read a checkpoint")
+        first = intents[0]
+        if first is None:
+            if others := [rank for rank, key in enumerate(intents) if key is not None]:
+                raise CheckpointError(
+                    f"rank {others[0]} reads sharded values of the checkpoint, {intents[others[0]]}, which rank 0 does "
+                    "not: read them on rank 0 alone, or on all ranks in one order. See `on_save_checkpoint`"
+                )
+            return None
+        full = ShardedValues(engine, first).gather()
+        if first == wanted:
+            return full

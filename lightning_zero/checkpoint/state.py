@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_zero.checkpoint.shards import masters, state_values
+from lightning_zero.checkpoint.shards import Key, ShardedValues, masters
 from lightning_zero.engine import Engine
 from lightning_zero.engine.compiled import names_of, plain_name, plain_names
 from lightning_zero.optim import ShardUpdater
@@ -25,8 +25,8 @@ def module_state_dict(engine: Engine) -> StateDict:
     """The module's ``state_dict`` with full-precision weights, the same on all ranks. Collective.
 
     Returns:
-        Parameters are lazy: reading one gathers it, which is collective where it is sharded. They are what they are
-        then, not a copy of now.
+        Parameters are lazy: reading one gathers it where it is sharded, which is collective (see
+        :func:`~lightning_zero.checkpoint.shards.follow_first`). They are what they are then, not a copy of now.
     """
     engine.settle()
     engine.sync_buffers()
@@ -88,11 +88,15 @@ def optimizer_state_dict(engine: Engine, updater: ShardUpdater) -> StateDict:
         for group in updater.optimizer.param_groups
     ]
     mine = {id(p) for group in updater.optimizer.param_groups for p in group["params"]}
-    buckets = [bucket for bucket in engine.buckets if any(id(p) in mine for p in bucket.parameters)]
+    buckets = {n: b for n, b in enumerate(engine.buckets) if any(id(p) in mine for p in b.parameters)}
+    optimizer = engine.updaters.index(updater)
     state: StateDict = {}
-    for bucket, known in zip(buckets, updater.describe_state(buckets), strict=True):
-        values = {name: state_values(engine, updater, bucket, name, dtype) for name, dtype in known.dtypes.items()}
-        for index, own in known.own.items():
+    for (number, bucket), form in zip(buckets.items(), updater.describe_state([*buckets.values()]), strict=True):
+        values = {
+            name: ShardedValues(engine, Key(engine.number, number, dtype, optimizer, name))
+            for name, dtype in form.dtypes.items()
+        }
+        for index, own in form.own.items():
             tensors = {name: values[name].tensor(index) for name in own.names}
             # Plain SGD has none, and in torch's format then no entry either.
             if (entry := tensors | copy.deepcopy(own.scalars)) and id(bucket.parameters[index]) in mine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -309,12 +310,12 @@ def resume(name: str, setup: Setup) -> tuple[RankResult, RankResult]:
     first, second = (driver.start(zoo.make(name, seed), OPTIMIZER, setup, mesh) for seed in (0, 1))
     for step in batches[:2]:
         driver.run_step(first, step, zoo.loss_of)
-    saved = [checkpoint.module_state_dict(first.engine), checkpoint.optimizer_state_dict(first.engine, first.updater)]
-    dist.broadcast_object_list(saved)
+    weights = copy.deepcopy(checkpoint.module_state_dict(first.engine))
+    state = copy.deepcopy(checkpoint.optimizer_state_dict(first.engine, first.updater))
     # A file of plain PyTorch may hold any strides.
-    state = {key: value.contiguous() if isinstance(value, Tensor) else value for key, value in saved[0].items()}
-    checkpoint.load_module_state_dict(second.engine, state)
-    checkpoint.load_optimizer_state_dict(second.engine, second.updater, saved[1])
+    weights = {key: value.contiguous() if isinstance(value, Tensor) else value for key, value in weights.items()}
+    checkpoint.load_module_state_dict(second.engine, weights)
+    checkpoint.load_optimizer_state_dict(second.engine, second.updater, state)
     for session in (first, second):
         for step in batches[2:]:
             driver.run_step(session, step, zoo.loss_of)
