@@ -44,6 +44,7 @@ from lightning_zero.cli.software import (
     read_packages,
     read_torch,
 )
+from lightning_zero.cli.text import facts_table, number, size
 
 if TYPE_CHECKING:
     from lightning_zero.cli.kernel_checks import Check
@@ -282,7 +283,7 @@ def _judge_memory(report: Report) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "machine",
-            f"only {_size(limit)} of memory may be locked, which can be too little for pinned buffers of the GPU",
+            f"only {size(limit)} of memory may be locked, which can be too little for pinned buffers of the GPU",
             "Raise it: `ulimit -l unlimited`, in a container --ulimit memlock=-1.",
         )
 
@@ -357,14 +358,10 @@ def render(report: Report, marks: Mapping[str, str]) -> RenderableType:
             parts.append(Padding(_marked(marks, finding.severity, text), (0, 0, 0, 2)))
         parts.append("")
     count = Counter(finding.severity for finding in report.findings)
-    summary = ", ".join(_number(count[severity], severity) for severity in ("problem", "warning") if count[severity])
+    summary = ", ".join(number(count[severity], severity) for severity in ("problem", "warning") if count[severity])
     state = "problem" if count["problem"] else "warning" if count["warning"] else "ok"
     parts.append(_marked(marks, state, summary or "everything works"))
     return Group(*parts)
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _marked(marks: Mapping[str, str], state: str, markup: str) -> RenderableType:
@@ -374,15 +371,6 @@ def _marked(marks: Mapping[str, str], state: str, markup: str) -> RenderableType
     row.add_column(overflow="fold")
     row.add_row(Text(marks[state], style=_STYLES[state]), Text.from_markup(markup))
     return row
-
-
-def _render_facts(facts: Mapping[str, str]) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in facts.items():
-        table.add_row(Text(name, style="dim"), Text(value))
-    return table
 
 
 def _render_kernels(report: Report, marks: Mapping[str, str]) -> list[RenderableType]:
@@ -414,7 +402,7 @@ def _render_kernels(report: Report, marks: Mapping[str, str]) -> list[Renderable
         for check in report.checks
         if not check.passed
     ]
-    return [_render_facts(facts), "", table, *failures]
+    return [facts_table(facts), "", table, *failures]
 
 
 def _render_machine(report: Report) -> list[RenderableType]:
@@ -425,21 +413,21 @@ def _render_machine(report: Report) -> list[RenderableType]:
         cores.append(f"{machine.cores_by_affinity} by affinity")
     if quota is not None:
         cores.append("no quota" if quota == "unlimited" else f"{quota:g} by quota of the control group")
-    memory = [_size(machine.memory_bytes)]
+    memory = [size(machine.memory_bytes)]
     if machine.memory_available_bytes is not None:
-        memory.append(f"{_size(machine.memory_available_bytes)} available")
+        memory.append(f"{size(machine.memory_available_bytes)} available")
     if machine.memory_limit_bytes is not None:
         limit = machine.memory_limit_bytes
-        memory.append("no limit" if limit == "unlimited" else f"{_size(limit)} by limit of the control group")
+        memory.append("no limit" if limit == "unlimited" else f"{size(limit)} by limit of the control group")
     facts = {
         "system": f"{machine.system}, {machine.architecture}" + (f", {machine.cpu}" if machine.cpu else ""),
         "cores": ", ".join(cores),
         "memory": ", ".join(memory),
-        "locked memory": _size(machine.memlock_bytes),
+        "locked memory": size(machine.memlock_bytes),
         "NUMA nodes": "unknown" if machine.numa_nodes is None else str(machine.numa_nodes),
         "huge pages": machine.huge_pages or "unknown",
     }
-    return [_render_facts(facts | report.environment)]
+    return [facts_table(facts | report.environment)]
 
 
 def _render_software(report: Report, marks: Mapping[str, str]) -> list[RenderableType]:
@@ -454,7 +442,7 @@ def _render_software(report: Report, marks: Mapping[str, str]) -> list[Renderabl
         return [table]
     built = f"CUDA {report.torch.cuda}" if report.torch.cuda else "no CUDA"
     torch = f"torch is {report.torch.version}: {built}, {report.torch.cpu_capability} on this CPU, "
-    return [table, Text(torch + f"{_number(report.torch.threads, 'thread')}", style="dim")]
+    return [table, Text(torch + f"{number(report.torch.threads, 'thread')}", style="dim")]
 
 
 def _render_accelerators(report: Report) -> list[RenderableType]:
@@ -462,21 +450,10 @@ def _render_accelerators(report: Report) -> list[RenderableType]:
     if accelerators is None:
         return []
     facts = {
-        f"GPU {index}": f"{device.name}, {_size(device.memory_bytes)}, capability {device.capability}"
+        f"GPU {index}": f"{device.name}, {size(device.memory_bytes)}, capability {device.capability}"
         for index, device in enumerate(accelerators.devices)
     } or {"GPU": "none that torch can use"}
     facts["driver"] = accelerators.driver or "none"
     facts["NCCL"] = accelerators.nccl or "not in this torch"
     facts["gloo"] = "available" if accelerators.gloo else "not in this torch"
-    return [_render_facts(facts)]
-
-
-def _size(count: int | str | None) -> str:
-    if not isinstance(count, int):
-        return count or "unknown"
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024.0:
-            break
-        value, unit = value / 1024.0, larger
-    return f"{value:.4g} {unit}"
+    return [facts_table(facts)]

@@ -1,0 +1,36 @@
+"""How facts are shown to people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+
+def size(count: int | str | None) -> str:
+    """A number of bytes in a unit that suits it; words stay, None is "unknown"."""
+    if not isinstance(count, int):
+        return count or "unknown"
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024.0:
+            break
+        value, unit = value / 1024.0, larger
+    return f"{value:.4g} {unit}"
+
+
+def number(count: int, noun: str) -> str:
+    """So many of them: "1 tensor", "2 tensors"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def facts_table(facts: Mapping[str, str]) -> RenderableType:
+    """A line for each fact, its name before it."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(Text(name, style="dim"), Text(value))
+    return table
