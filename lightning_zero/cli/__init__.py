@@ -5,6 +5,8 @@ Every verb has a module of its own, imported when the verb runs: help needs neit
 
 from __future__ import annotations
 
+from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +16,20 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     name="lightning-zero", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=None
 )
+
+
+class _Format(StrEnum):
+    safetensors = "safetensors"
+    hf = "hf"
+
+
+class _Dtype(StrEnum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+_Checkpoint = Annotated[Path, typer.Argument(metavar="CKPT", help="A checkpoint file.", show_default=False)]
 
 
 @app.callback()
@@ -33,6 +49,71 @@ def _doctor(
     from lightning_zero.cli.doctor import run
 
     raise typer.Exit(run(as_json=as_json))
+
+
+@app.command("inspect")
+def _inspect(
+    path: _Checkpoint,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Show what a checkpoint holds.
+
+    Tensors, optimizer state, parameter groups, the step, and the world that wrote it. Reads no tensor, runs no code of
+    the file, and needs none of the classes it was written with.
+    """
+    from lightning_zero.cli.inspect import run
+
+    raise typer.Exit(run(path, as_json=as_json))
+
+
+@app.command("export")
+def _export(
+    path: _Checkpoint,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go.", show_default=False)],
+    layout: Annotated[
+        _Format,
+        typer.Option("--format", help="hf is safetensors and the config.json that from_pretrained needs."),
+    ] = _Format.safetensors,
+    dtype: Annotated[
+        _Dtype | None, typer.Option(help="Of floating-point tensors.", show_default="as in the checkpoint")
+    ] = None,
+    strip_prefix: Annotated[
+        str,
+        typer.Option(
+            metavar="PREFIX",
+            help="Beginning that names lose, such as model.; other names are left out. auto: what all have in common.",
+            show_default=False,
+        ),
+    ] = "",
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of one file, such as 5GB or 512MiB.")] = "5GB",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="For hf: the model's config.json or its folder.", show_default="config of the hyperparameters"
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the weights in DIR; other files stay.")] = (
+        False
+    ),
+) -> None:
+    """Write the weights of a checkpoint as safetensors.
+
+    Tensor by tensor, in memory for the largest one; compared with the checkpoint bit by bit before the files get their
+    names. Tied weights are stored once.
+    """
+    from lightning_zero.cli.export import run
+
+    code = run(
+        path,
+        directory,
+        layout.value,
+        dtype=dtype,
+        strip_prefix=strip_prefix,
+        max_shard_size=max_shard_size,
+        config=config,
+        overwrite=overwrite,
+    )
+    raise typer.Exit(code)
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
-"""How facts are shown to people."""
+"""How facts and errors are shown to people."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 from rich.console import RenderableType
@@ -34,3 +35,9 @@ def facts_table(facts: Mapping[str, str]) -> RenderableType:
     for name, value in facts.items():
         table.add_row(Text(name, style="dim"), Text(value))
     return table
+
+
+def complain(error: Exception) -> int:
+    """Print an error and what to do about it; returns the exit code."""
+    print(f"error: {error}", file=sys.stderr)
+    return 1

@@ -1,0 +1,77 @@
+"""`lightning-zero export`: the weights of a checkpoint as safetensors, for other programs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+import typer
+from safetensors import SafetensorError
+
+from lightning_zero.checkpoint.contents import CheckpointError
+from lightning_zero.checkpoint.export import Layout, export
+from lightning_zero.cli.text import complain, number, size
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_LISTED = 5  # names of a kind that are printed at most
+
+
+def run(
+    path: Path,
+    directory: Path,
+    layout: Layout,
+    *,
+    dtype: str | None,
+    strip_prefix: str,
+    max_shard_size: str,
+    config: Path | None,
+    overwrite: bool,
+) -> int:
+    """Export, and print what became of the weights; returns the exit code."""
+    limit = parse_size(max_shard_size)
+    try:
+        exported = export(
+            path,
+            directory,
+            layout,
+            dtype=None if dtype is None else _DTYPES[dtype],
+            strip_prefix=strip_prefix,
+            max_shard_bytes=limit,
+            config=config,
+            overwrite=overwrite,
+        )
+    except (CheckpointError, OSError, SafetensorError) as error:
+        return complain(error)
+    files = exported.files[0] if len(exported.files) == 1 else number(len(exported.files), "file")
+    print(f"{directory}: {files}, {number(exported.tensors, 'tensor')}, {size(exported.bytes)}, verified")
+    for name, kept in exported.tied.items():
+        print(f"tied: {name} is {kept}, stored once")
+    _list("left out, beginning otherwise", exported.outside)
+    _list("left out, no tensor", exported.extra)
+    if layout == "hf" and exported.common_prefix:
+        print(
+            f"note: all names begin with {exported.common_prefix!r}; if that is where the LightningModule keeps its "
+            "model, from_pretrained needs --strip-prefix (up to there) to find the weights"
+        )
+    return 0
+
+
+def _list(what: str, names: list[str]) -> None:
+    if names:
+        rest = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        print(f"{what}: {', '.join(names[:_LISTED])}{rest}")
+
+
+def parse_size(text: str) -> int:
+    """Bytes in a text such as "5GB" (10**9) or "512MiB" (2**20).
+
+    Raises:
+        typer.BadParameter: it is none, or is 0.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip(), re.IGNORECASE)
+    count = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
+    if count < 1:
+        raise typer.BadParameter(f"{text!r} is not a size such as 5GB or 512MiB", param_hint="--max-shard-size")
+    return count
