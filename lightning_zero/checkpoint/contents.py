@@ -238,12 +238,12 @@ def describe(path: Path) -> Contents:
     return Contents(
         file=str(path),
         file_bytes=path.stat().st_size,
-        global_step=checkpoint.get("global_step"),
-        epoch=checkpoint.get("epoch"),
-        lightning_version=checkpoint.get("pytorch-lightning_version"),
-        written_by=plain(checkpoint["lightning_zero"]) if "lightning_zero" in checkpoint else None,
-        loss_scale=scaler.get("scale"),
-        skipped_steps=precision.get("skipped_steps"),
+        global_step=plain(checkpoint.get("global_step")),
+        epoch=plain(checkpoint.get("epoch")),
+        lightning_version=plain(checkpoint.get("pytorch-lightning_version")),
+        written_by=plain(checkpoint.get("lightning_zero")),
+        loss_scale=plain(scaler.get("scale")),
+        skipped_steps=plain(precision.get("skipped_steps")),
         tensors=tensors,
         weights_bytes=sum(tensor.bytes for tensor in tensors if tensor.same_as is None),
         other_entries=[name for name, value in state.items() if not isinstance(value, Tensor)],
@@ -257,7 +257,10 @@ def describe(path: Path) -> Contents:
 
 def _describe_optimizer(saved: Mapping[str, Any]) -> OptimizerInfo:
     groups = [
-        Group(list(group["params"]), {k: plain(v) for k, v in group.items() if k not in ("params", "param_names")})
+        Group(
+            list(group.get("param_names", group["params"])),
+            {k: plain(v) for k, v in group.items() if k not in ("params", "param_names")},
+        )
         for group in saved["param_groups"]
     ]
     found: dict[str, list[Any]] = {}

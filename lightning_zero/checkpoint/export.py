@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_zero.checkpoint.contents import CheckpointError, Opaque, dtype_name, read_checkpoint, tied_names
+from lightning_zero.engine.compiled import plain_name
 
 Layout = Literal["safetensors", "hf"]
 
@@ -85,6 +86,7 @@ class Exported:
         files: their names in the folder, in the order of the weights, without index and configuration.
         tensors: how many.
         bytes: of their elements.
+        prefix: that names lost.
         tied: names that are left out because they are another name's tensor, with that name.
         outside: names that are left out because they do not begin with the prefix.
         extra: names that are left out because they are no tensors.
@@ -94,6 +96,7 @@ class Exported:
     files: list[str]
     tensors: int
     bytes: int
+    prefix: str
     tied: dict[str, str]
     outside: list[str]
     extra: list[str]
@@ -167,6 +170,7 @@ def export(
         files=list(shards),
         tensors=len(entries),
         bytes=sum(entry.bytes for entry in entries),
+        prefix=prefix,
         tied=tied,
         outside=[name for name in state if name not in inside],
         extra=extra,
@@ -175,12 +179,12 @@ def export(
 
 
 def _tensors(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors by name, and the names of extra state, which is not for other programs."""
+    """The tensors by their names in the uncompiled module, and the names of extra state, which is for the module."""
     tensors: dict[str, Tensor] = {}
     extra = []
     for name, value in state.items():
         if isinstance(value, Tensor):
-            tensors[name] = value
+            tensors[plain_name(name)] = value
         elif isinstance(value, Opaque) and not name.endswith("_extra_state"):
             raise CheckpointError(f"{name!r} is a {value!r}, which cannot be read: save it as an ordinary tensor.")
         else:
@@ -194,12 +198,11 @@ def _prefix(names: list[str], wanted: str) -> str:
     """The prefix to strip, with its dot."""
     if not wanted:
         return ""
-    if wanted == "auto":
-        return _common_prefix(names)
-    prefix = wanted if wanted.endswith(".") else f"{wanted}."
-    if not any(name.startswith(prefix) for name in names):
+    prefix = _common_prefix(names) if wanted == "auto" else f"{wanted.removesuffix('.')}."
+    if not prefix or not any(name.startswith(prefix) for name in names):
+        problem = f"No name begins with {prefix!r}" if prefix else "The names have no prefix in common"
         there = sorted({f"{name.partition('.')[0]}." for name in names if "." in name})
-        raise CheckpointError(f"No name begins with {prefix!r}; prefixes are {', '.join(there) or 'not used'}")
+        raise CheckpointError(f"{problem}; prefixes are {', '.join(there)}" if there else f"{problem}, nor any at all")
     return prefix
 
 
@@ -299,12 +302,15 @@ def _index(shards: Mapping[str, list[Entry]]) -> dict[str, Any]:
 def _verify(directory: Path, shards: Mapping[str, list[Entry]]) -> None:
     """Read everything again with the safetensors library."""
     for file, shard in shards.items():
-        with safe_open(directory / file, framework="pt") as reader:
-            if reader.metadata() != _METADATA or sorted(reader.keys()) != sorted(entry.name for entry in shard):
-                raise CheckpointError(f"{file} reads back with other names or metadata; nothing was kept.")
-            for entry in shard:
-                if not _reads_back(entry, reader.get_tensor(entry.name)):
-                    raise CheckpointError(f"{entry.name!r} in {file} reads back otherwise; nothing was kept.")
+        try:
+            with safe_open(directory / file, framework="pt") as reader:
+                if reader.metadata() != _METADATA or sorted(reader.keys()) != sorted(entry.name for entry in shard):
+                    raise CheckpointError(f"{file} reads back with other names or metadata; nothing was kept.")
+                for entry in shard:
+                    if not _reads_back(entry, reader.get_tensor(entry.name)):
+                        raise CheckpointError(f"{entry.name!r} in {file} reads back otherwise; nothing was kept.")
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} cannot be read back; nothing was kept: {error}") from error
 
 
 def _reads_back(entry: Entry, found: Tensor) -> bool:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 import typer
-from safetensors import SafetensorError
 
 from lightning_zero.checkpoint.contents import CheckpointError
 from lightning_zero.checkpoint.export import Layout, export
@@ -31,6 +30,8 @@ def run(
 ) -> int:
     """Export, and print what became of the weights; returns the exit code."""
     limit = parse_size(max_shard_size)
+    if config is not None and layout != "hf":
+        raise typer.BadParameter("only --format hf writes a configuration", param_hint="--config")
     try:
         exported = export(
             path,
@@ -42,10 +43,12 @@ def run(
             config=config,
             overwrite=overwrite,
         )
-    except (CheckpointError, OSError, SafetensorError) as error:
+    except (CheckpointError, OSError) as error:
         return complain(error)
     files = exported.files[0] if len(exported.files) == 1 else number(len(exported.files), "file")
     print(f"{directory}: {files}, {number(exported.tensors, 'tensor')}, {size(exported.bytes)}, verified")
+    if exported.prefix:
+        print(f"stripped: {exported.prefix}")
     for name, kept in exported.tied.items():
         print(f"tied: {name} is {kept}, stored once")
     _list("left out, beginning otherwise", exported.outside)

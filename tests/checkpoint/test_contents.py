@@ -89,9 +89,10 @@ def test_the_world_that_wrote_it_is_found(tmp_path: Path) -> None:
 
 
 def test_state_of_every_kind_is_described(tmp_path: Path) -> None:
+    named = {"lr": 0.2, "params": [2], "param_names": ["w"]}  # torch.optim.SGD(module.named_parameters())
     history = {"lr": 0.1, "betas": (0.9, torch.tensor(0.5)), "foreach": None, "params": [0, 1]}
     saved = {
-        "param_groups": [history],
+        "param_groups": [history, named],
         "state": {0: {"step": 3, "past": [torch.ones(2), torch.ones(3)]}, 1: {"step": torch.tensor(3.0)}},
     }
     path = write(
@@ -101,7 +102,10 @@ def test_state_of_every_kind_is_described(tmp_path: Path) -> None:
         callbacks={"ModelCheckpoint": {}},
     )
     contents = describe(path)
-    assert contents.optimizers[0].groups == [Group([0, 1], {"lr": 0.1, "betas": [0.9, 0.5], "foreach": None})]
+    assert contents.optimizers[0].groups == [
+        Group([0, 1], {"lr": 0.1, "betas": [0.9, 0.5], "foreach": None}),
+        Group(["w"], {"lr": 0.2}),
+    ]
     assert contents.optimizers[0].state == [
         StateInfo("step", 2, ["float32", "number"], 4),
         StateInfo("past", 1, ["float32"], 20),

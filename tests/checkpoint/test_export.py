@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -205,7 +207,6 @@ def test_names_by_prefix(tmp_path: Path) -> None:
         return set(tensors_in(tmp_path / directory))
 
     assert names("none", "") == {"net.a.w", "net.a.v", "netto.w"}
-    assert names("auto", "auto") == {"net.a.w", "net.a.v", "netto.w"}
     assert names("net", "net") == names("dot", "net.") == {"a.w", "a.v"}
     assert names("deep", "net.b.") == {"w"}
     exported = export(path, tmp_path / "report", strip_prefix="net")
@@ -215,9 +216,22 @@ def test_names_by_prefix(tmp_path: Path) -> None:
     assert export(path, tmp_path / "rest", strip_prefix="net.a").common_prefix == ""
     with pytest.raises(CheckpointError, match=r"No name begins with 'model\.'; prefixes are net\., netto\.$"):
         export(path, tmp_path / "wrong", strip_prefix="model")
+    with pytest.raises(CheckpointError, match=r"names have no prefix in common; prefixes are net\., netto\.$"):
+        export(path, tmp_path / "wrong", strip_prefix="auto")
     write(path, {"net.a.w": torch.ones(2), "net.a.v": torch.ones(2)})
     assert names("all", "auto") == {"w", "v"}
+    assert export(path, tmp_path / "prefix", strip_prefix="auto").prefix == "net.a."
     assert export(path, tmp_path / "kept").common_prefix == "net.a."
+
+
+def test_names_are_those_of_the_uncompiled_module(tmp_path: Path) -> None:
+    """A compiled module's state dict under another strategy has names of its wrapper."""
+    block, whole = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.Sequential()
+    whole.append(torch.compile(block))
+    state = torch.compile(whole).state_dict()
+    assert list(state) == ["_orig_mod.0._orig_mod.0.weight", "_orig_mod.0._orig_mod.0.bias"]
+    export(write(tmp_path / "a.ckpt", state), tmp_path / "out")
+    assert_bits(tensors_in(tmp_path / "out"), torch.nn.Sequential(block).state_dict())
 
 
 @pytest.mark.parametrize(
@@ -285,9 +299,16 @@ def spoil(write_shard: Any, place: int) -> Any:
 
 
 @pytest.mark.parametrize("exists", [False, True])
-@pytest.mark.parametrize("place", [-1, -16])
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (-1, r"'w' in model\.safetensors reads back otherwise"),
+        (-16, r"'w' in model\.safetensors reads back otherwise"),
+        (8, r"model\.safetensors cannot be read back"),
+    ],
+)
 def test_nothing_is_kept_of_files_that_read_back_otherwise(
-    place: int, exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: int, message: str, exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a.ckpt", {"w": torch.ones(4)})
     directory = tmp_path / "out"
@@ -295,13 +316,33 @@ def test_nothing_is_kept_of_files_that_read_back_otherwise(
         export(path, directory)
         before = (directory / "model.safetensors").read_bytes()
     monkeypatch.setattr(module, "_write_shard", spoil(module._write_shard, place))
-    with pytest.raises(CheckpointError, match=r"'w' in model\.safetensors reads back otherwise"):
+    with pytest.raises(CheckpointError, match=message):
         export(path, directory, overwrite=True)
     if exists:
         assert files_of(directory) == {"model.safetensors"}
         assert (directory / "model.safetensors").read_bytes() == before
     else:
         assert not directory.exists()
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.ckpt", {"v": torch.ones(4), "w": torch.ones(4096)})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            export(path, tmp_path / "out", max_shard_bytes=64)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert files_of(tmp_path) == {"a.ckpt"}
+
+
+def test_a_configuration_of_foreign_objects_is_refused(tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "args": Namespace(a=1)}
+    path = write(tmp_path / "a.ckpt", {"w": torch.ones(2)}, hyper_parameters={"config": config})
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be written: .*Opaque.*; give --config FOLDER"):
+        export(path, tmp_path / "out", "hf")
+    assert files_of(tmp_path) == {"a.ckpt"}
 
 
 MEMORY = """

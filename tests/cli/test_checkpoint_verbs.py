@@ -119,6 +119,7 @@ def test_export_says_what_became_of_the_weights(checkpoint: Path, tmp_path: Path
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
         f"{tmp_path / 'out'}: model.safetensors, 2 tensors, 20 B, verified",
+        "stripped: model.",
         "tied: tied is a, stored once",
         "left out, beginning otherwise: other",
     ]
@@ -184,7 +185,7 @@ def test_wrong_sizes_are_refused(text: str) -> None:
 
 
 def test_wrong_options_are_refused(checkpoint: Path, tmp_path: Path) -> None:
-    for option in (["--format", "gguf"], ["--dtype", "int8"], ["--max-shard-size", "big"]):
+    for option in (["--format", "gguf"], ["--dtype", "int8"], ["--max-shard-size", "big"], ["--config", "x"]):
         result = invoke("export", checkpoint, tmp_path / "out", *option)
         assert result.exit_code == 2
         assert option[0] in result.stderr
