@@ -226,6 +226,21 @@ def test_a_damaged_description_is_refused_or_read(tmp_path: Path) -> None:
     assert refused > len(pickled) / 3 / 2
 
 
+def resident() -> int:
+    """Bytes of memory, pages of mapped files included."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssFile")))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_tensor_is_read(tmp_path: Path) -> None:
+    describe(write(tmp_path / "small.ckpt", {"w": torch.zeros(2)}))  # what reading takes once
+    path = write(tmp_path / "a.ckpt", {f"w{number}": torch.zeros(1 << 20) for number in range(16)})
+    before = resident()
+    assert describe(path).weights_bytes == 64 << 20
+    assert resident() - before < 4 << 20
+
+
 LIMITED = """
 import resource, sys
 from pathlib import Path

@@ -15,6 +15,7 @@ import pytest
 import torch
 from checkpoint.resuming import save_at_end
 from helpers.ranks import RankPool, ranks
+from helpers.third_party import KINDS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from strategy.fits import DDP, Recipe, make_trainer, slow_unless
@@ -119,20 +120,20 @@ def test_transformers_loads_an_export(
     assert not torch.equal(model.state_dict()["lm_head.weight"].float(), trained["lm_head.weight"])  # not the initial
 
 
+@pytest.mark.parametrize("kind", slow_unless(("llama", "t5"), ("llama", "t5", "mixtral", "switch", "bert", "hf_vit")))
 def test_transformers_loads_an_export_with_a_configuration_from_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from helpers.third_party import llama
-    from transformers import LlamaForCausalLM
-
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    source = llama()
+    source = KINDS[kind].make_model()
     path = write(tmp_path / "a.ckpt", {f"net.{key}": value for key, value in source.state_dict().items()})
     source.config.save_pretrained(tmp_path / "config")
     for number, config in enumerate((tmp_path / "config", tmp_path / "config" / "config.json")):
         directory = tmp_path / f"out{number}"
         export(path, directory, "hf", strip_prefix="net.", config=config)
-        assert_bits(LlamaForCausalLM.from_pretrained(directory).state_dict(), source.state_dict())
+        model, info = type(source).from_pretrained(directory, output_loading_info=True)
+        assert not any(info.values())
+        assert_bits(model.state_dict(), source.state_dict())
 
 
 def test_tensors_of_every_form(tmp_path: Path) -> None:
