@@ -17,6 +17,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.errors import CheckpointError
+
 # What `torch.load` raises for a file that was cut short, changed, or that something else wrote.
 _UNREADABLE = (
     ArithmeticError,
@@ -34,10 +36,6 @@ _PICKLED = (
     "To read it all the same, and only if you trust who wrote it: load it with torch.load(path, weights_only=False), "
     "replace these objects by plain numbers, strings, lists and dicts, and torch.save it."
 )
-
-
-class CheckpointError(Exception):
-    """A file cannot be read as a checkpoint, or not be turned into what was asked for; says what to do."""
 
 
 class Opaque:

@@ -2,4 +2,4 @@
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or is damaged, or ranks do not agree about it."""
+    """A checkpoint cannot be written, read, or turned into what was asked for; says what to do."""

@@ -161,8 +161,8 @@ class _Draft:
         _sync_folder(self._path.parent)
 
     def __exit__(self, *_: object) -> None:
-        self._temporary.unlink(missing_ok=True)
         if self._file is not None:
+            self._temporary.unlink(missing_ok=True)  # it has another name when it is complete
             os.close(self._file)
 
 

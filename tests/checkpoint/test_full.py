@@ -1,0 +1,573 @@
+"""The file that all ranks write: what anybody's tools say of it, what user code may do with it, and faults."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import resource
+import signal
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint.resuming import Resumable, save_at_end
+from helpers.ranks import RankError, RankPool, ranks
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from strategy.fits import FEW, Recipe, assert_same, every_name, make_trainer, slow_unless, state_of
+from torch import Tensor, nn
+
+from lightning_zero import CheckpointError
+from lightning_zero.checkpoint import archive, full, load, save
+from lightning_zero.engine import Group
+
+RECIPE = Recipe(optimizer="adamw", steps=2, options={"lr": 0.05})
+ALONE = Group()
+few_names = pytest.mark.parametrize("name", slow_unless(("zero3",), FEW))
+
+
+def is_intact(path: Path) -> bool:
+    """What `unzip -t` says: the archive is complete, and every checksum right."""
+    with zipfile.ZipFile(path) as file:
+        return file.testzip() is None and any(info.file_size and info.CRC for info in file.infolist())
+
+
+def files_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+# ------------------------------------------------------------------------------------------------ one process, any tree
+
+
+class Holder:
+    """Something that only pickle knows to look into."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def make_tree() -> dict[str, Any]:
+    matrix = torch.randn(30, 40)
+    return {
+        "plain": matrix,
+        "tied": matrix,
+        "view": matrix[3:5, ::2],
+        "transposed": matrix.t(),
+        "many tiles": torch.randn(archive.TILE // 4 * 2 + 3),
+        "bf16": torch.randn(7).bfloat16(),
+        "bool": torch.tensor([True, False]),
+        "complex": torch.randn(3, dtype=torch.complex64),
+        "number": torch.tensor(5),
+        "nothing": torch.zeros(0, 3),
+        "parameter": nn.Parameter(torch.ones(3)),
+        "storage": torch.tensor([1, 2, 3], dtype=torch.uint8).untyped_storage(),
+        "inside": [Holder(torch.full((4,), 2.5)), ({"deep": torch.tensor([1.5])},)],
+        "text": "x" * 1000,
+    }
+
+
+def test_any_tree_is_what_torch_saves(tmp_path: Path) -> None:
+    tree, path = make_tree(), tmp_path / "deep" / "a.ckpt"
+    assert save(tree, path, None, ALONE)
+    assert is_intact(path)
+    for mapped in (True, False):
+        found = torch.load(path, weights_only=False, mmap=mapped)
+        assert found.keys() == tree.keys()
+        for key, value in tree.items():
+            if isinstance(value, Tensor):
+                assert torch.equal(found[key], value)
+                assert (found[key].dtype, found[key].stride()) == (value.dtype, value.stride())
+                assert type(found[key]) is type(value)
+        assert found["tied"] is found["plain"]
+        assert found["view"].untyped_storage().data_ptr() == found["plain"].untyped_storage().data_ptr()
+        assert torch.empty(0, dtype=torch.uint8).set_(found["storage"]).tolist() == [1, 2, 3]
+        assert torch.equal(found["inside"][0].tensor, torch.full((4,), 2.5))
+        assert found["inside"][1][0]["deep"].item() == 1.5
+    assert files_in(path.parent) == {"a.ckpt"}
+
+
+def test_a_file_without_checksums_loads(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    save({"w": torch.ones(5)}, path, None, ALONE, checksums=False)
+    assert torch.equal(load(path, ALONE)["w"], torch.ones(5))
+
+
+def test_files_of_torch_itself_load(tmp_path: Path) -> None:
+    for name, options in (("new", {}), ("old", {"_use_new_zipfile_serialization": False})):
+        torch.save({"w": torch.ones(5)}, tmp_path / name, **options)
+        assert torch.equal(load(tmp_path / name, ALONE)["w"], torch.ones(5))
+    with torch_without_checksums():
+        torch.save({"w": torch.ones(5)}, tmp_path / "unchecked")
+    assert torch.equal(load(tmp_path / "unchecked", ALONE)["w"], torch.ones(5))
+
+
+@contextlib.contextmanager
+def torch_without_checksums() -> Iterator[None]:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+# ----------------------------------------------------------------------------------------------------- damaged on disk
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def record(path: Path, name: str) -> archive.Record:
+    return next(r for r in archive.read_records(path) if r.name == name)
+
+
+def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
+    path, tree = tmp_path / "a.ckpt", {"state_dict": {"a.weight": torch.zeros(3), "b.weight": torch.randn(1000, 10)}}
+    save(tree, path, None, ALONE)
+    flip(path, record(path, "data/1").start + 20_001)
+    with pytest.raises(CheckpointError, match=r"a.ckpt is damaged: the checksum of \['state_dict'\]\['b.weight'\]"):
+        load(path, ALONE)
+    assert load(path, ALONE, checksums=False)["state_dict"]["b.weight"].shape == (1000, 10)
+
+
+def test_a_flipped_bit_outside_of_tensors_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    save({"state_dict": {"weight": torch.zeros(3)}, "note": "abcdefg"}, path, None, ALONE)
+    flip(path, path.read_bytes().index(b"abcdefg") + 3)
+    with pytest.raises(CheckpointError, match=r"the checksum of data.pkl"):
+        load(path, ALONE)
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.3, 0.99])
+def test_a_truncated_file_is_an_error_that_names_it(kept: float, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    save({"state_dict": {"weight": torch.zeros(30_000)}}, path, None, ALONE)
+    os.truncate(path, max(8, int(path.stat().st_size * kept)))
+    for checksums in (True, False):
+        with pytest.raises(CheckpointError, match=r"a.ckpt is truncated or damaged"):
+            load(path, ALONE, checksums=checksums)
+
+
+def test_what_was_never_completed_is_not_loaded(tmp_path: Path) -> None:
+    path = tmp_path / ".a.ckpt.0123.incomplete"
+    torch.save({"state_dict": {}}, path)
+    with pytest.raises(CheckpointError, match="never completed"):
+        load(path, ALONE)
+
+
+def load_damaged(name: str, path: str) -> str:
+    try:
+        make_trainer(name).fit(Resumable(RECIPE), ckpt_path=path)
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+@ranks(2)
+@pytest.mark.parametrize("part", [0.4, 0.9], ids=["of rank 0", "of rank 1"])
+def test_all_ranks_refuse_a_damaged_file(pool: RankPool, part: float, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    pool.run(save_at_end, "zero2", RECIPE, str(path))
+    data = [r for r in archive.read_records(path) if r.name.startswith("data/") and r.nbytes > 200]
+    damaged = data[int(len(data) * part)]
+    flip(path, damaged.start + damaged.nbytes // 2)
+    messages = pool.run(load_damaged, "zero2", str(path))
+    assert "is damaged: the checksum of [" in messages[0]
+    assert messages[0] == messages[1]
+
+
+# ----------------------------------------------------------------------------------------------- written by all ranks
+
+
+def save_counted(strategy: Any, path: str, **flags: Any) -> tuple[int, int]:
+    """The bytes that this rank wrote, and the largest piece it had in its hands."""
+    trainer = make_trainer(strategy, **flags)
+    trainer.fit(Resumable(RECIPE))
+    sizes: list[int] = []
+    write_at = full.write_at
+
+    def counted(file: int, data: memoryview, offset: int) -> None:
+        sizes.append(data.nbytes)
+        write_at(file, data, offset)
+
+    full.write_at, full.TILE = counted, 1 << 10
+    try:
+        trainer.save_checkpoint(path)
+    finally:
+        full.write_at, full.TILE = write_at, archive.TILE
+    return sum(sizes), max(sizes)
+
+
+@ranks(2, slow=(1, 4))
+@pytest.mark.parametrize("precision", slow_unless(["bf16-mixed"], ["32-true", "bf16-mixed"]))
+@every_name
+def test_ranks_write_equal_shares_a_tile_at_a_time(pool: RankPool, name: str, precision: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    written = pool.run(save_counted, name, str(path), precision=precision)
+    assert is_intact(path)
+    total = sum(r.nbytes for r in archive.read_records(path) if r.name.startswith("data/"))
+    assert sum(size for size, _ in written) == total
+    # Padding, and what only rank 0 has: steps.
+    assert max(size for size, _ in written) < 1.15 * total / pool.world_size
+    assert max(largest for _, largest in written) <= 1 << 10
+    assert files_in(tmp_path) == {"a.ckpt"}
+
+
+@ranks(4)
+def test_replicas_share_the_work(pool: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    written = pool.run(save_counted, {"stage": 2, "shard_size": 2}, str(path))
+    total = sum(r.nbytes for r in archive.read_records(path) if r.name.startswith("data/"))
+    assert sum(size for size, _ in written) == total
+    assert max(size for size, _ in written) < 1.15 * total / 4
+    assert is_intact(path)
+
+
+def save_seen_by_one(name: str, path: str) -> list[str]:
+    trainer = make_trainer(name)
+    trainer.fit(Resumable(RECIPE))
+    exists, warned = Path.exists, []
+    Path.exists = lambda self: dist.get_rank() == 0 and exists(self)  # type: ignore[method-assign, assignment]
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lightning_zero.strategy.rank_zero_warn", warned.append)
+            trainer.save_checkpoint(path)
+    finally:
+        Path.exists = exists  # type: ignore[method-assign]
+    return warned
+
+
+@ranks(2)
+@few_names
+def test_without_a_shared_file_system_rank_0_writes_everything(pool: RankPool, name: str, tmp_path: Path) -> None:
+    path, other = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
+    messages = pool.run(save_seen_by_one, name, str(path))
+    assert "not all ranks see" in messages[0][0]
+    pool.run(save_at_end, name, RECIPE, str(other))
+    assert_same_files(path, other)
+    assert files_in(tmp_path) == {"a.ckpt", "b.ckpt"}
+
+
+def assert_same_files(first: Path, second: Path) -> None:
+    one, two = (torch.load(path, weights_only=True, map_location="cpu") for path in (first, second))
+    assert_same(one["state_dict"], two["state_dict"])
+    for ours, theirs in zip(one["optimizer_states"], two["optimizer_states"], strict=True):
+        assert ours["state"].keys() == theirs["state"].keys()
+        for name, state in ours["state"].items():
+            assert_same(state, theirs["state"][name])
+
+
+def save_through(name: str, io: type[Any], path: str) -> None:
+    plugin = AsyncCheckpointIO(TorchCheckpointIO()) if io is AsyncCheckpointIO else io()
+    trainer = make_trainer(name, plugins=[plugin])
+    trainer.fit(Resumable(RECIPE))
+    trainer.save_checkpoint(path)
+    plugin.teardown()
+
+
+class Derived(TorchCheckpointIO):
+    """A user's own."""
+
+
+@ranks(2)
+@pytest.mark.parametrize("io", [Derived, AsyncCheckpointIO])
+@few_names
+def test_other_writers_get_everything_on_rank_0(pool: RankPool, name: str, io: type[Any], tmp_path: Path) -> None:
+    path, other = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
+    pool.run(save_through, name, io, str(path))
+    pool.run(save_at_end, name, RECIPE, str(other))
+    assert_same_files(path, other)
+
+
+def resume_and_say(strategy: Any, path: str) -> list[str]:
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_zero.strategy.rank_zero_info", said.append)
+        make_trainer(strategy, max_epochs=2).fit(Resumable(RECIPE), ckpt_path=path)
+    return said
+
+
+def test_resuming_in_another_world_says_so(pool1: RankPool, pool2: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    pool2.run(save_at_end, "zero3", RECIPE, path)
+    written_by = torch.load(path, weights_only=True)["lightning_zero"]
+    assert {key: written_by[key] for key in ("stage", "world_size", "shard_size")} == {
+        "stage": 3,
+        "world_size": 2,
+        "shard_size": 2,
+    }
+    assert pool2.run(resume_and_say, "zero3", path)[0] == []
+    (message,) = pool1.run(resume_and_say, "zero2", path)[0]
+    assert message.endswith("world size 2 -> 1, shard size 2 -> 1, stage 3 -> 2")
+
+
+# ------------------------------------------------------------------------------------------------------ hooks of users
+
+
+class Hooked(Resumable):
+    """Runs a function on the checkpoint before it is saved."""
+
+    use: Callable[[int, dict[str, Any]], None]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        type(self).use(self.global_rank, checkpoint)
+
+
+WEIGHT = "model.head.weight"
+
+
+def reads_on_rank_0(rank: int, checkpoint: dict[str, Any]) -> None:
+    if rank == 0:
+        checkpoint["norms"] = {k: float(v.norm()) for k, v in checkpoint["state_dict"].items()}
+        moments = next(iter(checkpoint["optimizer_states"][0]["state"].values()))
+        checkpoint["moment"] = moments["exp_avg"].clone()
+
+
+def reads_everywhere(rank: int, checkpoint: dict[str, Any]) -> None:
+    checkpoint["norms"] = {k: float(v.norm()) for k, v in checkpoint["state_dict"].items()}
+    moments = next(iter(checkpoint["optimizer_states"][0]["state"].values()))
+    checkpoint["moment"] = moments["exp_avg"].clone()
+
+
+def reads_more_on_rank_1(rank: int, checkpoint: dict[str, Any]) -> None:
+    if rank == 1:
+        float(next(iter(checkpoint["optimizer_states"][0]["state"].values()))["exp_avg"].norm())
+
+
+def edits(rank: int, checkpoint: dict[str, Any]) -> None:
+    state = checkpoint["state_dict"]
+    name = next(iter(state))
+    state["doubled"] = state[name] * 2
+    state["half"] = state[name].half()
+    state["renamed"] = state.pop(name)
+    del checkpoint["optimizer_states"]
+
+
+def save_hooked(name: str, path: str, use: Callable[[int, dict[str, Any]], None]) -> str:
+    Hooked.use = use
+    trainer = make_trainer(name)
+    trainer.fit(Hooked(RECIPE))
+    try:
+        trainer.save_checkpoint(path)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@ranks(2)
+@pytest.mark.parametrize("use", [reads_on_rank_0, reads_everywhere])
+@few_names
+def test_hooks_read_values(pool: RankPool, name: str, use: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    assert pool.run_within(20, save_hooked, name, str(path), use) == ["", ""]
+    checkpoint = torch.load(path, weights_only=True)
+    assert checkpoint["norms"] == {k: float(v.norm()) for k, v in checkpoint["state_dict"].items()}
+    state = next(iter(checkpoint["optimizer_states"][0]["state"].values()))
+    assert torch.equal(checkpoint["moment"], state["exp_avg"])
+    assert is_intact(path)
+
+
+@ranks(2)
+@few_names
+def test_hooks_change_what_is_saved(pool: RankPool, name: str, tmp_path: Path) -> None:
+    path, other = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
+    pool.run_within(20, save_hooked, name, str(path), edits)
+    pool.run(save_at_end, name, RECIPE, str(other))
+    saved = torch.load(path, weights_only=True)
+    expected = torch.load(other, weights_only=True)["state_dict"]
+    first = next(iter(expected))
+    assert first not in saved["state_dict"]
+    assert "optimizer_states" not in saved
+    assert torch.equal(saved["state_dict"]["renamed"], expected[first])
+    assert torch.equal(saved["state_dict"]["doubled"], expected[first] * 2)
+    assert torch.equal(saved["state_dict"]["half"], expected[first].half())
+
+
+@ranks(2)
+def test_values_that_only_another_rank_reads_are_an_error_on_all(pool: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    messages = pool.run_within(20, save_hooked, "zero2", str(path), reads_more_on_rank_1)
+    assert all("rank 1 reads sharded values of the checkpoint" in message for message in messages)
+    assert not files_in(tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------------------- faults
+
+
+def save_twice(name: str, path: str, spoil: Callable[[Path], contextlib.AbstractContextManager[None]]) -> Any:
+    """A file, and an attempt to replace it after another step that cannot succeed; the error, and the first weights."""
+    trainer = make_trainer(name)
+    lit = Resumable(RECIPE)
+    trainer.fit(lit)
+    trainer.save_checkpoint(path)
+    weights = state_of(trainer)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(lit)
+    try:
+        with spoil(Path(path)):
+            trainer.save_checkpoint(path)
+    except CheckpointError as error:
+        return str(error), weights
+    return "saved", weights
+
+
+@contextlib.contextmanager
+def full_disk_on_rank_1(path: Path) -> Iterator[None]:
+    """Files cannot grow beyond where rank 1 has to write; Python ignores the signal, so that writes fail."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size // 4, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def full_disk_on_rank_0(path: Path) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def failing_sync(path: Path) -> Iterator[None]:
+    def fsync(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            patch.setattr(os, "fsync", fsync)
+        yield
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (full_disk_on_rank_1, "rank 1: OSError: [Errno 27] File too large"),
+        (full_disk_on_rank_0, "rank 0: "),
+        (failing_sync, "rank 1: OSError: [Errno 5]"),
+    ],
+)
+@few_names
+def test_a_failed_save_is_an_error_on_all_ranks_and_changes_nothing(
+    pool: RankPool, name: str, spoil: Any, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.ckpt"
+    results = pool.run_within(30, save_twice, name, str(path), spoil)
+    assert all(said in message and str(path) in message for message, _ in results), results[0][0]
+    assert files_in(tmp_path) == {"a.ckpt"}
+    assert is_intact(path)
+    saved = torch.load(path, weights_only=True)["state_dict"]
+    assert_same({key.removeprefix("model."): value for key, value in saved.items()}, results[0][1])
+
+
+def save_to(name: str, path: str) -> str:
+    trainer = make_trainer(name)
+    trainer.fit(Resumable(RECIPE))
+    try:
+        trainer.save_checkpoint(path)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+@ranks(2)
+def test_where_nothing_can_be_written_all_ranks_say_so(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.ckpt").mkdir()
+    for path in (tmp_path / "file" / "a.ckpt", tmp_path / "folder.ckpt"):
+        messages = pool.run(save_to, "zero2", str(path))
+        assert messages[0] == messages[1]
+        assert messages[0].startswith(f"could not begin the checkpoint {path}. rank 0: ")
+
+
+def test_leftovers_go_with_the_next_save_but_not_those_of_a_running_one(tmp_path: Path) -> None:
+    dead, running = tmp_path / ".b.ckpt.1.incomplete", tmp_path / ".c.ckpt.2.incomplete"
+    other = tmp_path / "mine.incomplete"
+    for path in (dead, running, other):
+        path.write_bytes(b"x")
+    with running.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        save({"w": torch.ones(2)}, tmp_path / "a.ckpt", None, ALONE)
+    assert files_in(tmp_path) == {"a.ckpt", running.name, other.name}
+
+
+def save_and_die(name: str, path: str, victims: tuple[int, ...], event: int) -> int:
+    """Save over an older file; victims kill themselves just before the so-many-th write, flush or rename."""
+    trainer = make_trainer(name)
+    trainer.fit(Resumable(RECIPE))
+    seen = 0
+
+    def counted(act: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            nonlocal seen
+            seen += 1
+            if seen == event and trainer.global_rank in victims:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return act(*args, **kwargs)
+
+        return counting
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", counted(torch.save))
+        patch.setattr(os, "pwrite", counted(os.pwrite))
+        patch.setattr(os, "fsync", counted(os.fsync))
+        patch.setattr(Path, "replace", counted(Path.replace))
+        trainer.save_checkpoint(path)
+    return seen
+
+
+TINY = Recipe(model="mlp", optimizer="momentum", steps=1)
+
+
+def check_kills(pool: RankPool, folder: Path, name: str, victims: tuple[int, ...], events: list[int]) -> None:
+    """After each kill the old file or the new one is there, whole; the next save removes what was left."""
+    path = folder / "a.ckpt"
+    pool.run(save_at_end, name, RECIPE, str(path))
+    for event in events:
+        older = path.stat().st_ino
+        with pytest.raises(RankError) as caught:
+            pool.run_within(30, save_and_die, name, str(path), victims, event)
+        # The others got an error; nobody waited for the dead.
+        assert {
+            rank: failure.kind for rank, failure in caught.value.failures.items() if failure.kind == "timeout"
+        } == {}
+        assert is_intact(path)
+        assert load(path, ALONE)["global_step"] == RECIPE.steps
+        assert all(file == "a.ckpt" or file.endswith(".incomplete") for file in files_in(folder))
+        assert len(files_in(folder)) <= 2 - (path.stat().st_ino != older)
+    pool.run(save_at_end, name, RECIPE, str(path))
+    assert files_in(folder) == {"a.ckpt"}
+
+
+@ranks(2)
+@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
+def test_a_killed_save_leaves_a_complete_file(pool: RankPool, victims: tuple[int, ...], tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    total = pool.run(save_and_die, "zero2", str(path), (), 0)[victims[-1]]
+    check_kills(pool, tmp_path, "zero2", victims, [1, total // 2, total])
+
+
+@pytest.mark.slow
+@ranks(2)
+@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("name", ["zero2_offload", "zero3"])
+def test_a_save_killed_anywhere_leaves_a_complete_file(
+    pool: RankPool, name: str, victims: tuple[int, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "a.ckpt"
+    total = min(pool.run(save_and_die, name, str(path), (), 0)[rank] for rank in victims)
+    check_kills(pool, tmp_path, name, victims, [*range(1, 6), *range(6, total - 5, 7), *range(total - 5, total + 1)])
