@@ -20,7 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_zero.checkpoint.contents import CheckpointError, Opaque, dtype_name, read_checkpoint, tied_names
+from lightning_zero.checkpoint.contents import Opaque, dtype_name, read_checkpoint, tied_names
+from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.engine.compiled import plain_name
 
 Layout = Literal["safetensors", "hf"]

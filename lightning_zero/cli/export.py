@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import typer
 
-from lightning_zero.checkpoint.contents import CheckpointError
+from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.checkpoint.export import Layout, export
 from lightning_zero.cli.text import complain, number, size
 

@@ -18,7 +18,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lightning_zero.checkpoint.contents import CheckpointError, Contents, OptimizerInfo, describe
+from lightning_zero.checkpoint.contents import Contents, OptimizerInfo, describe
+from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.cli.text import complain, facts_table, number, size
 
 SCHEMA = 1

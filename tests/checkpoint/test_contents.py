@@ -20,7 +20,8 @@ from helpers.ranks import RankPool, ranks
 from strategy.fits import DDP, Lit, Recipe, slow_unless
 
 from lightning_zero import DynamicLossScaler, ZeroPrecision
-from lightning_zero.checkpoint.contents import CheckpointError, Group, StateInfo, describe, plain, read_checkpoint
+from lightning_zero.checkpoint import CheckpointError
+from lightning_zero.checkpoint.contents import Group, StateInfo, describe, plain, read_checkpoint
 
 RECIPE = Recipe(optimizer="adamw", options={"lr": 0.05})
 
@@ -244,7 +245,8 @@ def test_no_tensor_is_read(tmp_path: Path) -> None:
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from lightning_zero.checkpoint.contents import CheckpointError, describe
+from lightning_zero.checkpoint.contents import describe
+from lightning_zero.checkpoint.errors import CheckpointError
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 limit = pages * resource.getpagesize() + (64 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

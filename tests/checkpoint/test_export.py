@@ -22,8 +22,8 @@ from strategy.fits import DDP, Recipe, make_trainer, slow_unless
 from strategy.third_party_fits import Lit
 from torch import Tensor
 
+from lightning_zero.checkpoint import CheckpointError
 from lightning_zero.checkpoint import export as module
-from lightning_zero.checkpoint.contents import CheckpointError
 from lightning_zero.checkpoint.export import export
 
 SAVERS = pytest.mark.parametrize("name", slow_unless(("zero3",), ("zero1", "zero3", "zero3_offload", DDP)))
