@@ -78,7 +78,6 @@ class Bucket:
         self.name = name
         self.names = tuple(spec.name for spec in specs)
         self.parameters = tuple(spec.parameter for spec in specs)
-        self.shapes = tuple(p.shape for p in self.parameters)
         self.formats = tuple(MemoryFormat.of(p) for p in self.parameters)
         self.dtype = dtype
         self.optimized = optimized

@@ -283,7 +283,7 @@ def test_state_is_updated_in_place(bucket: Bucket) -> None:
 def test_a_rank_takes_its_part_of_a_whole_state(bucket: Bucket) -> None:
     state = ShardState(bucket, frozenset({"average"}))
     segment = bucket.segments[0]
-    whole = torch.arange(float(segment.numel)).view(bucket.shapes[0])
+    whole = torch.arange(float(segment.numel)).view_as(bucket.parameters[0])
     step = torch.tensor(5.0)
     state.put_slice(segment, {"average": whole, "step": step})
     step += 1
