@@ -10,8 +10,9 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_zero.engine.bucket import ParameterSpec
 from lightning_zero.engine.compiled import named_modules, original, plain_name
+from lightning_zero.engine.placement import Placement
 from lightning_zero.engine.policies import MixedPrecisionPolicy, ShardingPolicy
 
 ROOT = "(root)"
@@ -65,6 +67,46 @@ class BucketSpec:
     @property
     def nbytes(self) -> int:
         return sum(spec.parameter.numel() for spec in self.specs) * self.dtype.itemsize
+
+    @property
+    def in_root(self) -> bool:
+        """Whether it is whole throughout a step."""
+        return ROOT in self.units or self.persistent
+
+
+class Partition(NamedTuple):
+    """What becomes of a module.
+
+    Attributes:
+        units: in module order.
+        buckets: in forward order.
+    """
+
+    units: list[Unit]
+    buckets: list[BucketSpec]
+
+
+def partition(
+    root: nn.Module,
+    placement: Placement,
+    optimized: Iterable[Parameter] | None,
+    units: Sequence[str | type[nn.Module]] | None,
+    bucket_size_mb: float,
+    persistence_numel: int,
+) -> Partition:
+    """The units and buckets of ``root``; for the arguments see :class:`Engine`, for errors also the functions below.
+
+    Raises:
+        ValueError: ``bucket_size_mb`` is not greater than 0.
+    """
+    if not bucket_size_mb > 0:
+        raise ValueError(f"bucket_size_mb={bucket_size_mb!r} must be greater than 0; 25 is a good start")
+    if optimized is None:
+        optimized = (p for p in root.parameters() if p.requires_grad)
+    chosen, size = {id(p) for p in optimized}, int(bucket_size_mb * 2**20)
+    found = find_units(root, units)
+    buckets = make_buckets(root, found, chosen, placement.sharding, placement.precision, size, persistence_numel)
+    return Partition(found, buckets)
 
 
 def is_norm(module: nn.Module) -> bool:

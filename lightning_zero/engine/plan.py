@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.gradients import log_dtype
 from lightning_zero.engine.layout import FlatLayout, Segment
-from lightning_zero.engine.partition import ROOT, BucketSpec, find_units, make_buckets, parameters_by_unit
+from lightning_zero.engine.partition import ROOT, BucketSpec, parameters_by_unit, partition
 from lightning_zero.engine.placement import MasterForm, Placement
 from lightning_zero.engine.stores import Memory
 from lightning_zero.engine.takeover import parameters_of
@@ -138,11 +138,6 @@ class BucketForm:
     def trained(self) -> bool:
         """Whether it is reduced and updated."""
         return self.spec.optimized and any(p.requires_grad for p in self.parameters)
-
-    @property
-    def in_root(self) -> bool:
-        """Whether it is whole throughout a step."""
-        return ROOT in self.spec.units or self.spec.persistent
 
     def summed(self, micro_batches: int) -> bool:
         """Whether whole gradients add up in a buffer of their own before they are reduced."""
@@ -288,24 +283,15 @@ def plan(
             checkpointing recomputes inside the unit's backward, which has gathered it.)
 
     Raises:
-        ValueError: ``micro_batches`` is less than 1, or optimizers are given without ``choose_updater``.
+        ValueError: ``micro_batches`` is less than 1, or optimizers are given without ``choose_updater``; and what
+            :class:`Engine` refuses.
     """
     if micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches!r} must be at least 1")
     if optimizers and choose_updater is None:
         raise ValueError("optimizers need choose_updater=lightning_zero.optim.choose_updater")
-    unit_list = find_units(module, units)
-    owned = [p for optimizer in optimizers for p in parameters_of(optimizer)]
-    optimized = owned if optimizers else [p for p in module.parameters() if p.requires_grad]
-    specs = make_buckets(
-        module,
-        unit_list,
-        {id(p) for p in optimized},
-        placement.sharding,
-        placement.precision,
-        int(bucket_size_mb * 2**20),
-        persistence_numel,
-    )
+    optimized = [p for optimizer in optimizers for p in parameters_of(optimizer)] if optimizers else None
+    unit_list, specs = partition(module, placement, optimized, units, bucket_size_mb, persistence_numel)
     forms = [BucketForm(spec, placement) for spec in specs]
     footprints: list[list[Footprint]] = [[] for _ in forms]
     for optimizer in optimizers:
@@ -370,7 +356,7 @@ def _traffic(
         mesh, sharding = form.placement.mesh, form.placement.sharding
         numbers += len(form.parameters) + 1
         # Of a root's bucket one per micro-batch; of a unit's one in forward, one in backward.
-        per_micro_batch = 1 if form.in_root else 2 + recomputed
+        per_micro_batch = 1 if form.spec.in_root else 2 + recomputed
         gathers = micro_batches * per_micro_batch if sharding.shard_params else int(form.trained)
         reductions = (micro_batches if sharding.shard_grads else 1) * form.trained
         nbytes = form.layout.padded_numel * form.reduce_dtype(micro_batches).itemsize
@@ -481,10 +467,10 @@ class _Step:
                         self._reduce(self._pending.pop(0), last)
             if sharding.shard_params and number > 0:
                 for bucket in units[number]:
-                    if bucket in self._pending and not bucket.form.in_root:
+                    if bucket in self._pending and not bucket.form.spec.in_root:
                         self._pending.remove(bucket)
                         self._reduce(bucket, last)
-                self._free([b for b in units[number] if not b.form.in_root])
+                self._free([b for b in units[number] if not b.form.spec.in_root])
         for bucket in self._pending:
             if reduces:
                 self._reduce(bucket, last)
@@ -494,7 +480,7 @@ class _Step:
 
     def _fits(self, ahead: Iterable[_Whole]) -> bool:
         """Whether a unit is gathered while another computes; see :class:`Prefetcher`."""
-        own = [b for b in self._buckets if not (b.row.whole or b.form.in_root)]
+        own = [b for b in self._buckets if not (b.row.whole or b.form.spec.in_root)]
         live = sum(b.row.padded_numel for b in own if id(b) in self._gathered or b in ahead)
         return self._limit is None or live <= self._limit
 

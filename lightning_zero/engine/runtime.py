@@ -38,7 +38,7 @@ from lightning_zero.engine.gradient_scale import GradientScale
 from lightning_zero.engine.hooks import RefreshHook, UnshardHooks
 from lightning_zero.engine.layout import Segment, runs
 from lightning_zero.engine.loss_scaler import LossScaleError, LossScaler
-from lightning_zero.engine.partition import ROOT, BucketSpec, Unit, check_initialized, find_units, make_buckets
+from lightning_zero.engine.partition import BucketSpec, Unit, check_initialized, partition
 from lightning_zero.engine.placement import Placement
 from lightning_zero.engine.prefetch import Prefetcher
 from lightning_zero.engine.reducer import Reducer
@@ -159,8 +159,6 @@ class Engine:
         max_live_numel: int | None = None,
         check_steps: int = 10,
     ) -> None:
-        if not bucket_size_mb > 0:
-            raise ValueError(f"bucket_size_mb={bucket_size_mb!r} must be greater than 0; 25 is a good start")
         self.module = module
         self.placement = placement
         self.released = False
@@ -168,17 +166,7 @@ class Engine:
         self.skipped_steps = 0
         self._scale = GradientScale(scaler)
         self._outcomes: dict[int, StepOutcome] = {}  # by id of the optimizer: its last step
-        chosen = optimized if optimized is not None else (p for p in module.parameters() if p.requires_grad)
-        unit_list = find_units(module, units)
-        specs = make_buckets(
-            module,
-            unit_list,
-            {id(p) for p in chosen},
-            placement.sharding,
-            placement.precision,
-            int(bucket_size_mb * 2**20),
-            persistence_numel,
-        )
+        unit_list, specs = partition(module, placement, optimized, units, bucket_size_mb, persistence_numel)
         check_initialized(specs)
         self._check_same_module(specs)
         self._steps_to_check = check_steps
@@ -197,9 +185,7 @@ class Engine:
         ]
         self._bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
         # Whole for a whole step.
-        self._root_buckets = [
-            bucket for bucket, spec in zip(self.buckets, specs, strict=True) if ROOT in spec.units or spec.persistent
-        ]
+        self._root_buckets = [bucket for bucket, spec in zip(self.buckets, specs, strict=True) if spec.in_root]
         self._reducer = Reducer(self.buckets, placement.sharding)
         self._updaters: dict[int, Updater] = {}  # by id of the optimizer
         self._admitted: dict[int, list[int]] = {}  # by id of the optimizer: ids of the parameters in its groups

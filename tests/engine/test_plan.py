@@ -223,6 +223,8 @@ def test_what_cannot_be_planned() -> None:
         plan(model, placement, micro_batches=0)
     with pytest.raises(ValueError, match="choose_updater"):
         plan(model, placement, [torch.optim.SGD(model.parameters())])
+    with pytest.raises(ValueError, match=r"bucket_size_mb=0\.0 must be greater than 0"):
+        plan(model, placement, bucket_size_mb=0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------- traffic
