@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_zero.engine.bucket import ParameterSpec
+from lightning_zero.engine.collectives import CollectiveError, Group
 from lightning_zero.engine.compiled import named_modules, original, plain_name
 from lightning_zero.engine.placement import Placement
 from lightning_zero.engine.policies import MixedPrecisionPolicy, ShardingPolicy
@@ -250,6 +252,31 @@ def check_initialized(buckets: Sequence[BucketSpec]) -> None:
                 f"parameter {name!r} is on the meta device and has no values; before training call "
                 "`to_empty(device=...)` and initialize it (for example in `configure_model`)"
             )
+
+
+def check_same(buckets: Sequence[BucketSpec], world: Group) -> None:
+    """Refuse parameters that are others on another rank: the ranks' collectives would not fit together. Collective.
+
+    Raises:
+        CollectiveError: on all ranks; it names a parameter.
+    """
+    mine = {
+        spec.name: f"{tuple(spec.parameter.shape)} {spec.parameter.dtype}{', optimized' if bucket.optimized else ''}"
+        for bucket in buckets
+        for spec in bucket.specs
+    }
+    checksums = world.all_gather_object(zlib.crc32(repr(mine).encode()), "compare the modules")
+    if len(set(checksums)) > 1:
+        first, *others = world.all_gather_object(mine, "compare the modules")
+        for rank, other in enumerate(others, start=1):
+            for name in [*first, *other]:
+                if first.get(name) != other.get(name):
+                    raise CollectiveError(
+                        f"the ranks hold different modules: parameter {name!r} is {first.get(name, 'missing')} on "
+                        f"rank 0 and {other.get(name, 'missing')} on rank {rank}. Build the same module, and give "
+                        "the optimizers the same parameters, on all ranks"
+                    )
+        raise CollectiveError("the ranks hold the same parameters in different orders; build the same module")
 
 
 def parameters_by_unit(root: nn.Module, units: Sequence[Unit]) -> dict[str, list[ParameterSpec]]:

@@ -18,7 +18,6 @@ import itertools
 import math
 import warnings
 import weakref
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -31,14 +30,15 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero import ops
 from lightning_zero.engine.bucket import Bucket, BucketState
-from lightning_zero.engine.collectives import CollectiveError
+from lightning_zero.engine.bucket_map import BucketMap
+from lightning_zero.engine.buffers import broadcast_buffers, convert_buffers
 from lightning_zero.engine.compiled import Handle, attach, inside_graphs, is_compiled, named_modules
 from lightning_zero.engine.freed import without_freed_checks
 from lightning_zero.engine.gradient_scale import GradientScale
 from lightning_zero.engine.hooks import RefreshHook, UnshardHooks
 from lightning_zero.engine.layout import Segment, runs
 from lightning_zero.engine.loss_scaler import LossScaleError, LossScaler
-from lightning_zero.engine.partition import BucketSpec, Unit, check_initialized, partition
+from lightning_zero.engine.partition import Unit, check_initialized, check_same, partition
 from lightning_zero.engine.placement import Placement
 from lightning_zero.engine.prefetch import Prefetcher
 from lightning_zero.engine.reducer import Reducer
@@ -168,24 +168,11 @@ class Engine:
         self._outcomes: dict[int, StepOutcome] = {}  # by id of the optimizer: its last step
         unit_list, specs = partition(module, placement, optimized, units, bucket_size_mb, persistence_numel)
         check_initialized(specs)
-        self._check_same_module(specs)
+        check_same(specs, placement.mesh.world)
         self._steps_to_check = check_steps
         placement.mesh.check(check_steps > 0)
-        self._convert_buffers()
-        # Forward order; masters are made here, before anything is cast.
-        self.buckets = [
-            Bucket(
-                _name(number, spec),
-                spec.specs,
-                spec.dtype,
-                spec.optimized,
-                placement.persistent() if spec.persistent else placement,
-            )
-            for number, spec in enumerate(specs)
-        ]
-        self._bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
-        # Whole for a whole step.
-        self._root_buckets = [bucket for bucket, spec in zip(self.buckets, specs, strict=True) if spec.in_root]
+        convert_buffers(module, placement)
+        self._map = BucketMap(module, specs, placement)  # masters are made here, before anything is cast
         self._reducer = Reducer(self.buckets, placement.sharding)
         self._updaters: dict[int, Updater] = {}  # by id of the optimizer
         self._admitted: dict[int, list[int]] = {}  # by id of the optimizer: ids of the parameters in its groups
@@ -197,7 +184,7 @@ class Engine:
         self._handles: list[Handle] = []
         self._optimizer_handles: list[RemovableHandle] = []
         self._unshard_hooks: list[UnshardHooks] = []
-        self._prefetcher = Prefetcher([self._own_buckets(unit) for unit in unit_list], max_live_numel)
+        self._prefetcher = Prefetcher([self._map.own(unit) for unit in unit_list], max_live_numel)
         self._gradient_hooks: list[tuple[Parameter, int]] = []  # with the id of our hook
         self._install_hooks(unit_list)
         self.number = next(_NUMBERS)
@@ -205,53 +192,9 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------ construction
 
-    def _check_same_module(self, specs: Sequence[BucketSpec]) -> None:
-        """Raise on all ranks where a rank's parameters are others: their collectives would not fit together."""
-        mine = {
-            spec.name: f"{tuple(spec.parameter.shape)} {spec.parameter.dtype}"
-            f"{', optimized' if bucket.optimized else ''}"
-            for bucket in specs
-            for spec in bucket.specs
-        }
-        world = self.placement.mesh.world
-        checksums = world.all_gather_object(zlib.crc32(repr(mine).encode()), "compare the modules")
-        if len(set(checksums)) > 1:
-            first, *others = world.all_gather_object(mine, "compare the modules")
-            for rank, other in enumerate(others, start=1):
-                for name in [*first, *other]:
-                    if first.get(name) != other.get(name):
-                        raise CollectiveError(
-                            f"the ranks hold different modules: parameter {name!r} is {first.get(name, 'missing')} on "
-                            f"rank 0 and {other.get(name, 'missing')} on rank {rank}. Build the same module, and give "
-                            "the optimizers the same parameters, on all ranks"
-                        )
-            raise CollectiveError("the ranks hold the same parameters in different orders; build the same module")
-
-    def _convert_buffers(self) -> None:
-        """Move buffers to the device, give them the dtype of the policy and rank 0's values."""
-        placement = self.placement
-        converted: dict[int, Tensor] = {}  # a buffer may be registered twice
-        for module in self.module.modules():
-            if type(module)._apply is not nn.Module._apply and next(module.parameters(), None) is None:
-                module.to(placement.device)  # state that is neither parameter nor buffer, as torchmetrics has
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    if id(buffer) not in converted:
-                        dtype = placement.precision.buffer_dtype(buffer.dtype)
-                        # Contiguous: an expanded buffer cannot be written to.
-                        strided = buffer.layout is torch.strided
-                        moved = buffer.to(placement.device, dtype)
-                        converted[id(buffer)] = moved.contiguous() if strided else moved
-                    module._buffers[name] = converted[id(buffer)]
-        self.sync_buffers()
-
     def sync_buffers(self) -> None:
         """Give every rank rank 0's buffers (statistics of BatchNorm, which each rank gathers alone). Collective."""
-        for buffer in {id(b): b for b in self.module.buffers()}.values():
-            if buffer.layout is torch.strided:
-                data = self.placement.mesh.world.broadcast_(buffer.detach().contiguous(), "broadcast a buffer")
-                if data.data_ptr() != buffer.data_ptr():
-                    buffer.detach().copy_(data)
+        broadcast_buffers(self.module, self.placement.mesh.world)
 
     def _install_hooks(self, units: Sequence[Unit]) -> None:
         for number, bucket in enumerate(self.buckets):
@@ -267,7 +210,7 @@ class Engine:
             readers = [around.get(id(unit.module), unit.module) for unit in units]
             for module in {id(m): m for m in (self.module, *readers)}.values():
                 # The whole module gathers everything first: ranks may enter its units in different orders.
-                hook = RefreshHook(self.buckets if module is self.module else self._buckets_of(module, recurse=True))
+                hook = RefreshHook(self.buckets if module is self.module else self._map.read_by(module))
                 self._handles += attach(module, hook)
 
     def _hook_gradient(self, parameter: Parameter, number: int, index: int) -> RemovableHandle:
@@ -301,32 +244,21 @@ class Engine:
         around = inside_graphs(self.module)
         _check_compiled(self.module, units, around)
         for number, unit in enumerate(units):
-            own = self._own_buckets(unit)
-            shared = [b for b in self._buckets_of(unit.module, recurse=True) if b not in own]
+            own = self._map.own(unit)
+            shared = [b for b in self._map.read_by(unit.module) if b not in own]
             gather = functools.partial(self._prefetcher.gather, number)
             hooks = UnshardHooks(own, self._end_unit, gather=gather, shared=shared)
             self._install(hooks, unit.module)
             inside.update((id(module), hooks) for module in unit.module.modules())
         unit_modules = {id(unit.module) for unit in units}
         for module in self.module.modules():
-            buckets = self._buckets_of(module, recurse=is_compiled(module))
+            buckets = self._map.read_by(module, recurse=is_compiled(module))
             if buckets and id(module) not in unit_modules and id(module) not in around:
                 self._install(UnshardHooks(buckets, unit=inside.get(id(module))), module)
-
-    def _own_buckets(self, unit: Unit) -> list[Bucket]:
-        """Those that a unit frees; what it shares with the root stays whole for a whole step."""
-        return [b for b in self._buckets_of(unit.module, recurse=True) if b not in self._root_buckets]
 
     def _install(self, hooks: UnshardHooks, module: nn.Module) -> None:
         hooks.install(module)
         self._unshard_hooks.append(hooks)
-
-    def _buckets_of(self, module: nn.Module, recurse: bool) -> list[Bucket]:
-        """The buckets that the forward of ``module`` reads; for the root module, those of the root."""
-        held = {id(b): b for b in map(self._bucket_of.__getitem__, map(id, module.parameters(recurse=recurse)))}
-        if module is self.module:
-            held.update((id(b), b) for b in self._root_buckets)
-        return list(held.values())
 
     # ----------------------------------------------------------------------------------------- forward and backward
 
@@ -336,7 +268,7 @@ class Engine:
 
         With gradients enabled they stay whole until the flush after backward, else they are freed at the end.
         """
-        for bucket in self._root_buckets:
+        for bucket in self._map.root:
             bucket.unshard()
         self._prefetcher.begin_pass()
         try:
@@ -436,7 +368,7 @@ class Engine:
             if self._admitted.get(key) == admitted:
                 continue
             for parameter in parameters:
-                bucket = self._bucket_of.get(id(parameter))
+                bucket = self._map.holder(parameter)
                 if bucket is None:
                     raise ValueError(f"{type(updater.optimizer).__name__} holds {self._why_foreign(parameter)}")
                 bucket.optimize()
@@ -463,8 +395,8 @@ class Engine:
         """
         key = id(updater.optimizer)
         if self._prepared.get(key) != self._admitted[key]:
-            buckets = {id(b): b for i in self._admitted[key] if (b := self._bucket_of.get(i)) is not None}
-            for bucket in buckets.values():
+            admitted = set(self._admitted[key])
+            for bucket in self._map.holders(p for p in parameters_of(updater.optimizer) if id(p) in admitted):
                 updater.prepare(bucket)
             self._prepared[key] = self._admitted[key]
 
@@ -505,7 +437,7 @@ class Engine:
         for parameter in parameters:
             parameter.grad = None
             cleared.add(id(parameter))
-            if (bucket := self._bucket_of.get(id(parameter))) is not None:
+            if (bucket := self._map.holder(parameter)) is not None:
                 by_bucket.setdefault(id(bucket), []).append(bucket.index[id(parameter)])
         for bucket in self.buckets:
             if indices := by_bucket.get(id(bucket)):
@@ -534,7 +466,7 @@ class Engine:
     @without_freed_checks
     def full_grad(self, parameter: Parameter) -> Tensor | None:
         """The whole averaged gradient of one of the module's parameters; see :func:`full_grad`. Collective."""
-        bucket = self._bucket_of[id(parameter)]
+        (bucket,) = self._map.holders([parameter])
         if not any(id(parameter) in stats.used for stats in self._all_stats().values()):
             return None
         values = bucket.gradients.read(0, bucket.layout.shard_numel)
@@ -549,7 +481,7 @@ class Engine:
     def full_param(self, parameter: Parameter) -> Tensor:
         """One of the module's parameters, whole and at full precision. Collective."""
         self._absorb_edits()
-        bucket = self._bucket_of[id(parameter)]
+        (bucket,) = self._map.holders([parameter])
         full = bucket.gather_full(bucket.master.read(0, bucket.layout.shard_numel))
         return bucket.view(full, bucket.index[id(parameter)]).clone()
 
@@ -640,18 +572,11 @@ class Engine:
 
         In fp32 at least: 16 bits would round what is done to them, and the update itself does not.
         """
-        for bucket, segments in self._owned_segments(parameters_of(optimizer)):
+        for bucket, segments in self._map.segments_of(parameters_of(optimizer)):
             if not bucket.gradients.empty:
                 bucket.gradients.widen()
                 for run in runs(segments, lambda _: True):
                     yield bucket.gradients.read(run.start, run.stop)
-
-    def _owned_segments(self, parameters: Iterable[Parameter]) -> Iterator[tuple[Bucket, list[Segment]]]:
-        chosen = {id(p) for p in parameters}
-        for bucket in self.buckets:
-            segments = [s for s in bucket.segments if id(bucket.parameters[s.param]) in chosen]
-            if segments:
-                yield bucket, segments
 
     def step(self, optimizer: Optimizer) -> bool:
         """Update the shards of ``optimizer``'s parameters; returns False where all ranks skip. Collective.
@@ -692,7 +617,7 @@ class Engine:
         updater.check({id(group): group for group in hyperparameters.values()}.values())
         self._prepare(updater)
         used = [p for p in parameters_of(optimizer) if id(p) in used_anywhere]
-        for bucket, segments in self._owned_segments(used):
+        for bucket, segments in self._map.segments_of(used):
             groups = {i: hyperparameters[id(p)] for i, p in enumerate(bucket.parameters) if id(p) in hyperparameters}
             updater.update(bucket, segments, groups, scale)
         used_ids = set(map(id, used))
@@ -734,7 +659,7 @@ class Engine:
         It costs an all-reduce of one number per parameter, and only where a message is made of it.
         """
         flags = {id(p): 0.0 for bucket in self.buckets for p in bucket.parameters}
-        for bucket, segments in self._owned_segments(parameters_of(optimizer)):
+        for bucket, segments in self._map.segments_of(parameters_of(optimizer)):
             if not bucket.gradients.empty:
                 for s in segments:
                     finite = bool(bucket.gradients.read(s.start, s.stop).isfinite().all())
@@ -785,8 +710,8 @@ class Engine:
             full_precision: show the masters, in their dtype; what is taken over then is not rounded either. At stage 3
                 tensors that share memory with the parameters stay valid after the context.
         """
-        chosen = {id(self._bucket_of[id(p)]) for p in parameters if id(p) in self._bucket_of}
-        buckets = [bucket for bucket in self.buckets if id(bucket) in chosen]
+        chosen = self._map.holders(parameters)
+        buckets = [bucket for bucket in self.buckets if bucket in chosen]
         for bucket in buckets:
             bucket.pins += 1
             if not full_precision:
@@ -816,26 +741,22 @@ class Engine:
             handle.remove()
         for hooks in self._unshard_hooks:
             hooks.remove()
-        for bucket in self.buckets:
-            bucket.release()
-        self.buckets = []
-        self._bucket_of = {}
+        self._map.release()
         self.released = True
         _ENGINES.discard(self)
 
+    @property
+    def buckets(self) -> list[Bucket]:
+        """In forward order; none after :meth:`release`."""
+        return self._map.buckets
+
     def bucket_of(self, parameter: Tensor) -> Bucket | None:
         """The bucket that holds ``parameter``, or ``None``."""
-        return self._bucket_of.get(id(parameter))
+        return self._map.holder(parameter)
 
     def holds(self, parameters: Iterable[Parameter]) -> bool:
         """Whether all ``parameters`` are the module's."""
-        return all(id(p) in self._bucket_of for p in parameters)
-
-
-def _name(number: int, spec: BucketSpec) -> str:
-    """What messages call a bucket."""
-    first, *others = spec.units
-    return f"{first}{f' ... {others[-1]}' if others else ''} (bucket {number})"
+        return all(self._map.holder(p) is not None for p in parameters)
 
 
 def _split(values: list[float], at: int) -> tuple[list[float], list[float]]:

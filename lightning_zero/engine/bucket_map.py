@@ -1,0 +1,78 @@
+"""The buckets of a module: which of them hold what, and which of them a submodule reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor, nn
+
+from lightning_zero.engine.bucket import Bucket
+from lightning_zero.engine.layout import Segment
+from lightning_zero.engine.partition import BucketSpec, Unit
+from lightning_zero.engine.placement import Placement
+
+
+class BucketMap:
+    """Makes the buckets of a module, and finds them. Collective.
+
+    Attributes:
+        module: the module tree.
+        buckets: in forward order; none once they are released.
+
+    Args:
+        module: the module tree; its parameters become views of the buckets.
+        specs: what :func:`~lightning_zero.engine.partition.partition` made of it.
+        placement: of all buckets; persistent ones have their own.
+    """
+
+    def __init__(self, module: nn.Module, specs: Sequence[BucketSpec], placement: Placement) -> None:
+        self.module = module
+        self.buckets = [
+            Bucket(
+                _name(number, spec),
+                spec.specs,
+                spec.dtype,
+                spec.optimized,
+                placement.persistent() if spec.persistent else placement,
+            )
+            for number, spec in enumerate(specs)
+        ]
+        self.root = [bucket for bucket, spec in zip(self.buckets, specs, strict=True) if spec.in_root]
+        self._holder = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
+
+    def holder(self, parameter: Tensor) -> Bucket | None:
+        """The bucket that holds ``parameter``, or ``None``."""
+        return self._holder.get(id(parameter))
+
+    def holders(self, parameters: Iterable[Tensor]) -> list[Bucket]:
+        """The buckets that hold any of ``parameters``, in the order of these."""
+        return list({id(b): b for p in parameters if (b := self.holder(p)) is not None}.values())
+
+    def read_by(self, module: nn.Module, recurse: bool = True) -> list[Bucket]:
+        """The buckets that the forward of ``module`` reads; for the root module, those of the root."""
+        held = self.holders(module.parameters(recurse=recurse))
+        return [*held, *(b for b in self.root if b not in held)] if module is self.module else held
+
+    def own(self, unit: Unit) -> list[Bucket]:
+        """Those that a unit frees; what it shares with the root stays whole for a whole step."""
+        return [b for b in self.read_by(unit.module) if b not in self.root]
+
+    def segments_of(self, parameters: Iterable[Tensor]) -> Iterator[tuple[Bucket, list[Segment]]]:
+        """This rank's segments of ``parameters``, by bucket, where it has any."""
+        chosen = {id(p) for p in parameters}
+        for bucket in self.buckets:
+            segments = [s for s in bucket.segments if id(bucket.parameters[s.param]) in chosen]
+            if segments:
+                yield bucket, segments
+
+    def release(self) -> None:
+        """Give every parameter an ordinary tensor at full precision and forget the buckets. Collective."""
+        for bucket in self.buckets:
+            bucket.release()
+        self.buckets, self.root, self._holder = [], [], {}
+
+
+def _name(number: int, spec: BucketSpec) -> str:
+    """What messages call a bucket."""
+    first, *others = spec.units
+    return f"{first}{f' ... {others[-1]}' if others else ''} (bucket {number})"
