@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,13 +31,14 @@ from lightning_zero import ops
 from lightning_zero.engine.bucket import Bucket, BucketState
 from lightning_zero.engine.bucket_map import BucketMap
 from lightning_zero.engine.buffers import broadcast_buffers, convert_buffers
-from lightning_zero.engine.compiled import Handle, attach, inside_graphs, is_compiled, named_modules
+from lightning_zero.engine.compiled import Handle
 from lightning_zero.engine.freed import without_freed_checks
 from lightning_zero.engine.gradient_scale import GradientScale
-from lightning_zero.engine.hooks import RefreshHook, UnshardHooks
+from lightning_zero.engine.hooks import UnshardHooks
+from lightning_zero.engine.installation import GradientHooks, install_refresh_hooks, install_unshard_hooks
 from lightning_zero.engine.layout import Segment, runs
 from lightning_zero.engine.loss_scaler import LossScaleError, LossScaler
-from lightning_zero.engine.partition import Unit, check_initialized, check_same, partition
+from lightning_zero.engine.partition import check_initialized, check_same, partition
 from lightning_zero.engine.placement import Placement
 from lightning_zero.engine.prefetch import Prefetcher
 from lightning_zero.engine.reducer import Reducer
@@ -181,84 +181,19 @@ class Engine:
         self._stats: dict[int, GradientStats] | None = None
         self._norms: dict[int, float] = {}  # by id of the optimizer: the norm before anything was clipped
         self._clamped = False  # gradients were changed since the norm in `_stats` was taken
-        self._handles: list[Handle] = []
         self._optimizer_handles: list[RemovableHandle] = []
-        self._unshard_hooks: list[UnshardHooks] = []
         self._prefetcher = Prefetcher([self._map.own(unit) for unit in unit_list], max_live_numel)
-        self._gradient_hooks: list[tuple[Parameter, int]] = []  # with the id of our hook
-        self._install_hooks(unit_list)
+        self._gradient_hooks = GradientHooks(self._map, self._on_gradient)
+        self._refresh_hooks: list[Handle] = []
+        self._unshard_hooks: list[UnshardHooks] = []
+        if placement.sharding.shard_params:
+            self._unshard_hooks = install_unshard_hooks(self._map, unit_list, self._prefetcher.gather, self._end_unit)
+        else:
+            self._refresh_hooks = install_refresh_hooks(self._map, unit_list)
+        for submodule in module.modules():
+            take_over_module(submodule, self)
         self.number = next(_NUMBERS)
         _ENGINES.add(self)
-
-    # ------------------------------------------------------------------------------------------------ construction
-
-    def sync_buffers(self) -> None:
-        """Give every rank rank 0's buffers (statistics of BatchNorm, which each rank gathers alone). Collective."""
-        broadcast_buffers(self.module, self.placement.mesh.world)
-
-    def _install_hooks(self, units: Sequence[Unit]) -> None:
-        for number, bucket in enumerate(self.buckets):
-            for index, parameter in enumerate(bucket.parameters):
-                if parameter.is_floating_point():
-                    self._handles.append(self._hook_gradient(parameter, number, index))
-        for module in self.module.modules():
-            take_over_module(module, self)
-        if self.placement.sharding.shard_params:
-            self._install_unshard_hooks(units)
-        else:
-            around = inside_graphs(self.module)
-            readers = [around.get(id(unit.module), unit.module) for unit in units]
-            for module in {id(m): m for m in (self.module, *readers)}.values():
-                # The whole module gathers everything first: ranks may enter its units in different orders.
-                hook = RefreshHook(self.buckets if module is self.module else self._map.read_by(module))
-                self._handles += attach(module, hook)
-
-    def _hook_gradient(self, parameter: Parameter, number: int, index: int) -> RemovableHandle:
-        # Neither engine nor bucket: Python's collector does not see references held by a tensor's hooks.
-        engine = weakref.ref(self)
-
-        def mark_ready(_: Tensor) -> None:
-            if (alive := engine()) is not None:
-                if not alive._reducer.in_backward:  # `loss.backward()` by user code: reduced when it steps
-                    alive._scale.check_loss()
-                    alive.begin_backward(eager=False)
-                alive._reducer.mark_ready(alive.buckets[number], index)
-
-        requires_grad = parameter.requires_grad
-        parameter.requires_grad_(True)  # a hook can be registered on nothing else; it stays when that is turned off
-        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(mark_ready)
-        parameter.requires_grad_(requires_grad)
-        self._gradient_hooks.append((parameter, handle.id))
-        return handle
-
-    def _come_last(self) -> None:
-        """Gradients are ready when the hooks of user code, of which more may have come, have run."""
-        for parameter, key in self._gradient_hooks:
-            hooks = parameter._post_accumulate_grad_hooks
-            if next(reversed(hooks)) != key:
-                # Not `move_to_end`: autograd goes by the order of insertion.
-                hooks[key] = hooks.pop(key)
-
-    def _install_unshard_hooks(self, units: Sequence[Unit]) -> None:
-        inside: dict[int, UnshardHooks] = {}  # by id of a module: the hooks of the unit it lies in
-        around = inside_graphs(self.module)
-        _check_compiled(self.module, units, around)
-        for number, unit in enumerate(units):
-            own = self._map.own(unit)
-            shared = [b for b in self._map.read_by(unit.module) if b not in own]
-            gather = functools.partial(self._prefetcher.gather, number)
-            hooks = UnshardHooks(own, self._end_unit, gather=gather, shared=shared)
-            self._install(hooks, unit.module)
-            inside.update((id(module), hooks) for module in unit.module.modules())
-        unit_modules = {id(unit.module) for unit in units}
-        for module in self.module.modules():
-            buckets = self._map.read_by(module, recurse=is_compiled(module))
-            if buckets and id(module) not in unit_modules and id(module) not in around:
-                self._install(UnshardHooks(buckets, unit=inside.get(id(module))), module)
-
-    def _install(self, hooks: UnshardHooks, module: nn.Module) -> None:
-        hooks.install(module)
-        self._unshard_hooks.append(hooks)
 
     # ----------------------------------------------------------------------------------------- forward and backward
 
@@ -302,7 +237,7 @@ class Engine:
             eager: reduce buckets while backward goes on; ``False`` leaves all to :meth:`flush`.
         """
         self._admit_parameters()
-        self._come_last()
+        self._gradient_hooks.come_last()
         for updater in self._updaters.values():
             self._fold_clipping(updater.optimizer)  # gradients that are not cleared stay clipped, as in torch
         self._adopt_scale()
@@ -311,6 +246,13 @@ class Engine:
         self._norms = {}
         self._clamped = False
         self._reducer.begin(eager)
+
+    def _on_gradient(self, number: int, index: int) -> None:
+        """The gradient of parameter ``index`` of a bucket has been accumulated."""
+        if not self._reducer.in_backward:  # `loss.backward()` by user code: reduced when it steps
+            self._scale.check_loss()
+            self.begin_backward(eager=False)
+        self._reducer.mark_ready(self.buckets[number], index)
 
     def _end_unit(self, buckets: Sequence[Bucket]) -> None:
         """Stage 3: all backward of a unit has run."""
@@ -688,6 +630,10 @@ class Engine:
             if bucket.state is BucketState.STALE:
                 bucket.unshard()
 
+    def sync_buffers(self) -> None:
+        """Give every rank rank 0's buffers (statistics of BatchNorm, which each rank gathers alone). Collective."""
+        broadcast_buffers(self.module, self.placement.mesh.world)
+
     def _absorb_edits(self) -> None:
         gathered = [bucket for bucket in self.buckets if bucket.state is BucketState.GATHERED]
         asked = [(bucket, edit) for bucket in gathered if (edit := bucket.hidden_edit()) is not None]
@@ -737,9 +683,8 @@ class Engine:
         self.detach()
         for module in self.module.modules():
             give_back_module(module)
-        for handle in self._handles:
-            handle.remove()
-        for hooks in self._unshard_hooks:
+        self._gradient_hooks.remove()
+        for hooks in (*self._refresh_hooks, *self._unshard_hooks):
             hooks.remove()
         self._map.release()
         self.released = True
@@ -770,18 +715,6 @@ _NUMBERS = itertools.count()
 def engines() -> list[Engine]:
     """Those that hold parameters, in the order of their making: the same on all ranks."""
     return sorted(_ENGINES, key=lambda engine: engine.number)
-
-
-def _check_compiled(root: nn.Module, units: Sequence[Unit], around: Mapping[int, nn.Module]) -> None:
-    """Raise where a unit lies inside a graph, in which it cannot gather its parameters."""
-    for unit in units:
-        if (compiled := around.get(id(unit.module))) is not None:
-            name = next(name for name, module in named_modules(root) if module is compiled)
-            as_unit = f", or make it one unit with units=[{name!r}]" if name else ""
-            raise ValueError(
-                f"{name or type(root).__name__} is compiled as a whole: at stage 3 its graph cannot gather the "
-                f"parameters of {unit.name!r} inside it. Compile the units instead, each by `.compile()`{as_unit}"
-            )
 
 
 def _snapshot(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
