@@ -13,11 +13,13 @@ from lightning_zero.engine.freed import FreedParameter
 from lightning_zero.engine.gradients import GradientLog
 from lightning_zero.engine.layout import FlatLayout, Run, Segment, runs, tiles
 from lightning_zero.engine.loss_scaler import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
+from lightning_zero.engine.optimizers import Updater
+from lightning_zero.engine.owned_gradients import GradientStats
 from lightning_zero.engine.partition import Unit, find_units
 from lightning_zero.engine.placement import MasterForm, Placement
 from lightning_zero.engine.plan import BucketForm, BucketPlan, Bytes, Footprint, Peak, Plan, plan
 from lightning_zero.engine.policies import MixedPrecisionPolicy, ShardingPolicy
-from lightning_zero.engine.runtime import Engine, GradientStats, StepOutcome, Updater
+from lightning_zero.engine.runtime import Engine, StepOutcome
 from lightning_zero.engine.sharded_init import ShardedInit, ShardedParameter, make_whole, sharded_init
 from lightning_zero.engine.stores import DeviceStore, HostStore, Store
 

@@ -18,6 +18,7 @@ class BucketMap:
     Attributes:
         module: the module tree.
         buckets: in forward order; none once they are released.
+        root: those of them that are whole for a whole step.
 
     Args:
         module: the module tree; its parameters become views of the buckets.

@@ -22,15 +22,15 @@ class GradientHooks:
     """Tell when the gradient of a parameter has been accumulated.
 
     Args:
-        buckets: by which parameters are numbered.
+        bucket_map: of the module.
         on_gradient: a method, which is not kept alive; takes a bucket's number and a parameter's in it.
     """
 
-    def __init__(self, buckets: BucketMap, on_gradient: OnGradient) -> None:
+    def __init__(self, bucket_map: BucketMap, on_gradient: OnGradient) -> None:
         notify = weakref.WeakMethod(on_gradient)
         self._hooks: list[tuple[Parameter, RemovableHandle]] = [
             (parameter, _hook_gradient(parameter, notify, number, index))
-            for number, bucket in enumerate(buckets.buckets)
+            for number, bucket in enumerate(bucket_map.buckets)
             for index, parameter in enumerate(bucket.parameters)
             if parameter.is_floating_point()
         ]
@@ -64,25 +64,25 @@ def _hook_gradient(
     return handle
 
 
-def install_refresh_hooks(buckets: BucketMap, units: Sequence[Unit]) -> list[Handle]:
+def install_refresh_hooks(bucket_map: BucketMap, units: Sequence[Unit]) -> list[Handle]:
     """Stages 0-2: the module and its units gather what is stale before they compute."""
-    around = inside_graphs(buckets.module)
+    around = inside_graphs(bucket_map.module)
     readers = [around.get(id(unit.module), unit.module) for unit in units]
     handles: list[Handle] = []
-    for module in {id(m): m for m in (buckets.module, *readers)}.values():
+    for module in {id(m): m for m in (bucket_map.module, *readers)}.values():
         # The whole module gathers everything first: ranks may enter its units in different orders.
-        read = buckets.buckets if module is buckets.module else buckets.read_by(module)
+        read = bucket_map.buckets if module is bucket_map.module else bucket_map.read_by(module)
         handles += attach(module, RefreshHook(read))
     return handles
 
 
 def install_unshard_hooks(
-    buckets: BucketMap, units: Sequence[Unit], gather: Callable[[int], None], on_unit_end: OnBackwardEnd
+    bucket_map: BucketMap, units: Sequence[Unit], gather: Callable[[int], None], on_unit_end: OnBackwardEnd
 ) -> list[UnshardHooks]:
     """Stage 3: units gather and free their own buckets; other modules that hold parameters themselves gather them.
 
     Args:
-        buckets: of the module.
+        bucket_map: of the module.
         units: of the module, in its order.
         gather: makes the n-th unit's own buckets whole.
         on_unit_end: see :class:`UnshardHooks`.
@@ -90,8 +90,8 @@ def install_unshard_hooks(
     Raises:
         ValueError: a unit lies inside a graph.
     """
-    around = inside_graphs(buckets.module)
-    _check_compiled(buckets.module, units, around)
+    around = inside_graphs(bucket_map.module)
+    _check_compiled(bucket_map.module, units, around)
     installed: list[UnshardHooks] = []
     inside: dict[int, UnshardHooks] = {}  # by id of a module: the hooks of the unit it lies in
 
@@ -100,14 +100,14 @@ def install_unshard_hooks(
         installed.append(hooks)
 
     for number, unit in enumerate(units):
-        own = buckets.own(unit)
-        shared = [b for b in buckets.read_by(unit.module) if b not in own]
+        own = bucket_map.own(unit)
+        shared = [b for b in bucket_map.read_by(unit.module) if b not in own]
         hooks = UnshardHooks(own, on_unit_end, gather=functools.partial(gather, number), shared=shared)
         install(hooks, unit.module)
         inside.update((id(module), hooks) for module in unit.module.modules())
     unit_modules = {id(unit.module) for unit in units}
-    for module in buckets.module.modules():
-        read = buckets.read_by(module, recurse=is_compiled(module))
+    for module in bucket_map.module.modules():
+        read = bucket_map.read_by(module, recurse=is_compiled(module))
         if read and id(module) not in unit_modules and id(module) not in around:
             install(UnshardHooks(read, unit=inside.get(id(module))), module)
     return installed

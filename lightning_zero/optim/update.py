@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -102,10 +102,10 @@ class ShardUpdater(ABC):
             for described in zip(*everyone, strict=True)
         ]
 
-    def adopt(self, engine: Engine) -> None:
-        """Move state out of the user's optimizer into shards."""
+    def adopt(self, holder: Callable[[Tensor], Bucket | None]) -> None:
+        """See :class:`lightning_zero.engine.Updater`."""
         for parameter, state in self.optimizer.state.items():
-            if (bucket := engine.bucket_of(parameter)) is not None:
+            if (bucket := holder(parameter)) is not None:
                 self.load(bucket, bucket.index[id(parameter)], state)
         self.optimizer.state.clear()
 
