@@ -81,8 +81,6 @@ class Reducer:
 
     def flush(self) -> None:
         """After the outermost backward: reduce what is left, or keep it for the last micro-batch."""
-        if not self.in_backward:
-            self.begin(eager=False)
         self.in_backward = self._eager = False
         for bucket in list(self._pending):
             if self._reduces_now:
