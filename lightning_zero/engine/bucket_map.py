@@ -29,13 +29,7 @@ class BucketMap:
     def __init__(self, module: nn.Module, specs: Sequence[BucketSpec], placement: Placement) -> None:
         self.module = module
         self.buckets = [
-            Bucket(
-                _name(number, spec),
-                spec.specs,
-                spec.dtype,
-                spec.optimized,
-                placement.persistent() if spec.persistent else placement,
-            )
+            Bucket(_name(number, spec), spec.specs, spec.dtype, spec.optimized, spec.placed(placement))
             for number, spec in enumerate(specs)
         ]
         self.root = [bucket for bucket, spec in zip(self.buckets, specs, strict=True) if spec.in_root]

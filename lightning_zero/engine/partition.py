@@ -75,6 +75,10 @@ class BucketSpec:
         """Whether it is whole throughout a step."""
         return ROOT in self.units or self.persistent
 
+    def placed(self, placement: Placement) -> Placement:
+        """Its own placement, where ``placement`` is that of all."""
+        return placement.persistent() if self.persistent else placement
+
 
 class Partition(NamedTuple):
     """What becomes of a module.

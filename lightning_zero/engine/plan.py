@@ -107,7 +107,7 @@ class BucketForm:
     @property
     def placement(self) -> Placement:
         """Its own."""
-        return self.of.persistent() if self.spec.persistent else self.of
+        return self.spec.placed(self.of)
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
