@@ -218,11 +218,6 @@ class Engine:
         self._optimizers.attach(updaters, self)
         self.zero_grad(p for b in self.buckets for p in b.parameters)
 
-    def detach(self) -> None:
-        """Give the attached optimizers their own methods back."""
-        self._forget_steps()
-        self._optimizers.detach()
-
     def _forget_steps(self) -> None:
         self._outcomes = {}
         self._gradients.forget()
@@ -423,7 +418,8 @@ class Engine:
     def release(self) -> None:
         """Undo everything: ordinary parameters at full precision, no hooks, optimizers of their own. Collective."""
         self.settle()
-        self.detach()
+        self._forget_steps()
+        self._optimizers.detach()
         for module in self.module.modules():
             give_back_module(module)
         self._gradient_hooks.remove()
