@@ -215,7 +215,7 @@ def test_ranks_write_equal_shares_a_tile_at_a_time(pool: RankPool, name: str, pr
     total = sum(r.nbytes for r in archive.read_records(path) if r.name.startswith("data/"))
     assert sum(size for size, _ in written) == total
     # Padding is spread unevenly, and steps are on rank 0.
-    assert max(size for size, _ in written) < 1.3 * total / pool.world_size
+    assert max(size for size, _ in written) < 1.5 * total / pool.world_size
     assert max(largest for _, largest in written) <= 1 << 10
     assert files_in(tmp_path) == {"a.ckpt"}
 
