@@ -22,6 +22,8 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.contents import Opaque, dtype_name, read_checkpoint, tied_names
 from lightning_zero.checkpoint.errors import CheckpointError
+from lightning_zero.checkpoint.full import verify
+from lightning_zero.engine import Group
 from lightning_zero.engine.compiled import plain_name
 
 Layout = Literal["safetensors", "hf"]
@@ -133,11 +135,12 @@ def export(
         overwrite: replace weights, and with "hf" the configuration, in a folder that is not empty.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read, has no such prefix, or holds what the format cannot express; no
+        CheckpointError: the checkpoint cannot be read or is damaged, has no such prefix, or holds what the format cannot express; no
             configuration; the folder is not empty; what was written is not what was to be.
         OSError: files cannot be read or written.
     """
     checkpoint, _ = read_checkpoint(path)
+    verify(path, Group())
     state, extra = _tensors(checkpoint["state_dict"])
     prefix = _prefix(list(state), strip_prefix)
     inside = {name: value for name, value in state.items() if name.startswith(prefix)}

@@ -299,7 +299,7 @@ def load(path: Path, world: Group, weights_only: bool = True, checksums: bool = 
         raise CheckpointError(f"could not {what}: it was never completed; load the last complete one beside it")
     zipped, *_ = _together(world, lambda: _is_zip(path), what)
     if zipped and checksums:
-        _verify(path, world, weights_only)
+        verify(path, world, weights_only)
     return torch.load(path, map_location="cpu", mmap=zipped, weights_only=weights_only)
 
 
@@ -315,8 +315,17 @@ def _is_zip(path: Path) -> bool:
     return True
 
 
-def _verify(path: Path, world: Group, weights_only: bool) -> None:
-    """Compare the checksums of all records with those in the file's directory; ranks share the reading. Collective."""
+def verify(path: Path, world: Group, weights_only: bool = True) -> None:
+    """Compare the checksums of an archive's records with its directory; ranks share the reading. Collective.
+
+    Args:
+        path: of what :func:`torch.save` or :func:`save` wrote.
+        world: all ranks.
+        weights_only: how to load it to name a damaged tensor.
+
+    Raises:
+        CheckpointError: on all ranks, where a record is not what was written.
+    """
     what = f"verify the checkpoint {path}"
     records = read_records(path)
 
@@ -342,8 +351,8 @@ def _verify(path: Path, world: Group, weights_only: bool) -> None:
         names = ", ".join(_tensor_name(path, record, weights_only) for record in damaged[:3])
         more = f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
         raise CheckpointError(
-            f"{path} is damaged: the checksum of {names}{more} does not match. Load an earlier checkpoint; "
-            "checksums=False in the strategy loads it all the same"
+            f"{path} is damaged: the checksum of {names}{more} does not match. Use an earlier checkpoint; "
+            "checksums=False in the strategy loads this one all the same"
         )
 
 

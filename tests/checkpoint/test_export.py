@@ -66,6 +66,15 @@ def state_in(path: Path) -> dict[str, Tensor]:
     return state
 
 
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.ckpt", {"weight": torch.ones(1000)})
+    data = path.read_bytes().replace(b"\x00\x00\x80\x3f" * 500, b"\x00\x00\x80\x3f" * 499 + b"\x01\x00\x80\x3f", 1)
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"a.ckpt is damaged: the checksum of \['state_dict'\]\['weight'\]"):
+        export(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @ranks(2)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 @SAVERS
