@@ -113,7 +113,7 @@ class _Draft:
 
     def __init__(self, path: Path, engine: Engine | None) -> None:
         self._path = path
-        self._temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{INCOMPLETE}")
+        self._temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}{INCOMPLETE}")
         self._engine = engine
         self._missing: dict[Record, UntypedStorage | LazyTensor] = {}
         self._file: int | None = None
