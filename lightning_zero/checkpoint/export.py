@@ -135,7 +135,7 @@ def export(
         overwrite: replace weights, and with "hf" the configuration, in a folder that is not empty.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read or is damaged, has no such prefix, or holds what the format cannot
+        CheckpointError: the checkpoint cannot be read, is damaged, has no such prefix, or holds what the format cannot
             express; no configuration; the folder is not empty; what was written is not what was to be.
         OSError: files cannot be read or written.
     """
