@@ -653,6 +653,9 @@ class ZeroStrategy(DDPStrategy):
                 self.lightning_module.double()
             state = names_of(self.lightning_module, checkpoint["state_dict"])
             super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    _checkpoint.give_back_pages(value)
         else:
             _checkpoint.load_module_state_dict(self._engine, checkpoint["state_dict"], strict)
 

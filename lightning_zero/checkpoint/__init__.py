@@ -2,6 +2,7 @@
 
 from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.checkpoint.full import fetch_for_first, load, save
+from lightning_zero.checkpoint.mapped import give_back_pages
 from lightning_zero.checkpoint.shards import follow_first
 from lightning_zero.checkpoint.state import (
     load_module_state_dict,
@@ -14,6 +15,7 @@ __all__ = [
     "CheckpointError",
     "fetch_for_first",
     "follow_first",
+    "give_back_pages",
     "load",
     "load_module_state_dict",
     "load_optimizer_state_dict",

@@ -37,6 +37,7 @@ from lightning_zero.checkpoint.archive import (
 from lightning_zero.checkpoint.crc32 import combine
 from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.checkpoint.lazy import LazyTensor, placeholders
+from lightning_zero.checkpoint.mapped import load_mapped
 from lightning_zero.checkpoint.shards import Key, ShardedValues, follow_first
 from lightning_zero.engine import Engine, Group
 
@@ -300,6 +301,8 @@ def load(path: Path, world: Group, weights_only: bool = True, checksums: bool = 
     zipped, *_ = _together(world, lambda: _is_zip(path), what)
     if zipped and checksums:
         verify(path, world, weights_only)
+    if zipped and weights_only:
+        return load_mapped(path)
     return torch.load(path, map_location="cpu", mmap=zipped, weights_only=weights_only)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lightning_zero.checkpoint.mapped import give_back_pages
 from lightning_zero.checkpoint.shards import Key, ShardedValues, masters
 from lightning_zero.engine import Engine
 from lightning_zero.engine.compiled import names_of, plain_name, plain_names
@@ -64,7 +65,9 @@ def load_module_state_dict(engine: Engine, state: Mapping[str, Any], strict: boo
     for key, value in live.items():
         bucket = engine.bucket_of(value) if isinstance(value, Parameter) else None
         if bucket is not None and key in state:
-            bucket.load(bucket.index[id(value)], state.pop(key))
+            values = state.pop(key)
+            bucket.load(bucket.index[id(value)], values)
+            give_back_pages(values)
     module.load_state_dict(state, strict=False)  # buffers and extra state
     engine.settle()
 
@@ -143,6 +146,9 @@ def load_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapp
             bucket = engine.bucket_of(parameter)
             if state is not None and bucket is not None:
                 updater.load(bucket, bucket.index[id(parameter)], state)
+                for value in state.values():
+                    if isinstance(value, Tensor):
+                        give_back_pages(value)
 
 
 def _parameter_names(module: nn.Module) -> dict[int, str]:
