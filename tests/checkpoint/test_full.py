@@ -553,11 +553,6 @@ def check_kills(pool: RankPool, folder: Path, name: str, victims: tuple[int, ...
     assert files_in(folder) == {"a.ckpt"}
 
 
-@ranks(2)
-def test_a_save_whose_rank_is_killed_leaves_a_complete_file(pool: RankPool, tmp_path: Path) -> None:
-    check_kills(pool, tmp_path, "zero2", (1,), [20])
-
-
 @pytest.mark.slow
 @ranks(2)
 @pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
