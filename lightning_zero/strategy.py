@@ -591,7 +591,9 @@ class ZeroStrategy(DDPStrategy):
             _checkpoint.follow_first(self._engine)
         checkpoint = {**checkpoint, WRITTEN_BY: self._written_by()}
         if self._is_local_file(filepath) and storage_options is None:
-            if _checkpoint.save(checkpoint, Path(filepath), self._engine, self._mesh.world, self.checksums):
+            if _checkpoint.save(
+                checkpoint, Path(filepath).expanduser(), self._engine, self._mesh.world, self.checksums
+            ):
                 return
             rank_zero_warn(
                 f"not all ranks see {filepath} where rank 0 writes it, so that it gathers the whole checkpoint first, "
@@ -624,7 +626,7 @@ class ZeroStrategy(DDPStrategy):
             return super().load_checkpoint(checkpoint_path, weights_only)
         world = Group() if self._mesh is None else self._mesh.world
         loaded: dict[str, Any] = _checkpoint.load(
-            Path(checkpoint_path), world, weights_only is not False, self.checksums
+            Path(checkpoint_path).expanduser(), world, weights_only is not False, self.checksums
         )
         if self._mesh is not None and (before := loaded.get(WRITTEN_BY)):
             now = self._written_by()

@@ -75,12 +75,20 @@ def write_skeleton(path: Path, checkpoint: Any) -> dict[Record, UntypedStorage |
         torch.save(checkpoint, path)
     records = {record.name: record for record in read_records(path)}
     missing: dict[Record, UntypedStorage | LazyTensor] = {}
-    for number, storage in enumerate(storages):
-        record = records[f"data/{number}"]
-        assert record.nbytes == storage.nbytes()
+    numbered = [records.get(f"data/{number}") for number in range(len(storages) + 1)]
+    found = [record.nbytes for record in numbered if record is not None]
+    if numbered[-1] is not None or found != [storage.nbytes() for storage in storages]:
+        raise ValueError(
+            "an object in the checkpoint pickles other tensors the second time than the first; save its state instead"
+        )
+    for record, storage in zip(numbered, storages, strict=False):
+        assert record is not None
         stands_for = lazy.tensor(storage)
         missing[record] = storage if stands_for is None else stands_for
-    assert f"data/{len(missing)}" not in records
+    with path.open("rb") as file:
+        for record in missing:
+            file.seek(record.stop)
+            assert not record.nbytes or file.read(len(_DESCRIPTOR)) == _DESCRIPTOR
     return missing
 
 
@@ -104,12 +112,11 @@ def write_checksums(file: int, checksums: dict[Record, int]) -> None:
     """Complete the archive with the checksums of records that were missing.
 
     Args:
-        file: descriptor, open for reading and writing.
+        file: descriptor, open for writing.
         checksums: CRC-32 of each.
     """
     for record, crc in checksums.items():
         if record.nbytes:  # else there is no descriptor, and the sum is 0
-            assert os.pread(file, len(_DESCRIPTOR), record.stop) == _DESCRIPTOR
             write_at(file, struct.pack("<I", crc), record.stop + _DESCRIPTOR_CRC)
         write_at(file, struct.pack("<I", crc), record.central + _CENTRAL_CRC)
 

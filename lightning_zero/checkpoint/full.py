@@ -8,9 +8,11 @@ that, the previous file is untouched; what is left over has a name that nobody l
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import pickle
+import re
 import secrets
 import zipfile
 import zlib
@@ -43,6 +45,7 @@ from lightning_zero.engine import Engine, Group
 
 T = TypeVar("T")
 INCOMPLETE = ".incomplete"  # how the name of a file ends until it is complete
+_LEFTOVER = re.compile(rf"\..*\.[0-9a-f]{{8}}{re.escape(INCOMPLETE)}")
 
 
 class _Sharded(NamedTuple):
@@ -91,7 +94,8 @@ def save(checkpoint: Any, path: Path, engine: Engine | None, world: Group, check
             return False
 
         def write() -> list[_Part]:
-            file = os.open(temporary, os.O_RDWR)
+            # Not for reading too: a network file system would write back whole pages, others' bytes among them.
+            file = os.open(temporary, os.O_WRONLY)
             stack.callback(os.close, file)
             parts = list(_write_sharded(file, sharded, engine, checksums))
             if draft is not None:
@@ -114,7 +118,8 @@ class _Draft:
 
     def __init__(self, path: Path, engine: Engine | None) -> None:
         self._path = path
-        self._temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}{INCOMPLETE}")
+        name = os.fsdecode(os.fsencode(path.name)[:200])  # bytes: file systems take 255 of them
+        self._temporary = path.with_name(f".{name}.{secrets.token_hex(4)}{INCOMPLETE}")
         self._engine = engine
         self._missing: dict[Record, UntypedStorage | LazyTensor] = {}
         self._file: int | None = None
@@ -128,7 +133,7 @@ class _Draft:
             raise IsADirectoryError(f"{self._path} is a folder; remove it, or save under another name")
         self._path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self._path.parent)
-        self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        self._file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         _lock(self._file)  # as long as it is open, it is no leftover
         self._missing = write_skeleton(self._temporary, checkpoint)
         sharded = []
@@ -213,13 +218,15 @@ def _combined(parts: Iterable[_Part]) -> int:
 def remove_leftovers(folder: Path) -> None:
     """Remove what saves have left behind that were killed; those that are going on hold a lock."""
     for leftover in folder.glob(f".*{INCOMPLETE}"):
-        with contextlib.suppress(FileNotFoundError):  # another run was first
-            file = os.open(leftover, os.O_RDWR)
-            try:
-                if _lock(file):
-                    leftover.unlink()
-            finally:
-                os.close(file)
+        if _LEFTOVER.fullmatch(leftover.name) and leftover.is_file():
+            # Another run was first, or it is another user's: nothing that a save should fail for.
+            with contextlib.suppress(OSError):
+                file = os.open(leftover, os.O_WRONLY)
+                try:
+                    if _lock(file):
+                        leftover.unlink()
+                finally:
+                    os.close(file)
 
 
 def _lock(file: int) -> bool:
@@ -276,7 +283,7 @@ def fetch_for_first(checkpoint: Any, engine: Engine) -> None:
         for key, found in sources.items():
             full = None if found[0][0].live else follow_first(engine, key)
             for source, tensor in found:
-                tensor.fetched = tensor.fetch() if full is None else source.cut(full, tensor.param)
+                tensor.fetched = tensor.fetch().clone() if full is None else source.cut(full, tensor.param)
     follow_first(engine)
 
 
@@ -293,11 +300,14 @@ def load(path: Path, world: Group, weights_only: bool = True, checksums: bool = 
         The checkpoint on the CPU; tensors are mapped, so that each rank reads only what it uses.
 
     Raises:
-        CheckpointError: on all ranks, where the file is incomplete or damaged.
+        CheckpointError: on all ranks, where the file is incomplete or damaged, or some do not see it.
+        FileNotFoundError: on all ranks, where none sees it.
     """
     what = f"read the checkpoint {path}"
     if path.name.endswith(INCOMPLETE):
         raise CheckpointError(f"could not {what}: it was never completed; load the last complete one beside it")
+    if not any(_together(world, path.exists, what)):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     zipped, *_ = _together(world, lambda: _is_zip(path), what)
     if zipped and checksums:
         verify(path, world, weights_only)

@@ -27,6 +27,11 @@ class Source(Protocol):
     @property
     def key(self) -> Hashable: ...
 
+    @property
+    def live(self) -> bool:
+        """Whether :meth:`fetch` gives the tensors that someone else uses, not copies."""
+        ...
+
     def fetch(self, param: int) -> Tensor:
         """The values of its tensor ``param``, whole; perhaps from other ranks, which must fetch them too."""
         ...
@@ -35,7 +40,7 @@ class Source(Protocol):
 class LazyTensor(Tensor):
     """Has the shape, strides, dtype and device of what ``source`` will give.
 
-    Once fetched the values stay, so that changes in place do: the file gets them as they are then.
+    Once fetched a copy stays, so that changes in place do: the file gets it as it is then.
 
     Args:
         source: has the values.
@@ -60,10 +65,13 @@ class LazyTensor(Tensor):
         """Everything is done by ``__new__``, as for every tensor."""
 
     def fetch(self) -> Tensor:
-        """The values: an ordinary tensor, the same one at every call."""
-        if self.fetched is None:
-            self.fetched = self.source.fetch(self.param)
-        return self.fetched
+        """The values: an ordinary tensor, which shares its memory at every call."""
+        if self.fetched is not None:
+            return self.fetched
+        values = self.source.fetch(self.param)
+        if not self.source.live:
+            self.fetched = values
+        return values
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,9 +86,11 @@ class LazyTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         placeholders = _PLACEHOLDERS.get()
-        if placeholders is None or self.fetched is not None:
-            return self.fetch().__reduce_ex__(protocol)
-        return placeholders.reduce(self)
+        if placeholders is not None and self.fetched is None:
+            return placeholders.reduce(self)
+        # Live tensors are cut out of a larger storage, which is not to be pickled with them.
+        values = self.fetch().clone() if self.source.live else self.fetch()
+        return values.__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"

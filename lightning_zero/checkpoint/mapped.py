@@ -36,7 +36,7 @@ def load_mapped(path: Path) -> Any:
     """As ``torch.load(path, map_location="cpu", mmap=True, weights_only=True)``."""
     try:
         return _Tensors(path).of(torch.load(path, map_location="meta", weights_only=True))
-    except _NotPlainError:
+    except (_NotPlainError, NotImplementedError):  # some kinds of tensors have no form without values
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
@@ -74,13 +74,15 @@ class _Tensors:
     def _tensor(self, source: Tensor) -> Tensor:
         if type(source) is Parameter:
             return Parameter(self._tensor(source.detach()), source.requires_grad)
-        if type(source) is not Tensor or source.layout is not torch.strided or not source.is_meta:
+        plain = type(source) is Tensor and source.layout is torch.strided and source.is_meta
+        if not plain or source.is_quantized or source.is_conj() or source.is_neg():
             raise _NotPlainError
         # Versions of torch before 2.13 may not say where a storage is.
         if (offset := getattr(source.untyped_storage(), "_checkpoint_offset", None)) is None:
             raise _NotPlainError
         record = self._record(offset, source.untyped_storage().nbytes(), source.dtype)
-        return record.as_strided(source.size(), source.stride(), source.storage_offset())
+        tensor = record.as_strided(source.size(), source.stride(), source.storage_offset())
+        return tensor.requires_grad_() if source.requires_grad else tensor
 
     def _record(self, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
         if (offset, dtype) not in self._records:

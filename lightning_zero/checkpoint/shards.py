@@ -77,6 +77,8 @@ class ShardedValues:
 
     def read(self, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)`` of this rank's shard, 1-D."""
+        if self.live:
+            return self.bucket.shard[start:stop]  # with what a hook has changed in the parameters
         if self.key.optimizer is None:
             return self.bucket.master.read(start, stop)
         updater = self.engine.updaters[self.key.optimizer]

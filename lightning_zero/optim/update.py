@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ NativeOptimizer = Literal["auto", "off"]
 _TILE = 1 << 22  # elements whose gradients are converted and scaled at a time
 _PASSING = 3  # values per element that the step of a torch optimizer takes in passing, at most
 
+V = TypeVar("V")
 Groups = dict[int, dict[str, Any]]
 
 
@@ -96,8 +97,8 @@ class ShardUpdater(ABC):
         everyone = group.all_gather_object(mine, "describe the optimizer state") if group is not None else []
         return [
             StateForm(
-                dict(sorted((k, v) for theirs in described for k, v in theirs.dtypes.items())),
-                dict(sorted((k, v) for theirs in described for k, v in theirs.own.items())),
+                _sorted_by_key(theirs.dtypes for theirs in described),
+                _sorted_by_key(theirs.own for theirs in described),
             )
             for described in zip(*everyone, strict=True)
         ]
@@ -148,6 +149,12 @@ class ShardUpdater(ABC):
     @abstractmethod
     def update(self, bucket: Bucket, segments: Sequence[Segment], groups: Groups, grad_scale: float) -> None:
         """See :class:`lightning_zero.engine.Updater`."""
+
+
+def _sorted_by_key(parts: Iterable[Mapping[Any, V]]) -> dict[Any, V]:
+    """All entries; of those that several parts have, the last."""
+    merged = {key: value for part in parts for key, value in part.items()}
+    return {key: merged[key] for key in sorted(merged)}
 
 
 class TorchUpdater(ShardUpdater):

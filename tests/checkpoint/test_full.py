@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import resource
 import signal
@@ -20,6 +21,7 @@ from helpers.ranks import RankError, RankPool, ranks
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from strategy.fits import FEW, Recipe, assert_same, every_name, make_trainer, slow_unless, state_of
 from torch import Tensor, nn
+from torch.optim import SGD
 
 from lightning_zero import CheckpointError
 from lightning_zero.checkpoint import archive, full, load, save
@@ -286,6 +288,46 @@ def test_other_writers_get_everything_on_rank_0(pool: RankPool, name: str, io: t
     assert_same_files(path, other)
 
 
+class Remembers(SGD):
+    """Element-wise, with state that is neither a number nor one value per element."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["recent"] = torch.tensor([1.0, 2.0, 3.0])
+        return loss
+
+
+class Remembering(Resumable):
+    def configure_optimizers(self) -> Any:
+        return Remembers(self.parameters(), lr=0.1)
+
+
+@ranks(2)
+def test_optimizer_state_of_any_shape(pool: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    pool.run(save_at_end, "zero2", RECIPE, str(path), module=Remembering)
+    (saved,) = torch.load(path, weights_only=True)["optimizer_states"]
+    assert len(saved["state"]) == len(list(Lit(RECIPE).parameters()))
+    assert all(state["recent"].tolist() == [1.0, 2.0, 3.0] for state in saved["state"].values())
+
+
+def save_at_home(name: str, home: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", home)
+        trainer = make_trainer(name)
+        trainer.fit(Resumable(RECIPE))
+        trainer.save_checkpoint("~/a.ckpt")
+        make_trainer(name, max_epochs=2).fit(Resumable(RECIPE), ckpt_path="~/a.ckpt")
+
+
+@ranks(2)
+def test_a_tilde_is_the_home_folder(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(save_at_home, "zero2", str(tmp_path))
+    assert files_in(tmp_path) == {"a.ckpt"}
+
+
 def resume_and_say(strategy: Any, path: str) -> list[str]:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -372,6 +414,12 @@ def test_hooks_read_values(pool: RankPool, name: str, use: Any, tmp_path: Path) 
     state = next(iter(checkpoint["optimizer_states"][0]["state"].values()))
     assert torch.equal(checkpoint["moment"], state["exp_avg"])
     assert is_intact(path)
+    # What was read is not written twice, nor with the bucket that it lies in.
+    parts = [state for states in checkpoint["optimizer_states"][0]["state"].values() for state in states.values()]
+    tensors = [*checkpoint["state_dict"].values(), *parts, checkpoint["moment"]]
+    unique = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
+    data = sum(r.nbytes for r in archive.read_records(path) if r.name.startswith("data/"))
+    assert data == sum(unique.values())
 
 
 @ranks(2)
@@ -494,15 +542,43 @@ def test_where_nothing_can_be_written_all_ranks_say_so(pool: RankPool, tmp_path:
         assert messages[0].startswith(f"could not begin the checkpoint {path}. rank 0: ")
 
 
-def test_leftovers_go_with_the_next_save_but_not_those_of_a_running_one(tmp_path: Path) -> None:
-    dead, running = tmp_path / ".b.ckpt.1.incomplete", tmp_path / ".c.ckpt.2.incomplete"
-    other = tmp_path / "mine.incomplete"
-    for path in (dead, running, other):
+def test_leftovers_go_with_the_next_save_but_nothing_else(tmp_path: Path) -> None:
+    dead, running = tmp_path / ".b.ckpt.0a1b2c3d.incomplete", tmp_path / ".c.ckpt.01234567.incomplete"
+    mine, hidden, folder = (tmp_path / f"{name}.incomplete" for name in ("mine", ".mine", ".d.ckpt.01234567"))
+    for path in (dead, running, mine, hidden):
         path.write_bytes(b"x")
+    folder.mkdir()
     with running.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         save({"w": torch.ones(2)}, tmp_path / "a.ckpt", None, ALONE)
-    assert files_in(tmp_path) == {"a.ckpt", running.name, other.name}
+    assert files_in(tmp_path) == {"a.ckpt", running.name, mine.name, hidden.name, folder.name}
+
+
+class Fickle:
+    """Another tensor at each pickling."""
+
+    def __reduce__(self) -> Any:
+        return list, ([torch.ones(3) for _ in range(next(COUNTER))],)
+
+
+COUNTER = itertools.count(1)
+
+
+def test_an_object_that_pickles_other_tensors_each_time_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="pickles other tensors the second time"):
+        save({"fickle": Fickle()}, tmp_path / "a.ckpt", None, ALONE)
+    assert not files_in(tmp_path)
+
+
+def test_long_names(tmp_path: Path) -> None:
+    path = tmp_path / ("ä" * 120 + ".ckpt")
+    save({"w": torch.ones(2)}, path, None, ALONE)
+    assert files_in(tmp_path) == {path.name}
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none.ckpt"):
+        load(tmp_path / "none.ckpt", ALONE)
 
 
 def save_and_die(name: str, path: str, victims: tuple[int, ...], event: int) -> int:

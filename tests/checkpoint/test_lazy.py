@@ -20,6 +20,7 @@ class Counted:
     """A source of one tensor that counts how often it is asked."""
 
     key = "counted"
+    live = False
 
     def __init__(self, values: Tensor) -> None:
         self.values = values

@@ -25,6 +25,7 @@ def make_tree() -> dict[str, Any]:
         "integers": ({"bool": torch.tensor([True, False]), "number": torch.tensor(5)},),
         "nothing": torch.zeros(0, 3),
         "parameter": nn.Parameter(torch.ones(3), requires_grad=False),
+        "leaf": torch.ones(3, requires_grad=True),
         "plain": [1, 2.5, "text", None, (True, b"bytes")],
         7: torch.float32,
     }
@@ -57,13 +58,27 @@ def test_it_gives_what_torch_loads(tmp_path: Path) -> None:
     assert state["plain"].data_ptr() == state["tied"].data_ptr() == state["transposed"].data_ptr()
 
 
-def test_objects_that_torch_was_told_to_trust_keep_their_tensors(tmp_path: Path) -> None:
+def test_unusual_tensors_are_left_to_torch(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    torch.save({"w": torch.ones(3), "sparse": torch.eye(3).to_sparse(), "set": {1, 2}}, path)
-    found = load_mapped(path)
-    assert torch.equal(found["w"], torch.ones(3))
-    assert torch.equal(found["sparse"].to_dense(), torch.eye(3))
-    assert found["set"] == {1, 2}
+    conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    special = {
+        "sparse": torch.eye(3).to_sparse(),
+        "conjugate": conjugate,
+        "negative": conjugate.imag,
+        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8),
+    }
+    for name, value in special.items():
+        torch.save({"w": torch.ones(3), name: value, "set": {1, 2}}, path)
+        found = load_mapped(path)
+        assert torch.equal(found["w"], torch.ones(3))
+        assert torch.equal(dense(found[name]), dense(value))
+        assert found["set"] == {1, 2}
+
+
+def dense(value: Tensor) -> Tensor:
+    if value.is_quantized:
+        return value.dequantize()
+    return value.to_dense().resolve_conj().resolve_neg()
 
 
 def test_changes_stay_in_the_process_and_pages_with_them(tmp_path: Path) -> None:
