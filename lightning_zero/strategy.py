@@ -25,6 +25,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -184,6 +185,7 @@ class ZeroStrategy(DDPStrategy):
         self.skip_nonfinite = skip_nonfinite
         self.checksums = checksums
         self._in_training_step = False
+        self._dumping = False  # the Trainer collects a checkpoint
         self._undo: list[Undo] = []  # what `setup` changed of objects that outlive the fit
         self._engine: Engine | None = None
         self._mesh: Mesh | None = None
@@ -343,6 +345,16 @@ class ZeroStrategy(DDPStrategy):
             # The wrapper inherits the optimizer's class and would find the class's method before the engine's.
             wrapper.__dict__["zero_grad"] = wrapper._optimizer.zero_grad
         self._hold_still_on_skips(trainer.callbacks)  # type: ignore[attr-defined]
+        connector = trainer._checkpoint_connector
+        connector.dump_checkpoint = functools.partial(self._dump_lazily, connector)  # type: ignore[method-assign]
+
+    def _dump_lazily(self, connector: _CheckpointConnector, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As the connector's method; only there, and not where user code asks for state, tensors are looked up late."""
+        self._dumping = True
+        try:
+            return type(connector).dump_checkpoint(connector, *args, **kwargs)
+        finally:
+            self._dumping = False
 
     def _check_compiled(self, module: pl.LightningModule) -> None:
         if self._policy.shard_params and module._compiler_ctx is not None:
@@ -643,7 +655,8 @@ class ZeroStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._engine is None:
             return plain_names(super().lightning_module_state_dict())
-        return _checkpoint.module_state_dict(self.engine)
+        state = _checkpoint.module_state_dict(self.engine)
+        return state if self._dumping else _checkpoint.whole_on_first(state, self.engine)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -664,7 +677,13 @@ class ZeroStrategy(DDPStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         updater = self._updater_of(_unwrap(optimizer))
-        return _checkpoint.optimizer_state_dict(self.engine, updater) if updater else optimizer.state_dict()
+        if updater is None:
+            return optimizer.state_dict()
+        state = _checkpoint.optimizer_state_dict(self.engine, updater)
+        if self._dumping:
+            return state
+        state = _checkpoint.whole_on_first(state, self.engine)
+        return state if self.is_global_zero else {**state, "state": {}}
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

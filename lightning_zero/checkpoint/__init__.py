@@ -1,7 +1,7 @@
 """Checkpoints: state by parameter name, whole, at full precision."""
 
 from lightning_zero.checkpoint.errors import CheckpointError
-from lightning_zero.checkpoint.full import fetch_for_first, load, save
+from lightning_zero.checkpoint.full import fetch_for_first, load, save, whole_on_first
 from lightning_zero.checkpoint.mapped import give_back_pages
 from lightning_zero.checkpoint.shards import follow_first
 from lightning_zero.checkpoint.state import (
@@ -22,4 +22,5 @@ __all__ = [
     "module_state_dict",
     "optimizer_state_dict",
     "save",
+    "whole_on_first",
 ]

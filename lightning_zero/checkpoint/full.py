@@ -279,12 +279,33 @@ def fetch_for_first(checkpoint: Any, engine: Engine) -> None:
         sources: dict[Key, list[tuple[ShardedValues, LazyTensor]]] = {}
         for tensor in lazy_tensors(checkpoint):
             assert isinstance(tensor.source, ShardedValues)
-            sources.setdefault(tensor.source.key, []).append((tensor.source, tensor))
+            if not tensor.source.live:
+                sources.setdefault(tensor.source.key, []).append((tensor.source, tensor))
         for key, found in sources.items():
-            full = None if found[0][0].live else follow_first(engine, key)
+            full = follow_first(engine, key)
+            assert full is not None
             for source, tensor in found:
-                tensor.fetched = tensor.fetch().clone() if full is None else source.cut(full, tensor.param)
+                tensor.fetched = source.cut(full, tensor.param)
     follow_first(engine)
+
+
+def whole_on_first(state: dict[str, Any], engine: Engine) -> dict[str, Any]:
+    """A state dict of ordinary tensors. Collective.
+
+    Returns:
+        On rank 0 all of it; elsewhere without the tensors that this rank does not hold whole.
+    """
+    fetch_for_first(state, engine)
+    first = engine.placement.mesh.world.rank == 0
+
+    def resolve(tree: Any) -> Any:
+        if isinstance(tree, dict):
+            wanted = {k: v for k, v in tree.items() if first or not isinstance(v, LazyTensor) or v.source.live}
+            return {key: resolve(value) for key, value in wanted.items()}
+        return tree.fetch() if isinstance(tree, LazyTensor) else tree
+
+    resolved: dict[str, Any] = resolve(state)
+    return resolved
 
 
 def load(path: Path, world: Group, weights_only: bool = True, checksums: bool = True) -> Any:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from checkpoint.resuming import Resumable, save_at_end
 from helpers.ranks import RankError, RankPool, ranks
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from strategy.fits import FEW, Recipe, assert_same, every_name, make_trainer, slow_unless, state_of
+from strategy.fits import FEW, Lit, Recipe, assert_same, every_name, make_trainer, slow_unless, state_of
 from torch import Tensor, nn
 from torch.optim import SGD
 
