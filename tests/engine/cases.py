@@ -24,6 +24,18 @@ STEPS = 4
 TIMEOUT = 30.0  # a lost collective hangs: it should cost less than the pool's own limit
 
 
+def stages_on(*settings: tuple[int, int], slow: Sequence[tuple[int, int]] = ()) -> pytest.MarkDecorator:
+    """Run a test that uses the fixture `pool` once per pair of a stage and a world size; `slow` ones are slow tests."""
+    values = [pytest.param(world, stage, id=f"{world}ranks-{stage}") for stage, world in settings]
+    values += [pytest.param(world, stage, id=f"{world}ranks-{stage}", marks=pytest.mark.slow) for stage, world in slow]
+    return pytest.mark.parametrize(("pool", "stage"), values, indirect=["pool"])
+
+
+# Gradients are kept whole at stages 0 and 1, parameters sharded at 3: the fast tests run with one of each kind.
+every_stage = stages_on((1, 2), (3, 2), slow=[(0, 2), (2, 2)])
+every_stage_and_rank = stages_on((1, 2), (3, 2), slow=[(0, 2), (2, 2), (1, 1), (3, 1)])
+
+
 class Checkpointed(models.TinyTransformer):
     """A transformer that computes its blocks' activations again in backward."""
 

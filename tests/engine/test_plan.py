@@ -113,10 +113,15 @@ def measure_all(setup: Setup) -> list[Memory]:
         return [measure(setup, name, k, mesh) for name, k in (("adamw", 2), ("momentum", 1), ("sgd", 2))]
 
 
-@ranks(2, slow=(1, 4))
-@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("stage", STAGES)
+SETTINGS = list(itertools.product(STAGES, PRECISIONS, (False, True)))
+FEW = [(1, "bf16", False), (2, "fp32", True), (3, "fp32", False), (3, "bf16", True)]
+
+
+@ranks(2, slow=(4,))
+@pytest.mark.parametrize(
+    ("stage", "precision", "offload"),
+    [each if each in FEW else pytest.param(*each, marks=pytest.mark.slow) for each in SETTINGS],
+)
 def test_memory_follows_the_plan(pool: RankPool, stage: int, precision: str, offload: bool) -> None:
     native: driver.NativeOptimizer = "auto" if offload else "off"
     setup = Setup(stage, offload, native=native, precision=PRECISIONS[precision], bucket_size_mb=BUCKET_SIZE_MB)
@@ -281,7 +286,7 @@ def check_traffic(pool: RankPool, settings: Sequence[tuple[Setup, int, str]]) ->
     return results[0]
 
 
-@ranks(2, 4)
+@ranks(2, slow=(4,))
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_sends_what_the_table_says(pool: RankPool, stage: int) -> None:
     counts = (1, 2, 3)

@@ -224,8 +224,10 @@ def test_small_parameters_of_many_units_share_a_bucket() -> None:
     assert [len(bucket.parameters) for bucket in kept] == [BLOCKS]
 
 
-@ranks(2, slow=(1,))
-@pytest.mark.parametrize("persistence", [0, 13, 40, 10**9])
+@ranks(2)
+@pytest.mark.parametrize(
+    "persistence", [13, *(pytest.param(numel, marks=pytest.mark.slow) for numel in (0, 40, 10**9))]
+)
 def test_training_with_small_parameters_kept_is_bitwise_equal(pool: RankPool, persistence: int) -> None:
     plain = Setup(3, persistence_numel=persistence)
     cases = [Case(setup, accumulate=2) for setup in (plain, dataclasses.replace(plain, offload=True))]

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine import driver
-from engine.cases import make_model
+from engine.cases import every_stage, every_stage_and_rank, make_model
 from engine.driver import Meshes, Session, Setup, assert_close, assert_equal
 from helpers import models
 from helpers.ranks import RankPool, ranks
@@ -314,9 +314,8 @@ def check_edits(setup: Setup) -> None:
     assert_equal(driver.finish(session).weights, expected)
 
 
-@ranks(1, 2)
+@every_stage_and_rank
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
 def test_edits_of_gathered_parameters_are_kept(pool: RankPool, stage: int, offload: bool) -> None:
     pool.run(check_edits, Setup(stage, offload=offload))
 
@@ -359,8 +358,7 @@ def check_edit_after_step(stage: int) -> dict[str, Tensor]:
     return driver.finish(session).weights
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage_and_rank
 def test_weights_may_be_clamped_after_each_step(pool: RankPool, stage: int) -> None:
     model = make_model("transformer")
     optimizer = models.make_optimizer("sgd", model)
@@ -696,13 +694,12 @@ def plain_script(script: Callable[[Loop], None], world: int) -> dict[str, Tensor
     return model.state_dict()
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage_and_rank
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_loop_does_what_it_does_in_torch(pool: RankPool, stage: int, script: Callable[[Loop], None]) -> None:
     expected = plain_script(script, pool.world_size)
     assert not torch.equal(expected["tokens.weight"], make_model("transformer").tokens.weight.double())
-    for weights in pool.run_within(20, run_script, script, Setup(stage, offload=stage % 2 == 1)):
+    for weights in pool.run_within(20, run_script, script, Setup(stage, offload=stage > 1)):
         assert_close(weights, expected)
 
 
@@ -754,9 +751,8 @@ def train_adversaries(setup: Setup, toggle: bool) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-@ranks(1, 2)
+@every_stage_and_rank
 @pytest.mark.parametrize("toggle", [True, False])
-@pytest.mark.parametrize("stage", STAGES)
 def test_optimizers_take_turns_as_in_torch(pool: RankPool, stage: int, toggle: bool) -> None:
     model = adversaries()
     adversarial(Loop(model, two_optimizers(model), pool.world_size), toggle=toggle)
@@ -786,9 +782,8 @@ def train_growing(setup: Setup, clear: bool) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-@ranks(1, 2)
+@every_stage_and_rank
 @pytest.mark.parametrize("clear", [True, False])
-@pytest.mark.parametrize("stage", STAGES)
 def test_a_part_may_join_the_optimizer_later(pool: RankPool, stage: int, clear: bool) -> None:
     model = adversaries()
     growing(Loop(model, [torch.optim.Adam(model.generator.parameters(), lr=0.01)], pool.world_size), clear=clear)
@@ -815,8 +810,7 @@ def train_penalized(setup: Setup) -> dict[str, Tensor]:
     return driver.finish(session).weights
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage_and_rank
 def test_gradients_of_gradients_are_as_in_torch(pool: RankPool, stage: int) -> None:
     model = adversaries()
     penalized(Loop(model, [torch.optim.SGD(model.parameters(), lr=0.1)], pool.world_size))
@@ -898,12 +892,11 @@ def check_skip(setup: Setup, bad: float) -> None:
     assert all(values.isfinite().all() for values in driver.finish(session).weights.values())
 
 
-@ranks(2)
+@every_stage
 @pytest.mark.filterwarnings("ignore:skipped a step")
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-@pytest.mark.parametrize("stage", STAGES)
 def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(pool: RankPool, stage: int, bad: float) -> None:
-    pool.run(check_skip, Setup(stage, offload=stage % 2 == 1, native="auto"), bad)
+    pool.run(check_skip, Setup(stage, offload=stage > 1, native="auto"), bad)
 
 
 @pytest.mark.filterwarnings("ignore:skipped a step")
@@ -973,8 +966,7 @@ def check_values_after_step(stage: int) -> None:
     assert not torch.equal(before, after)
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage_and_rank
 def test_forward_reads_what_the_last_step_wrote(pool: RankPool, stage: int) -> None:
     pool.run(check_values_after_step, stage)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine import driver
-from engine.cases import Case, check_cases, make_model, run_cases
+from engine.cases import Case, check_cases, every_stage, every_stage_and_rank, make_model, run_cases
 from engine.driver import Meshes, RankResult, Setup, assert_close
 from helpers import models
 from helpers.ranks import RankPool, ranks
@@ -33,18 +33,17 @@ def optional(setup: Setup, flagged: Flagged, optimizer: str = "adamw", **options
     return Case(setup, optimizer, "optional", flagged=flagged, **options)  # type: ignore[arg-type]
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage_and_rank
 @pytest.mark.parametrize("flagged", PATTERNS)
 def test_parameters_move_exactly_when_some_rank_uses_them(pool: RankPool, stage: int, flagged: Flagged) -> None:
-    setup = Setup(stage, offload=stage % 2 == 1)
+    setup = Setup(stage, offload=stage > 1)
     check_cases(pool, [optional(setup, flagged), optional(setup, flagged, "momentum", accumulate=3)])
 
 
 @pytest.mark.slow
-@ranks(1, 2, 4)
+@ranks(2, 4)
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("flagged", PATTERNS)
+@pytest.mark.parametrize("flagged", [models.not_on_rank_0, models.only_in_step_1, models.by_turns])
 def test_every_optimizer_leaves_unused_parameters_alone(pool: RankPool, stage: int, flagged: Flagged) -> None:
     check_cases(
         pool,
@@ -56,8 +55,7 @@ def test_every_optimizer_leaves_unused_parameters_alone(pool: RankPool, stage: i
     )
 
 
-@ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 @pytest.mark.parametrize("native", ["off", "auto"])
 def test_an_unused_parameter_stands_still(pool: RankPool, stage: int, native: driver.NativeOptimizer) -> None:
     """Weights, moments and `step`, whatever the weight decay."""
@@ -72,8 +70,7 @@ def test_an_unused_parameter_stands_still(pool: RankPool, stage: int, native: dr
     assert float(used.optimizer_state[ADAPTER]["step"]) == 4
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage_and_rank
 def test_frozen_parameters_are_left_alone(pool: RankPool, stage: int) -> None:
     cases = [Case(Setup(stage), optimizer, "frozen", accumulate=2) for optimizer in ("adamw", "momentum")]
     check_cases(pool, cases)
@@ -138,7 +135,7 @@ def check_branches(pool: RankPool, stage: int, *, settle: bool) -> None:
     assert_close(trained.weights, expected.weights)
 
 
-@ranks(2, 4)
+@ranks(4, slow=(2,))
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_gradients_may_become_ready_in_any_order(pool: RankPool, stage: int) -> None:
     """Some ranks skip branches too, so that their buckets are complete only at the flush."""
