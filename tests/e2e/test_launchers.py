@@ -54,8 +54,8 @@ def launch(command: list[str], folder: Path, **options: Any) -> tuple[int, str, 
     ("command", "strategy"),
     [
         (PLAIN, "zero2_offload"),
-        (TORCHRUN, "zero2"),
-        (PLAIN, {"stage": 3, "start_method": "spawn"}),
+        pytest.param(TORCHRUN, "zero2", marks=pytest.mark.slow),
+        pytest.param(PLAIN, {"stage": 3, "start_method": "spawn"}, marks=pytest.mark.slow),
     ],
     ids=["popen", "torchrun", "spawn"],
 )
@@ -67,12 +67,13 @@ def test_a_launched_run_trains_as_one_process_would(command: list[str], strategy
     assert_same(weights, reference(strategy, RECIPE, 2).weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "strategy", "rank"),
     [
         (PLAIN, "zero2", 1),
-        pytest.param(PLAIN, "zero3", 0, marks=pytest.mark.slow),
-        pytest.param(TORCHRUN, "zero3", 1, marks=pytest.mark.slow),
+        (PLAIN, "zero3", 0),
+        (TORCHRUN, "zero3", 1),
     ],
     ids=["popen, rank 1", "popen, rank 0", "torchrun, rank 1"],
 )

@@ -15,7 +15,7 @@ from helpers.ranks import server_environment
 SCRIPT = Path(__file__).resolve().with_name("initialize_large.py")
 LIMIT = 240.0  # seconds; about 8 on idle cores
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.slow]
 
 
 def initialize(folder: Path, **options: Any) -> list[dict[str, Any]]:
@@ -31,7 +31,6 @@ def initialize(folder: Path, **options: Any) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of a process's memory is Linux's")
 def test_a_large_model_takes_little_more_than_its_shards(tmp_path: Path) -> None:
     """300M fp32 parameters on two ranks: half of them, and less than a quarter beside."""

@@ -445,19 +445,32 @@ def test_losses_do_not_depend_on_world_size_and_accumulation(pool1: RankPool, po
 
 
 ZERO = ("zero0", "zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload")
+FAST = ("zero2_offload", "zero3")
 
 
-@pytest.mark.parametrize("strategy", ZERO)
-def test_every_strategy_trains_and_samples_as_ddp_does(pool2: RankPool, runs: Path, strategy: str) -> None:
-    pool2.run(train_briefly, str(runs / "ddp"), 2)
+@pytest.fixture(scope="module")
+def ddp_run(pool2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run under ddp, with the text beside it."""
+    folder = tmp_path_factory.mktemp("runs") / "ddp"
+    (folder.parent / "text").write_bytes(TEXT)
+    pool2.run(train_briefly, str(folder), 2)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in ZERO]
+)
+def test_every_strategy_trains_and_samples_as_ddp_does(
+    pool2: RankPool, runs: Path, ddp_run: Path, strategy: str
+) -> None:
     pool2.run(train_briefly, str(runs / strategy), 2, f"strategy={strategy}")
-    ddp, ours = results(runs / "ddp"), results(runs / strategy)
+    ddp, ours = results(ddp_run), results(runs / strategy)
     assert ours[1] == pytest.approx(ddp[1], rel=1e-5)
     assert ours[0]["val_loss"] == pytest.approx(ddp[0]["val_loss"], rel=1e-5)
-    assert (runs / strategy / "sample.txt").read_text() == (runs / "ddp" / "sample.txt").read_text()
+    assert (runs / strategy / "sample.txt").read_text() == (ddp_run / "sample.txt").read_text()
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16_true"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("bf16_true", marks=pytest.mark.slow)])
 def test_sixteen_bits_end_close_to_fp32(pool2: RankPool, runs: Path, precision: str) -> None:
     pool2.run(train_briefly, str(runs / "fp32"), 2, "strategy=zero3")
     pool2.run(train_briefly, str(runs / precision), 2, "strategy=zero3", f"precision={precision}")
@@ -478,9 +491,8 @@ def test_resuming_within_an_epoch_equals_the_whole_run(pool1: RankPool, runs: Pa
         assert torch.equal(value, ends[1]["state_dict"][key])
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-@pytest.mark.parametrize("validation", ["null", "0"])
+@ranks(2)
+@pytest.mark.parametrize(("strategy", "validation"), [("ddp", "0"), ("zero3", "null"), ("zero3", "0")])
 def test_a_finished_run_has_nothing_left_to_train(pool: RankPool, runs: Path, strategy: str, validation: str) -> None:
     options = pool.world_size, f"strategy={strategy}", f"trainer.limit_val_batches={validation}"
     pool.run(train_briefly, str(runs / "whole"), *options)
@@ -539,6 +551,7 @@ def launched(runs: Path, *command: str, overrides: tuple[str, ...] = ()) -> tupl
     return process.returncode, printed, errors
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "command",
@@ -565,6 +578,7 @@ def test_launched_ranks_share_a_run_folder_and_rank_0_reports(runs: Path, comman
     }
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_every_launched_rank_ends_with_the_message(runs: Path) -> None:
     code, _, errors = launched(runs, sys.executable, overrides=("scheduler.warmup_steps=100",))
