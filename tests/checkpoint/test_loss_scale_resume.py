@@ -24,11 +24,11 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from strategy.fits import (
     FEW,
-    NAMES,
     Fitted,
     Recipe,
     assert_same,
     assert_same_states,
+    every_name,
     make_trainer,
     observe,
     slow_unless,
@@ -115,7 +115,7 @@ def plain_state(path: str) -> dict[str, Any]:
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", slow_unless(FEW, NAMES))
+@every_name
 def test_a_run_saved_while_its_scale_falls_goes_on_as_if_never_stopped(
     pool: RankPool, name: str, tmp_path: Path
 ) -> None:
@@ -133,7 +133,7 @@ def test_a_run_saved_while_its_scale_falls_goes_on_as_if_never_stopped(
 
 
 @pytest.mark.slow
-@ranks(1, 2)
+@ranks(2)
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("saved", range(1, STEPS))
 def test_it_may_be_saved_after_any_step(pool: RankPool, name: str, saved: int, tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_precisions_with_and_without_a_scaler_take_turns(
 
 
 @ranks(1)
-@pytest.mark.parametrize("name", slow_unless(FEW, NAMES))
+@every_name
 def test_the_scale_of_lightnings_own_mixed_precision_goes_on(pool: RankPool, name: str, tmp_path: Path) -> None:
     path = str(tmp_path / "ddp.ckpt")
     (theirs,) = pool.run(run, "ddp", RECIPE, stock, save=(6, path), steps=6)
@@ -321,6 +321,7 @@ def train_until_killed(folder: str) -> None:
     trainer.fit(Planted(RECIPE))
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 @ranks(1)
 def test_a_killed_run_resumes_with_the_uninterrupted_trace(pool: RankPool, tmp_path: Path) -> None:

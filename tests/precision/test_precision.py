@@ -24,8 +24,10 @@ from strategy.fits import (
     assert_same,
     assert_same_states,
     every_name,
+    every_name_and_size,
     fit,
     is_native,
+    main_names,
     make_trainer,
     one_or_two_ranks,
     reference,
@@ -233,8 +235,8 @@ def test_a_precision_means_the_same_however_it_is_asked_for(pool: RankPool, flag
             assert torch.equal(value, initial[name].to(value.dtype)), name  # unrounded
 
 
-@one_or_two_ranks
-@every_name
+@ranks(2)
+@main_names
 @pytest.mark.parametrize("flag", FLAGS)
 def test_a_precision_means_the_same_at_every_stage(pool: RankPool, name: str, flag: str) -> None:
     for notes, _ in pool.run(probe, "plugin" if flag == "16-mixed" else "flag", flag, name, {}):
@@ -435,7 +437,7 @@ def asked(flag: str, **options: Any) -> dict[str, Any]:
 
 
 @one_or_two_ranks
-@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("micro", slow_unless([2], [1, 2]))
 @every_name
 @pytest.mark.parametrize("flag", NUMBERS)
 def test_training_in_16_bits_equals_the_reference(pool: RankPool, flag: str, name: str, micro: int) -> None:
@@ -447,8 +449,8 @@ def test_training_in_16_bits_equals_the_reference(pool: RankPool, flag: str, nam
     assert {value.dtype for value in results[0].weights.values()} == {FP32}
 
 
-@one_or_two_ranks
-@every_name
+@ranks(2)
+@main_names
 @pytest.mark.parametrize("flag", NUMBERS)
 def test_adamw_in_16_bits_with_clipping(pool: RankPool, flag: str, name: str) -> None:
     recipe = Recipe(micro=2, tail=1)
@@ -463,8 +465,7 @@ def test_adamw_in_16_bits_with_clipping(pool: RankPool, flag: str, name: str) ->
         assert difference.abs().median() < 1e-6
 
 
-@one_or_two_ranks
-@every_name
+@every_name_and_size
 @pytest.mark.parametrize("flag", ["bf16-true", "16-true"])
 def test_16_bits_without_masters_equal_the_reference(pool: RankPool, name: str, flag: str) -> None:
     recipe = Recipe(optimizer="momentum", dtype=TABLE[flag].linear)
@@ -474,8 +475,7 @@ def test_16_bits_without_masters_equal_the_reference(pool: RankPool, name: str, 
     assert_same(results[0].weights, reference(name, recipe, pool.world_size, **scale).weights)
 
 
-@one_or_two_ranks
-@pytest.mark.parametrize("name", ["zero1", "zero2_offload", "zero3"])
+@every_name_and_size
 def test_small_updates_survive_in_masters(pool: RankPool, name: str) -> None:
     """Each is less than half a unit in the last place of a bf16 weight."""
     recipe = Recipe(optimizer="sgd", options={"lr": 1e-5}, steps=4)
@@ -503,8 +503,7 @@ def fit_stock(flag: str, recipe: Recipe) -> Fitted:
     return fit("ddp", recipe, plugins=[MixedPrecision(flag, "cpu", scaler)])  # type: ignore[arg-type]
 
 
-@one_or_two_ranks
-@every_name
+@every_name_and_size
 def test_float64_training_equals_the_reference(pool: RankPool, name: str) -> None:
     """A module of fp32 under `64-true` is trained in fp64 from its fp32 values."""
     recipe = Recipe(micro=2)
@@ -515,7 +514,7 @@ def test_float64_training_equals_the_reference(pool: RankPool, name: str) -> Non
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", slow_unless(["zero2"], ["zero1", "zero2", "zero3"]))
+@pytest.mark.parametrize("name", slow_unless(["zero2"], ["zero1", "zero2"]))
 @pytest.mark.parametrize("option", ["reduce_dtype", "grad_dtype"])
 @pytest.mark.parametrize(
     ("flag", "dtype"),
@@ -553,8 +552,8 @@ def evaluate(name: str, flag: str, recipe: Recipe) -> tuple[float, list[torch.dt
     return trainer.test(lit, verbose=False)[0]["test_loss"], [p.dtype for p in predictions]
 
 
-@one_or_two_ranks
-@pytest.mark.parametrize("name", ["zero0", "zero2_offload", "zero3"])
+@ranks(2)
+@pytest.mark.parametrize("name", slow_unless(["zero3"], ["zero0", "zero2_offload", "zero3"]))
 @pytest.mark.parametrize(
     ("flag", "dtype"), [("32-true", FP32), ("64-true", FP64), ("bf16-mixed", BF16), ("16-true", FP16)]
 )

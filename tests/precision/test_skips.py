@@ -19,18 +19,17 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from strategy.fits import (
-    FEW,
-    NAMES,
     Lit,
     Recipe,
     StrategyArgument,
     assert_same,
     assert_same_states,
     every_name,
+    every_name_and_size,
     fit,
     is_native,
+    main_names,
     make_trainer,
-    one_or_two_ranks,
     optimizer_state,
     reference,
     slow_unless,
@@ -163,9 +162,8 @@ def check_standstill(pool: RankPool, name: str, mode: str, **flags: Any) -> None
     assert_same_states(first.states[-1], without.states[-1])
 
 
-@one_or_two_ranks
-@every_name
-@pytest.mark.parametrize("mode", slow_unless(["16-mixed", "32-true"], MODES))
+@every_name_and_size
+@pytest.mark.parametrize("mode", slow_unless(["16-mixed"], MODES))
 def test_a_skipped_step_leaves_no_trace(pool: RankPool, mode: str, name: str) -> None:
     check_standstill(pool, name, mode)
 
@@ -178,8 +176,16 @@ def test_clipping_does_not_hide_an_overflow(pool: RankPool, name: str, algorithm
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", slow_unless(FEW, NAMES))
-@pytest.mark.parametrize("micro", slow_unless([0, 2], [0, 1, 2]))
+@pytest.mark.parametrize(
+    ("name", "micro"),
+    [
+        ("zero1", 0),
+        ("zero3", 0),
+        pytest.param("zero1", 2, marks=pytest.mark.slow),
+        pytest.param("zero2_offload", 1, marks=pytest.mark.slow),
+        pytest.param("zero3", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_one_micro_batch_of_three_skips_its_step(pool: RankPool, name: str, micro: int) -> None:
     recipe = Recipe(steps=3, micro=3, optimizer="momentum")
     flags = flags_of("16-mixed")
@@ -204,7 +210,7 @@ def test_without_masters_the_parameters_stand_still_too(pool: RankPool, name: st
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", ["zero1", "zero2_offload", "zero3"])
+@every_name
 def test_max_steps_counts_skipped_steps(pool: RankPool, name: str) -> None:
     recipe = Recipe(steps=6, optimizer="momentum")
     flags = flags_of("32-true") | {"max_steps": 3, "max_epochs": -1}
@@ -229,7 +235,7 @@ class NeverCleared(Planted):
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", ["zero1", "zero2_offload", "zero3"])
+@every_name
 @pytest.mark.parametrize("mode", slow_unless(["16-mixed"], ["16-mixed", "32-true"]))
 def test_a_skip_clears_the_gradients(pool: RankPool, name: str, mode: str) -> None:
     planted = functools.partial(NeverCleared, at=[(1, 1)])
@@ -245,7 +251,7 @@ def test_a_skip_clears_the_gradients(pool: RankPool, name: str, mode: str) -> No
 
 
 @ranks(2)
-@every_name
+@main_names
 @pytest.mark.parametrize("mode", ["bf16-mixed", "32-true"])
 def test_one_warning_names_the_parameter(pool: RankPool, name: str, mode: str) -> None:
     planted = functools.partial(Planted, at=[(1, 1)])
@@ -266,7 +272,7 @@ def test_warnings_of_skips_that_no_scale_can_help_become_rare(pool: RankPool, na
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", ["zero1", "zero2_offload", "zero3"])
+@every_name
 @pytest.mark.parametrize("precision", slow_unless(["32-true"], ["32-true", "bf16-mixed"]))
 def test_nonfinite_gradients_may_be_applied(pool: RankPool, name: str, precision: str) -> None:
     strategy = strategy_of(name) | {"skip_nonfinite": False}
@@ -303,8 +309,7 @@ OVERFLOWS = (0, 1, 2, 5)
 TRACE = [2.0**10, 2.0**9, 2.0**8, 2.0**8, 2.0**9, 2.0**9, 2.0**9, 2.0**10]
 
 
-@one_or_two_ranks
-@every_name
+@every_name_and_size
 def test_the_scale_follows_the_overflows_with_one_warning_per_backoff(pool: RankPool, name: str) -> None:
     planted = functools.partial(Planted, at=[(n, n % pool.world_size) for n in OVERFLOWS])
     recipe = Recipe(steps=len(TRACE), optimizer="momentum")
@@ -320,7 +325,7 @@ def test_the_scale_follows_the_overflows_with_one_warning_per_backoff(pool: Rank
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", ["zero1", "zero2_offload", "zero3"])
+@every_name
 def test_an_fp32_run_is_the_same_at_any_scale(pool: RankPool, name: str) -> None:
     """Powers of two are exact: growing and falling scales must not show, on the step of a growth either."""
     recipe = Recipe(steps=6, optimizer="momentum", micro=2)
@@ -428,7 +433,7 @@ def fit_scheduled(name: str, kind: str, at: list[tuple[int, int]], **flags: Any)
 
 @ranks(1)
 @pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
-@pytest.mark.parametrize("name", slow_unless(["zero2", "zero3"], NAMES))
+@pytest.mark.parametrize("name", slow_unless(["zero3"], ["zero2", "zero3"]))
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_a_stepwise_scheduler_stands_still_on_a_skip(pool: RankPool, kind: str, name: str) -> None:
     at = [(n, 0) for n in SKIPS]
@@ -461,7 +466,7 @@ class ByEpoch(Planted):
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", ["zero1", "zero2_offload", "zero3"])
+@every_name
 def test_an_epochs_scheduler_steps_after_a_skip(pool: RankPool, name: str) -> None:
     recipe = Recipe(steps=2)
     flags = flags_of("16-mixed") | {"max_epochs": 3}
@@ -487,9 +492,9 @@ def average(name: str, mode: str, at: list[tuple[int, int]], without: list[int],
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", slow_unless(["zero1", "zero2_offload"], [n for n in NAMES if "3" not in n]))
+@pytest.mark.parametrize("name", slow_unless(["zero2_offload"], ["zero1", "zero2_offload"]))
 @pytest.mark.parametrize("mode", ["16-mixed", "32-true"])
-@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("micro", slow_unless([2], [1, 2]))
 def test_an_average_stands_still_on_a_skip(pool: RankPool, name: str, mode: str, micro: int) -> None:
     recipe = Recipe(steps=4, micro=micro, optimizer="momentum")
     batches = list(range(micro, 2 * micro))  # those of the second step
@@ -576,7 +581,7 @@ CLIPPING: dict[str, tuple[type[Planted], dict[str, Any]]] = {
 
 
 @ranks(2)
-@every_name
+@main_names
 @pytest.mark.parametrize("way", CLIPPING)
 def test_every_way_of_clipping_sees_unscaled_gradients(pool: RankPool, name: str, way: str) -> None:
     """In fp32 with a scale of 2^10 nothing is rounded: weights and norms are those without a scaler."""
@@ -598,7 +603,7 @@ class ByHandAndValue(ByHand):
 
 
 @ranks(2)
-@every_name
+@main_names
 @pytest.mark.parametrize(
     ("module", "flags"),
     [(Planted, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}), (ByHandAndValue, {})],
@@ -614,7 +619,7 @@ def test_clipping_by_value_sees_unscaled_gradients(
 
 
 @ranks(2)
-@every_name
+@main_names
 @pytest.mark.parametrize("way", slow_unless(["strategy"], CLIPPING))
 def test_fp16_norms_are_those_of_fp32_within_rounding(pool: RankPool, name: str, way: str) -> None:
     recipe = Recipe(optimizer="momentum")
@@ -707,7 +712,7 @@ class TwoOptimizers(Planted):
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", ["zero1", "zero2_offload", "zero3"])
+@every_name
 def test_the_monitor_numbers_several_optimizers(pool: RankPool, name: str, tmp_path: Path) -> None:
     recipe = Recipe(steps=2, optimizer="sgd", options={"lr": 0.1})
     results = pool.run(monitored, name, recipe, TwoOptimizers, str(tmp_path))

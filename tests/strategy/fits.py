@@ -26,7 +26,10 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.registration import STRATEGIES
 
 NAMES = ("zero0", "zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload")
-FEW = ("zero1", "zero2_offload", "zero3")  # each way of keeping parameters and state once
+FEW = ("zero2_offload", "zero3")
+# Each way of keeping gradients, parameters and state once. The other names combine the same parts: a fit of each is
+# compared with one process in test_fit.py.
+SOME = ("zero1", *FEW, "zero3_offload")
 StrategyArgument = str | dict[str, Any]  # a name, or the arguments of a ZeroStrategy
 
 
@@ -35,15 +38,21 @@ def slow_unless(fast: Sequence[Any], values: Iterable[Any]) -> list[Any]:
     return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-# The fast tests run with a few names on two ranks; the slow ones with all, and on one rank as well.
-every_name = pytest.mark.parametrize("name", slow_unless(FEW, NAMES))
+# The fast tests run with a few names on two ranks; the slow ones with more, and on one rank as well.
+every_name = pytest.mark.parametrize("name", slow_unless(FEW, SOME))
 # What compares two fits, of the strategy and of `ddp`.
-main_names = pytest.mark.parametrize(
-    "name",
-    slow_unless(("zero3",), ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")),
-)
+main_names = pytest.mark.parametrize("name", slow_unless(("zero3",), SOME))
 one_or_two_ranks = pytest.mark.parametrize(
     "pool", [pytest.param(1, marks=pytest.mark.slow), 2], indirect=True, ids=["1ranks", "2ranks"]
+)
+# One rank: where nothing is sharded.
+every_name_and_size = pytest.mark.parametrize(
+    ("pool", "name"),
+    [
+        *(pytest.param(2, name, marks=[] if name in FEW else pytest.mark.slow) for name in SOME),
+        *(pytest.param(1, name, marks=pytest.mark.slow) for name in ("zero1", "zero3")),
+    ],
+    indirect=["pool"],
 )
 
 

@@ -23,11 +23,12 @@ from strategy.fits import (
     Lit,
     Recipe,
     assert_same,
-    every_name,
+    every_name_and_size,
     fit,
     one_or_two_ranks,
     reduces_each,
     reference,
+    slow_unless,
 )
 from torch import Tensor
 from torch.optim import Optimizer
@@ -70,8 +71,7 @@ def fit_and_read(name: str, recipe: Recipe) -> dict[str, list[dict[str, Tensor]]
     return reader.seen
 
 
-@one_or_two_ranks
-@every_name
+@every_name_and_size
 def test_callbacks_never_read_stale_parameters(pool: RankPool, name: str) -> None:
     after = weights_after_each_step(name, MOMENTUM, pool.world_size)
     before = [MOMENTUM.make_model().state_dict(), *after[:-1]]
@@ -115,8 +115,7 @@ class Clamp(Callback):
                 parameter.clamp_(-0.3, 0.3)
 
 
-@one_or_two_ranks
-@every_name
+@every_name_and_size
 def test_parameters_changed_by_a_callback_stay_changed(pool: RankPool, name: str) -> None:
     recipe, world = MOMENTUM, pool.world_size
     model = recipe.make_model()
@@ -145,7 +144,7 @@ def fit_with_monitor(name: str, recipe: Recipe, folder: str) -> dict[str, list[f
 
 
 @one_or_two_ranks
-@pytest.mark.parametrize("name", ["zero0", "zero2_offload", "zero3"])
+@pytest.mark.parametrize("name", slow_unless(["zero3"], ["zero2_offload", "zero3"]))
 def test_the_learning_rate_monitor_shows_the_rates_used(pool: RankPool, name: str, tmp_path: Path) -> None:
     recipe = Recipe(scheduled=True, options={"lr": 0.25})
     rates = pool.run(fit_with_monitor, name, recipe, str(tmp_path))[0]
@@ -168,8 +167,7 @@ def test_early_stopping_stops_all_ranks_together(pool: RankPool, name: str) -> N
     assert [result.epochs for result in results] == [3, 3]
 
 
-@one_or_two_ranks
-@every_name
+@every_name_and_size
 def test_accumulation_may_be_scheduled(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum", steps=4)
     flat = [step[0] for step in recipe.batches(pool.world_size)]

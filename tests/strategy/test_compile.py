@@ -237,7 +237,7 @@ def train_and_resume(folder: str, name: str, first: Any, second: Any, recipe: Re
     return keys, fit(name, recipe, second, ckpt_path=path, max_epochs=2)
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero3"])
+@pytest.mark.parametrize("name", slow_unless(["zero3"], ["zero2", "zero3"]))
 @pytest.mark.parametrize(("first", "second"), [(CompiledBlocks, Lit), (Lit, CompiledBlocks)])
 def test_checkpoints_know_no_wrapper(pool2: RankPool, tmp_path: Path, name: str, first: Any, second: Any) -> None:
     results = pool2.run(train_and_resume, str(tmp_path), name, first, second, MOMENTUM)
@@ -295,7 +295,7 @@ def test_zero_grad_of_a_wrapper_clears_what_is_reduced(pool2: RankPool) -> None:
     assert_same(results[0].weights, reference("zero2", RECIPE, WORLD).weights)
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero3"])
+@pytest.mark.parametrize("name", slow_unless(["zero3"], ["zero2", "zero3"]))
 def test_compiled_units_in_bf16(pool2: RankPool, name: str) -> None:
     plain = pool2.run(fit_counting, name, Lit, RECIPE, precision="bf16-mixed")
     results = pool2.run(fit_counting, name, BlocksCompiledEagerly, RECIPE, precision="bf16-mixed")

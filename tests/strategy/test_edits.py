@@ -20,7 +20,7 @@ from strategy.fits import (
     assert_same,
     fit,
     main_names,
-    one_or_two_ranks,
+    slow_unless,
 )
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -146,7 +146,7 @@ def test_a_module_may_change_its_dtype_and_back(pool: RankPool, name: str, edit:
 @ranks(2)
 @main_names
 @pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("micro", slow_unless([2], [1, 2]))
 def test_edits_count_in_every_hook(pool: RankPool, name: str, hook: str, micro: int) -> None:
     recipe = Recipe(optimizer="momentum", steps=4, micro=micro, dtype=torch.float64)
     module = functools.partial(Edited, edit=clamp, hook=hook)
@@ -186,15 +186,15 @@ class SwapsWhole(SwapsSplit):
     layout = "fp32"
 
 
-@one_or_two_ranks
+@ranks(2)
 @main_names
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", slow_unless(["32-true", "bf16-mixed"], ["32-true", "bf16-mixed", "bf16-true"]))
 def test_weights_come_back_exactly(pool: RankPool, name: StrategyArgument, precision: str) -> None:
     check_swaps(pool, name, Swaps, precision)
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload"])
+@pytest.mark.parametrize("name", slow_unless(["zero3_offload"], ["zero2_offload", "zero3_offload"]))
 @pytest.mark.parametrize("module", [SwapsSplit, SwapsWhole])
 def test_masters_of_cpu_optimizers_come_back_exactly(pool: RankPool, name: str, module: type[Lit]) -> None:
     check_swaps(pool, name, module, "bf16-true")

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from helpers import models
 from helpers.ranks import RankError, RankPool, ranks
 from strategy.fits import (
+    FEW,
     NAMES,
+    SOME,
     Fitted,
     Lit,
     Recipe,
@@ -20,9 +22,11 @@ from strategy.fits import (
     assert_same,
     assert_same_states,
     every_name,
+    every_name_and_size,
     fit,
     halving,
     is_native,
+    main_names,
     one_or_two_ranks,
     reference,
     slow_unless,
@@ -39,7 +43,7 @@ def check(strategy: StrategyArgument, recipe: Recipe, results: list[Fitted], **o
     assert_same_states(results[0].optimizer_states[0], expected.optimizer_state, native=native)
 
 
-@ranks(1, 2)
+@ranks(2, slow=(1,))
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_trains_as_one_process_would(pool: RankPool, name: str, optimizer: str) -> None:
@@ -49,7 +53,7 @@ def test_every_name_trains_as_one_process_would(pool: RankPool, name: str, optim
     assert [result.steps for result in results] == [recipe.steps] * pool.world_size
 
 
-@ranks(1, 2)
+@ranks(2, slow=(1,))
 @pytest.mark.parametrize("name", NAMES)
 def test_everything_at_once(pool: RankPool, name: str) -> None:
     """Accumulation with a short last step, clipping and a scheduler; the other tests take them one by one."""
@@ -59,7 +63,7 @@ def test_everything_at_once(pool: RankPool, name: str) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_unless(FEW, NAMES))
 def test_whole_ranks_hold_the_same_weights(pool: RankPool, name: str) -> None:
     """What a rank shows of its own: everything at stages 0 to 2, nothing at stage 3."""
     first, second = (result.weights for result in pool.run(fit, name))
@@ -69,8 +73,7 @@ def test_whole_ranks_hold_the_same_weights(pool: RankPool, name: str) -> None:
         assert_same(second, first)
 
 
-@one_or_two_ranks
-@every_name
+@every_name_and_size
 @pytest.mark.parametrize(
     ("flags", "options"),
     [
@@ -86,8 +89,7 @@ def test_trainer_clips_gradients(pool: RankPool, name: str, flags: dict[str, Any
     assert not torch.equal(clipped.weights["head.weight"], free.weights["head.weight"])
 
 
-@one_or_two_ranks
-@every_name
+@every_name_and_size
 def test_gradients_accumulate_and_the_last_step_may_be_short(pool: RankPool, name: str) -> None:
     recipe = Recipe(micro=3, steps=2, tail=1)
     results = pool.run(fit, name, recipe)
@@ -95,8 +97,7 @@ def test_gradients_accumulate_and_the_last_step_may_be_short(pool: RankPool, nam
     assert results[0].steps == 3
 
 
-@one_or_two_ranks
-@every_name
+@every_name_and_size
 def test_the_learning_rate_used_is_the_schedulers(pool: RankPool, name: str) -> None:
     recipe = Recipe(scheduled=True, steps=4)
     check(name, recipe, pool.run(fit, name, recipe))
@@ -104,7 +105,7 @@ def test_the_learning_rate_used_is_the_schedulers(pool: RankPool, name: str) -> 
 
 @one_or_two_ranks
 @pytest.mark.parametrize("model", ["mlp", "frozen", "optional"])
-@pytest.mark.parametrize("name", ["zero1", "zero2_offload", "zero3"])
+@every_name
 def test_other_models_train_as_one_process_would(pool: RankPool, name: str, model: str) -> None:
     recipe = Recipe(model=model, optimizer="momentum", flagged=models.not_on_rank_0)
     check(name, recipe, pool.run(fit, name, recipe))
@@ -113,11 +114,11 @@ def test_other_models_train_as_one_process_would(pool: RankPool, name: str, mode
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pool", "model"),
-    [(2, "transformer"), (2, "optional"), (2, "frozen"), (1, "transformer"), (4, "optional")],
+    [(2, "frozen"), (1, "transformer"), (4, "optional")],
     indirect=["pool"],
 )
 @pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SOME)
 def test_every_optimizer_and_model(pool: RankPool, name: str, optimizer: str, model: str) -> None:
     recipe = Recipe(model=model, optimizer=optimizer, micro=2, steps=3, tail=1, flagged=models.by_turns, scheduled=True)
     check(name, recipe, pool.run(fit, name, recipe, gradient_clip_val=0.3), clip_norm=0.3)
@@ -168,8 +169,8 @@ def rank_1_in_step_1(step: int, micro: int, rank: int) -> bool:
 WHOLE = [name for name in NAMES if "3" not in name]
 
 
-@ranks(2, 4)
-@pytest.mark.parametrize("name", slow_unless(["zero1", "zero2_offload"], WHOLE))
+@ranks(2, slow=(4,))
+@pytest.mark.parametrize("name", slow_unless(["zero1", "zero2_offload"], ["zero1", "zero2", "zero2_offload"]))
 @pytest.mark.parametrize("flagged", [rank_1_in_step_1, models.by_turns, step_1])
 def test_a_rank_without_a_loss_adds_no_gradient(
     pool: RankPool, name: str, flagged: Callable[[int, int, int], bool]
@@ -212,8 +213,7 @@ def own_parameters_loss(module: nn.Module, batch: Tensor) -> Tensor:
     return OwnParameters.training_step(module, batch, 0)  # type: ignore[arg-type]
 
 
-@one_or_two_ranks
-@every_name
+@every_name_and_size
 def test_the_modules_own_parameters_may_be_used_directly(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum")
     results = pool.run(fit, name, recipe, OwnParameters)
@@ -259,8 +259,8 @@ class ClipsByTrainer(Lit):
         self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
 
 
-@one_or_two_ranks
-@every_name
+@ranks(2)
+@main_names
 @pytest.mark.parametrize("module", [ClipsItself, ClipsByTrainer])
 def test_the_clipping_hook_may_be_overridden(pool: RankPool, name: str, module: type[Lit]) -> None:
     recipe = Recipe(optimizer="momentum")
@@ -279,8 +279,7 @@ class ReadsNorm(Lit):
         self.notes.append(self.trainer.strategy.grad_norm(optimizer))
 
 
-@one_or_two_ranks
-@every_name
+@every_name_and_size
 def test_the_gradient_norm_is_the_global_one(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum", micro=2)
     results = pool.run(fit, name, recipe, ReadsNorm)
@@ -297,8 +296,7 @@ class NotFinite(Lit):
         return super().training_step(batch, index) * (torch.inf if index == 1 and last else 1.0)
 
 
-@one_or_two_ranks
-@every_name
+@every_name_and_size
 def test_a_step_with_a_gradient_that_is_not_finite_is_skipped(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum")
     results = pool.run(fit, name, recipe, NotFinite, gradient_clip_val=0.3)
@@ -320,7 +318,7 @@ class Interval(Lit):
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", ["zero0", "zero2_offload", "zero3"])
+@pytest.mark.parametrize("name", slow_unless(["zero3"], ["zero2_offload", "zero3"]))
 def test_schedulers_may_step_with_epochs(pool: RankPool, name: str) -> None:
     results = pool.run(fit, name, Recipe(options={"lr": 0.5}, optimizer="sgd"), Interval, max_epochs=3)
     assert results[0].notes == [0.5, 0.25, 0.125]
@@ -331,8 +329,7 @@ class NoOptimizer(Lit):
         return None
 
 
-@one_or_two_ranks
-@every_name
+@every_name_and_size
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers.*")
 def test_a_module_without_an_optimizer_runs(pool: RankPool, name: str) -> None:
     recipe = Recipe()

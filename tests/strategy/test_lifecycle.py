@@ -24,6 +24,7 @@ from strategy.fits import (
     StrategyArgument,
     assert_same,
     every_name,
+    every_name_and_size,
     fit,
     full_batch_loss,
     is_native,
@@ -56,8 +57,7 @@ def loss_at(weights: dict[str, Tensor], recipe: Recipe, world: int) -> float:
     return full_batch_loss(weights, recipe, recipe.batches(world))
 
 
-@one_or_two_ranks
-@every_name
+@every_name_and_size
 def test_validation_inside_fit_sees_the_new_weights(pool: RankPool, name: str) -> None:
     world = pool.world_size
     results = pool.run(fit, name, MOMENTUM, limit_val_batches=None, val_check_interval=1, num_sanity_val_steps=1)
@@ -87,8 +87,7 @@ def evaluate_around_fit(name: str, recipe: Recipe) -> tuple[list[float], list[bo
     return losses, same, observe(trainer, lit)
 
 
-@one_or_two_ranks
-@every_name
+@every_name_and_size
 def test_evaluation_works_before_and_after_fit(pool: RankPool, name: str) -> None:
     world = pool.world_size
     results = pool.run(evaluate_around_fit, name, MOMENTUM)
@@ -113,7 +112,7 @@ def fit_repeatedly(name: str, recipe: Recipe, between: str | None) -> Fitted:
     return observe(trainer, lit)
 
 
-@one_or_two_ranks
+@ranks(2)
 @every_name
 @pytest.mark.parametrize("between", slow_unless(["test"], [None, "test", "predict"]))
 def test_fit_runs_again(pool: RankPool, name: str, between: str | None) -> None:
@@ -172,7 +171,7 @@ def one_trainer_two_modules(name: str, recipe: Recipe) -> list[Fitted]:
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", slow_unless(["zero3"], SHARDED))
 def test_a_trainer_may_fit_another_module(pool: RankPool, name: str) -> None:
     expected = reference(name, MOMENTUM, 2)
     for fitted in pool.run(one_trainer_two_modules, name, MOMENTUM)[0]:
@@ -190,8 +189,7 @@ def train_head_then_all(name: str, recipe: Recipe) -> Fitted:
     return observe(trainer, lit)
 
 
-@one_or_two_ranks
-@pytest.mark.parametrize("name", ["zero1", "zero2_offload", "zero3"])
+@every_name_and_size
 def test_a_second_fit_may_optimize_other_parameters(pool: RankPool, name: str) -> None:
     recipe, world = MOMENTUM, pool.world_size
     options: dict[str, Any] = {"loss_fn": models.next_token_loss, "reduce_each": reduces_each(name)}
@@ -210,8 +208,7 @@ def plain_module_after_fit(name: str, recipe: Recipe) -> dict[str, Tensor]:
         return {key: value.clone() for key, value in lit.model.state_dict().items()}
 
 
-@one_or_two_ranks
-@every_name
+@every_name_and_size
 def test_the_module_is_readable_after_fit(pool: RankPool, name: str) -> None:
     expected = reference(name, MOMENTUM, pool.world_size).weights
     for weights in pool.run(plain_module_after_fit, name, MOMENTUM):
@@ -232,7 +229,7 @@ class MadeLate(Lit):
 
 
 @one_or_two_ranks
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", slow_unless(["zero3"], SHARDED))
 def test_layers_may_be_made_in_configure_model(pool: RankPool, name: str) -> None:
     results = pool.run(fit, name, MOMENTUM, MadeLate)
     assert_same(results[0].weights, reference(name, MOMENTUM, pool.world_size).weights)
@@ -247,7 +244,7 @@ def fit_under_init_module(name: str, recipe: Recipe) -> Fitted:
 
 
 @one_or_two_ranks
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", slow_unless(["zero3"], SHARDED))
 def test_a_module_may_be_made_under_init_module(pool: RankPool, name: str) -> None:
     results = pool.run(fit_under_init_module, name, MOMENTUM)
     assert_same(results[0].weights, reference(name, MOMENTUM, pool.world_size).weights)
@@ -280,8 +277,8 @@ class Summarized(Lit):
         self.notes.append((summary.total_parameters, summary.trainable_parameters, summary.model_size))
 
 
-@one_or_two_ranks
-@pytest.mark.parametrize("name", ["zero2", "zero3", "zero3_offload"])
+@ranks(2)
+@pytest.mark.parametrize("name", slow_unless(["zero3"], ["zero2", "zero3", "zero3_offload"]))
 @pytest.mark.parametrize("model", ["transformer", "frozen"])
 def test_a_summary_counts_whole_parameters(pool: RankPool, name: str, model: str) -> None:
     recipe = Recipe(model=model)
@@ -353,7 +350,7 @@ def test_an_instance_makes_a_trainer() -> None:
 
 
 @pytest.mark.slow
-@ranks(1, 2, 4)
+@ranks(2, 4)
 @every_name
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum", "rmsprop"])
 def test_two_fits_and_evaluation_with_every_optimizer(pool: RankPool, name: str, optimizer: str) -> None:
@@ -395,7 +392,7 @@ def fit_on_two_nodes(strategy: StrategyArgument, recipe: Recipe) -> tuple[Fitted
 
 @ranks(4)
 @pytest.mark.parametrize("size", [None, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_unless([1, 3], [0, 1, 2, 3]))
 def test_each_node_shards_by_itself(pool: RankPool, stage: int, size: int | None) -> None:
     """Unless `shard_size` says otherwise; stage 0 shards nothing anyway."""
     recipe = Recipe(optimizer="momentum", micro=2)
@@ -408,13 +405,13 @@ def test_each_node_shards_by_itself(pool: RankPool, stage: int, size: int | None
     assert_same(results[0][0].weights, reference(strategy, recipe, 4, shard_size=expected).weights)
 
 
-@one_or_two_ranks
+@ranks(2)
 @pytest.mark.parametrize(
     "options",
     [{"units": ["Block"]}, {"units": ["*.blocks.1", nn.Linear]}, {"bucket_size_mb": 1e-4}, {"units": []}],
     ids=str,
 )
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", slow_unless([3], [2, 3]))
 def test_units_and_bucket_size_change_no_number(pool: RankPool, stage: int, options: dict[str, Any]) -> None:
     strategy = {"stage": stage, **options}
     results = pool.run(fit, strategy, MOMENTUM)

@@ -32,7 +32,7 @@ from strategy.fits import (
     main_names,
     make_trainer,
     observe,
-    one_or_two_ranks,
+    slow_unless,
     state_of,
 )
 from torch import Tensor, nn
@@ -79,9 +79,9 @@ def fit_averaged(name: str, recipe: Recipe, kind: str = "ema", **flags: Any) -> 
     return fit(name, recipe, callbacks=[averaging], limit_val_batches=1, val_check_interval=1, **flags)
 
 
-@one_or_two_ranks
+@ranks(2)
 @main_names
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", slow_unless(["bf16-mixed"], ["32-true", "bf16-mixed", "bf16-true"]))
 @pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
 def test_weight_averaging(pool: RankPool, name: str, precision: str) -> None:
     """Validation after every step swaps the average in and out again; training must not notice, nor the average.
@@ -96,7 +96,7 @@ def test_weight_averaging(pool: RankPool, name: str, precision: str) -> None:
 
 @ranks(2)
 @main_names
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("precision", slow_unless(["32-true"], ["32-true", "bf16-true"]))
 @pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
 def test_the_equally_weighted_average(pool: RankPool, name: str, precision: str) -> None:
     results = pool.run(fit_averaged, name, MOMENTUM, "swa", precision=precision)
@@ -153,7 +153,7 @@ class SavesAfterTheFirstEpoch(Callback):
 
 @ranks(2)
 @main_names
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", slow_unless(["bf16-mixed"], ["32-true", "bf16-mixed"]))
 @pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
 def test_averaging_resumes(pool: RankPool, name: str, precision: str, tmp_path: Path) -> None:
     assert pool.run(fit_in_two_halves, name, MOMENTUM, str(tmp_path), precision)[0]
@@ -199,7 +199,7 @@ class Normed(Lit):
 
 @ranks(2)
 @main_names
-@pytest.mark.parametrize("model", ["transformer", "normed"])
+@pytest.mark.parametrize("model", slow_unless(["normed"], ["transformer", "normed"]))
 @pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
 def test_stochastic_weight_averaging(pool: RankPool, name: str, model: str) -> None:
     assert_same(pool.run(fit_swa, name, model)[0].weights, pool.run(fit_swa, DDP, model)[0].weights)
@@ -319,9 +319,9 @@ def fit_pruned(name: str, permanent: bool, path: str, **flags: Any) -> Fitted:
     return observe(trainer, lit)
 
 
-@one_or_two_ranks
+@ranks(2)
 @main_names
-@pytest.mark.parametrize("permanent", [True, False])
+@pytest.mark.parametrize("permanent", slow_unless([True], [True, False]))
 def test_pruning(pool: RankPool, name: str, permanent: bool, tmp_path: Path) -> None:
     paths = [str(tmp_path / f"{n}.ckpt") for n in ("ddp", "zero")]
     expected = pool.run(fit_pruned, DDP, permanent, paths[0])[0]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import models
-from helpers.ranks import RankPool
+from helpers.ranks import RankPool, ranks
 from helpers.reference import reduce_ranks
 from lightning import LightningModule
 from strategy.fits import (
@@ -20,10 +20,11 @@ from strategy.fits import (
     Recipe,
     assert_close,
     assert_same,
-    every_name,
+    every_name_and_size,
     fit,
     halve,
     is_native,
+    main_names,
     make_trainer,
     observe,
     one_or_two_ranks,
@@ -75,9 +76,8 @@ class ManualValueClipped(Manual):
         self.clip_gradients(optimizer, gradient_clip_val=0.02, gradient_clip_algorithm="value")
 
 
-@one_or_two_ranks
-@every_name
-@pytest.mark.parametrize("micro", [1, 2])
+@every_name_and_size
+@pytest.mark.parametrize("micro", slow_unless([2], [1, 2]))
 def test_one_optimizer_by_hand(pool: RankPool, name: str, micro: int) -> None:
     recipe = Recipe(micro=micro, scheduled=True)
     results = pool.run(fit, name, recipe, Manual, accumulate_grad_batches=1)
@@ -86,8 +86,7 @@ def test_one_optimizer_by_hand(pool: RankPool, name: str, micro: int) -> None:
     assert results[0].steps == recipe.steps
 
 
-@one_or_two_ranks
-@every_name
+@every_name_and_size
 @pytest.mark.parametrize(
     ("module", "options"), [(ManualClipped, {"clip_norm": 0.3}), (ManualValueClipped, {"clip_value": 0.02})]
 )
@@ -109,8 +108,7 @@ class PlainBackward(Manual):
         optimizer.step()
 
 
-@one_or_two_ranks
-@every_name
+@every_name_and_size
 def test_a_plain_backward_call_trains_too(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum")
     results = pool.run(fit, name, recipe, PlainBackward)
@@ -132,8 +130,7 @@ class WithClosure(Manual):
         optimizer.step(closure=closure)
 
 
-@one_or_two_ranks
-@every_name
+@every_name_and_size
 def test_a_closure_may_be_given_by_hand(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum")
     results = pool.run(fit, name, recipe, WithClosure)
@@ -151,8 +148,7 @@ class Uneven(Manual):
         optimizer.step()
 
 
-@one_or_two_ranks
-@every_name
+@every_name_and_size
 def test_several_backwards_add_up(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum")
     results = pool.run(fit, name, recipe, Uneven)
@@ -263,9 +259,8 @@ def fit_gan(name: str, toggle: bool, dtype: torch.dtype) -> Fitted:
     return observe(trainer, gan)  # type: ignore[arg-type]
 
 
-@one_or_two_ranks
-@every_name
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@every_name_and_size
+@pytest.mark.parametrize("dtype", slow_unless([torch.float64], [torch.float64, torch.float32]))
 @pytest.mark.parametrize("toggle", [True, False])
 def test_a_gan_trains_as_in_plain_pytorch(pool: RankPool, name: str, toggle: bool, dtype: torch.dtype) -> None:
     results = pool.run(fit_gan, name, toggle, dtype)
@@ -385,8 +380,8 @@ def fit_scaled_gan(name: str, toggle: bool, precision: str, scaler: LossScaler |
     return observe(trainer, gan)  # type: ignore[arg-type]
 
 
-@one_or_two_ranks
-@every_name
+@ranks(2)
+@main_names
 @pytest.mark.parametrize("precision", slow_unless(["16-mixed"], ["16-mixed", "32-true"]))
 @pytest.mark.parametrize("toggle", [True, False])
 def test_a_gan_with_loss_scaling_is_a_plain_loop_with_loss_scaling(
@@ -428,9 +423,8 @@ def fit_scaled(module: type[ScaledGan], name: str, scaler: LossScaler | None) ->
     return observe(trainer, gan)  # type: ignore[arg-type]
 
 
-@one_or_two_ranks
-@every_name
-@pytest.mark.parametrize("window", [1, 2])
+@every_name_and_size
+@pytest.mark.parametrize("window", slow_unless([1], [1, 2]))
 def test_gradients_held_while_the_scale_grows_are_what_they_were(pool: RankPool, name: str, window: int) -> None:
     """The scale is a power of two, so that fp32 shows nothing of it."""
     expected = pool.run(fit_scaled, Lagging, name, None)[0]
@@ -453,8 +447,7 @@ class Together(ScaledGan):
             self.notes.append(self.trainer.strategy.loss_scale)
 
 
-@one_or_two_ranks
-@every_name
+@every_name_and_size
 def test_two_steps_of_one_backward_share_its_scale(pool: RankPool, name: str) -> None:
     expected = pool.run(fit_scaled, Together, name, None)[0]
     results = pool.run(fit_scaled, Together, name, DynamicLossScaler(init_scale=2.0, window=1))

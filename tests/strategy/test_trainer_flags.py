@@ -36,6 +36,7 @@ from strategy.fits import (
     make_trainer,
     observe,
     reference,
+    slow_unless,
     state_of,
 )
 from torch import Tensor, nn
@@ -58,11 +59,13 @@ FLAGS: dict[str, dict[str, Any]] = {
     "benchmark": {"benchmark": False},
     "reload": {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2},
 }
+# The fast ones change which batches are seen, when, and how backward runs.
+FAST = ["limit_train_batches", "overfit_batches", "fast_dev_run", "max_steps", "detect_anomaly", "sanity", "reload"]
 
 
 @ranks(2)
 @main_names
-@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("flag", slow_unless(FAST, FLAGS))
 @pytest.mark.filterwarnings("ignore:.*overfit", "ignore:Anomaly Detection")
 def test_flags_change_no_number(pool: RankPool, name: str, flag: str) -> None:
     assert_as_ddp(pool, name, Lit, **FLAGS[flag])
