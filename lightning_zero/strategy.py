@@ -173,8 +173,9 @@ class ZeroStrategy(DDPStrategy):
         if max_live_numel is not None:
             _check_count("max_live_numel", max_live_numel, "a number of elements >= 0, or None for no limit")
         self.stage = stage
-        self.offload_optimizer = offload_optimizer
-        self.offload_params = offload_params
+        # A Hydra configuration gives members of an enum, which a checkpoint that is loaded as data may not hold.
+        self.offload_optimizer = str(offload_optimizer)
+        self.offload_params = str(offload_params)
         self.shard_size = 1 if stage == 0 else shard_size
         self.bucket_size_mb = bucket_size_mb
         self.units = units

@@ -263,6 +263,8 @@ def test_stores_reach_the_strategy_as_plain_text(composed: Compose) -> None:
     store = composed("strategy=zero2_offload").strategy.offload_optimizer
     assert store == "cpu"
     assert f"{store!r} {store}" == "'cpu' cpu"
+    strategy = build_trainer(composed("strategy=zero2_offload")).strategy
+    assert type(strategy.offload_optimizer) is type(strategy.offload_params) is str  # a checkpoint holds them
     assert StrategyConf().offload_params is Store.none
 
 
