@@ -25,7 +25,6 @@ from strategy.fits import (
 )
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.engine import find_units
 
@@ -92,15 +91,6 @@ class CompiledParts(Lit):
         self.model.norm = wrapped(self.model.norm)
 
 
-class Recomputed(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, *args: Any) -> Any:
-        return checkpoint(self.block, *args, use_reentrant=False)
-
-
 class CompiledRecomputed(Lit):
     """Activation checkpoints around compiled blocks; the units are what is compiled."""
 
@@ -108,7 +98,7 @@ class CompiledRecomputed(Lit):
         super().__init__(recipe)
         blocks: Any = self.model.blocks
         for i, block in enumerate(blocks):
-            blocks[i] = Recomputed(wrapped(block))
+            blocks[i] = models.Recomputed(wrapped(block))
 
 
 class Straight(models.TinyTransformer):

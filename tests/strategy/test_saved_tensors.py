@@ -11,13 +11,11 @@ import pytest
 import torch
 from helpers import models
 from helpers.ranks import RankPool
-from helpers.reference import train_reference
-from helpers.third_party import KINDS, Batch, make_batches
+from helpers.third_party import Batch
 from strategy import third_party_fits
 from strategy.fits import Lit, Recipe, assert_close, assert_same, fit, make_trainer, reference, slow_unless, state_of
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import ZeroPrecision
 
@@ -54,21 +52,12 @@ def test_saved_tensors_hooks(pool2: RankPool, name: str, how: Callable[[], Any])
     assert_same(weights, reference(name, recipe, WORLD).weights)
 
 
-class Recomputed(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, *args: Any) -> Any:
-        return checkpoint(self.block, *args, use_reentrant=False)
-
-
 class Recomputes(Lit):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         blocks: Any = self.model.blocks
         for i, block in enumerate(blocks):
-            blocks[i] = Recomputed(block)
+            blocks[i] = models.Recomputed(block)
 
 
 @pytest.mark.parametrize("param_dtype", [None, "float32"])
@@ -100,11 +89,5 @@ def fit_channels_last(name: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", STAGES)
 def test_channels_last(pool2: RankPool, name: str) -> None:
-    plain = train_reference(
-        KINDS["resnet"].make_model(torch.float64),
-        functools.partial(third_party_fits.make_optimizer, "adamw"),
-        make_batches(KINDS["resnet"], 4, WORLD, torch.float64),  # type: ignore[arg-type]
-        third_party_fits.FirstRanksBuffers(WORLD),  # type: ignore[arg-type]
-        reduce_each=True,
-    )
+    _, plain = next(third_party_fits.fits("resnet", WORLD, steps=4, dtype=torch.float64))
     assert_close(pool2.run(fit_channels_last, name)[0], plain.weights)
