@@ -39,13 +39,21 @@ class BucketMap:
         """The bucket that holds ``parameter``, or ``None``."""
         return self._holder.get(id(parameter))
 
+    def __getitem__(self, parameter: Tensor) -> Bucket:
+        """The bucket that holds ``parameter``.
+
+        Raises:
+            KeyError: none does.
+        """
+        return self._holder[id(parameter)]
+
     def holders(self, parameters: Iterable[Tensor]) -> list[Bucket]:
         """The buckets that hold any of ``parameters``, in the order of these."""
         return list({id(b): b for p in parameters if (b := self.holder(p)) is not None}.values())
 
     def read_by(self, module: nn.Module, recurse: bool = True) -> list[Bucket]:
         """The buckets that the forward of ``module`` reads; for the root module, those of the root."""
-        held = self.holders(module.parameters(recurse=recurse))
+        held = list({id(b): b for b in map(self.__getitem__, module.parameters(recurse=recurse))}.values())
         return [*held, *(b for b in self.root if b not in held)] if module is self.module else held
 
     def own(self, unit: Unit) -> list[Bucket]:

@@ -47,6 +47,7 @@ class GradientHooks:
         """Detach from the parameters."""
         for _, handle in self._hooks:
             handle.remove()
+        self._hooks = []
 
 
 def _hook_gradient(

@@ -120,7 +120,12 @@ class AttachedOptimizers:
         Args:
             updaters: one per optimizer; an optimizer that was among those before keeps its own.
             target: what the optimizers' methods call.
+
+        Raises:
+            ValueError: an optimizer holds what is not the module's; nothing has changed then.
         """
+        for updater in updaters:
+            self._check_held(updater.optimizer)
         before = self._attached
         self.detach()
         for updater in updaters:
@@ -151,12 +156,15 @@ class AttachedOptimizers:
             parameters = parameters_of(optimizer)
             if attached.admitted == (ids := list(map(id, parameters))):
                 continue
-            for parameter in parameters:
-                bucket = self._map.holder(parameter)
-                if bucket is None:
-                    raise ValueError(f"{type(optimizer).__name__} holds {self._why_foreign(parameter)}")
+            self._check_held(optimizer)
+            for bucket in self._map.holders(parameters):
                 bucket.optimize()
             attached.admitted, attached.buckets, attached.prepared = ids, self._map.holders(parameters), False
+
+    def _check_held(self, optimizer: Optimizer) -> None:
+        for parameter in parameters_of(optimizer):
+            if self._map.holder(parameter) is None:
+                raise ValueError(f"{type(optimizer).__name__} holds {self._why_foreign(parameter)}")
 
     def _why_foreign(self, parameter: Parameter) -> str:
         """Why no bucket holds ``parameter``, and what to do."""

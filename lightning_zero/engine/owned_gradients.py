@@ -221,9 +221,9 @@ class OwnedGradients:
 
     def full(self, parameter: Parameter) -> Tensor | None:
         """The whole gradient of one of the module's parameters, unscaled and clipped; see :func:`full_grad`."""
+        bucket = self._map[parameter]
         if not any(id(parameter) in stats.used for stats in self._all_stats().values()):
             return None
-        (bucket,) = self._map.holders([parameter])
         values = bucket.gradients.read(0, bucket.layout.shard_numel)
         # Clipping has widened the slices of some ranks only.
         full = bucket.gather_full(values.to(bucket.placement.sum_dtype(values.dtype)))

@@ -244,10 +244,10 @@ class Engine:
     @without_freed_checks
     def stats(self, optimizer: Optimizer) -> GradientStats:
         """Norm, overflow and used parameters of the averaged gradients of ``optimizer``. Collective, then cached."""
-        self._end_backward()
+        self._flush_pending()
         return self._gradients.stats(optimizer)
 
-    def _end_backward(self) -> None:
+    def _flush_pending(self) -> None:
         """What user code began by ``loss.backward()`` is reduced when somebody asks for it."""
         if self._reducer.in_backward:
             self.flush()
@@ -256,21 +256,21 @@ class Engine:
     @without_freed_checks
     def full_grad(self, parameter: Parameter) -> Tensor | None:
         """The whole averaged gradient of one of the module's parameters; see :func:`full_grad`. Collective."""
-        self._end_backward()
+        self._flush_pending()
         return self._gradients.full(parameter)
 
     @torch.no_grad()
     def full_param(self, parameter: Parameter) -> Tensor:
         """One of the module's parameters, whole and at full precision. Collective."""
+        bucket = self._map[parameter]
         self._absorb_edits()
-        (bucket,) = self._map.holders([parameter])
         full = bucket.gather_full(bucket.master.read(0, bucket.layout.shard_numel))
         return bucket.view(full, bucket.index[id(parameter)]).clone()
 
     @without_freed_checks
     def grad_norm(self, optimizer: Optimizer) -> float:
         """The global L2 norm of the averaged gradients of ``optimizer`` as they are now, clipped or not. Collective."""
-        self._end_backward()
+        self._flush_pending()
         return self._gradients.norm(optimizer)
 
     @without_freed_checks
@@ -279,7 +279,7 @@ class Engine:
 
         As :func:`torch.nn.utils.clip_grad_norm_`, over all shards. The factor is applied inside the update. Collective.
         """
-        self._end_backward()
+        self._flush_pending()
         return self._gradients.clip_norm_(optimizer, max_norm)
 
     @without_freed_checks

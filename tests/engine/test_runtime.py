@@ -435,6 +435,18 @@ def test_an_optimizer_with_a_foreign_parameter_is_refused() -> None:
         engine.attach([updater])
 
 
+def test_a_refused_optimizer_changes_nothing_for_those_before() -> None:
+    session = alone(Setup(2))
+    driver.run_step(session, [batch()])
+    foreign = torch.optim.SGD([*session.engine.module.parameters(), Parameter(torch.ones(7, 2))], lr=0.1)
+    with pytest.raises(ValueError, match="not registered"):
+        session.engine.attach([make_updater(foreign, session.engine)])
+    assert session.engine.updaters == [session.updater]
+    before = [p.clone() for p in session.engine.module.parameters()]
+    driver.run_step(session, [batch()])
+    assert not any(torch.equal(p, b) for p, b in zip(session.engine.module.parameters(), before, strict=True))
+
+
 def test_a_group_with_a_foreign_parameter_is_refused() -> None:
     session = alone(Setup(2))
     session.optimizer.add_param_group({"params": [Parameter(torch.ones(7, 2))]})
