@@ -75,7 +75,7 @@ class _Tensors:
         if type(source) is Parameter:
             return Parameter(self._tensor(source.detach()), source.requires_grad)
         plain = type(source) is Tensor and source.layout is torch.strided and source.is_meta
-        if not plain or source.is_quantized or source.is_conj() or source.is_neg():
+        if not plain or source.is_conj() or source.is_neg():
             raise _NotPlainError
         # Versions of torch before 2.13 may not say where a storage is.
         if (offset := getattr(source.untyped_storage(), "_checkpoint_offset", None)) is None:

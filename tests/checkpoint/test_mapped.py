@@ -58,7 +58,7 @@ def test_it_gives_what_torch_loads(tmp_path: Path) -> None:
     assert state["plain"].data_ptr() == state["tied"].data_ptr() == state["transposed"].data_ptr()
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning", "ignore:TypedStorage is:UserWarning")
 def test_unusual_tensors_are_left_to_torch(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
