@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero.registration import register
+from lightning_zero.version import __version__
 
 if TYPE_CHECKING:
     from lightning_zero.checkpoint import CheckpointError
@@ -38,13 +39,13 @@ __all__ = [
     "StaticLossScaler",
     "ZeroPrecision",
     "ZeroStrategy",
+    "__version__",
     "full_grad",
     "full_optimizer_state",
     "full_param",
     "gathered_parameters",
     "hydra_main",
 ]
-__version__ = "0.1.0"
 
 _HOMES = {
     "CPUAdagrad": "lightning_zero.optim",

@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero import __version__, ops, whole_weights
 from lightning_zero import checkpoint as _checkpoint
+from lightning_zero import ops, whole_weights
 from lightning_zero.engine import (
     DeviceStore,
     Engine,
@@ -56,6 +56,7 @@ from lightning_zero.optim import ShardUpdater, make_updater
 from lightning_zero.precision import ZeroPrecision, as_zero_precision
 from lightning_zero.registration import register_in
 from lightning_zero.standstill import Undo, hold_average, hold_scheduler
+from lightning_zero.version import __version__
 
 P = ParamSpec("P")
 StoreName = Literal["none", "cpu", "nvme"]

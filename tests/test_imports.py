@@ -21,7 +21,7 @@ ORDER = (
     ("optim",),
     ("engine",),
     ("ops",),
-    ("cgroups",),
+    ("cgroups", "version"),
 )
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 FACADE = {"hydra_app"}  # may import public names from the package itself
