@@ -340,8 +340,7 @@ def grows_after_two(case: Case) -> list[float]:
     return [case.scale, case.scale, 2 * case.scale, 2 * case.scale]
 
 
-@ranks(2, slow=(1,))
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage_and_rank
 def test_scaled_training_is_bitwise_equal(pool: RankPool, stage: int) -> None:
     check_cases(pool, sample(stage, pool.world_size), traces=grows_after_two)
 
@@ -448,8 +447,7 @@ def falls_in_the_third(case: Case) -> list[float]:
     return [case.scale] * 3 + [case.scale / 2 if case.hysteresis == 1 else case.scale]
 
 
-@ranks(2, slow=(1,))
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage_and_rank
 def test_an_overflow_on_one_rank_changes_nothing_on_any(pool: RankPool, stage: int) -> None:
     check_cases(pool, skips(stage, pool.world_size, everything=False), traces=falls_in_the_third)
 
@@ -695,7 +693,7 @@ def turns_in_torch(turns: Turns, world: int) -> tuple[dict[str, Tensor], list[fl
 
 
 @every_stage_and_rank
-@pytest.mark.parametrize("held", [True, False], ids=["held", "each"])
+@pytest.mark.parametrize("held", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["held", "each"])
 @pytest.mark.parametrize("falls", [False, True], ids=["grows", "falls"])
 def test_gradients_outlive_the_scale_they_were_made_with(pool: RankPool, stage: int, falls: bool, held: bool) -> None:
     for precision, clip in ((FP32, {}), (MIXED, CLIPS[1]), (MIXED, CLIPS[2])):
@@ -856,7 +854,12 @@ def step_on_nonfinite(setup: Setup, scaled: bool, skip_nonfinite: bool, clip: fl
 @every_stage_and_rank
 @pytest.mark.parametrize(
     ("scaled", "skip_nonfinite", "skips"),
-    [(False, False, False), (False, True, True), (True, False, True), (True, True, True)],
+    [
+        (False, False, False),
+        pytest.param(False, True, True, marks=pytest.mark.slow),
+        (True, False, True),
+        pytest.param(True, True, True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_scaler_skips_whatever_skip_nonfinite_says(
     pool: RankPool, stage: int, scaled: bool, skip_nonfinite: bool, skips: bool

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine import driver
-from engine.cases import Case, check_cases, every_stage, every_stage_and_rank, make_model, run_cases
+from engine.cases import Case, check_cases, every_stage, every_stage_and_rank, make_model, run_cases, stages_on
 from engine.driver import Meshes, RankResult, Setup, assert_close
 from helpers import models
 from helpers.ranks import RankPool, ranks
@@ -33,7 +33,7 @@ def optional(setup: Setup, flagged: Flagged, optimizer: str = "adamw", **options
     return Case(setup, optimizer, "optional", flagged=flagged, **options)  # type: ignore[arg-type]
 
 
-@every_stage_and_rank
+@stages_on((3, 2), slow=[(0, 2), (1, 2), (2, 2), (1, 1), (3, 1)])
 @pytest.mark.parametrize("flagged", PATTERNS)
 def test_parameters_move_exactly_when_some_rank_uses_them(pool: RankPool, stage: int, flagged: Flagged) -> None:
     setup = Setup(stage, offload=stage > 1)

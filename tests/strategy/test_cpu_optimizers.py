@@ -109,7 +109,7 @@ def test_a_resumed_fit_has_the_same_bits(pool: RankPool, name: str, precision: s
 
 
 @ranks(2)
-@pytest.mark.parametrize(("module"), [Adam, Adagrad, Lion, Sgd])
+@pytest.mark.parametrize("module", slow_unless([Lion], [Adam, Adagrad, Lion, Sgd]))
 def test_a_resumed_fit_of_every_class_has_the_same_bits(pool: RankPool, module: type[Lit], tmp_path: Path) -> None:
     options = {"lr": 0.01, **SMALL} | ({"momentum": 0.9} if module is Sgd else {})
     recipe = dataclasses.replace(RECIPE, options=options)
