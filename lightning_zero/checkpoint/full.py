@@ -79,7 +79,8 @@ def save(checkpoint: Any, path: Path, engine: Engine | None, world: Group, check
         False, with nothing written, where some rank does not see the files of rank 0.
 
     Raises:
-        CheckpointError: on all ranks, if one of them fails; nothing has changed then.
+        CheckpointError: on all ranks, if one of them fails; what was at ``path`` is still there then. (Where only the
+            last flush fails, that of the folder, the new file is.)
     """
     with contextlib.ExitStack() as stack:
         draft = stack.enter_context(_Draft(path, engine)) if world.rank == 0 else None
