@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         gathered_parameters,
     )
     from lightning_zero.hydra_app import hydra_main
+    from lightning_zero.loading import load_from_checkpoint
     from lightning_zero.optim import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion
     from lightning_zero.precision import ZeroPrecision
     from lightning_zero.strategy import ZeroStrategy
@@ -45,6 +46,7 @@ __all__ = [
     "full_param",
     "gathered_parameters",
     "hydra_main",
+    "load_from_checkpoint",
 ]
 
 _HOMES = {
@@ -64,6 +66,7 @@ _HOMES = {
     "full_param": "lightning_zero.engine",
     "gathered_parameters": "lightning_zero.engine",
     "hydra_main": "lightning_zero.hydra_app",
+    "load_from_checkpoint": "lightning_zero.loading",
 }
 
 register()

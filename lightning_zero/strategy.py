@@ -26,7 +26,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -62,6 +62,7 @@ P = ParamSpec("P")
 StoreName = Literal["none", "cpu", "nvme"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 NativeName = Literal["auto", "off"]
+FormatName = Literal["full", "sharded"]
 WRITTEN_BY = "lightning_zero"  # the checkpoint's entry on the run that wrote it
 
 
@@ -120,6 +121,11 @@ class ZeroStrategy(DDPStrategy):
         skip_nonfinite: skip a step, on all ranks and with a warning, when a gradient is not finite. With a loss scaler
             (fp16) that always happens. Parameters, optimizer state, step-wise schedulers and Lightning's
             ``WeightAveraging`` stand still; ``trainer.global_step`` counts the step.
+        checkpoint_format: ``"full"``: one ordinary file, which all ranks write together, or rank 0 alone where they
+            share no file system. ``"sharded"``: a folder by ``torch.distributed.checkpoint``, to which each rank adds
+            its part.
+        async_save: checkpoints during ``fit`` are copied to host memory, which takes as much of it as the rank's part
+            of the checkpoint, and written while training goes on. An error appears at the next save or at the end.
         checksums: write checksums of all tensors into checkpoints, and verify them when one is loaded; it is read once
             more for that, each rank a part.
         timeout: seconds after which a collective fails that some rank never joins.
@@ -149,6 +155,8 @@ class ZeroStrategy(DDPStrategy):
         check_steps: int = 10,
         native_optimizer: NativeName = "auto",
         skip_nonfinite: bool = True,
+        checkpoint_format: FormatName = "full",
+        async_save: bool = False,
         checksums: bool = True,
         timeout: float = 1800.0,
         start_method: StartMethod = "popen",
@@ -162,6 +170,7 @@ class ZeroStrategy(DDPStrategy):
         self._policy = ShardingPolicy.from_stage(stage)
         _check_choice("native_optimizer", native_optimizer, get_args(NativeName))
         _check_choice("start_method", start_method, get_args(StartMethod))
+        _check_choice("checkpoint_format", checkpoint_format, get_args(FormatName))
         _check_stores(stage, offload_optimizer, offload_params)
         _check_shard_size(stage, shard_size)
         _check_positive("bucket_size_mb", bucket_size_mb, "a number greater than 0; 25 is a good start")
@@ -185,12 +194,16 @@ class ZeroStrategy(DDPStrategy):
         self.check_steps = check_steps
         self.native_optimizer = native_optimizer
         self.skip_nonfinite = skip_nonfinite
+        self.checkpoint_format = str(checkpoint_format)
+        self.async_save = async_save
         self.checksums = checksums
         self._in_training_step = False
         self._dumping = False  # the Trainer collects a checkpoint
         self._undo: list[Undo] = []  # what `setup` changed of objects that outlive the fit
         self._engine: Engine | None = None
         self._mesh: Mesh | None = None
+        self._background: _checkpoint.Background | None = None
+        self._failed = False
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -252,6 +265,8 @@ class ZeroStrategy(DDPStrategy):
         ops.share_cores(self.num_processes, self.local_rank)  # the ranks of a machine update at the same time
         if self._mesh is None:
             self._mesh = Mesh.create(self._shard_size(), self._timeout)
+            if self.async_save:
+                self._background = _checkpoint.Background(Group.for_thread(self._timeout))
             if self.shard_size is None and self._mesh.replica.size > 1:
                 rank_zero_info(
                     f"ZeroStrategy: shard_size={self._mesh.shard.size}, the ranks of a node: each of the "
@@ -466,11 +481,17 @@ class ZeroStrategy(DDPStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+        if self._background is not None:
+            try:
+                self._background.wait()
+            except _checkpoint.CheckpointError:
+                if not self._failed:  # else there is another error to report, and this one was logged
+                    raise
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         # Process groups do not pickle; a spawned rank makes its own.
-        return {**super().__getstate__(), "_engine": None, "_mesh": None}
+        return {**super().__getstate__(), "_engine": None, "_mesh": None, "_background": None}
 
     # -------------------------------------------------------------------------------------------------------- steps
 
@@ -603,19 +624,53 @@ class ZeroStrategy(DDPStrategy):
             return
         if self._engine is not None:
             _checkpoint.follow_first(self._engine)
+        if self._background is not None:
+            self._background.wait()
         checkpoint = {**checkpoint, WRITTEN_BY: self._written_by()}
         if self._is_local_file(filepath) and storage_options is None:
-            if _checkpoint.save(
-                checkpoint, Path(filepath).expanduser(), self._engine, self._mesh.world, self.checksums
-            ):
+            path, world = Path(filepath).expanduser(), self._mesh.world
+            save = _checkpoint.begin(
+                self.checkpoint_format, checkpoint, path, self._engine, world, checksums=self.checksums
+            )
+            if save is not None:
+                self._write(save)
                 return
             rank_zero_warn(
                 f"not all ranks see {filepath} where rank 0 writes it, so that it gathers the whole checkpoint first, "
-                "which takes time and host memory. Save to a file system that all nodes share"
+                "which takes time and host memory. Save to a file system that all nodes share, or with "
+                "checkpoint_format='sharded'"
             )
         if self._engine is not None:
             _checkpoint.fetch_for_first(checkpoint, self._engine)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _write(self, save: _checkpoint.Save) -> None:
+        assert self._mesh is not None
+        assert self.lightning_module is not None
+        if save.spread:
+            rank_zero_warn(
+                "not all ranks see the folder of rank 0: there will be a folder on the file system of each node. Copy "
+                "their files into one before another number of ranks, or another machine, loads it"
+            )
+        running = self.lightning_module.trainer.state.status == TrainerStatus.RUNNING
+        if self._background is not None and running:
+            self._background.start(save, self._mesh.world)
+        else:
+            save.write(self._mesh.world)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        # The one that is being written may be what replaces it.
+        remove = functools.partial(super().remove_checkpoint, filepath)
+        if self._background is None:
+            remove()
+        else:
+            self._background.after(remove)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        super().on_exception(exception)
 
     def _is_local_file(self, path: _PATH) -> bool:
         """Whether checkpoints go to files by torch, so that our way of reading and writing them can stand in."""
@@ -638,6 +693,8 @@ class ZeroStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         if not self._is_local_file(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
+        if self._background is not None:
+            self._background.wait()
         world = Group() if self._mesh is None else self._mesh.world
         loaded: dict[str, Any] = _checkpoint.load(
             Path(checkpoint_path).expanduser(), world, weights_only is not False, self.checksums

@@ -15,7 +15,7 @@ ORDER = (
     ("cli", "hydra_app"),
     ("callbacks", "config"),
     ("strategy", "registration"),  # names are registered without importing the class; it unregisters itself by them
-    ("precision", "whole_weights", "schedulers"),
+    ("precision", "whole_weights", "schedulers", "loading"),
     ("standstill",),
     ("checkpoint",),
     ("optim",),
@@ -28,6 +28,7 @@ FACADE = {"hydra_app"}  # may import public names from the package itself
 # What needs no collective: is there a process group, and how large is it?
 QUERIES = frozenset("is_available is_initialized get_rank get_world_size is_gloo_available is_nccl_available".split())
 STORES = frozenset("PrefixStore TCPStore".split())
+FORMATS = "torch.distributed.checkpoint."  # files
 
 
 class Import(NamedTuple):
@@ -84,7 +85,7 @@ def communication(source: str) -> list[str]:
     """Uses of `torch.distributed` other than questions about the process group."""
     tree = ast.parse(source)
     found = [name for name, _ in imports(source) if name.startswith("torch.distributed")]
-    found = [name for name in found if name.rpartition(".")[2] not in QUERIES | STORES]
+    found = [name for name in found if name.rpartition(".")[2] not in QUERIES | STORES and not name.startswith(FORMATS)]
     for node in ast.walk(tree):
         name = dotted(node)
         if name.startswith("torch.distributed.") and name.count(".") == 2 and name.rpartition(".")[2] not in QUERIES:

@@ -1,8 +1,11 @@
 """Checkpoints: state by parameter name, whole, at full precision."""
 
+from lightning_zero.checkpoint.background import Background
+from lightning_zero.checkpoint.containers import CONTAINERS, begin, load
 from lightning_zero.checkpoint.errors import CheckpointError
-from lightning_zero.checkpoint.full import fetch_for_first, load, save, whole_on_first
+from lightning_zero.checkpoint.full import fetch_for_first, whole_on_first
 from lightning_zero.checkpoint.mapped import give_back_pages
+from lightning_zero.checkpoint.saving import Save
 from lightning_zero.checkpoint.shards import follow_first
 from lightning_zero.checkpoint.state import (
     load_module_state_dict,
@@ -12,7 +15,11 @@ from lightning_zero.checkpoint.state import (
 )
 
 __all__ = [
+    "CONTAINERS",
+    "Background",
     "CheckpointError",
+    "Save",
+    "begin",
     "fetch_for_first",
     "follow_first",
     "give_back_pages",
@@ -21,6 +28,5 @@ __all__ = [
     "load_optimizer_state_dict",
     "module_state_dict",
     "optimizer_state_dict",
-    "save",
     "whole_on_first",
 ]

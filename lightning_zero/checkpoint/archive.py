@@ -14,7 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,13 +44,13 @@ class Record(NamedTuple):
         return self.start + self.nbytes
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(file: IO[bytes]) -> list[Record]:
     """All records of an archive, in the order of its directory.
 
     Raises:
         zipfile.BadZipFile: the directory at the end is damaged or missing.
     """
-    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+    with zipfile.ZipFile(file) as archive:
         records, central = [], archive.start_dir
         for info in archive.infolist():
             file.seek(info.header_offset)
@@ -73,7 +73,8 @@ def write_skeleton(path: Path, checkpoint: Any) -> dict[Record, UntypedStorage |
     with placeholders() as lazy, torch.serialization.skip_data():
         storages = storages_of(checkpoint)
         torch.save(checkpoint, path)
-    records = {record.name: record for record in read_records(path)}
+    with path.open("rb") as file:
+        records = {record.name: record for record in read_records(file)}
     missing: dict[Record, UntypedStorage | LazyTensor] = {}
     numbered = [records.get(f"data/{number}") for number in range(len(storages) + 1)]
     found = [record.nbytes for record in numbered if record is not None]

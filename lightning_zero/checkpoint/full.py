@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import pickle
-import re
-import secrets
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +28,6 @@ from lightning_zero.checkpoint.archive import (
     checksum_of,
     read_records,
     storages_of,
-    tiles,
     write_at,
     write_checksums,
     write_skeleton,
@@ -40,12 +36,9 @@ from lightning_zero.checkpoint.crc32 import combine
 from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.checkpoint.lazy import LazyTensor, placeholders
 from lightning_zero.checkpoint.mapped import load_mapped
-from lightning_zero.checkpoint.shards import Key, ShardedValues, follow_first
+from lightning_zero.checkpoint.saving import INCOMPLETE, Draft, together
+from lightning_zero.checkpoint.shards import Key, ShardedValues, follow_first, source_of
 from lightning_zero.engine import Engine, Group
-
-T = TypeVar("T")
-INCOMPLETE = ".incomplete"  # how the name of a file ends until it is complete
-_LEFTOVER = re.compile(rf"\..*\.[0-9a-f]{{8}}{re.escape(INCOMPLETE)}")
 
 
 class _Sharded(NamedTuple):
@@ -54,6 +47,14 @@ class _Sharded(NamedTuple):
     record: Record
     key: Key
     param: int
+
+
+class _Piece(NamedTuple):
+    """What a rank is to write into a record, from a byte on: 1-D tensors, one after the other."""
+
+    record: Record
+    offset: int
+    tiles: Iterable[Tensor]
 
 
 class _Part(NamedTuple):
@@ -65,133 +66,145 @@ class _Part(NamedTuple):
     crc: int
 
 
-def save(checkpoint: Any, path: Path, engine: Engine | None, world: Group, checksums: bool = True) -> bool:
-    """Write rank 0's ``checkpoint`` to ``path``. Collective.
+def begin(checkpoint: Any, path: Path, engine: Engine | None, world: Group, checksums: bool = True) -> FullSave | None:
+    """Begin to write rank 0's ``checkpoint`` to the file ``path``. Collective.
 
     Args:
         checkpoint: anything that :func:`torch.save` takes, with lazy tensors in it.
-        path: a file that is there is replaced when the new one is complete and on the disk.
+        path: what is there is replaced when the new file is complete and on the disk.
         engine: holds the values of the lazy tensors; ``None``: there are none.
         world: all ranks.
         checksums: complete the CRC-32 of every record, which :func:`torch.save` writes too.
 
     Returns:
-        False, with nothing written, where some rank does not see the files of rank 0.
+        What writes it; ``None``, with nothing written, where some rank does not see the files of rank 0.
 
     Raises:
-        CheckpointError: on all ranks, if one of them fails; what was at ``path`` is still there then. (Where only the
-            last flush fails, that of the folder, the new file is.)
+        CheckpointError: on all ranks, if one of them fails.
     """
     with contextlib.ExitStack() as stack:
-        draft = stack.enter_context(_Draft(path, engine)) if world.rank == 0 else None
+        skeleton = None
 
-        def begin() -> tuple[Path, list[_Sharded]] | None:
-            return None if draft is None else draft.begin(checkpoint)
+        def make() -> tuple[Path, list[_Sharded]] | None:
+            nonlocal skeleton
+            if world.rank:
+                return None
+            draft = stack.enter_context(contextlib.closing(Draft(path)))
+            skeleton = _Skeleton(draft, checkpoint)
+            return draft.temporary, skeleton.sharded(engine)
 
-        plan, *_ = _together(world, begin, f"begin the checkpoint {path}")
+        plan, *_ = together(world, make, f"begin the checkpoint {path}")
         assert plan is not None
         temporary, sharded = plan
-        if not all(_together(world, temporary.exists, f"look for {temporary}")):
-            return False
+        if not all(together(world, temporary.exists, f"look for {temporary}")):
+            return None
+        stack.pop_all()
+        return FullSave(path, temporary, sharded, engine, skeleton, checksums)
 
+
+class FullSave:
+    """A save that has begun; see :class:`~lightning_zero.checkpoint.saving.Save`."""
+
+    spread = False
+
+    def __init__(
+        self,
+        path: Path,
+        temporary: Path,
+        sharded: Sequence[_Sharded],
+        engine: Engine | None,
+        skeleton: _Skeleton | None,
+        checksums: bool,
+    ) -> None:
+        self._path, self._temporary, self._skeleton, self._checksums = path, temporary, skeleton, checksums
+        self._pieces = [*_sharded_pieces(sharded, engine), *(skeleton.own_pieces() if skeleton is not None else ())]
+
+    def hold(self) -> None:
+        self._pieces = [
+            piece._replace(tiles=[tile.detach().to("cpu", copy=True) for tile in piece.tiles]) for piece in self._pieces
+        ]
+
+    def write(self, world: Group) -> None:
         def write() -> list[_Part]:
             # Not for reading too: a network file system would write back whole pages, others' bytes among them.
-            file = os.open(temporary, os.O_WRONLY)
-            stack.callback(os.close, file)
-            parts = list(_write_sharded(file, sharded, engine, checksums))
-            if draft is not None:
-                parts += draft.write_own(file, checksums)
-            os.fsync(file)
+            file = os.open(self._temporary, os.O_WRONLY)
+            try:
+                parts = [_write(file, piece, self._checksums) for piece in self._pieces]
+                os.fsync(file)
+            finally:
+                os.close(file)
             return parts
 
-        parts = _together(world, write, f"write the checkpoint {path}")
-
         def complete() -> None:
-            if draft is not None:
-                draft.complete([part for written in parts for part in written], checksums)
+            if self._skeleton is not None:
+                self._skeleton.complete([part for written in parts for part in written], self._checksums)
 
-        _together(world, complete, f"complete the checkpoint {path}")
-    return True
+        try:
+            parts = together(world, write, f"write the checkpoint {self._path}")
+            together(world, complete, f"complete the checkpoint {self._path}")
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        if self._skeleton is not None:
+            self._skeleton.draft.close()
 
 
-class _Draft:
-    """Rank 0's part: the file under its temporary name, removed at the end of the context unless it is complete."""
+class _Skeleton:
+    """Rank 0's part: the file with room for the values of tensors."""
 
-    def __init__(self, path: Path, engine: Engine | None) -> None:
-        self._path = path
-        name = os.fsdecode(os.fsencode(path.name)[:200])  # bytes: file systems take 255 of them
-        self._temporary = path.with_name(f".{name}.{secrets.token_hex(4)}{INCOMPLETE}")
-        self._engine = engine
-        self._missing: dict[Record, UntypedStorage | LazyTensor] = {}
-        self._file: int | None = None
+    def __init__(self, draft: Draft, checkpoint: Any) -> None:
+        self.draft = draft
+        self._missing = write_skeleton(draft.temporary, checkpoint)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def begin(self, checkpoint: Any) -> tuple[Path, list[_Sharded]]:
-        """Write the skeleton; returns where it is and which records all ranks write."""
-        if self._path.is_dir():
-            raise IsADirectoryError(f"{self._path} is a folder; remove it, or save under another name")
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(self._path.parent)
-        self._file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        _lock(self._file)  # as long as it is open, it is no leftover
-        self._missing = write_skeleton(self._temporary, checkpoint)
-        sharded = []
-        for record, tensor in self._missing.items():
-            if isinstance(tensor, LazyTensor):
-                if not isinstance(tensor.source, ShardedValues) or tensor.source.engine is not self._engine:
-                    raise ValueError(f"{tensor} belongs to another Trainer's strategy; put a clone into the checkpoint")
-                sharded.append(_Sharded(record, tensor.source.key, tensor.param))
-        return self._temporary, sharded
-
-    def write_own(self, file: int, checksums: bool) -> list[_Part]:
-        """Write what only rank 0 has: buffers, and what user code has put there."""
-        own = {record: s for record, s in self._missing.items() if isinstance(s, UntypedStorage)}
+    def sharded(self, engine: Engine | None) -> list[_Sharded]:
+        """What all ranks write."""
         return [
-            _write(file, record, 0, torch.empty(0, dtype=torch.uint8, device=s.device).set_(s).split(TILE), checksums)
-            for record, s in own.items()
+            _Sharded(record, source_of(tensor, engine).key, tensor.param)
+            for record, tensor in self._missing.items()
+            if isinstance(tensor, LazyTensor)
+        ]
+
+    def own_pieces(self) -> list[_Piece]:
+        """What only rank 0 has: buffers, and what user code has put there."""
+        own = [(record, s) for record, s in self._missing.items() if isinstance(s, UntypedStorage)]
+        return [
+            _Piece(record, 0, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).split(TILE))
+            for record, storage in own
         ]
 
     def complete(self, parts: Iterable[_Part], checksums: bool) -> None:
         """Write the checksums, and give the file its name."""
-        assert self._file is not None
         by_record: dict[str, list[_Part]] = {record.name: [] for record in self._missing}
         for part in parts:
             by_record[part.record].append(part)
         for record in self._missing:
             _check_whole(record, sorted(by_record[record.name], key=lambda part: part.start))
         if checksums:
-            write_checksums(self._file, {record: _combined(by_record[record.name]) for record in self._missing})
-            os.fsync(self._file)
-        self._temporary.replace(self._path)
-        _sync_folder(self._path.parent)
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._temporary.unlink(missing_ok=True)  # it has another name when it is complete
-            os.close(self._file)
+            sums = {record: _combined(by_record[record.name]) for record in self._missing}
+            write_checksums(self.draft.file, sums)
+            os.fsync(self.draft.file)
+        self.draft.complete()
 
 
-def _write_sharded(file: int, sharded: Iterable[_Sharded], engine: Engine | None, checksums: bool) -> Iterator[_Part]:
-    """Write this rank's slices of the records that all ranks write."""
+def _sharded_pieces(sharded: Iterable[_Sharded], engine: Engine | None) -> Iterator[_Piece]:
+    """This rank's slices of the records that all ranks write."""
     for record, key, param in sharded:
         assert engine is not None
         values, width = ShardedValues(engine, key), key.dtype.itemsize
         for first, start, stop in values.slices(param):
-            pieces = (values.read(a, b) for a, b in tiles(start, stop, TILE // width))
-            yield _write(file, record, first * width, pieces, checksums)
+            yield _Piece(record, first * width, values.tiles(start, stop))
 
 
-def _write(file: int, record: Record, offset: int, pieces: Iterable[Tensor], checksums: bool) -> _Part:
-    """Write 1-D tensors one after the other into a record, from ``offset`` on."""
-    position, crc = record.start + offset, 0
-    for piece in pieces:
-        data = bytes_of(piece.detach().to("cpu").contiguous())
+def _write(file: int, piece: _Piece, checksums: bool) -> _Part:
+    record, offset, pieces = piece
+    start, position, crc = record.start + offset, record.start + offset, 0
+    for tile in pieces:
+        data = bytes_of(tile.detach().to("cpu").contiguous())
         write_at(file, data, position)
         crc = zlib.crc32(data, crc) if checksums else 0
         position += data.nbytes
-    return _Part(record.name, record.start + offset, position - record.start - offset, crc)
+    return _Part(record.name, start, position - start, crc)
 
 
 def _check_whole(record: Record, parts: list[_Part]) -> None:
@@ -214,57 +227,6 @@ def _combined(parts: Iterable[_Part]) -> int:
     for part in sorted(parts, key=lambda part: part.start):
         crc = combine(crc, part.crc, part.nbytes)
     return crc
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove what saves have left behind that were killed; those that are going on hold a lock."""
-    for leftover in folder.glob(f".*{INCOMPLETE}"):
-        if _LEFTOVER.fullmatch(leftover.name) and leftover.is_file():
-            # Another run was first, or it is another user's: nothing that a save should fail for.
-            with contextlib.suppress(OSError):
-                file = os.open(leftover, os.O_WRONLY)
-                try:
-                    if _lock(file):
-                        leftover.unlink()
-                finally:
-                    os.close(file)
-
-
-def _lock(file: int) -> bool:
-    """Lock a file until it is closed; False where another process has it, or the file system has no locks."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _sync_folder(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def _together(world: Group, act: Callable[[], T], what: str) -> list[T]:
-    """Run ``act`` on all ranks; returns all results, in rank order. Collective.
-
-    Raises:
-        CheckpointError: on all ranks, where it failed on one.
-    """
-    result, caught = None, None
-    try:
-        result = act()
-    except Exception as error:  # noqa: BLE001  # it is raised below, when all ranks know
-        caught = error
-    message = None if caught is None else f"{type(caught).__name__}: {caught}"
-    outcomes: list[tuple[Any, str | None]] = world.all_gather_object((result, message), what)
-    failed = {rank: text for rank, (_, text) in enumerate(outcomes) if text is not None}
-    if failed:
-        said = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-        raise CheckpointError(f"could not {what}. {said}") from caught
-    return [result for result, _ in outcomes]
 
 
 def lazy_tensors(checkpoint: Any) -> list[LazyTensor]:
@@ -328,9 +290,9 @@ def load(path: Path, world: Group, weights_only: bool = True, checksums: bool = 
     what = f"read the checkpoint {path}"
     if path.name.endswith(INCOMPLETE):
         raise CheckpointError(f"could not {what}: it was never completed; load the last complete one beside it")
-    if not any(_together(world, path.exists, what)):
+    if not any(together(world, path.exists, what)):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    zipped, *_ = _together(world, lambda: _is_zip(path), what)
+    zipped, *_ = together(world, lambda: _is_zip(path), what)
     if zipped and checksums:
         verify(path, world, weights_only)
     if zipped and weights_only:
@@ -343,10 +305,10 @@ def _is_zip(path: Path) -> bool:
     with path.open("rb") as file:
         if file.read(4) != b"PK\x03\x04":
             return False
-    try:
-        read_records(path)
-    except zipfile.BadZipFile as error:
-        raise ValueError(f"{path} is truncated or damaged: it has no directory at its end ({error})") from error
+        try:
+            read_records(file)
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"{path} is truncated or damaged: it has no directory at its end ({error})") from error
     return True
 
 
@@ -362,7 +324,8 @@ def verify(path: Path, world: Group, weights_only: bool = True) -> None:
         CheckpointError: on all ranks, where a record is not what was written.
     """
     what = f"verify the checkpoint {path}"
-    records = read_records(path)
+    with path.open("rb") as archive:
+        records = read_records(archive)
 
     def sums() -> list[_Part]:
         total = sum(record.nbytes for record in records)
@@ -378,7 +341,7 @@ def verify(path: Path, world: Group, weights_only: bool = True) -> None:
         return parts
 
     found: dict[str, list[_Part]] = {record.name: [] for record in records}
-    for part in (part for parts in _together(world, sums, what) for part in parts):
+    for part in (part for parts in together(world, sums, what) for part in parts):
         found[part.record].append(part)
     # 0 stands for none: a writer may leave them out.
     damaged = [record for record in records if record.crc and _combined(found[record.name]) != record.crc]

@@ -9,12 +9,14 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.storage import TypedStorage
 from torch.utils._pytree import tree_map
+
+from lightning_zero.engine.memory_format import MemoryFormat
 
 
 class Source(Protocol):
@@ -34,6 +36,15 @@ class Source(Protocol):
 
     def fetch(self, param: int) -> Tensor:
         """The values of its tensor ``param``, whole; perhaps from other ranks, which must fetch them too."""
+        ...
+
+
+@runtime_checkable
+class StoredSource(Source, Protocol):
+    """A checkpoint on the disk."""
+
+    def read_run(self, param: int, form: MemoryFormat, start: int, stop: int) -> Tensor:
+        """Elements ``[start, stop)`` of its tensor ``param``, in the order of ``form``; 1-D."""
         ...
 
 
@@ -114,6 +125,24 @@ _METADATA = frozenset(
         torch.numel,
     ]
 )
+
+
+class StoredTensor(LazyTensor):
+    """A lazy tensor of a checkpoint that is loaded: the engine reads its runs, and nothing of them stays here."""
+
+    def read_run(self, form: MemoryFormat, start: int, stop: int) -> Tensor:
+        """See :class:`~lightning_zero.engine.memory_format.ReadableInRuns`."""
+        if self.fetched is not None:
+            return form.flatten(self.fetched)[start:stop]
+        assert isinstance(self.source, StoredSource)
+        return self.source.read_run(self.param, form, start, stop)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_ and isinstance(args[1], StoredTensor) and args[1].fetched is None:
+            # How a module loads it: all of them would stay, one after the other.
+            args = (args[0], args[1].source.fetch(args[1].param), *args[2:])
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class Placeholders:

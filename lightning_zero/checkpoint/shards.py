@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.archive import TILE, tiles
 from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.checkpoint.lazy import LazyTensor
 from lightning_zero.engine import Bucket, Engine
@@ -85,6 +86,11 @@ class ShardedValues:
         assert isinstance(updater, ShardUpdater)
         return updater.state_of(self.bucket).zeros(self.key.state, self.key.dtype)[start:stop]
 
+    def tiles(self, start: int, stop: int) -> Iterator[Tensor]:
+        """As :meth:`read`, a tile at a time."""
+        for low, high in tiles(start, stop, TILE // self.key.dtype.itemsize):
+            yield self.read(low, high)
+
     def slices(self, param: int) -> Iterator[Slice]:
         """What this rank is to write of parameter ``param``; replicas, which hold the same, share the work."""
         replica, numel = self.bucket.placement.mesh.replica, self.bucket.layout.shard_numel
@@ -93,6 +99,18 @@ class ShardedValues:
             start, stop = max(segment.start, low), min(segment.stop, high)
             if segment.param == param and start < stop:
                 yield Slice(segment.param_start + start - segment.start, start, stop)
+
+
+def source_of(tensor: LazyTensor, engine: Engine | None) -> ShardedValues:
+    """Where the values of a tensor in a checkpoint of ``engine`` come from.
+
+    Raises:
+        ValueError: from elsewhere.
+    """
+    source = tensor.source
+    if not isinstance(source, ShardedValues) or source.engine is not engine:
+        raise ValueError(f"{tensor} belongs to another Trainer's strategy; put a clone into the checkpoint")
+    return source
 
 
 def masters(engine: Engine) -> list[ShardedValues]:

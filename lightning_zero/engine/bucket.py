@@ -369,11 +369,10 @@ class Bucket:
         self.mark_updated([index])
 
     def _load_master(self, index: int, values: Tensor) -> None:
-        values = self.formats[index].flatten(values.detach())
         for segment in self.segments:
             if segment.param == index:
-                part = values[segment.param_start : segment.param_start + segment.numel]
-                self.master.load(segment.start, part)
+                start = segment.param_start
+                self.master.load(segment.start, self.formats[index].run(values, start, start + segment.numel).detach())
 
     def gather_full(self, shard: Tensor) -> Tensor:
         """All-gather any 1-D tensor laid out as the shard; returns the full one (padded) on the device. Collective."""

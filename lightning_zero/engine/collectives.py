@@ -65,6 +65,11 @@ class Group:
         self._headers = 0
 
     @classmethod
+    def for_thread(cls, timeout: timedelta | None = None) -> Group:
+        """All ranks once more, to exchange objects from another thread than the one that trains. Collective."""
+        return cls(dist.new_group(backend="gloo", timeout=timeout)) if dist.get_world_size() > 1 else cls()
+
+    @classmethod
     def imagined(cls, size: int, rank: int = 0) -> Group:
         """A group to plan with: it has a size and cannot communicate."""
         group = cls()

@@ -6,9 +6,20 @@ A convolution with ``channels_last`` weights or a transposed matrix then compute
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+
+@runtime_checkable
+class ReadableInRuns(Protocol):
+    """A tensor whose values are somewhere else, such as in a file, where a part can be read without the rest."""
+
+    def read_run(self, form: MemoryFormat, start: int, stop: int) -> Tensor:
+        """As :meth:`MemoryFormat.run` of the tensor; ``form`` has its shape."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -23,6 +34,11 @@ class MemoryFormat:
         """What a copy of ``tensor`` has: its own strides if it is dense, similar ones if it is expanded or cut out."""
         return cls(tensor.shape, torch.empty_like(tensor, device="meta").stride())
 
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The dimensions, that of the longest stride first."""
+        return tuple(sorted(range(len(self.shape)), key=lambda dim: -self.strides[dim]))
+
     def view(self, flat: Tensor) -> Tensor:
         """``flat`` (1-D) as a tensor of this format, sharing memory."""
         return flat.as_strided(self.shape, self.strides)
@@ -30,5 +46,11 @@ class MemoryFormat:
     def flatten(self, tensor: Tensor) -> Tensor:
         """The elements of ``tensor`` as this format orders them, 1-D; one of another shape is taken as it is."""
         if tensor.shape == self.shape:
-            tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -self.strides[dim]))
+            tensor = tensor.permute(self.order)
         return tensor.reshape(-1)
+
+    def run(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """Elements ``[start, stop)`` of :meth:`flatten`; of a tensor in a file no others are read."""
+        if isinstance(tensor, ReadableInRuns) and tensor.shape == self.shape:
+            return tensor.read_run(self, start, stop)
+        return self.flatten(tensor)[start:stop]

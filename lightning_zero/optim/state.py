@@ -55,13 +55,17 @@ class ShardState:
         self._names[segment] = names
         self._scalars[segment] = {name: value for name, value in state.items() if name not in names}
 
-    def put_slice(self, segment: Segment, state: State) -> None:
-        """Take over this segment's part of a whole parameter's ``state`` (tensors in the parameter's shape)."""
-        part = slice(segment.param_start, segment.param_start + segment.numel)
+    def put_slice(self, segment: Segment, state: State, dtype: torch.dtype) -> None:
+        """Take over this segment's part of a whole parameter's ``state`` (tensors in the parameter's shape).
+
+        What has one floating-point value per element becomes ``dtype``.
+        """
+        start = segment.param_start
 
         def cut(name: str, value: Any) -> Any:
             if self._is_flat(name, value, self._numels[segment.param]):
-                return self._formats[segment.param].flatten(value.detach())[part]
+                run = self._formats[segment.param].run(value, start, start + segment.numel).detach()
+                return run.to(dtype) if name in self._per_element and run.is_floating_point() else run
             return value.detach().clone() if isinstance(value, Tensor) else value
 
         self.put(segment, {name: cut(name, value) for name, value in state.items()})

@@ -121,15 +121,11 @@ class ShardUpdater(ABC):
     def load(self, bucket: Bucket, index: int, state: dict[str, Any]) -> None:
         """Overwrite the state of one parameter from a whole one (tensors in the parameter's shape)."""
         # A CPU optimizer that was used alone has masters in its state; here they come with the weights.
-        state = {k: self._fitting(bucket, k, v) for k, v in state.items() if k not in ("master", "remainder")}
+        state = {k: v for k, v in state.items() if k not in ("master", "remainder")}
         for segment in bucket.segments:
             if segment.param == index:
-                self.state_of(bucket).put_slice(segment, state)
-
-    def _fitting(self, bucket: Bucket, name: str, value: Any) -> Any:
-        """Per-element state of another dtype, as torch's ``load_state_dict`` would make it."""
-        wanted = self._dtype or bucket.master.dtype
-        return value.to(wanted) if name in self._per_element and value.is_floating_point() else value
+                # Of another dtype, it becomes what torch's `load_state_dict` would make it.
+                self.state_of(bucket).put_slice(segment, state, self._dtype or bucket.master.dtype)
 
     def _members(self, bucket: BucketForm) -> list[tuple[Segment, dict[str, Any]]]:
         """This rank's segments of ``bucket`` that will be updated, each with its parameter group."""

@@ -24,12 +24,18 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_zero import CheckpointError
-from lightning_zero.checkpoint import archive, full, load, save
+from lightning_zero.checkpoint import archive, begin, full, load, shards
 from lightning_zero.engine import Group
 
 RECIPE = Recipe(optimizer="adamw", steps=2, options={"lr": 0.05})
 ALONE = Group()
 few_names = pytest.mark.parametrize("name", slow_unless(("zero3",), FEW))
+
+
+def save(tree: Any, path: Path, checksums: bool = True) -> None:
+    saving = begin("full", tree, path, None, ALONE, checksums)
+    assert saving is not None
+    saving.write(ALONE)
 
 
 def is_intact(path: Path) -> bool:
@@ -74,7 +80,7 @@ def make_tree() -> dict[str, Any]:
 
 def test_any_tree_is_what_torch_saves(tmp_path: Path) -> None:
     tree, path = make_tree(), tmp_path / "deep" / "a.ckpt"
-    assert save(tree, path, None, ALONE)
+    save(tree, path)
     assert is_intact(path)
     for mapped in (True, False):
         found = torch.load(path, weights_only=False, mmap=mapped)
@@ -94,7 +100,7 @@ def test_any_tree_is_what_torch_saves(tmp_path: Path) -> None:
 
 def test_a_file_without_checksums_loads(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    save({"w": torch.ones(5)}, path, None, ALONE, checksums=False)
+    save({"w": torch.ones(5)}, path, checksums=False)
     assert torch.equal(load(path, ALONE)["w"], torch.ones(5))
 
 
@@ -126,13 +132,18 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(data)
 
 
+def records_of(path: Path) -> list[archive.Record]:
+    with path.open("rb") as file:
+        return archive.read_records(file)
+
+
 def record(path: Path, name: str) -> archive.Record:
-    return next(r for r in archive.read_records(path) if r.name == name)
+    return next(r for r in records_of(path) if r.name == name)
 
 
 def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
     path, tree = tmp_path / "a.ckpt", {"state_dict": {"a.weight": torch.zeros(3), "b.weight": torch.randn(1000, 10)}}
-    save(tree, path, None, ALONE)
+    save(tree, path)
     flip(path, record(path, "data/1").start + 20_001)
     with pytest.raises(CheckpointError, match=r"a.ckpt is damaged: the checksum of \['state_dict'\]\['b.weight'\]"):
         load(path, ALONE)
@@ -141,7 +152,7 @@ def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
 
 def test_a_flipped_bit_outside_of_tensors_is_found(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    save({"state_dict": {"weight": torch.zeros(3)}, "note": "abcdefg"}, path, None, ALONE)
+    save({"state_dict": {"weight": torch.zeros(3)}, "note": "abcdefg"}, path)
     flip(path, path.read_bytes().index(b"abcdefg") + 3)
     with pytest.raises(CheckpointError, match=r"the checksum of data.pkl"):
         load(path, ALONE)
@@ -150,7 +161,7 @@ def test_a_flipped_bit_outside_of_tensors_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kept", [0.0, 0.3, 0.99])
 def test_a_truncated_file_is_an_error_that_names_it(kept: float, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    save({"state_dict": {"weight": torch.zeros(30_000)}}, path, None, ALONE)
+    save({"state_dict": {"weight": torch.zeros(30_000)}}, path)
     os.truncate(path, max(8, int(path.stat().st_size * kept)))
     for checksums in (True, False):
         with pytest.raises(CheckpointError, match=r"a.ckpt is truncated or damaged"):
@@ -177,7 +188,7 @@ def load_damaged(name: str, path: str) -> str:
 def test_all_ranks_refuse_a_damaged_file(pool: RankPool, part: float, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     pool.run(save_at_end, "zero2", RECIPE, str(path))
-    data = [r for r in archive.read_records(path) if r.name.startswith("data/") and r.nbytes > 200]
+    data = [r for r in records_of(path) if r.name.startswith("data/") and r.nbytes > 200]
     damaged = data[int(len(data) * part)]
     flip(path, damaged.start + damaged.nbytes // 2)
     messages = pool.run(load_damaged, "zero2", str(path))
@@ -199,11 +210,11 @@ def save_counted(strategy: Any, path: str, **flags: Any) -> tuple[int, int]:
         sizes.append(data.nbytes)
         write_at(file, data, offset)
 
-    full.write_at, full.TILE = counted, 1 << 10
+    full.write_at, full.TILE, shards.TILE = counted, 1 << 10, 1 << 10
     try:
         trainer.save_checkpoint(path)
     finally:
-        full.write_at, full.TILE = write_at, archive.TILE
+        full.write_at, full.TILE, shards.TILE = write_at, archive.TILE, archive.TILE
     return sum(sizes), max(sizes)
 
 
@@ -214,7 +225,7 @@ def test_ranks_write_equal_shares_a_tile_at_a_time(pool: RankPool, name: str, pr
     path = tmp_path / "a.ckpt"
     written = pool.run(save_counted, name, str(path), precision=precision)
     assert is_intact(path)
-    total = sum(r.nbytes for r in archive.read_records(path) if r.name.startswith("data/"))
+    total = sum(r.nbytes for r in records_of(path) if r.name.startswith("data/"))
     assert sum(size for size, _ in written) == total
     # Padding is spread unevenly, and steps are on rank 0.
     assert max(size for size, _ in written) < 1.5 * total / pool.world_size
@@ -226,7 +237,7 @@ def test_ranks_write_equal_shares_a_tile_at_a_time(pool: RankPool, name: str, pr
 def test_replicas_share_the_work(pool: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     written = pool.run(save_counted, {"stage": 2, "shard_size": 2}, str(path))
-    total = sum(r.nbytes for r in archive.read_records(path) if r.name.startswith("data/"))
+    total = sum(r.nbytes for r in records_of(path) if r.name.startswith("data/"))
     assert sum(size for size, _ in written) == total
     assert max(size for size, _ in written) < 1.15 * total / 4
     assert is_intact(path)
@@ -418,7 +429,7 @@ def test_hooks_read_values(pool: RankPool, name: str, use: Any, tmp_path: Path) 
     parts = [state for states in checkpoint["optimizer_states"][0]["state"].values() for state in states.values()]
     tensors = [*checkpoint["state_dict"].values(), *parts, checkpoint["moment"]]
     unique = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
-    data = sum(r.nbytes for r in archive.read_records(path) if r.name.startswith("data/"))
+    data = sum(r.nbytes for r in records_of(path) if r.name.startswith("data/"))
     assert data == sum(unique.values())
 
 
@@ -544,14 +555,18 @@ def test_where_nothing_can_be_written_all_ranks_say_so(pool: RankPool, tmp_path:
 
 def test_leftovers_go_with_the_next_save_but_nothing_else(tmp_path: Path) -> None:
     dead, running = tmp_path / ".b.ckpt.0a1b2c3d.incomplete", tmp_path / ".c.ckpt.01234567.incomplete"
-    mine, hidden, folder = (tmp_path / f"{name}.incomplete" for name in ("mine", ".mine", ".d.ckpt.01234567"))
-    for path in (dead, running, mine, hidden):
+    dead_folder, running_folder = tmp_path / ".d.ckpt.0a1b2c3d.incomplete", tmp_path / ".e.ckpt.01234567.incomplete"
+    mine, hidden, folder = (tmp_path / f"{name}.incomplete" for name in ("mine", ".mine", ".f"))
+    for path in (dead_folder, running_folder, folder):
+        path.mkdir()
+    for path in (dead, running, dead_folder / "lock", running_folder / "lock", mine, hidden):
         path.write_bytes(b"x")
-    folder.mkdir()
-    with running.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        save({"w": torch.ones(2)}, tmp_path / "a.ckpt", None, ALONE)
-    assert files_in(tmp_path) == {"a.ckpt", running.name, mine.name, hidden.name, folder.name}
+    with running.open("rb") as file, (running_folder / "lock").open("rb") as other:
+        for descriptor in (file, other):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        save({"w": torch.ones(2)}, tmp_path / "a.ckpt")
+    kept = (running, running_folder, mine, hidden, folder)
+    assert files_in(tmp_path) == {"a.ckpt", *(path.name for path in kept)}
 
 
 class Fickle:
@@ -566,13 +581,13 @@ COUNTER = itertools.count(1)
 
 def test_an_object_that_pickles_other_tensors_each_time_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="pickles other tensors the second time"):
-        save({"fickle": Fickle()}, tmp_path / "a.ckpt", None, ALONE)
+        save({"fickle": Fickle()}, tmp_path / "a.ckpt")
     assert not files_in(tmp_path)
 
 
 def test_long_names(tmp_path: Path) -> None:
     path = tmp_path / ("ä" * 120 + ".ckpt")
-    save({"w": torch.ones(2)}, path, None, ALONE)
+    save({"w": torch.ones(2)}, path)
     assert files_in(tmp_path) == {path.name}
 
 

@@ -1,0 +1,211 @@
+"""What a save of any container needs: temporary names, locks, flushes, and errors that all ranks share."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from lightning_zero.checkpoint.errors import CheckpointError
+from lightning_zero.engine import Group
+
+T = TypeVar("T")
+INCOMPLETE = ".incomplete"  # how the name of a checkpoint ends until it is complete
+_DRAFT = re.compile(rf"\.(.*)\.[0-9a-f]{{8}}{re.escape(INCOMPLETE)}")
+METADATA, META = ".metadata", "meta.pt"  # what a sharded checkpoint has beside its shards
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+class Save(Protocol):
+    """A save that all ranks have begun.
+
+    Attributes:
+        spread: whether ranks do not see one folder: there is one under the same name on each file system.
+    """
+
+    spread: bool
+
+    def hold(self) -> None:
+        """Copy what this rank will write to host memory: what it comes from may change from then on."""
+        ...
+
+    def write(self, world: Group) -> None:
+        """Write it, and give it its name when it is complete and on the disk. Collective.
+
+        Args:
+            world: all ranks; from another thread than the one that trains, a group of its own.
+
+        Raises:
+            CheckpointError: on all ranks, if one of them fails; what was at the path is still there then. (Where only
+                the last flush fails, that of the folder around it, the new one is.)
+        """
+        ...
+
+    def abandon(self) -> None:
+        """Remove what is there so far."""
+        ...
+
+
+def together(world: Group, act: Callable[[], T], what: str) -> list[T]:
+    """Run ``act`` on all ranks; returns all results, in rank order. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, where it failed on one.
+    """
+    result, caught = None, None
+    try:
+        result = act()
+    except Exception as error:  # noqa: BLE001  # it is raised below, when all ranks know
+        caught = error
+    message = None if caught is None else f"{type(caught).__name__}: {caught}"
+    outcomes: list[tuple[Any, str | None]] = world.all_gather_object((result, message), what)
+    failed = {rank: text for rank, (_, text) in enumerate(outcomes) if text is not None}
+    if failed:
+        said = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+        raise CheckpointError(f"could not {what}. {said}") from caught
+    return [result for result, _ in outcomes]
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether a folder is a complete checkpoint by ``torch.distributed.checkpoint``; ``meta.pt`` is written last."""
+    return (path / METADATA).is_file() and (path / META).is_file()
+
+
+class Draft:
+    """A file or a folder under a temporary name beside its own, locked; :meth:`close` removes it unless it is complete.
+
+    Args:
+        path: the name that it will have.
+        folder: which of the two it is.
+
+    Raises:
+        IsADirectoryError: at ``path`` is a folder that is no checkpoint.
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, path: Path, folder: bool = False) -> None:
+        if path.is_dir() and not is_sharded(path):
+            raise IsADirectoryError(f"{path} is a folder; remove it, or save under another name")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(path.parent)
+        self.path, self.temporary = path, _temporary_name(path)
+        if folder:
+            self.temporary.mkdir()
+        self.file = os.open(_what_is_locked(self.temporary), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        _lock(self.file)  # as long as it is open, it is no leftover
+
+    def complete(self) -> None:
+        """Give it its name, which removes what had it before. All of it must be on the disk."""
+        _put_in_place(self.temporary, self.path)
+        if self.path.is_dir():
+            _what_is_locked(self.path).unlink()
+        sync(self.path.parent)
+
+    def close(self) -> None:
+        """Unlock it, and remove what has the temporary name now: the draft, or what it was exchanged with."""
+        _remove(self.temporary)
+        os.close(self.file)
+
+
+def _stem(path: Path) -> str:
+    return os.fsdecode(os.fsencode(path.name)[:200])  # bytes: file systems take 255 of them
+
+
+def _temporary_name(path: Path) -> Path:
+    return path.with_name(f".{_stem(path)}.{secrets.token_hex(4)}{INCOMPLETE}")
+
+
+def _put_in_place(temporary: Path, path: Path) -> None:
+    """Rename, so that at every moment a complete checkpoint has the name, or :func:`recover` finds one."""
+    if not (temporary.is_dir() or path.is_dir()):
+        temporary.replace(path)
+    elif not os.path.lexists(path):
+        temporary.rename(path)
+    elif not _exchange(temporary, path):
+        aside = _temporary_name(path)
+        path.rename(aside)
+        temporary.rename(path)
+        _remove(aside)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two names in one step; False where the system or the file system cannot (Linux can, NFS cannot)."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    if (number := ctypes.get_errno()) in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(second))
+
+
+def recover(path: Path) -> None:
+    """Where a save was killed between two renames, and nothing has the name: give it to the newest complete folder."""
+    if not os.path.lexists(path) and path.parent.is_dir():
+        for draft, stem in _drafts(path.parent):
+            if stem == _stem(path) and is_sharded(draft):
+                with contextlib.suppress(FileNotFoundError):  # another rank was first
+                    draft.rename(path)
+                return
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what saves have left behind that were killed; those that are going on hold a lock."""
+    for leftover, stem in _drafts(folder):
+        # Another run was first, or it is another user's: nothing that a save should fail for.
+        with contextlib.suppress(OSError):
+            if is_sharded(leftover):
+                recover(folder / stem)
+            locked = _what_is_locked(leftover)
+            file = os.open(locked, os.O_WRONLY) if locked.exists() else None  # one that was replaced has no lock
+            try:
+                if file is None or _lock(file):
+                    _remove(leftover)
+            finally:
+                if file is not None:
+                    os.close(file)
+
+
+def _drafts(folder: Path) -> list[tuple[Path, str]]:
+    """What has a temporary name, and the stem of the name that it was to have; complete folders first, the newest."""
+    found = [(path, match[1]) for path in folder.glob(f".*{INCOMPLETE}") if (match := _DRAFT.fullmatch(path.name))]
+    return sorted(found, key=lambda draft: -(draft[0] / META).stat().st_mtime if is_sharded(draft[0]) else 0)
+
+
+def _what_is_locked(path: Path) -> Path:
+    return path / "lock" if path.is_dir() else path
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)  # what stays is a leftover
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _lock(file: int) -> bool:
+    """Lock a file until it is closed; False where another process has it, or the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

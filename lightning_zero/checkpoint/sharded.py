@@ -1,0 +1,344 @@
+"""The container of many files: a folder by ``torch.distributed.checkpoint`` (DCP), to which every rank adds its own.
+
+No rank needs to see what another one writes. Tensors are in DCP's files, under ``model`` and ``optimizer_0``,
+``optimizer_1`` ..., as Lightning's FSDP strategy has them; the rest is in ``meta.pt``, which is written last. Planning
+and writing are DCP's; how ranks agree, and how the folder gets its name, is as for the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from lightning_zero.checkpoint.boxes import Box, boxes_of_run, view_as_box
+from lightning_zero.checkpoint.full import fetch_for_first, lazy_tensors
+from lightning_zero.checkpoint.lazy import LazyTensor
+from lightning_zero.checkpoint.saving import META, Draft, sync, together
+from lightning_zero.checkpoint.shards import Key, ShardedValues, source_of
+from lightning_zero.engine import Engine, Group
+
+KeyPath = tuple[str | int, ...]  # the keys and indices that lead to an entry of the checkpoint
+
+
+def begin(
+    checkpoint: Mapping[str, Any], path: Path, engine: Engine | None, world: Group, checksums: bool = True
+) -> ShardedSave:
+    """Begin to write rank 0's ``checkpoint`` to the folder ``path``. Collective.
+
+    Args:
+        checkpoint: Lightning's, with lazy tensors in it.
+        path: what is there is replaced when the new folder is complete and on the disk.
+        engine: holds the values of the lazy tensors; ``None``: there are none.
+        world: all ranks.
+        checksums: are always written, by torch.
+
+    Returns:
+        What writes it.
+
+    Raises:
+        CheckpointError: on all ranks, if one of them fails.
+    """
+    what = f"begin the checkpoint {path}"
+    contents, meta = _Contents(), b""
+
+    def sort_out() -> None:
+        nonlocal contents
+        contents = _Contents() if world.rank else _Contents.of(checkpoint)
+
+    together(world, sort_out, what)
+    if engine is not None:
+        # What is no dictionary or list rank 0 writes alone, with all that is in it.
+        fetch_for_first([leaf for leaf in contents.entries.values() if not isinstance(leaf, Tensor)], engine)
+    folder = _Folder(path, world)
+
+    def pickle_meta() -> bytes:
+        nonlocal meta
+        meta = contents.pickled_meta() if world.rank == 0 else meta
+        return meta if folder.spread else b""  # the ranks that have made another folder write it, too
+
+    try:
+        meta = together(world, pickle_meta, what)[0] or meta
+        shared, aliases = together(world, lambda: (contents.take_shared(engine), contents.aliases), what)[0]
+        for name, key, param in shared:
+            assert engine is not None
+            contents.entries[name] = _Parts(ShardedValues(engine, key), param)
+        planner, writer = _Planner(contents, coordinator=world.rank == 0), _Writer(folder.path)
+        plans = together(world, lambda: writer.prepare_local_plan(planner.create_local_plan()), what)
+
+        def plan_all() -> tuple[list[SavePlan], Metadata] | None:
+            if world.rank:
+                return None
+            every, metadata = planner.create_global_plan(plans)
+            tensors = metadata.state_dict_metadata
+            tensors |= {other: tensors[name] for other, name in aliases.items()}
+            return writer.prepare_global_plan(every), metadata
+
+        planned = together(world, plan_all, what)[0]
+        assert planned is not None
+        every, metadata = planned
+        return ShardedSave(path, folder, planner, every[world.rank], metadata, aliases, meta)
+    except BaseException:
+        folder.close()
+        raise
+
+
+class ShardedSave:
+    """A save that has begun; see :class:`~lightning_zero.checkpoint.saving.Save`."""
+
+    def __init__(
+        self,
+        path: Path,
+        folder: _Folder,
+        planner: _Planner,
+        plan: SavePlan,
+        metadata: Metadata,
+        aliases: Mapping[str, str],
+        meta: bytes,
+    ) -> None:
+        self.spread = folder.spread
+        self._path, self._folder, self._planner, self._plan = path, folder, planner, plan
+        self._metadata, self._aliases, self._meta = metadata, aliases, meta
+
+    def hold(self) -> None:
+        self._planner.hold(self._plan)
+
+    def write(self, world: Group) -> None:
+        writer = _Writer(self._folder.path)
+
+        def complete() -> None:
+            if (draft := self._folder.draft) is not None:
+                writer.finish(self._metadata, [*results, self._copies(results)])
+                (draft.temporary / META).write_bytes(self._meta)
+                sync(draft.temporary / META)
+                sync(draft.temporary)
+                draft.complete()
+
+        try:
+            results: list[list[WriteResult]] = together(
+                world,
+                lambda: writer.write_data(self._plan, self._planner).wait(),
+                f"write the checkpoint {self._path}",
+            )
+            together(world, complete, f"complete the checkpoint {self._path}")
+        finally:
+            self.abandon()
+
+    def _copies(self, results: Sequence[Sequence[WriteResult]]) -> list[WriteResult]:
+        """Tied tensors are written once: where to find them under their other names."""
+        return [
+            dataclasses.replace(result, index=dataclasses.replace(result.index, fqn=other))
+            for other, name in self._aliases.items()
+            for written in results
+            for result in written
+            if result.index.fqn == name
+        ]
+
+    def abandon(self) -> None:
+        self._folder.close()
+
+
+@dataclasses.dataclass
+class _Contents:
+    """A checkpoint as DCP sees it.
+
+    Attributes:
+        entries: by DCP's names; on all ranks but the first only what is sharded.
+        paths: where they were.
+        aliases: names of tensors that are another one, and the name of that.
+        meta: what is not in ``entries``.
+    """
+
+    entries: dict[str, Any] = dataclasses.field(default_factory=dict)
+    paths: dict[str, KeyPath] = dataclasses.field(default_factory=dict)
+    aliases: dict[str, str] = dataclasses.field(default_factory=dict)
+    meta: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, checkpoint: Mapping[str, Any]) -> _Contents:
+        """Tensors of weights and optimizers, and other entries with tensors that are sharded, are for DCP."""
+        contents = cls(meta=dict(checkpoint))
+        trees: dict[str, Any] = {}
+        if "state_dict" in contents.meta:
+            trees["model"] = contents.meta.pop("state_dict")
+        trees |= {f"optimizer_{n}": state for n, state in enumerate(contents.meta.pop("optimizer_states", []))}
+        for key in [key for key, value in contents.meta.items() if lazy_tensors(value)]:
+            trees[key] = contents.meta.pop(key)
+        first: dict[Any, str] = {}
+        for path, leaf in _leaves(trees, ()):
+            name = ".".join(map(str, path))
+            if name in contents.paths:
+                raise ValueError(f"{contents.paths[name]} and {path} in the checkpoint have one name, {name!r}")
+            contents.paths[name] = path
+            tensor = (leaf.source.key, leaf.param) if isinstance(leaf, LazyTensor) else id(leaf)
+            if isinstance(leaf, Tensor) and first.setdefault(tensor, name) != name:
+                contents.aliases[name] = first[tensor]
+            else:
+                contents.entries[name] = leaf
+        return contents
+
+    def pickled_meta(self) -> bytes:
+        buffer = io.BytesIO()
+        torch.save(self.meta, buffer)
+        return buffer.getvalue()
+
+    def take_shared(self, engine: Engine | None) -> list[tuple[str, Key, int]]:
+        """Take out what all ranks write: names, and what is called so; the rest is ordinary then."""
+        shared = []
+        for name, leaf in self.entries.items():
+            if isinstance(leaf, LazyTensor):
+                if leaf.fetched is not None:
+                    self.entries[name] = leaf.fetched
+                elif not leaf.numel():  # no rank has a part of it
+                    self.entries[name] = torch.empty(leaf.shape, dtype=leaf.dtype)
+                else:
+                    shared.append((name, source_of(leaf, engine).key, leaf.param))
+        return shared
+
+
+def _leaves(tree: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    """Tensors, and the largest parts of ``tree`` without any."""
+    if path and not _holds_tensors(tree):
+        yield path, tree
+    elif isinstance(tree, Mapping) and all(isinstance(key, str) for key in tree):
+        for key, value in tree.items():
+            yield from _leaves(value, (*path, key))
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            yield from _leaves(value, (*path, index))
+    else:
+        yield path, tree
+
+
+def _holds_tensors(tree: Any) -> bool:
+    if isinstance(tree, Mapping | list):
+        return any(map(_holds_tensors, tree.values() if isinstance(tree, Mapping) else tree))
+    return isinstance(tree, Tensor)
+
+
+class _Parts:
+    """What this rank writes of a sharded tensor; made for DCP's protocol of checkpointable objects."""
+
+    def __init__(self, values: ShardedValues, param: int) -> None:
+        self._values, self._form = values, values.bucket.formats[param]
+        self._boxes: dict[torch.Size, tuple[Box, int]] = {}  # by offsets: which, and where in the shard
+        for first, start, stop in values.slices(param):
+            for box in boxes_of_run(self._form, first, first + stop - start):
+                self._boxes[torch.Size(box.offsets)] = box, start
+                start += box.numel
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                MetadataIndex(name, offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(offsets, torch.Size(box.sizes)),
+                    TensorProperties(dtype=self._values.key.dtype),
+                    self._form.shape,
+                ),
+            )
+            for offsets, (box, _) in self._boxes.items()
+        ]
+
+    def read(self, offsets: torch.Size) -> Tensor:
+        box, start = self._boxes[offsets]
+        return view_as_box(self._values.read(start, start + box.numel), box, self._form)
+
+
+class _Planner(DefaultSavePlanner):
+    """DCP's, for entries that have their names already, among them parts of sharded tensors."""
+
+    def __init__(self, contents: _Contents, coordinator: bool) -> None:
+        super().__init__()
+        self.state_dict, self.mappings, self.is_coordinator = contents.entries, contents.paths, coordinator
+        self._held: dict[MetadataIndex, Tensor | io.BytesIO] = {}
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        entry = self.state_dict[index.fqn]
+        if not isinstance(entry, _Parts):
+            return entry
+        assert index.offset is not None
+        return entry.read(index.offset)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        held = self._held.get(write_item.index)
+        return super().resolve_data(write_item) if held is None else held
+
+    def hold(self, plan: SavePlan) -> None:
+        """Copy what ``plan`` writes."""
+        for item in plan.items:
+            data = self.resolve_data(item)
+            self._held[item.index] = data.detach().to("cpu", copy=True) if isinstance(data, Tensor) else data
+
+
+class _Writer(FileSystemWriter):
+    """DCP's; what it writes does not name the folder, which will have another name."""
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(save_id=self.save_id)
+
+
+def _nothing() -> None:
+    """What the other ranks do."""
+
+
+class _Folder:
+    """Where this rank writes: the folder of rank 0 or, where that is on another file system, one that it sees.
+
+    Attributes:
+        path: under its temporary name.
+        draft: for the rank that has made it.
+        spread: whether there are several.
+    """
+
+    def __init__(self, path: Path, world: Group) -> None:
+        self.draft: Draft | None = None
+        self._found: Path | None = None
+        seen = [False] * world.size
+        try:
+            while not all(seen):
+                first = seen.index(False)
+                self.spread = first > 0
+                make = functools.partial(self._make, path) if world.rank == first else _nothing
+                made = together(world, make, f"make a folder for {path}")[first]
+                assert made is not None
+                seen = together(world, functools.partial(self._sees, made), f"look for {made}")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def path(self) -> Path:
+        assert self._found is not None
+        return self._found
+
+    def _make(self, path: Path) -> Path:
+        self.draft = Draft(path, folder=True)
+        return self.draft.temporary
+
+    def _sees(self, made: Path) -> bool:
+        if self._found is None and made.is_dir():
+            self._found = made
+        return self._found is not None
+
+    def close(self) -> None:
+        if self.draft is not None:
+            self.draft.close()

@@ -1,0 +1,305 @@
+"""Reading a folder by ``torch.distributed.checkpoint`` (DCP): each rank reads the parts that it holds, and no more.
+
+Folders are this package's, and those that Lightning's FSDP strategy writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+from typing_extensions import Buffer
+
+from lightning_zero.checkpoint import full
+from lightning_zero.checkpoint.archive import bytes_of, checksum_of, read_records
+from lightning_zero.checkpoint.boxes import Box, boxes_of_run, view_as_box
+from lightning_zero.checkpoint.errors import CheckpointError
+from lightning_zero.checkpoint.lazy import StoredTensor
+from lightning_zero.checkpoint.saving import INCOMPLETE, META, METADATA, together
+from lightning_zero.engine import Group
+from lightning_zero.engine.memory_format import MemoryFormat
+
+_OPTIMIZER = re.compile(r"optimizer_(\d+)")
+# What stands in `.metadata`, a pickle; nothing else is called or imported.
+_METADATA_NAMES = {
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch": ("Size", "device", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))),
+    "torch.serialization": ("_get_layout",),
+    "collections": ("OrderedDict",),
+    "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
+    "pathlib._local": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
+}
+
+
+def load(path: Path, world: Group, weights_only: bool = True, checksums: bool = True) -> dict[str, Any]:
+    """Read a folder. Collective.
+
+    Args:
+        path: of the folder.
+        world: all ranks; each verifies its share.
+        weights_only: see :func:`torch.load`.
+        checksums: read everything once and compare its checksums.
+
+    Returns:
+        The checkpoint, as from one file; its tensors are read when they are used.
+
+    Raises:
+        CheckpointError: on all ranks, where it is incomplete or damaged.
+    """
+    what = f"read the checkpoint {path}"
+    if path.name.endswith(INCOMPLETE):
+        raise CheckpointError(f"could not {what}: it was never completed; load the last complete one beside it")
+    folders: list[Folder] = []
+
+    def open_folder() -> set[str]:
+        folders.append(Folder(path))
+        return folders[0].missing_files()
+
+    missing = together(world, open_folder, what)
+    (folder,) = folders
+    if lost := sorted(set.intersection(*missing)):
+        raise CheckpointError(
+            f"could not {what}: {len(lost)} of its files are not there: {', '.join(lost[:3])}. Where nodes have "
+            "written into folders of their own, copy the files of all of them into one"
+        )
+    meta: dict[str, Any] = full.load(path / META, world, weights_only, checksums)
+    if checksums:
+        same_files = not any(missing)
+        found = together(world, lambda: folder.damaged(world if same_files else Group()), f"verify {path}")
+        if damaged := sorted({name for names in found for name in names}):
+            more = f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
+            raise CheckpointError(
+                f"{path} is damaged: the checksum of {', '.join(damaged[:3])}{more} does not match. Use an earlier "
+                "checkpoint; checksums=False in the strategy loads this one all the same"
+            )
+    entries: dict[str, Any] = {}
+    together(world, lambda: entries.update(folder.entries(weights_only)), what)
+    return as_one(entries, meta)
+
+
+def as_one(entries: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
+    """What :meth:`Folder.entries` gives and what ``meta.pt`` holds, as a checkpoint in one file has them."""
+    weights = {"state_dict": entries.pop("model")} if "model" in entries else {}
+    numbered = sorted((int(match[1]), key) for key in entries if (match := _OPTIMIZER.fullmatch(key)))
+    states = [entries.pop(key) for _, key in numbered]
+    return meta | entries | weights | ({"optimizer_states": states} if states else {})
+
+
+class _Stored(NamedTuple):
+    """A tensor in the folder."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    parts: list[tuple[Box, Any]]  # with DCP's note of where each is
+
+
+class Folder:
+    """What DCP has written: a source of lazy tensors.
+
+    Raises:
+        CheckpointError: it is no checkpoint, or was never completed.
+    """
+
+    live = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not (path / METADATA).is_file():
+            raise CheckpointError(f"{path} is no checkpoint: a folder by torch.distributed.checkpoint has {METADATA}")
+        if not (path / META).is_file():
+            raise CheckpointError(f"{path} was never completed: it has no {META}. Use another checkpoint")
+        with (path / METADATA).open("rb") as file:
+            try:
+                self._metadata = _MetadataUnpickler(file).load()
+            except (pickle.UnpicklingError, EOFError, AttributeError, LookupError, TypeError, ValueError) as error:
+                raise CheckpointError(f"{path / METADATA} is damaged ({type(error).__name__}: {error})") from error
+        self._stored: list[_Stored] = []
+        self._layouts: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = {}  # by where a part is
+
+    @property
+    def key(self) -> Path:
+        return self.path
+
+    def missing_files(self) -> set[str]:
+        """Names of files that are not there.
+
+        Raises:
+            CheckpointError: one is shorter than it should be.
+        """
+        ends: dict[str, int] = {}
+        for info in self._metadata.storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        missing = {name for name in ends if not (self.path / name).is_file()}
+        for name in ends.keys() - missing:
+            if (size := (self.path / name).stat().st_size) < ends[name]:
+                raise CheckpointError(f"{self.path / name} is truncated: it has {size} of {ends[name]} bytes")
+        return missing
+
+    def damaged(self, world: Group) -> list[str]:
+        """Names of entries whose checksums do not match, among this rank's share of those that are there."""
+        stored = self._metadata.storage_data.items()
+        once = {(info.relative_path, info.offset): (index, info) for index, info in stored}
+        ordered = sorted(once.values(), key=lambda entry: -entry[1].length)
+        # Back and forth, so that all ranks read about as much.
+        order = [*range(world.size), *reversed(range(world.size))]
+        return [
+            index.fqn
+            for number, (index, info) in enumerate(ordered)
+            if order[number % len(order)] == world.rank
+            and (self.path / info.relative_path).is_file()
+            and not self._is_whole(info)
+        ]
+
+    def _is_whole(self, info: Any) -> bool:
+        with (self.path / info.relative_path).open("rb") as file:
+            try:
+                records = read_records(cast("IO[bytes]", _Section(file, info.offset, info.length)))
+                return all(
+                    not record.crc
+                    or record.crc == checksum_of(file.fileno(), info.offset + record.start, info.offset + record.stop)
+                    for record in records
+                )
+            except (zipfile.BadZipFile, EOFError, OSError):
+                return False
+
+    def entries(self, weights_only: bool = True) -> dict[str, Any]:
+        """The tree that was written; its tensors are lazy, but for scalars."""
+        tree: dict[str, Any] = {}
+        tensors: dict[Any, Tensor] = {}  # by where they are: tied ones are one again
+        paths = self._metadata.planner_data or {name: (name,) for name in self._metadata.state_dict_metadata}
+        for name, path in paths.items():
+            form = self._metadata.state_dict_metadata[name]
+            if isinstance(form, BytesStorageMetadata):
+                info = self._metadata.storage_data[MetadataIndex(name)]
+                with self._view(info) as file:
+                    value = torch.load(file, map_location="cpu", weights_only=weights_only)
+            else:
+                value = self._tensor(name, form, tensors)
+            _put(tree, path, value)
+        return tree
+
+    def _tensor(self, name: str, form: TensorStorageMetadata, tensors: dict[Any, Tensor]) -> Tensor:
+        infos = [self._metadata.storage_data[MetadataIndex(name, chunk.offsets)] for chunk in form.chunks]
+        place = tuple((info.relative_path, info.offset) for info in infos)
+        if place not in tensors:
+            boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in form.chunks]
+            self._stored.append(_Stored(form.size, form.properties.dtype, list(zip(boxes, infos, strict=True))))
+            number = len(self._stored) - 1
+            like = torch.empty(form.size, dtype=form.properties.dtype, device="meta")
+            tensors[place] = StoredTensor(self, number, like) if form.size else self.fetch(number)
+        return tensors[place]
+
+    def fetch(self, param: int) -> Tensor:
+        stored = self._stored[param]
+        form = MemoryFormat.of(torch.empty(stored.shape, device="meta"))
+        return self.read_run(param, form, 0, stored.shape.numel()).view(stored.shape)
+
+    def read_run(self, param: int, form: MemoryFormat, start: int, stop: int) -> Tensor:
+        """See :class:`~lightning_zero.checkpoint.lazy.StoredSource`."""
+        stored = self._stored[param]
+        run, position = torch.empty(stop - start, dtype=stored.dtype), 0
+        for box in boxes_of_run(form, start, stop):
+            values = view_as_box(run[position : position + box.numel], box, form)
+            position += box.numel
+            for part, info in stored.parts:
+                if both := box.intersection(part):
+                    both.within(box).of(values).copy_(self._read(info, both.within(part), stored.dtype))
+        return run
+
+    def _read(self, info: Any, box: Box, dtype: torch.dtype) -> Tensor:
+        """A box of a part that lies in one file."""
+        start, strides = self._layout(info)
+        first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+        span = 1 + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
+        values = torch.empty(span, dtype=dtype)
+        with (self.path / info.relative_path).open("rb") as file:
+            file.seek(start + first * dtype.itemsize)
+            if file.readinto(bytes_of(values)) != values.nbytes:
+                raise CheckpointError(f"{self.path / info.relative_path} is truncated")
+        return values.as_strided(box.sizes, strides)
+
+    def _layout(self, info: Any) -> tuple[int, tuple[int, ...]]:
+        """Where in its file the values of a part begin, and their strides."""
+        place = info.relative_path, info.offset
+        if place not in self._layouts:
+            with self._view(info) as file:
+                data = next(record for record in read_records(file) if record.name == "data/0")
+                file.seek(0)
+                tensor = torch.load(file, map_location="meta", weights_only=True)
+            first = info.offset + data.start + tensor.storage_offset() * tensor.element_size()
+            self._layouts[place] = first, tensor.stride()
+        return self._layouts[place]
+
+    @contextlib.contextmanager
+    def _view(self, info: Any) -> Iterator[IO[bytes]]:
+        """One of the archives in a file, as a file."""
+        with (self.path / info.relative_path).open("rb") as file:
+            yield cast("IO[bytes]", _Section(file, info.offset, info.length))
+
+
+class _Section(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
+        self._file, self._offset, self._length = file, offset, length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        return self._position
+
+    def readinto(self, buffer: Buffer) -> int:
+        room = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
+        read = os.preadv(self._file.fileno(), [room], self._offset + self._position)
+        self._position += read
+        return read
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _METADATA_NAMES.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of DCP's format")
+        return super().find_class(module, name)
+
+
+def _put(tree: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:
+    """Put ``value`` where ``path`` leads to in nested dictionaries and, for numbers, lists."""
+    here: Any = tree
+    for key, following in zip(path, (*path[1:], None), strict=True):
+        if isinstance(here, list) and isinstance(key, int):
+            here += [None] * (key + 1 - len(here))
+            inner = here[key]
+        else:
+            inner = here.get(key)
+        if following is None:
+            inner = value
+        elif inner is None:
+            inner = [] if isinstance(following, int) else {}
+        here[key] = inner
+        here = inner

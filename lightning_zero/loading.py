@@ -1,0 +1,47 @@
+"""Modules from checkpoints, without a Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.core import saving
+
+from lightning_zero import checkpoint
+from lightning_zero.engine import Group
+
+M = TypeVar("M", LightningModule, LightningDataModule)
+
+
+def load_from_checkpoint(
+    cls: type[M],
+    path: str | Path,
+    *,
+    strict: bool | None = None,
+    weights_only: bool | None = None,
+    checksums: bool = True,
+    **kwargs: Any,
+) -> M:
+    """As ``cls.load_from_checkpoint``, from one file or from a folder (``checkpoint_format="sharded"``, FSDP's).
+
+    Args:
+        cls: the class of the module.
+        path: of the checkpoint.
+        strict: whether all names must match.
+        weights_only: False also loads pickled objects, from who you trust.
+        checksums: verify them first, which reads everything once more.
+        **kwargs: arguments of the class, where they are not as they were saved.
+
+    Returns:
+        The module on the CPU, with its hyperparameters, its weights at full precision, and no optimizer state.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or damaged.
+        FileNotFoundError: there is none.
+    """
+    loaded = checkpoint.load(Path(path).expanduser(), Group(), weights_only is not False, checksums)
+    # What reads the file there is the only part that knows no folders.
+    with patch.object(saving, "pl_load", lambda *_, **__: loaded):
+        return cls.load_from_checkpoint(path, strict=strict, weights_only=weights_only, **kwargs)

@@ -1,0 +1,375 @@
+"""The folder that all ranks write: who can read it, what it costs, and faults."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint.resuming import Global, Resumable, run, save_at_end
+from checkpoint.test_full import ALONE, RECIPE, files_in
+from helpers.ranks import RankError, RankPool, ranks
+from hypothesis import given
+from hypothesis import strategies as st
+from strategy.fits import FEW, Fitted, Recipe, assert_same, make_trainer, slow_unless
+from torch import Tensor, nn
+
+import lightning_zero
+from lightning_zero import CheckpointError
+from lightning_zero.checkpoint import load
+from lightning_zero.checkpoint.boxes import Box, boxes_of_run, view_as_box
+from lightning_zero.engine.memory_format import MemoryFormat
+from lightning_zero.registration import STRATEGIES
+
+
+def sharded(name: str, **options: Any) -> dict[str, Any]:
+    """A registered strategy that saves into folders."""
+    return {**STRATEGIES[name], "checkpoint_format": "sharded", **options}
+
+
+few_names = pytest.mark.parametrize("name", slow_unless(("zero3",), FEW))
+
+# --------------------------------------------------------------------------------------------------------------- boxes
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """Numbered in the order of memory, with dimensions in any order."""
+    shape = draw(st.lists(st.integers(1, 5), max_size=4))
+    order = draw(st.permutations(range(len(shape))))
+    return torch.arange(math.prod(shape)).view(shape).permute(order)
+
+
+@given(tensors(), st.data())
+def test_boxes_make_up_a_run_in_its_order(tensor: Tensor, data: st.DataObject) -> None:
+    form = MemoryFormat.of(tensor)
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, tensor.numel())] * 2)))
+    run, boxes = form.flatten(tensor)[start:stop], list(boxes_of_run(form, start, stop))
+    assert len(boxes) <= max(1, 2 * tensor.dim() - 1)
+    for box, part in zip(boxes, run.split([box.numel for box in boxes]), strict=True):
+        assert torch.equal(view_as_box(part, box, form), box.of(tensor))
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 6)] * 4), max_size=3))
+def test_the_intersection_of_boxes(edges: list[tuple[int, int, int, int]]) -> None:
+    first = Box(tuple(min(a, b) for a, b, _, _ in edges), tuple(abs(a - b) for a, b, _, _ in edges))
+    second = Box(tuple(min(c, d) for _, _, c, d in edges), tuple(abs(c - d) for _, _, c, d in edges))
+    counts = torch.zeros([6] * len(edges))
+    for box in (first, second):
+        box.of(counts).add_(1)
+    both = first.intersection(second)
+    expected = counts == 2
+    assert int(expected.sum()) == (0 if both is None else both.numel)
+    if both is not None:
+        assert expected[tuple(slice(o, o + n) for o, n in zip(both.offsets, both.sizes, strict=True))].all()
+
+
+# ------------------------------------------------------------------------------------------------------------ contents
+
+
+@pytest.mark.slow
+@ranks(2)
+@few_names
+def test_lightning_consolidates_it(pool: RankPool, name: str, tmp_path: Path) -> None:
+    folder, file, one = tmp_path / "folder.ckpt", tmp_path / "file.ckpt", tmp_path / "one.ckpt"
+    pool.run(save_at_end, sharded(name), RECIPE, str(folder))
+    pool.run(save_at_end, name, RECIPE, str(file))
+    tool = "lightning.pytorch.utilities.consolidate_checkpoint"
+    subprocess.run([sys.executable, "-m", tool, str(folder), "--output_file", str(one)], check=True)
+    assert_equal_trees(torch.load(one, weights_only=True), torch.load(file, weights_only=True))
+
+
+@ranks(2, slow=(1, 4))
+@few_names
+def test_it_holds_what_the_file_holds(pool: RankPool, name: str, tmp_path: Path) -> None:
+    folder, file = tmp_path / "folder.ckpt", tmp_path / "file.ckpt"
+    pool.run(save_at_end, sharded(name), RECIPE, str(folder))
+    pool.run(save_at_end, name, RECIPE, str(file))
+    one, other = load(folder, ALONE), load(file, ALONE)
+    assert one.keys() == other.keys()
+    assert_equal_trees(one, other)
+    names = {"meta.pt", ".metadata", *(f"__{rank}_0.distcp" for rank in range(pool.world_size))}
+    assert files_in(folder) == names
+    assert files_in(tmp_path) == {"folder.ckpt", "file.ckpt"}
+
+
+def assert_equal_trees(one: Any, other: Any) -> None:
+    if isinstance(other, dict):
+        assert one.keys() == other.keys()
+        for key, value in other.items():
+            assert_equal_trees(one[key], value)
+    elif isinstance(other, list | tuple):
+        assert len(one) == len(other)
+        for ours, theirs in zip(one, other, strict=True):
+            assert_equal_trees(ours, theirs)
+    elif isinstance(other, Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+class Odd(nn.Module):
+    """A tied, a frozen, an empty and a permuted parameter, a scalar, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 6)
+        self.head = nn.Linear(6, 13, bias=False)
+        self.head.weight = self.embedding.weight
+        self.convolution = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.frozen = nn.Parameter(torch.arange(7.0), requires_grad=False)
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("counts", torch.arange(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out = self.head(self.embedding(tokens)) * self.scale + self.frozen.sum()
+        return out + self.convolution(torch.ones(1, 3, 4, 4)).mean() + self.empty.sum()
+
+
+class OddLit(Resumable):
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        torch.manual_seed(0)
+        self.model = Odd()
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.model(batch[:, :-1] % 13).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+@ranks(2)
+@pytest.mark.parametrize("precision", slow_unless(["bf16-mixed"], ["32-true", "bf16-mixed", "64-true"]))
+@few_names
+def test_parameters_of_every_kind(pool: RankPool, name: str, precision: str, tmp_path: Path) -> None:
+    folder, file = tmp_path / "folder.ckpt", tmp_path / "file.ckpt"
+    pool.run(save_at_end, sharded(name, persistence_numel=0), RECIPE, str(folder), OddLit, precision=precision)
+    pool.run(save_at_end, name, RECIPE, str(file), OddLit, precision=precision)
+    found = load(folder, ALONE)
+    assert_equal_trees(found, load(file, ALONE) | {"lightning_zero": found["lightning_zero"]})
+    weights = found["state_dict"]
+    assert weights["model.head.weight"] is weights["model.embedding.weight"]
+    # No value is written twice, and no padding.
+    states = found["optimizer_states"][0]["state"].values()
+    values = [*weights.values(), *(state[key] for state in states for key in ("exp_avg", "exp_avg_sq"))]
+    nbytes = sum({id(value): value.numel() * value.element_size() for value in values}.values())
+    archives = sum(path.stat().st_size for path in folder.glob("*.distcp"))
+    assert nbytes < archives < nbytes + 2048 * len(load_metadata(folder).storage_data)
+
+
+def load_metadata(folder: Path) -> Any:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    return FileSystemReader(folder).read_metadata()
+
+
+@ranks(2, slow=(4,))
+@pytest.mark.parametrize("reader", slow_unless(["zero2_offload"], ["zero2_offload", "zero3", "zero0", "ddp"]))
+def test_any_world_resumes_from_it(pool: RankPool, pool1: RankPool, reader: str, tmp_path: Path) -> None:
+    """As from the file, on as many ranks and on one."""
+    folder, file = str(tmp_path / "folder.ckpt"), str(tmp_path / "file.ckpt")
+    for path, strategy in ((folder, sharded("zero3")), (file, "zero3")):
+        pool.run(run, strategy, RECIPE, Global, steps=2, save=(2, path), precision="64-true")
+    for readers in (pool, pool1):
+        if reader == "ddp":
+            continue
+        one, other = (
+            readers.run(run, reader, RECIPE, Global, steps=4, resume=path, precision="64-true")[0]
+            for path in (folder, file)
+        )
+        assert_same(one.weights, other.weights)
+        for ours, theirs in zip(one.optimizer_states, other.optimizer_states, strict=True):
+            assert_equal_trees(ours, theirs)
+
+
+class Named(Resumable):
+    """With hyperparameters, as `load_from_checkpoint` needs them."""
+
+    def __init__(self, width: int, recipe: Recipe = RECIPE) -> None:
+        super().__init__(recipe)
+        self.save_hyperparameters("width")
+        self.extra = nn.Linear(width, 2)
+
+
+def save_named(strategy: Any, path: str) -> Fitted:
+    return save_at_end(strategy, RECIPE, path, lambda _: Named(3))  # type: ignore[arg-type]
+
+
+@ranks(2)
+def test_load_from_checkpoint(pool: RankPool, tmp_path: Path) -> None:
+    for name, strategy in (("folder.ckpt", sharded("zero3")), ("file.ckpt", "zero3")):
+        (fitted, _) = pool.run(save_named, strategy, str(tmp_path / name))
+        module = lightning_zero.load_from_checkpoint(Named, tmp_path / name)
+        assert module.hparams.width == 3
+        assert_equal_trees({k.removeprefix("model."): v for k, v in module.state_dict().items()}, fitted.weights)
+        assert lightning_zero.load_from_checkpoint(Named, tmp_path / name, width=3).hparams.width == 3
+
+
+# --------------------------------------------------------------------------------------------------------------- faults
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load(folder, ALONE)
+    return str(caught.value)
+
+
+@pytest.fixture
+def folder(pool2: RankPool, tmp_path: Path) -> Path:
+    path = tmp_path / "a.ckpt"
+    pool2.run(save_at_end, sharded("zero3"), RECIPE, str(path))
+    return path
+
+
+def test_what_is_damaged_is_an_error_that_says_where(folder: Path) -> None:
+    shard = folder / "__1_0.distcp"
+    whole = shard.read_bytes()
+    info = max(
+        ((i, s) for i, s in load_metadata(folder).storage_data.items() if s.relative_path == shard.name),
+        key=lambda entry: entry[1].length,
+    )
+    flipped = bytearray(whole)
+    flipped[info[1].offset + info[1].length // 2] ^= 1
+    shard.write_bytes(flipped)
+    assert f"a.ckpt is damaged: the checksum of {info[0].fqn}" in refusal(folder)
+    load(folder, ALONE, checksums=False)
+    shard.write_bytes(whole[:-1])
+    assert f"{shard} is truncated: it has {len(whole) - 1} of {len(whole)} bytes" in refusal(folder)
+    shard.unlink()
+    assert "1 of its files are not there: __1_0.distcp" in refusal(folder)
+    shard.write_bytes(whole)
+    metadata = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(metadata[:100])
+    assert ".metadata is damaged" in refusal(folder)
+    (folder / ".metadata").write_bytes(metadata)
+    (folder / "meta.pt").unlink()
+    assert "never completed: it has no meta.pt" in refusal(folder)
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+def test_its_metadata_runs_no_code(folder: Path) -> None:
+
+    (folder / ".metadata").write_bytes(pickle.dumps(Harmful()))
+    assert "it names posix.system, which is no part of DCP's format" in refusal(folder)
+
+
+def save_over(strategy: Any, path: str) -> None:
+    trainer = make_trainer(strategy)
+    trainer.fit(Resumable(RECIPE))
+    for _ in range(2):
+        trainer.save_checkpoint(path)
+
+
+@ranks(2)
+def test_each_container_replaces_the_other(pool: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    for strategy in (sharded("zero2"), "zero2", sharded("zero2")):
+        pool.run(save_over, strategy, str(path))
+        assert load(path, ALONE)["global_step"] == RECIPE.steps
+        assert files_in(tmp_path) == {"last.ckpt"}
+        assert path.is_dir() == isinstance(strategy, dict)
+        assert not (path / "lock").exists()
+
+
+def save_without_exchange(strategy: Any, path: str, fatal: bool) -> None:
+    """On a file system that cannot swap two names; or killed between two renames."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_zero.checkpoint.saving._exchange", lambda *_: False)
+        trainer = make_trainer(strategy)
+        trainer.fit(Resumable(RECIPE))
+        if fatal and dist.get_rank() == 0:
+            rename, renamed = Path.rename, []
+
+            def renaming(self: Path, target: Path) -> Path:
+                renamed.append(target)
+                if len(renamed) == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return rename(self, target)
+
+            patch.setattr(Path, "rename", renaming)
+        trainer.save_checkpoint(path)
+
+
+@ranks(2)
+def test_where_names_cannot_be_swapped(pool: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    for _ in range(2):
+        pool.run(save_without_exchange, sharded("zero2"), str(path), False)
+        assert files_in(tmp_path) == {"a.ckpt"}
+    with pytest.raises(RankError):
+        pool.run_within(30, save_without_exchange, sharded("zero2"), str(path), True)
+    assert not path.exists()
+    assert load(path, ALONE)["global_step"] == RECIPE.steps
+    pool.run(save_without_exchange, sharded("zero2"), str(path), False)
+    assert files_in(tmp_path) == {"a.ckpt"}
+
+
+def save_apart(strategy: Any, path: str) -> list[str]:
+    """Every rank has a file system of its own, and a folder there."""
+    trainer = make_trainer(strategy)
+    trainer.fit(Resumable(RECIPE))
+    own, warned = Path(path) / str(dist.get_rank()), []
+    is_dir = Path.is_dir
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "is_dir", lambda self: is_dir(self) and (own in self.parents or self == own))
+        patch.setattr("lightning_zero.strategy.rank_zero_warn", warned.append)
+        trainer.save_checkpoint(own / "a.ckpt")
+    return warned
+
+
+@ranks(2)
+def test_ranks_need_no_shared_file_system(pool: RankPool, tmp_path: Path) -> None:
+    messages = pool.run(save_apart, sharded("zero3"), str(tmp_path))
+    assert "not all ranks see the folder of rank 0" in messages[0][0]
+    homes = [tmp_path / str(rank) / "a.ckpt" for rank in range(pool.world_size)]
+    for rank, home in enumerate(homes):
+        assert files_in(home) == {".metadata", "meta.pt", f"__{rank}_0.distcp"}
+    assert "copy the files of all of them into one" in refusal(homes[0])
+    (homes[1] / "__1_0.distcp").rename(homes[0] / "__1_0.distcp")
+    pool.run(save_at_end, "zero3", RECIPE, str(tmp_path / "file.ckpt"))
+    assert_equal_trees(load(homes[0], ALONE), load(tmp_path / "file.ckpt", ALONE))
+
+
+@ranks(2)
+@pytest.mark.parametrize(("victim", "limit"), [(0, 2000), (1, 2000)])
+def test_a_full_disk_is_an_error_on_all_ranks(pool: RankPool, victim: int, limit: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    messages = pool.run_within(30, save_with_full_disk, sharded("zero3"), str(path), victim, limit)
+    assert len(set(messages)) == 1
+    assert f"rank {victim}: " in messages[0]
+    assert str(path) in messages[0]
+    assert load(path, ALONE)["global_step"] == RECIPE.steps
+    assert files_in(tmp_path) == {"a.ckpt"}
+
+
+def save_with_full_disk(strategy: Any, path: str, victim: int, limit: int) -> str:
+
+    trainer = make_trainer(strategy)
+    trainer.fit(Resumable(RECIPE))
+    trainer.save_checkpoint(path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == victim:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        trainer.save_checkpoint(path)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return "saved"
