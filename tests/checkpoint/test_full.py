@@ -7,7 +7,6 @@ import fcntl
 import itertools
 import os
 import resource
-import signal
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint.resuming import Resumable, save_at_end
-from helpers.ranks import RankError, RankPool, ranks
+from helpers.ranks import RankPool, ranks
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from strategy.fits import FEW, Lit, Recipe, assert_same, every_name, make_trainer, slow_unless, state_of
 from torch import Tensor, nn
@@ -594,63 +593,3 @@ def test_long_names(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"none.ckpt"):
         load(tmp_path / "none.ckpt", ALONE)
-
-
-def save_and_die(name: str, path: str, victims: tuple[int, ...], event: int) -> int:
-    """Save over an older file; victims kill themselves just before the so-many-th write, flush or rename."""
-    trainer = make_trainer(name)
-    trainer.fit(Resumable(RECIPE))
-    seen = 0
-
-    def counted(act: Callable[..., Any]) -> Callable[..., Any]:
-        def counting(*args: Any, **kwargs: Any) -> Any:
-            nonlocal seen
-            seen += 1
-            if seen == event and trainer.global_rank in victims:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return act(*args, **kwargs)
-
-        return counting
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "save", counted(torch.save))
-        patch.setattr(os, "pwrite", counted(os.pwrite))
-        patch.setattr(os, "fsync", counted(os.fsync))
-        patch.setattr(Path, "replace", counted(Path.replace))
-        trainer.save_checkpoint(path)
-    return seen
-
-
-TINY = Recipe(model="mlp", optimizer="momentum", steps=1)
-
-
-def check_kills(pool: RankPool, folder: Path, name: str, victims: tuple[int, ...], events: list[int]) -> None:
-    """After each kill the old file or the new one is there, whole; the next save removes what was left."""
-    path = folder / "a.ckpt"
-    pool.run(save_at_end, name, RECIPE, str(path))
-    for event in events:
-        older = path.stat().st_ino
-        with pytest.raises(RankError) as caught:
-            pool.run_within(30, save_and_die, name, str(path), victims, event)
-        # The others got an error; nobody waited for the dead.
-        assert {
-            rank: failure.kind for rank, failure in caught.value.failures.items() if failure.kind == "timeout"
-        } == {}
-        assert is_intact(path)
-        assert load(path, ALONE)["global_step"] == RECIPE.steps
-        assert all(file == "a.ckpt" or file.endswith(".incomplete") for file in files_in(folder))
-        assert len(files_in(folder)) <= 2 - (path.stat().st_ino != older)
-    pool.run(save_at_end, name, RECIPE, str(path))
-    assert files_in(folder) == {"a.ckpt"}
-
-
-@pytest.mark.slow
-@ranks(2)
-@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize("name", ["zero3"])
-def test_a_save_killed_anywhere_leaves_a_complete_file(
-    pool: RankPool, name: str, victims: tuple[int, ...], tmp_path: Path
-) -> None:
-    path = tmp_path / "a.ckpt"
-    total = min(pool.run(save_and_die, name, str(path), (), 0)[rank] for rank in victims)
-    check_kills(pool, tmp_path, name, victims, [*range(1, 6), *range(6, total - 5, 10), *range(total - 5, total + 1)])

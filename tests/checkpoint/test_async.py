@@ -1,0 +1,143 @@
+"""Saves in the background: what they hold, when errors appear, and what is removed meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from checkpoint.resuming import Resumable, SaveAfter, run
+from checkpoint.test_full import ALONE, files_in
+from checkpoint.test_sharded import assert_equal_trees
+from helpers.ranks import RankPool, ranks
+from lightning import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from strategy.fits import FEW, Recipe, make_trainer, slow_unless
+
+from lightning_zero import CheckpointError
+from lightning_zero.checkpoint import load
+from lightning_zero.checkpoint.saving import Draft
+from lightning_zero.registration import STRATEGIES
+
+RECIPE = Recipe(optimizer="adamw", steps=4, options={"lr": 0.05})
+formats = pytest.mark.parametrize("container", ["full", "sharded"])
+few_names = pytest.mark.parametrize("name", slow_unless(("zero2_offload",), FEW))
+
+
+class Gate(Callback):
+    """Lets a save complete when training has come to a step, and no sooner."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.opened = threading.Event()
+        self.completed_at: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            assert not self.completed_at
+            self.opened.set()
+
+
+def save_while_training(strategy: dict[str, Any], path: str, until: int) -> int:
+    """Save after step 1; the checkpoint is complete after step `until`. How often it was not there in between."""
+    gate, complete = Gate(until), Draft.complete
+
+    def completing(draft: Draft) -> None:
+        assert gate.opened.wait(20)
+        gate.completed_at.append(trainer.global_step)
+        complete(draft)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Draft, "complete", completing)
+        trainer = make_trainer(strategy, callbacks=[SaveAfter(1, path), gate])
+        trainer.fit(Resumable(RECIPE))
+    assert gate.completed_at or dist.get_rank()
+    assert Path(path).exists()
+    return min(gate.completed_at, default=until)
+
+
+@ranks(2)
+@formats
+@few_names
+def test_training_goes_on_and_the_checkpoint_is_of_the_step(
+    pool: RankPool, name: str, container: str, tmp_path: Path
+) -> None:
+    background, blocking = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
+    options = {**STRATEGIES[name], "checkpoint_format": container}
+    assert min(pool.run(save_while_training, options | {"async_save": True}, str(background), 3)) >= 3
+    pool.run(run, options, RECIPE, steps=4, save=(1, str(blocking)))
+    if container == "full":
+        # The folder in the archive is called like the temporary file.
+        assert background.stat().st_size == blocking.stat().st_size
+    assert_equal_trees(*(without_clock(load(path, ALONE)) for path in (background, blocking)))
+    assert files_in(tmp_path) == {"a.ckpt", "b.ckpt"}
+
+
+def without_clock(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in checkpoint.items() if key != "callbacks"}
+
+
+def fail_in_background(strategy: dict[str, Any], path: str, again: bool) -> tuple[str, int]:
+    """The error, and the step at which it came."""
+    complete = Draft.complete
+
+    def failing(draft: Draft) -> None:
+        if draft.path == Path(path):
+            raise OSError(28, "No space left on device")
+        complete(draft)
+
+    callbacks = [SaveAfter(1, path)] + [SaveAfter(3, path + ".next")] * again
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Draft, "complete", failing)
+        trainer = make_trainer(strategy, callbacks=callbacks)
+        try:
+            trainer.fit(Resumable(RECIPE))
+        except CheckpointError as error:
+            return str(error), trainer.global_step
+    return "saved", trainer.global_step
+
+
+@ranks(2)
+@formats
+@pytest.mark.parametrize("again", [True, False], ids=["next save", "end of fit"])
+def test_errors_appear(pool: RankPool, container: str, again: bool, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    options = {**STRATEGIES["zero2"], "checkpoint_format": container, "async_save": True}
+    for message, step in pool.run_within(20, fail_in_background, options, str(path), again):
+        assert f"could not complete the checkpoint {path}. rank 0: OSError: [Errno 28]" in message
+        assert step == (3 if again else 4)
+    assert not files_in(tmp_path)
+
+
+class Watch(Callback):
+    """Counts complete checkpoints at every step."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.counts: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.counts.append(len(list(self.folder.glob("step*"))))
+
+
+def keep_one(strategy: dict[str, Any], folder: str) -> list[int]:
+    watch = Watch(folder)
+    keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=1)
+    trainer = make_trainer(strategy, callbacks=[keep, watch], enable_checkpointing=True)
+    trainer.fit(Resumable(RECIPE))
+    trainer.test(Resumable(RECIPE), ckpt_path=keep.best_model_path)
+    return watch.counts
+
+
+@ranks(2)
+@formats
+def test_the_older_one_stays_until_the_newer_is_complete(pool: RankPool, container: str, tmp_path: Path) -> None:
+    options = {**STRATEGIES["zero2"], "checkpoint_format": container, "async_save": True}
+    counts, _ = pool.run(keep_one, options, str(tmp_path))
+    assert counts[0] == 0
+    assert all(count in (1, 2) for count in counts[2:])
+    (last,) = tmp_path.iterdir()
+    assert last.name == "step=4.ckpt"
+    assert load(last, ALONE)["global_step"] == 4
