@@ -30,6 +30,16 @@ class NativeOptimizer(StrEnum):
         return repr(self.value)
 
 
+class CheckpointFormat(StrEnum):
+    """What a checkpoint is."""
+
+    full = "full"  # one file
+    sharded = "sharded"  # a folder
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
 @dataclass
 class StrategyConf:
     """Arguments of `lightning_zero.ZeroStrategy`."""
@@ -47,6 +57,8 @@ class StrategyConf:
     check_steps: int = 10
     native_optimizer: NativeOptimizer = NativeOptimizer.auto
     skip_nonfinite: bool = True
+    checkpoint_format: CheckpointFormat = CheckpointFormat.full
+    async_save: bool = False
     checksums: bool = True
     timeout: float = 1800.0
     start_method: str = "popen"

@@ -1,6 +1,6 @@
-"""What a checkpoint file holds, read on any machine: no GPU, no module, none of the classes it was written with.
+"""What a checkpoint holds, read on any machine: no GPU, no module, none of the classes it was written with.
 
-Files are Lightning's single ones: this package's, and those that `ddp` and others write.
+It is one of Lightning's, this package's or what `ddp` and others write: a file, or a folder of many.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import struct
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -18,6 +19,9 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.errors import CheckpointError
+from lightning_zero.checkpoint.lazy import StoredTensor
+from lightning_zero.checkpoint.saving import META
+from lightning_zero.checkpoint.stored import Folder, as_one
 
 # What `torch.load` raises for a file that was cut short, changed, or that something else wrote.
 _UNREADABLE = (
@@ -111,7 +115,7 @@ class Contents:
 
     Attributes:
         file: its path.
-        file_bytes: its size.
+        file_bytes: its size, or that of the files in the folder.
         global_step, epoch: Lightning's counters; None where there are none.
         lightning_version: that wrote it.
         written_by: version and world of this package's run; None for other writers.
@@ -146,7 +150,7 @@ class Contents:
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The checkpoint; its tensors are mapped from the file, so that they take no memory until they are used.
+    """The checkpoint; its tensors are mapped or read when they are used, and take no memory before that.
 
     No pickled code runs: objects that `torch.load(weights_only=True)` would refuse become :class:`Opaque`.
 
@@ -154,14 +158,28 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], list[str]]:
         The checkpoint, and the names of the classes and functions that such objects stand for.
 
     Raises:
-        CheckpointError: it is not a Lightning checkpoint in one file, is damaged, or cannot be read safely.
+        CheckpointError: it is not a Lightning checkpoint, is damaged, or cannot be read safely.
         OSError: it cannot be opened.
     """
     if path.is_dir():
+        folder = Folder(path)
+        if missing := sorted(folder.missing_files()):
+            raise CheckpointError(f"{path} is incomplete: {', '.join(missing[:3])} is not there.")
+        meta, opaque = _read_file(path / META)
+        with _explained(path):
+            checkpoint = as_one(folder.entries(), meta)
+    else:
+        checkpoint, opaque = _read_file(path)
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), Mapping):
+        found = ", ".join(map(str, checkpoint)) if isinstance(checkpoint, dict) else type(checkpoint).__name__
         raise CheckpointError(
-            f"{path} is a folder. A checkpoint is one file here; turn a sharded one into a file with "
-            "`python -m lightning.pytorch.utilities.consolidate_checkpoint`."
+            f"{path} is not a Lightning checkpoint: it has no 'state_dict', but {found[:200] or 'nothing'}. Weights "
+            "alone can be wrapped: torch.save({'state_dict': weights}, path)."
         )
+    return checkpoint, opaque
+
+
+def _read_file(path: Path) -> tuple[Any, list[str]]:
     with path.open("rb") as file:
         if file.read(4) != b"PK\x03\x04":
             raise CheckpointError(
@@ -173,11 +191,20 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], list[str]]:
             f"{path} is damaged: the end of the archive is missing, as after a copy or a save that was interrupted. "
             "Copy it again, or use another checkpoint."
         )
-    try:
+    with _explained(path):
         refused = torch.serialization.get_unsafe_globals_in_checkpoint(os.fspath(path))
         stand_ins: list[Any] = [(type("Opaque", (Opaque,), {"name": name}), name) for name in refused]
         with torch.serialization.safe_globals(stand_ins):
-            checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True), sorted(refused)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """What torch raises as errors that say what is wrong with the checkpoint."""
+    try:
+        yield
+    except CheckpointError:
+        raise
     except UnpicklingError as error:
         _, _, reason = str(error).rpartition("WeightsUnpickler error: ")  # the rest is advice to programmers
         reason = reason.strip().partition("\n")[0]
@@ -192,13 +219,6 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], list[str]]:
             f"{path} cannot be read as a checkpoint ({type(error).__name__}: {str(error).partition(chr(10))[0]}). "
             "If it is one, it is damaged: copy it again, or use another."
         ) from error
-    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), Mapping):
-        found = ", ".join(map(str, checkpoint)) if isinstance(checkpoint, dict) else type(checkpoint).__name__
-        raise CheckpointError(
-            f"{path} is not a Lightning checkpoint: it has no 'state_dict', but {found[:200] or 'nothing'}. Weights "
-            "alone can be wrapped: torch.save({'state_dict': weights}, path)."
-        )
-    return checkpoint, sorted(refused)
 
 
 def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
@@ -207,7 +227,9 @@ def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
     tied: dict[str, str] = {}
     for name, value in state.items():
         if isinstance(value, Tensor) and value.layout == torch.strided and value.numel():
-            kept = first.setdefault((value.data_ptr(), value.dtype, value.shape, value.stride()), name)
+            stored = isinstance(value, StoredTensor)  # one object for all names
+            place = id(value) if stored else (value.data_ptr(), value.dtype, value.shape, value.stride())
+            kept = first.setdefault(place, name)
             if kept != name:
                 tied[name] = kept
     return tied
@@ -235,7 +257,7 @@ def describe(path: Path) -> Contents:
     scaler = _mapping(precision.get("scaler")) or _mapping(checkpoint.get("MixedPrecision"))
     return Contents(
         file=str(path),
-        file_bytes=path.stat().st_size,
+        file_bytes=sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path])),
         global_step=plain(checkpoint.get("global_step")),
         epoch=plain(checkpoint.get("epoch")),
         lightning_version=plain(checkpoint.get("pytorch-lightning_version")),

@@ -20,9 +20,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lightning_zero.checkpoint import full, stored
 from lightning_zero.checkpoint.contents import Opaque, dtype_name, read_checkpoint, tied_names
 from lightning_zero.checkpoint.errors import CheckpointError
-from lightning_zero.checkpoint.full import verify
+from lightning_zero.checkpoint.lazy import StoredTensor
 from lightning_zero.engine import Group
 from lightning_zero.engine.compiled import plain_name
 
@@ -71,8 +72,9 @@ class Entry:
         Raises:
             CheckpointError: a number is beyond the range of the dtype.
         """
+        source = self.source.whole() if isinstance(self.source, StoredTensor) else self.source.detach()
         # What is not contiguous is copied whole: the bound on memory is the largest tensor.
-        for piece in self.source.detach().contiguous().reshape(-1).split(_PIECE):
+        for piece in source.contiguous().reshape(-1).split(_PIECE):
             converted = piece.to(self.dtype)
             if converted is not piece and bool(piece[converted.isinf()].isfinite().any()):
                 raise CheckpointError(
@@ -119,8 +121,9 @@ def export(
 ) -> Exported:
     """Write the weights of a checkpoint into a folder, and compare what is there then with the checkpoint bit by bit.
 
-    Takes memory for the largest tensor that is not contiguous, else for a piece of one. Until everything is verified
-    the files lie in a folder below `directory`; the index, or the only file, gets its name last.
+    Takes memory for the largest tensor where that is not contiguous or the checkpoint is a folder, else for a piece of
+    one. Until everything is verified the files lie in a folder below `directory`; the index, or the only file, gets its
+    name last.
 
     Args:
         path: the checkpoint.
@@ -140,7 +143,7 @@ def export(
         OSError: files cannot be read or written.
     """
     checkpoint, _ = read_checkpoint(path)
-    verify(path, Group())
+    (stored.verify if path.is_dir() else full.verify)(path, Group())
     state, extra = _tensors(checkpoint["state_dict"])
     prefix = _prefix(list(state), strip_prefix)
     inside = {name: value for name, value in state.items() if name.startswith(prefix)}

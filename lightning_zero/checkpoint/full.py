@@ -34,7 +34,7 @@ from lightning_zero.checkpoint.archive import (
 )
 from lightning_zero.checkpoint.crc32 import combine
 from lightning_zero.checkpoint.errors import CheckpointError
-from lightning_zero.checkpoint.lazy import LazyTensor, placeholders
+from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor, placeholders
 from lightning_zero.checkpoint.mapped import load_mapped
 from lightning_zero.checkpoint.saving import INCOMPLETE, Draft, together
 from lightning_zero.checkpoint.shards import Key, ShardedValues, follow_first, source_of
@@ -162,16 +162,19 @@ class _Skeleton:
         return [
             _Sharded(record, source_of(tensor, engine).key, tensor.param)
             for record, tensor in self._missing.items()
-            if isinstance(tensor, LazyTensor)
+            if isinstance(tensor, LazyTensor) and not isinstance(tensor, StoredTensor)
         ]
 
     def own_pieces(self) -> list[_Piece]:
-        """What only rank 0 has: buffers, and what user code has put there."""
-        own = [(record, s) for record, s in self._missing.items() if isinstance(s, UntypedStorage)]
-        return [
-            _Piece(record, 0, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).split(TILE))
-            for record, storage in own
-        ]
+        """What only rank 0 has: buffers, and what user code has put there, also of another checkpoint."""
+        pieces = []
+        for record, values in self._missing.items():
+            if isinstance(values, UntypedStorage):
+                whole = torch.empty(0, dtype=torch.uint8, device=values.device).set_(values)
+                pieces.append(_Piece(record, 0, whole.split(TILE)))
+            elif isinstance(values, StoredTensor):
+                pieces.append(_Piece(record, 0, values.tiles(TILE)))
+        return pieces
 
     def complete(self, parts: Iterable[_Part], checksums: bool) -> None:
         """Write the checksums, and give the file its name."""
@@ -241,8 +244,7 @@ def fetch_for_first(checkpoint: Any, engine: Engine) -> None:
     if engine.placement.mesh.world.rank == 0:
         sources: dict[Key, list[tuple[ShardedValues, LazyTensor]]] = {}
         for tensor in lazy_tensors(checkpoint):
-            assert isinstance(tensor.source, ShardedValues)
-            if not tensor.source.live:
+            if isinstance(tensor.source, ShardedValues) and not tensor.source.live:
                 sources.setdefault(tensor.source.key, []).append((tensor.source, tensor))
         for key, found in sources.items():
             full = follow_first(engine, key)

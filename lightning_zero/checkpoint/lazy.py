@@ -137,11 +137,21 @@ class StoredTensor(LazyTensor):
         assert isinstance(self.source, StoredSource)
         return self.source.read_run(self.param, form, start, stop)
 
+    def tiles(self, nbytes: int) -> Iterator[Tensor]:
+        """The values in the order of memory, 1-D, so many bytes at a time."""
+        form, size = MemoryFormat(self.shape, self.stride()), max(1, nbytes // self.element_size())
+        for start in range(0, self.numel(), size):
+            yield self.read_run(form, start, min(start + size, self.numel()))
+
+    def whole(self) -> Tensor:
+        """The values, of which nothing stays here."""
+        return self.source.fetch(self.param) if self.fetched is None else self.fetched
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.copy_ and isinstance(args[1], StoredTensor) and args[1].fetched is None:
+        if func is Tensor.copy_ and isinstance(args[1], StoredTensor):
             # How a module loads it: all of them would stay, one after the other.
-            args = (args[0], args[1].source.fetch(args[1].param), *args[2:])
+            args = (args[0], args[1].whole(), *args[2:])
         return super().__torch_function__(func, types, args, kwargs)
 
 

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_zero.checkpoint.boxes import Box, boxes_of_run, view_as_box
 from lightning_zero.checkpoint.full import fetch_for_first, lazy_tensors
-from lightning_zero.checkpoint.lazy import LazyTensor
+from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor
 from lightning_zero.checkpoint.saving import META, Draft, sync, together
 from lightning_zero.checkpoint.shards import Key, ShardedValues, source_of
 from lightning_zero.engine import Engine, Group
@@ -204,7 +204,9 @@ class _Contents:
         shared = []
         for name, leaf in self.entries.items():
             if isinstance(leaf, LazyTensor):
-                if leaf.fetched is not None:
+                if isinstance(leaf, StoredTensor):  # of another checkpoint
+                    self.entries[name] = leaf.whole()
+                elif leaf.fetched is not None:
                     self.entries[name] = leaf.fetched
                 elif not leaf.numel():  # no rank has a part of it
                     self.entries[name] = torch.empty(leaf.shape, dtype=leaf.dtype)

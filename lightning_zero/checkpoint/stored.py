@@ -69,6 +69,27 @@ def load(path: Path, world: Group, weights_only: bool = True, checksums: bool = 
     what = f"read the checkpoint {path}"
     if path.name.endswith(INCOMPLETE):
         raise CheckpointError(f"could not {what}: it was never completed; load the last complete one beside it")
+    folder = _open(path, world)
+    meta: dict[str, Any] = full.load(path / META, world, weights_only, checksums)
+    if checksums:
+        _verify(folder, world)
+    entries: dict[str, Any] = {}
+    together(world, lambda: entries.update(folder.entries(weights_only)), what)
+    return as_one(entries, meta)
+
+
+def verify(path: Path, world: Group) -> None:
+    """Compare all checksums in a folder; ranks share the reading. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, where something is not what was written.
+    """
+    full.verify(path / META, world)
+    _verify(_open(path, world), world)
+
+
+def _open(path: Path, world: Group) -> Folder:
+    what = f"read the checkpoint {path}"
     folders: list[Folder] = []
 
     def open_folder() -> set[str]:
@@ -76,25 +97,23 @@ def load(path: Path, world: Group, weights_only: bool = True, checksums: bool = 
         return folders[0].missing_files()
 
     missing = together(world, open_folder, what)
-    (folder,) = folders
     if lost := sorted(set.intersection(*missing)):
         raise CheckpointError(
             f"could not {what}: {len(lost)} of its files are not there: {', '.join(lost[:3])}. Where nodes have "
             "written into folders of their own, copy the files of all of them into one"
         )
-    meta: dict[str, Any] = full.load(path / META, world, weights_only, checksums)
-    if checksums:
-        same_files = not any(missing)
-        found = together(world, lambda: folder.damaged(world if same_files else Group()), f"verify {path}")
-        if damaged := sorted({name for names in found for name in names}):
-            more = f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
-            raise CheckpointError(
-                f"{path} is damaged: the checksum of {', '.join(damaged[:3])}{more} does not match. Use an earlier "
-                "checkpoint; checksums=False in the strategy loads this one all the same"
-            )
-    entries: dict[str, Any] = {}
-    together(world, lambda: entries.update(folder.entries(weights_only)), what)
-    return as_one(entries, meta)
+    return folders[0]
+
+
+def _verify(folder: Folder, world: Group) -> None:
+    same_files = not any(together(world, folder.missing_files, f"read the checkpoint {folder.path}"))
+    found = together(world, lambda: folder.damaged(world if same_files else Group()), f"verify {folder.path}")
+    if damaged := sorted({name for names in found for name in names}):
+        more = f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
+        raise CheckpointError(
+            f"{folder.path} is damaged: the checksum of {', '.join(damaged[:3])}{more} does not match. Use an earlier "
+            "checkpoint; checksums=False in the strategy loads this one all the same"
+        )
 
 
 def as_one(entries: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:

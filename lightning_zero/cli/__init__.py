@@ -29,7 +29,7 @@ class _Dtype(StrEnum):
     fp16 = "fp16"
 
 
-_Checkpoint = Annotated[Path, typer.Argument(metavar="CKPT", help="A checkpoint file.", show_default=False)]
+_Checkpoint = Annotated[Path, typer.Argument(metavar="CKPT", help="A checkpoint file or folder.", show_default=False)]
 
 
 @app.callback()
@@ -114,6 +114,24 @@ def _export(
         overwrite=overwrite,
     )
     raise typer.Exit(code)
+
+
+@app.command("consolidate")
+def _consolidate(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A sharded checkpoint.", show_default=False)],
+    path: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.", show_default=False)],
+    dtype: Annotated[
+        _Dtype | None, typer.Option(help="Of floating-point weights.", show_default="as in the checkpoint")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
+) -> None:
+    """Write a sharded checkpoint, this package's or FSDP's, into one ordinary file.
+
+    All checksums are compared first. Takes memory for a few MiB of it at a time.
+    """
+    from lightning_zero.cli.consolidate import run
+
+    raise typer.Exit(run(folder, path, dtype=dtype, overwrite=overwrite))
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.checkpoint.export import Layout, export
 from lightning_zero.cli.text import complain, number, size
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _LISTED = 5  # names of a kind that are printed at most
 
@@ -37,7 +37,7 @@ def run(
             path,
             directory,
             layout,
-            dtype=None if dtype is None else _DTYPES[dtype],
+            dtype=None if dtype is None else DTYPES[dtype],
             strip_prefix=strip_prefix,
             max_shard_bytes=limit,
             config=config,

@@ -196,7 +196,7 @@ def test_files_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
     refuses("before 1.6")
     path.unlink()
     path.mkdir()
-    refuses("is a folder.*consolidate_checkpoint")
+    refuses("is no checkpoint: a folder by torch.distributed.checkpoint has .metadata")
     with pytest.raises(FileNotFoundError):
         describe(tmp_path / "none.ckpt")
 

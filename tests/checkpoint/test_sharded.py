@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import pickle
@@ -15,18 +16,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from checkpoint.resuming import Global, Resumable, run, save_at_end
 from checkpoint.test_full import ALONE, RECIPE, files_in
 from helpers.ranks import RankError, RankPool, ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from strategy.fits import FEW, Fitted, Recipe, assert_same, make_trainer, slow_unless
 from torch import Tensor, nn
+from typer.testing import CliRunner, Result
 
 import lightning_zero
 from lightning_zero import CheckpointError
 from lightning_zero.checkpoint import load
 from lightning_zero.checkpoint.boxes import Box, boxes_of_run, view_as_box
+from lightning_zero.cli import app
 from lightning_zero.engine.memory_format import MemoryFormat
 from lightning_zero.registration import STRATEGIES
 
@@ -175,23 +180,22 @@ def load_metadata(folder: Path) -> Any:
     return FileSystemReader(folder).read_metadata()
 
 
-@ranks(2, slow=(4,))
-@pytest.mark.parametrize("reader", slow_unless(["zero2_offload"], ["zero2_offload", "zero3", "zero0", "ddp"]))
-def test_any_world_resumes_from_it(pool: RankPool, pool1: RankPool, reader: str, tmp_path: Path) -> None:
-    """As from the file, on as many ranks and on one."""
+@pytest.mark.parametrize("reader", slow_unless(["zero2_offload"], ["zero2_offload", "zero3", "zero0"]))
+@pytest.mark.parametrize("ranks_now", slow_unless([1], [1, 2, 4]))
+def test_any_world_resumes_from_it(
+    request: pytest.FixtureRequest, pool2: RankPool, reader: str, ranks_now: int, tmp_path: Path
+) -> None:
+    """As from the file."""
     folder, file = str(tmp_path / "folder.ckpt"), str(tmp_path / "file.ckpt")
     for path, strategy in ((folder, sharded("zero3")), (file, "zero3")):
-        pool.run(run, strategy, RECIPE, Global, steps=2, save=(2, path), precision="64-true")
-    for readers in (pool, pool1):
-        if reader == "ddp":
-            continue
-        one, other = (
-            readers.run(run, reader, RECIPE, Global, steps=4, resume=path, precision="64-true")[0]
-            for path in (folder, file)
-        )
-        assert_same(one.weights, other.weights)
-        for ours, theirs in zip(one.optimizer_states, other.optimizer_states, strict=True):
-            assert_equal_trees(ours, theirs)
+        pool2.run(save_at_end, strategy, RECIPE, path, Global, precision="64-true")
+    readers: RankPool = request.getfixturevalue(f"pool{ranks_now}")
+    one, other = (
+        readers.run(run, reader, RECIPE, Global, steps=4, resume=path, precision="64-true")[0]
+        for path in (folder, file)
+    )
+    assert_same(one.weights, other.weights)
+    assert_equal_trees(one.optimizer_states, other.optimizer_states)
 
 
 class Named(Resumable):
@@ -372,3 +376,59 @@ def save_with_full_disk(strategy: Any, path: str, victim: int, limit: int) -> st
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     return "saved"
+
+
+# ---------------------------------------------------------------------------------------------------------------- tools
+
+
+def verb(*arguments: Any) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_consolidate(folder: Path, pool2: RankPool, dtype: str | None, tmp_path: Path) -> None:
+    one, other = tmp_path / "one.ckpt", tmp_path / "file.ckpt"
+    pool2.run(save_at_end, "zero3", RECIPE, str(other))
+    result = verb("consolidate", folder, one, *([] if dtype is None else ["--dtype", dtype]))
+    assert result.exit_code == 0, result.output
+    assert "state of 1 optimizer" in result.output
+    found, expected = (torch.load(path, weights_only=True) for path in (one, other))
+    if dtype is not None:
+        expected["state_dict"] = {k: v.to(torch.bfloat16) for k, v in expected["state_dict"].items()}
+    assert_equal_trees(found, expected)
+    assert verb("consolidate", folder, one).exit_code == 1
+    assert verb("consolidate", folder, one, "--overwrite").exit_code == 0
+    assert verb("consolidate", one, tmp_path / "two.ckpt").exit_code == 1
+    assert files_in(tmp_path) == {"a.ckpt", "one.ckpt", "file.ckpt"}
+
+
+def test_consolidate_keeps_ties(tmp_path: Path, pool2: RankPool) -> None:
+    pool2.run(save_at_end, sharded("zero3"), RECIPE, str(tmp_path / "a.ckpt"), OddLit)
+    verb("consolidate", tmp_path / "a.ckpt", tmp_path / "one.ckpt", "--dtype", "bf16")
+    weights = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
+    assert weights["model.head.weight"].data_ptr() == weights["model.embedding.weight"].data_ptr()
+
+
+def test_inspect_and_export(folder: Path, pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(save_at_end, "zero3", RECIPE, str(tmp_path / "file.ckpt"))
+    shown, expected = (json.loads(verb("inspect", path, "--json").output) for path in (folder, tmp_path / "file.ckpt"))
+    for key in ("tensors", "optimizers", "weights_bytes", "optimizer_bytes", "global_step", "keys"):
+        ours, theirs = shown[key], expected[key]
+        assert (sorted(ours) == sorted(theirs)) if key == "keys" else ours == theirs
+    for path, out in ((folder, tmp_path / "out"), (tmp_path / "file.ckpt", tmp_path / "other")):
+        result = verb("export", path, out, "--dtype", "bf16")
+        assert result.exit_code == 0, result.output
+    assert_equal_trees(*(load_file(tmp_path / out / "model.safetensors") for out in ("out", "other")))
+
+
+def test_folders_of_others(tmp_path: Path) -> None:
+    """What Lightning's FSDP strategy writes, on one rank: plain tensors, with any cut into boxes."""
+    weights = {"a.weight": torch.randn(5, 4), "b": torch.randn(3)}
+    state = {"state": {"a.weight": {"step": torch.tensor(2.0), "exp_avg": torch.randn(5, 4)}}, "param_groups": []}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"model": weights, "optimizer_0": state}, checkpoint_id=tmp_path / "a.ckpt", no_dist=True)
+    torch.save({"epoch": 3, "global_step": 7}, tmp_path / "a.ckpt" / "meta.pt")
+    found = load(tmp_path / "a.ckpt", ALONE)
+    assert_equal_trees(found["state_dict"], weights)
+    assert_equal_trees(found["optimizer_states"][0]["state"], state["state"])
+    assert found["global_step"] == 7

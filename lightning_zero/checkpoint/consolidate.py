@@ -1,0 +1,100 @@
+"""A folder of many files as one file, on any machine: in memory for a tile of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint import full
+from lightning_zero.checkpoint.contents import dtype_name
+from lightning_zero.checkpoint.errors import CheckpointError
+from lightning_zero.checkpoint.lazy import StoredSource, StoredTensor
+from lightning_zero.checkpoint.stored import load
+from lightning_zero.engine import Group
+from lightning_zero.engine.memory_format import MemoryFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Consolidated:
+    """What was written.
+
+    Attributes:
+        tensors: of the `state_dict`.
+        optimizers: whose state is there.
+        bytes: of the file.
+    """
+
+    tensors: int
+    optimizers: int
+    bytes: int
+
+
+def consolidate(folder: Path, path: Path, *, dtype: torch.dtype | None = None, overwrite: bool = False) -> Consolidated:
+    """Write a checkpoint that ``torch.distributed.checkpoint`` made, ours or FSDP's, into one ordinary file.
+
+    Args:
+        folder: of the checkpoint.
+        path: of the file; it is there when it is complete.
+        dtype: of floating-point weights; default: as they are. Optimizer state stays as it is.
+        overwrite: replace a file that is there.
+
+    Raises:
+        CheckpointError: the folder is incomplete or damaged, the file is there, or a weight is infinite in ``dtype``.
+        OSError: files cannot be read or written.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder; a checkpoint in one file needs no consolidation.")
+    if path.exists() and not overwrite:
+        raise CheckpointError(f"{path} is already there; name another file, or replace it by --overwrite.")
+    checkpoint = load(folder, Group())
+    weights: dict[str, Any] = checkpoint.get("state_dict", {})
+    if dtype is not None:
+        cast: dict[int, Tensor] = {}  # tied weights stay tied
+        for name, value in weights.items():
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype:
+                if id(value) not in cast:
+                    cast[id(value)] = _cast(name, value, dtype)
+                weights[name] = cast[id(value)]
+    save = full.begin(checkpoint, path, None, Group())
+    assert save is not None
+    save.write(Group())
+    return Consolidated(len(weights), len(checkpoint.get("optimizer_states", [])), path.stat().st_size)
+
+
+def _cast(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    if not isinstance(value, StoredTensor):
+        return _checked(name, value, dtype)
+    like = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device="meta")
+    assert isinstance(value.source, StoredSource)
+    return StoredTensor(_Cast(value.source, name, dtype), value.param, like)
+
+
+def _checked(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    converted = values.to(dtype)
+    if bool(values[converted.isinf()].isfinite().any()):
+        raise CheckpointError(f"{name!r} has numbers that are infinite in {dtype_name(dtype)}; choose another dtype.")
+    return converted
+
+
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    """Gives what another source does, in another dtype."""
+
+    source: StoredSource
+    name: str
+    dtype: torch.dtype
+    live = False
+
+    @property
+    def key(self) -> Any:
+        return self.source.key, self.dtype
+
+    def fetch(self, param: int) -> Tensor:
+        return _checked(self.name, self.source.fetch(param), self.dtype)
+
+    def read_run(self, param: int, form: MemoryFormat, start: int, stop: int) -> Tensor:
+        return _checked(self.name, self.source.read_run(param, form, start, stop), self.dtype)
