@@ -171,6 +171,7 @@ def clean_state(spec: RankSpec, job: Job) -> Iterator[None]:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     gc.collect()
+    gc.freeze()  # what a job imported stays, too: torch.compile and transformers alone have 100,000 objects
     torch.distributed.init_process_group(
         "gloo",
         init_method=f"file://{spec.folder}/store{job.number}",
