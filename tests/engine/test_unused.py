@@ -27,6 +27,7 @@ PATTERNS: list[Flagged] = [
     models.not_in_step_1,
     models.by_turns,
 ]
+PATTERNS_OF_RANKS: list[Flagged] = [models.not_on_rank_0, models.by_turns]
 
 
 def optional(setup: Setup, flagged: Flagged, optimizer: str = "adamw", **options: object) -> Case:
@@ -41,9 +42,12 @@ def test_parameters_move_exactly_when_some_rank_uses_them(pool: RankPool, stage:
 
 
 @pytest.mark.slow
-@ranks(2, 4)
+@pytest.mark.parametrize(
+    ("pool", "flagged"),
+    [(2, models.only_in_step_1), *((world, flagged) for world in (2, 4) for flagged in PATTERNS_OF_RANKS)],
+    indirect=["pool"],
+)
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("flagged", [models.not_on_rank_0, models.only_in_step_1, models.by_turns])
 def test_every_optimizer_leaves_unused_parameters_alone(pool: RankPool, stage: int, flagged: Flagged) -> None:
     check_cases(
         pool,
