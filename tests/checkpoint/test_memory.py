@@ -90,4 +90,4 @@ def test_saving_and_loading_take_little_memory(pool: RankPool, name: str, contai
     for (trained, after), resumed in zip(saved, loaded, strict=True):
         growth = {"save": after - trained, "load": resumed - trained}
         print({k: f"{v >> 20} MiB" for k, v in growth.items()}, f"of {LIMIT >> 20}")
-        assert max(growth.values()) <= LIMIT
+        assert max(growth.values()) <= LIMIT, growth
