@@ -255,6 +255,52 @@ class CosineConf:
     min_lr_ratio: float = 0.1
 
 
+class WarmupType(StrEnum):
+    """How a learning rate rises."""
+
+    log = "log"
+    linear = "linear"
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+@dataclass
+class WarmupConf:
+    """Arguments of `lightning_zero.schedulers.WarmupLR`."""
+
+    _target_: str = "lightning_zero.schedulers.WarmupLR"
+    min_lr: float = 0.0
+    max_lr: float | None = None
+    warmup_steps: int = 1000
+    warmup_type: WarmupType = WarmupType.log
+
+
+@dataclass
+class WarmupDecayConf(WarmupConf):
+    """Arguments of `lightning_zero.schedulers.WarmupDecayLR`."""
+
+    _target_: str = "lightning_zero.schedulers.WarmupDecayLR"
+    total_steps: int | None = None
+
+
+@dataclass
+class OneCycleConf:
+    """Arguments of `lightning_zero.schedulers.OneCycleLR`."""
+
+    _target_: str = "lightning_zero.schedulers.OneCycleLR"
+    total_steps: int | None = None
+    max_lr: float | None = None
+    pct_start: float = 0.3
+    anneal_strategy: str = "cos"
+    cycle_momentum: bool = True
+    base_momentum: float = 0.85
+    max_momentum: float = 0.95
+    div_factor: float = 25.0
+    final_div_factor: float = 1e4
+    three_phase: bool = False
+
+
 SCHEMAS: dict[str, type] = {
     "strategy/zero": StrategyConf,
     "precision/zero": PrecisionConf,
@@ -271,6 +317,9 @@ SCHEMAS: dict[str, type] = {
     "optimizer/cpu_lion": CPULionConf,
     "optimizer/cpu_sgd": CPUSGDConf,
     "scheduler/cosine": CosineConf,
+    "scheduler/warmup": WarmupConf,
+    "scheduler/warmup_decay": WarmupDecayConf,
+    "scheduler/onecycle": OneCycleConf,
 }
 
 

@@ -1,9 +1,10 @@
 """Learning-rate schedules counted in optimizer steps."""
 
 import math
+from typing import Literal
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 
@@ -51,3 +52,161 @@ class WarmupCosineLR(LRScheduler):
     def get_lr(self) -> list[float | Tensor]:
         factor = self.factor(self.last_epoch)
         return [lr * factor for lr in self.base_lrs]
+
+
+class WarmupLR(LRScheduler):
+    """DeepSpeed's ``WarmupLR``: from a minimum to a maximum, which stays.
+
+    With `i` = max(0, t - 1), step t (the first is 0) uses `min_lr + (max_lr - min_lr) * g`, where g is
+    `log(i + 1) / log(warmup_steps)` or `i / warmup_steps` while `i < warmup_steps`, and 1 from there on. The log
+    form is at the maximum one step before the linear one.
+
+    As in DeepSpeed, the first two steps use the minimum, because its schedule starts at -1 and `i = 0` adds
+    nothing yet: with `min_lr=0` they change no parameter (but do change the optimizer's state). A warm-up of one
+    step counts as two. Unlike there, an unknown `warmup_type` is an error, and `max_lr=None` is each group's own
+    learning rate instead of the first one's.
+
+    Args:
+        optimizer: The optimizer whose groups are scheduled.
+        min_lr: Learning rate at the start.
+        max_lr: Learning rate at the end of the warm-up; None: each group's own.
+        warmup_steps: Optimizer steps of the warm-up, at least 1.
+        warmup_type: `"log"`: fast at first; `"linear"`.
+        last_epoch: Index of the last step taken; -1 starts anew.
+
+    Raises:
+        ValueError: For a negative or an impossible argument.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        min_lr: float = 0.0,
+        max_lr: float | None = None,
+        warmup_steps: int = 1000,
+        warmup_type: str = "log",
+        last_epoch: int = -1,
+    ) -> None:
+        if warmup_steps < 1:
+            raise ValueError(f"warmup_steps={warmup_steps} must be at least 1: without a warm-up, use no scheduler.")
+        if warmup_type not in ("log", "linear"):
+            raise ValueError(f"warmup_type={warmup_type!r} must be 'log' or 'linear'.")
+        if min_lr < 0.0 or (max_lr is not None and max_lr < min_lr):
+            raise ValueError(f"min_lr={min_lr}, max_lr={max_lr}: they must satisfy 0 <= min_lr <= max_lr.")
+        self.min_lr = min_lr
+        self.max_lr = max_lr
+        self.warmup_steps = max(2, warmup_steps)
+        self.warmup_type = str(warmup_type)  # a member of an enum would not load with `weights_only=True`
+        super().__init__(optimizer, last_epoch)
+
+    def factor(self, step: int) -> float:
+        """How far between minimum and maximum the learning rate of `step` lies, from 0 to 1."""
+        index = max(0, step - 1)
+        if index >= self.warmup_steps:
+            return self.after_warmup(index)
+        if self.warmup_type == "linear":
+            return index / self.warmup_steps
+        return math.log(index + 1) / math.log(self.warmup_steps)
+
+    def after_warmup(self, index: int) -> float:
+        """The factor of the step after DeepSpeed's `index`, which is at least `warmup_steps`."""
+        return 1.0
+
+    def get_lr(self) -> list[float | Tensor]:
+        factor = self.factor(self.last_epoch)
+        highest = self.base_lrs if self.max_lr is None else [self.max_lr] * len(self.base_lrs)
+        return [self.min_lr + (lr - self.min_lr) * factor for lr in highest]
+
+
+class WarmupDecayLR(WarmupLR):
+    """DeepSpeed's ``WarmupDecayLR``: the warm-up of `WarmupLR`, then a line down to the minimum.
+
+    After the warm-up, g is `(total_steps - i) / (total_steps - warmup_steps)` and at least 0. The minimum is
+    reached at step `total_steps + 1`, because `i` lags one step behind. `max_lr=None` is each group's own learning
+    rate, 0.001 in DeepSpeed; there, a warm-up that ends after `total_steps` is a warning, here an error.
+
+    Args:
+        optimizer: The optimizer whose groups are scheduled.
+        total_steps: Optimizer steps of warm-up and decay together.
+        min_lr: Learning rate at the start and at the end.
+        max_lr: Learning rate at the end of the warm-up; None: each group's own.
+        warmup_steps: Optimizer steps of the warm-up, at least 1.
+        warmup_type: `"log"`: fast at first; `"linear"`.
+        last_epoch: Index of the last step taken; -1 starts anew.
+
+    Raises:
+        ValueError: For a negative or an impossible argument.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        min_lr: float = 0.0,
+        max_lr: float | None = None,
+        warmup_steps: int = 1000,
+        warmup_type: str = "log",
+        last_epoch: int = -1,
+    ) -> None:
+        if total_steps <= (length := max(2, warmup_steps)):
+            raise ValueError(
+                f"A warm-up of {length} steps must be shorter than total_steps={total_steps}: "
+                "lower warmup_steps or train for more steps."
+            )
+        self.total_steps = total_steps
+        super().__init__(optimizer, min_lr, max_lr, warmup_steps, warmup_type, last_epoch)
+
+    def after_warmup(self, index: int) -> float:
+        return max(0.0, (self.total_steps - index) / (self.total_steps - self.warmup_steps))
+
+
+class OneCycleLR(lr_scheduler.OneCycleLR):
+    """torch's ``OneCycleLR``, whose peak may be each group's own learning rate.
+
+    The rate rises from `max_lr / div_factor` to `max_lr` and falls to a small fraction of where it started;
+    the momentum (or the first beta) moves the other way. It is not DeepSpeed's ``OneCycle``.
+
+    Args:
+        optimizer: The optimizer whose groups are scheduled.
+        total_steps: Optimizer steps of the cycle; a step after the last is an error.
+        max_lr: The peak; None: each group's own learning rate.
+        pct_start: Part of the cycle in which the rate rises.
+        anneal_strategy: `"cos"` or `"linear"`.
+        cycle_momentum: Move the momentum too; False for optimizers that have none.
+        base_momentum: The lowest momentum, at the peak.
+        max_momentum: The highest momentum, at both ends.
+        div_factor: The first rate is `max_lr / div_factor`.
+        final_div_factor: The last rate is the first one over `final_div_factor`.
+        three_phase: Fall as fast as the rise, then to the last rate.
+        last_epoch: Index of the last step taken; -1 starts anew.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        max_lr: float | None = None,
+        pct_start: float = 0.3,
+        anneal_strategy: Literal["cos", "linear"] = "cos",
+        cycle_momentum: bool = True,
+        base_momentum: float = 0.85,
+        max_momentum: float = 0.95,
+        div_factor: float = 25.0,
+        final_div_factor: float = 1e4,
+        three_phase: bool = False,
+        last_epoch: int = -1,
+    ) -> None:
+        super().__init__(
+            optimizer,
+            [group["lr"] for group in optimizer.param_groups] if max_lr is None else max_lr,
+            total_steps=total_steps,
+            pct_start=pct_start,
+            anneal_strategy=anneal_strategy,
+            cycle_momentum=cycle_momentum,
+            base_momentum=base_momentum,
+            max_momentum=max_momentum,
+            div_factor=div_factor,
+            final_div_factor=final_div_factor,
+            three_phase=three_phase,
+            last_epoch=last_epoch,
+        )
