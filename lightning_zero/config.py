@@ -1,7 +1,7 @@
 """Typed schemas of the Hydra groups: a misspelt key or value fails while the configuration is composed.
 
 Each option of a group in `lightning_zero.conf` extends one of these, as `/schema/<group>/<name>`.
-This module imports the standard library only; `register_schemas` imports Hydra.
+This module imports the standard library only; `register_schemas` imports Hydra, whose search-path plugin calls it.
 """
 
 from dataclasses import dataclass, field

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from lightning_zero.config import DynamicLossScalerConf, PrecisionConf, register_schemas
+from lightning_zero.config import DynamicLossScalerConf, PrecisionConf
 
 if TYPE_CHECKING:
     from hydra.errors import HydraException, MissingConfigException
@@ -25,27 +25,11 @@ _RUN_DIR_KEY = "run_dir"
 _CLEAR_ERRORS = "LIGHTNING_ZERO_CLEAR_ERRORS"
 
 
-def register() -> None:
-    """Make this package's schemas and groups (`strategy`, `precision`, ...) known to Hydra."""
-    from hydra.core.plugins import Plugins
-    from hydra.plugins.search_path_plugin import SearchPathPlugin
-
-    class LightningZeroSearchPath(SearchPathPlugin):
-        def manipulate_search_path(self, search_path: Any) -> None:
-            search_path.append(provider="lightning_zero", path="pkg://lightning_zero.conf")
-
-    register_schemas()
-    known = [plugin.__name__ for plugin in Plugins.instance().discover(SearchPathPlugin)]
-    if LightningZeroSearchPath.__name__ not in known:
-        Plugins.instance().register(LightningZeroSearchPath)
-
-
 def hydra_main(config_name: str, config_path: str | None = None) -> Callable[["Task"], Callable[[], None]]:
     """Decorate the main function of a script, as `hydra.main` does.
 
-    On top of `hydra.main`, the groups of `lightning_zero.conf` are on the search path, a misspelt key, option
-    or value ends the program with a message that lists the valid ones, and the ranks that torchrun starts
-    share one run folder. `HYDRA_FULL_ERROR=1` shows complete stack traces.
+    On top of `hydra.main`, a misspelt key, option or value ends the program with a message that lists the valid
+    ones, and the ranks that torchrun starts share one run folder. `HYDRA_FULL_ERROR=1` shows complete stack traces.
 
     Args:
         config_name: The primary configuration, without `.yaml`.
@@ -57,7 +41,6 @@ def hydra_main(config_name: str, config_path: str | None = None) -> Callable[["T
         def run() -> None:
             import hydra
 
-            register()
             # Lightning's own use of an API that newer torch deprecates: nothing a user could change.
             warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
             _join_run_folder()

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 import lightning_zero
 from lightning_zero import DynamicLossScaler, StaticLossScaler, ZeroPrecision, ZeroStrategy
 from lightning_zero.config import SCHEMAS, DynamicLossScalerConf, Store, StrategyConf
-from lightning_zero.hydra_app import build_group, build_optimizers, build_trainer, hydra_main, register
+from lightning_zero.hydra_app import build_group, build_optimizers, build_trainer, hydra_main
 from lightning_zero.optim import CPUOptimizer
 from lightning_zero.optim.native import Numbers
 
@@ -60,7 +60,6 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def composed(folder: Path) -> Iterator[Compose]:
-    register()
     with initialize_config_dir(str(folder), version_base="1.3"):
         yield lambda *overrides: compose("main", overrides=[f"run_dir={folder}", *overrides])
 

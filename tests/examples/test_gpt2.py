@@ -24,8 +24,6 @@ from hydra.utils import instantiate
 from lightning import Trainer
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_zero.hydra_app import register
-
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt2"
 MODULES = ("data", "model", "report", "train")
 NANO = {"n_layer": 2, "n_head": 2, "n_embd": 16, "context": 8}
@@ -51,7 +49,6 @@ def gpt2() -> Iterator[SimpleNamespace]:
 
 
 def composed(*overrides: str, run_dir: str = "run") -> DictConfig:
-    register()
     with initialize_config_dir(str(EXAMPLE / "conf"), version_base="1.3"):
         return compose("train", overrides=[f"run_dir={run_dir}", "strategy_name=test", *overrides])
 
