@@ -66,6 +66,19 @@ class StrategyConf:
 
 
 @dataclass
+class DDPConf:
+    """Arguments of `lightning.pytorch.strategies.DDPStrategy`, most of them torch's."""
+
+    _target_: str = "lightning.pytorch.strategies.DDPStrategy"
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+    bucket_cap_mb: float = 25.0
+    start_method: str = "popen"
+    process_group_backend: str | None = None
+
+
+@dataclass
 class PrecisionConf:
     """Arguments of `lightning_zero.ZeroPrecision`."""
 
@@ -303,6 +316,7 @@ class OneCycleConf:
 
 SCHEMAS: dict[str, type] = {
     "strategy/zero": StrategyConf,
+    "strategy/ddp": DDPConf,
     "precision/zero": PrecisionConf,
     "loss_scaler/dynamic": DynamicLossScalerConf,
     "loss_scaler/static": StaticLossScalerConf,

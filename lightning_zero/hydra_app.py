@@ -2,13 +2,16 @@
 
 import difflib
 import functools
+import inspect
+import math
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_zero.config import DynamicLossScalerConf, PrecisionConf
 
@@ -45,7 +48,7 @@ def hydra_main(config_name: str, config_path: str | None = None) -> Callable[["T
             warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
             _join_run_folder()
             main = hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)
-            _run_with_clear_errors(main(_prepared(task)), task)
+            _run_with_clear_errors(main(_prepared(task)), task, functools.partial(_groups, task, config_path))
 
         return run
 
@@ -104,7 +107,7 @@ def _join_run_folder() -> None:
 # -- errors -------------------------------------------------------------------------------------------------
 
 
-def _run_with_clear_errors(main: Callable[[], None], task: "Task") -> None:
+def _run_with_clear_errors(main: Callable[[], None], task: "Task", groups: Callable[[], list[str]]) -> None:
     """Run `main`; a configuration error becomes a message, any other keeps the frames below `task` only."""
     from hydra.errors import HydraException
 
@@ -115,7 +118,7 @@ def _run_with_clear_errors(main: Callable[[], None], task: "Task") -> None:
     try:
         return main()
     except HydraException as error:
-        if (message := explain(error)) is None:
+        if (message := explain(error, groups())) is None:
             raise
         sys.exit(message)
     except Exception as error:
@@ -123,6 +126,24 @@ def _run_with_clear_errors(main: Callable[[], None], task: "Task") -> None:
         raise
     finally:
         del os.environ["HYDRA_FULL_ERROR"], os.environ[_CLEAR_ERRORS]
+
+
+def _groups(task: "Task", config_path: str | None) -> list[str]:
+    """Names of the groups that the application can choose from."""
+    from hydra import initialize_config_dir, initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+
+    if config_path is None:
+        return []
+    if config_path.startswith("pkg://"):
+        opened: Any = initialize_config_module(config_path.removeprefix("pkg://"), version_base="1.3")
+    else:
+        folder = Path(inspect.getfile(task)).resolve().parent / config_path
+        opened = initialize_config_dir(str(folder), version_base="1.3")
+    with opened:
+        loader = GlobalHydra.instance().config_loader()
+        names = [name for name in loader.list_groups("") if name not in ("hydra", "schema")]
+        return [name for name in names if loader.get_group_options(name)]
 
 
 def _frames_from(task: "Task", error: Exception) -> TracebackType | None:
@@ -133,43 +154,58 @@ def _frames_from(task: "Task", error: Exception) -> TracebackType | None:
 
 
 def _check_complete(cfg: "DictConfig") -> None:
-    from hydra.errors import ConfigCompositionException
     from omegaconf import OmegaConf
 
     if missing := sorted(OmegaConf.missing_keys(cfg)):
-        raise ConfigCompositionException(
-            f"{', '.join(missing)}: no value yet. Set it on the command line: {missing[0]}=..."
-        )
+        _refuse(f"{', '.join(missing)}: no value yet. Set it on the command line: {missing[0]}=...")
 
 
-def explain(error: "HydraException") -> str | None:
-    """What to change in the configuration, or None where the stack trace says more."""
+def explain(error: "HydraException", groups: Sequence[str] = ()) -> str | None:
+    """What to change in the configuration, or None where the stack trace says more.
+
+    Args:
+        error: What Hydra has raised.
+        groups: Names that a misspelt group could stand for.
+    """
     from hydra.errors import InstantiationException, MissingConfigException
     from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
     cause = error.__cause__
-    if isinstance(error, MissingConfigException) and error.options:
-        return _explain_option(error)
+    if isinstance(error, MissingConfigException):
+        return _explain_option(error, groups)
     if isinstance(error, InstantiationException):
-        wrong_input = isinstance(cause, ValueError | TypeError)
-        return f"{str(error).splitlines()[0]}\n{cause}" if wrong_input else None
+        return f"{str(error).splitlines()[0]}\n{cause}" if _is_about_input(cause) else None
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
-        return _explain_key(cause)
+        return _explain_key(cause, groups)
     if isinstance(cause, OmegaConfBaseException):
         return f"{cause.full_key}: {str(cause).splitlines()[0]}"
     return str(error)
 
 
-def _explain_option(error: "MissingConfigException") -> str:
+def _is_about_input(cause: BaseException | None) -> bool:
+    """Whether an object's own error says what to change: a value, or a package that has to be installed."""
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    if isinstance(cause, ImportError):
+        return cause.name is None  # raised with a message, and not by an import statement
+    return isinstance(cause, ValueError | TypeError | MisconfigurationException)
+
+
+def _explain_option(error: "MissingConfigException", groups: Sequence[str]) -> str:
     group, _, option = str(error.missing_cfg_file).rpartition("/")
-    options = list(error.options or ())
-    return f"{group}={option}: no such option.{_closest(option, options)}\n{group} can be: {', '.join(options)}"
+    if options := list(error.options or ()):
+        return f"{group}={option}: no such option.{_closest(option, options)}\n{group} can be: {', '.join(options)}"
+    if group and group not in groups:
+        return f"{group}: no such group.{_closest(group, groups)}\nThe groups are: {', '.join(groups)}"
+    return str(error)
 
 
-def _explain_key(cause: Any) -> str:
+def _explain_key(cause: Any, groups: Sequence[str]) -> str:
     parent = cause.parent_node
     keys = [str(key) for key in (parent or ()) if not str(key).startswith("_") and key != "hydra"]
     owner = str(cause.full_key).rpartition(".")[0] or "the configuration"
+    if owner == "the configuration":  # a group that no option is chosen of has no key
+        keys += [group for group in groups if group not in keys]
     lines = [f"{cause.full_key}: no such key.{_closest(str(cause.key), keys)}"]
     lines.append(f"{owner} has: {', '.join(keys)}" if keys else f"{owner} has no keys.")
     if cause.object_type is dict:
@@ -193,7 +229,11 @@ def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "T
         callbacks: The application's own callbacks, which come before those of the group.
     """
     from hydra.utils import instantiate
+    from lightning.pytorch.strategies import DDPStrategy
 
+    from lightning_zero.multirun import why_not_in_sweep
+
+    _check_sizes(cfg.trainer)
     strategy = instantiate(cfg.strategy, _convert_="all")
     loggers = build_group(cfg.logger)
     switched_off = _switched_off(cfg.trainer, loggers)
@@ -207,7 +247,22 @@ def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "T
         _convert_="all",
         **_precision_arguments(cfg.precision, strategy),
     )
+    if isinstance(trainer.strategy, DDPStrategy) and (reason := why_not_in_sweep(trainer.strategy)):
+        _refuse(reason)  # ours has refused by itself
     return trainer
+
+
+def _check_sizes(trainer: "DictConfig") -> None:
+    """Refuse what Lightning takes and what then fails, or trains by a wrong rule."""
+    for name, least in (("accumulate_grad_batches", 1), ("gradient_clip_val", 0), ("log_every_n_steps", 0)):
+        if isinstance(value := trainer.get(name), int | float) and value < least:
+            _refuse(f"trainer.{name}={value} must be at least {least}.")
+
+
+def _refuse(message: str) -> NoReturn:
+    from hydra.errors import ConfigCompositionException
+
+    raise ConfigCompositionException(message)
 
 
 def _switched_off(trainer: "DictConfig", loggers: list[Any]) -> tuple[type, ...]:
@@ -261,11 +316,16 @@ def build_optimizers(
         params: Parameters or parameter groups.
         total_steps: Optimizer steps of the fit, for a scheduler whose `total_steps` is null.
     """
-    built = _build(optimizer, params, **_arguments(optimizer))
+    options = _arguments(optimizer)
+    if len(options.get("betas", (0, 0))) != 2:
+        _refuse(f"optimizer.betas={list(options['betas'])} must be two numbers, such as [0.9,0.999].")
+    built = _build(optimizer, params, **options)
     if not scheduler:
         return {"optimizer": built}
     arguments = _arguments(scheduler)
     if "total_steps" in arguments and arguments["total_steps"] is None:
+        if not math.isfinite(total_steps):
+            _refuse("scheduler.total_steps is null, and the fit has no end: set trainer.max_steps or max_epochs.")
         arguments["total_steps"] = int(total_steps)
     schedule = _build(scheduler, built, **arguments)
     return {"optimizer": built, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -91,8 +91,10 @@ class WarmupLR(LRScheduler):
             raise ValueError(f"warmup_steps={warmup_steps} must be at least 1: without a warm-up, use no scheduler.")
         if warmup_type not in ("log", "linear"):
             raise ValueError(f"warmup_type={warmup_type!r} must be 'log' or 'linear'.")
-        if min_lr < 0.0 or (max_lr is not None and max_lr < min_lr):
-            raise ValueError(f"min_lr={min_lr}, max_lr={max_lr}: they must satisfy 0 <= min_lr <= max_lr.")
+        lowest = min(group["lr"] for group in optimizer.param_groups) if max_lr is None else max_lr
+        if not 0.0 <= min_lr <= lowest:
+            source = "the optimizer's lr" if max_lr is None else "max_lr"
+            raise ValueError(f"min_lr={min_lr} must be at least 0 and at most {source}={float(lowest)}.")
         self.min_lr = min_lr
         self.max_lr = max_lr
         self.warmup_steps = max(2, warmup_steps)
@@ -196,6 +198,8 @@ class OneCycleLR(lr_scheduler.OneCycleLR):
         three_phase: bool = False,
         last_epoch: int = -1,
     ) -> None:
+        if div_factor <= 0 or final_div_factor <= 0:
+            raise ValueError(f"div_factor={div_factor} and final_div_factor={final_div_factor} must be greater than 0.")
         super().__init__(
             optimizer,
             [group["lr"] for group in optimizer.param_groups] if max_lr is None else max_lr,

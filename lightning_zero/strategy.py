@@ -52,6 +52,7 @@ from lightning_zero.engine import (
     sharded_init,
 )
 from lightning_zero.engine.compiled import names_of, plain_names
+from lightning_zero.multirun import why_not_in_sweep
 from lightning_zero.optim import ShardUpdater, make_updater
 from lightning_zero.precision import ZeroPrecision, as_zero_precision
 from lightning_zero.registration import register_in
@@ -251,6 +252,8 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        if reason := why_not_in_sweep(self):
+            raise ValueError(reason)
         super()._configure_launcher()
         if self._start_method != "popen":
             self._launcher = _GatheringLauncher(self, start_method=self._start_method)

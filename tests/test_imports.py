@@ -16,7 +16,7 @@ ORDER = (
     ("callbacks", "config"),
     ("strategy", "registration"),  # names are registered without importing the class; it unregisters itself by them
     ("precision", "whole_weights", "schedulers", "loading"),
-    ("standstill",),
+    ("standstill", "multirun"),
     ("checkpoint",),
     ("optim",),
     ("engine",),

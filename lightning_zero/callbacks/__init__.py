@@ -1,5 +1,6 @@
-"""Callbacks that show what a sharded run does."""
+"""Callbacks that show what a sharded run does, or follow it."""
 
+from lightning_zero.callbacks.ema import EMA
 from lightning_zero.callbacks.gradient_monitor import GradientMonitor
 
-__all__ = ["GradientMonitor"]
+__all__ = ["EMA", "GradientMonitor"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module, resources
@@ -13,12 +14,15 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.errors import InstantiationException
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from omegaconf import DictConfig, OmegaConf
+from torch.nn.parallel import DistributedDataParallel
 
 import lightning_zero
 from lightning_zero import DynamicLossScaler, StaticLossScaler, ZeroPrecision, ZeroStrategy
+from lightning_zero.callbacks import EMA
 from lightning_zero.config import SCHEMAS, DynamicLossScalerConf, Store, StrategyConf
 from lightning_zero.hydra_app import build_group, build_optimizers, build_trainer, hydra_main
 from lightning_zero.optim import CPUOptimizer
@@ -35,6 +39,7 @@ defaults:
   - trainer: cpu
   - logger: none
   - callbacks: none
+  - experiment: null
   - override hydra/job_logging: quiet
   - _self_
 run_dir: ???
@@ -55,6 +60,8 @@ def each_option(*groups: str) -> pytest.MarkDecorator:
 def folder(tmp_path: Path) -> Path:
     """The configuration folder of an application that uses every group."""
     (tmp_path / "main.yaml").write_text(PRIMARY)
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "small.yaml").write_text("# @package _global_\ntrainer:\n  max_steps: 2\n")
     return tmp_path
 
 
@@ -73,8 +80,11 @@ def test_the_groups_hold_the_promised_options() -> None:
     )
     assert options("precision") == ["bf16", "bf16_true", "fp16", "fp16_static", "fp16_true", "fp32", "fp64"]
     ours = ["cpu_adagrad", "cpu_adam", "cpu_adamw", "cpu_lion", "cpu_sgd"]
-    assert options("optimizer") == ["adagrad", "adam", "adamw", *ours, "rmsprop", "sgd"]
+    assert options("optimizer") == ["adagrad", "adam", "adamw", *ours, "lion", "rmsprop", "sgd"]
     assert options("scheduler") == ["cosine", "none", "onecycle", "warmup", "warmup_decay"]
+    assert options("trainer") == ["cpu", "default", "gpu"]
+    assert options("logger") == ["csv", "none", "tensorboard"]
+    assert options("callbacks") == ["default", "ema", "none"]
 
 
 @each_option(*GROUPS)
@@ -156,7 +166,8 @@ def test_every_optimizer_builds_with_its_own_defaults(composed: Compose, group: 
     parameter = torch.nn.Parameter(torch.zeros(2))
     built = build_optimizers(cfg.optimizer, cfg.scheduler, [parameter], 10)["optimizer"]
     plain = type(built)([parameter])
-    home = lightning_zero if option.startswith("cpu_") else torch.optim
+    home = lightning_zero if isinstance(built, CPUOptimizer) else torch.optim
+    assert isinstance(built, CPUOptimizer) == (option.startswith("cpu_") or option == "lion")
     assert type(built) is getattr(home, type(built).__name__)
     assert built.defaults == plain.defaults
     if isinstance(built, CPUOptimizer):
@@ -202,6 +213,32 @@ def test_default_callbacks_write_below_the_run_folder(composed: Compose, folder:
     assert len(callbacks) == 4
     (checkpoint,) = [c for c in callbacks if isinstance(c, ModelCheckpoint)]
     assert checkpoint.dirpath == str(folder / "checkpoints")
+
+
+def test_the_average_comes_on_top_of_the_default_callbacks(composed: Compose) -> None:
+    cfg = composed("callbacks=ema", "callbacks.ema.decay=0.5")
+    assert list(cfg.callbacks) == [*composed("callbacks=default").callbacks, "ema"]
+    (ema,) = [callback for callback in build_group(cfg.callbacks) if isinstance(callback, EMA)]
+    arguments = {k: v for k, v in cfg.callbacks.ema.items() if k not in ("_target_", "decay")}
+    defaults = {name: p.default for name, p in inspect.signature(EMA).parameters.items() if name != "decay"}
+    assert arguments == defaults
+    assert ema.should_update(step_idx=0)
+
+
+@pytest.mark.parametrize("option", ["cpu", "default", "gpu"])
+def test_every_trainer_builds(composed: Compose, option: str) -> None:
+    cfg = composed(f"trainer={option}")
+    if option == "gpu" and not torch.cuda.is_available():
+        with pytest.raises(InstantiationException, match="No supported gpu backend found"):
+            build_trainer(cfg)
+    else:
+        assert build_trainer(cfg).num_devices >= 1
+
+
+def test_the_tensorboard_logger_writes_below_the_run_folder(composed: Compose, folder: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs the extra 'tensorboard'")
+    (logger,) = build_group(composed("logger=tensorboard").logger)
+    assert Path(logger.log_dir) == folder / "tensorboard"
 
 
 def test_the_csv_logger_writes_below_the_run_folder(composed: Compose, folder: Path) -> None:
@@ -252,13 +289,15 @@ def test_anything_the_trainer_takes_can_be_added(composed: Compose) -> None:
 def test_schemas_agree_with_what_they_configure(path: str) -> None:
     fields = {field.name for field in dataclasses.fields(SCHEMAS[path]) if not field.name.startswith("_")}
     module, _, name = SCHEMAS[path]._target_.rpartition(".")
-    parameters = inspect.signature(getattr(import_module(module), name).__init__).parameters
-    assert fields <= parameters.keys()
+    parameters = inspect.signature(getattr(import_module(module), name).__init__).parameters.keys()
+    if path == "strategy/ddp":  # passes the rest on
+        parameters |= inspect.signature(DistributedDataParallel.__init__).parameters.keys()
+    assert fields <= parameters
 
 
 @pytest.mark.parametrize(
     ("path", "option"),
-    [("strategy/zero", "zero2"), ("precision/zero", "fp32")]
+    [("strategy/zero", "zero2"), ("strategy/ddp", "ddp"), ("precision/zero", "fp32")]
     + [(path, path.partition("/")[2]) for path in SCHEMAS if path.startswith(("optimizer", "scheduler"))],
 )
 def test_yaml_and_schema_state_the_same_defaults(composed: Compose, path: str, option: str) -> None:
@@ -293,7 +332,7 @@ def run_app(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
     """Run an application with a command line; returns the message that it ends with."""
 
     def run(*overrides: str, task: Callable[[DictConfig], Any] = build_trainer) -> str:
-        monkeypatch.setattr(sys, "argv", ["main.py", f"hydra.run.dir={folder}/run", *overrides])
+        monkeypatch.setattr(sys, "argv", ["main.py", *overrides, f"hydra.run.dir={folder}/run"])
         monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
         with pytest.raises(SystemExit) as caught:
             hydra_main(config_name="main", config_path=str(folder))(task)()
@@ -322,8 +361,16 @@ def run_app(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
         (["optimizer.lr=fast"], ["optimizer.lr: Value 'fast'", "Float"]),
         (["optimizer=sgd", "optimizer.betas=[0,0]"], ["optimizer.betas: no such key", "momentum"]),
         (["scheduler.steps=3"], ["scheduler has no keys."]),
+        (["experimental=small"], ["experimental: no such key. Did you mean 'experiment'?"]),
+        (["experiment=smaller"], ["experiment=smaller: no such option. Did you mean 'small'?"]),
+        (["strategy=ddp", "strategy.static_grph=true"], ["Did you mean 'static_graph'?"]),
+        (["scheduler=warmup", "scheduler.warmup_type=exp"], ["scheduler.warmup_type", "one of [log, linear]"]),
         ([], ["run_dir: no value yet", "run_dir=..."]),
         (["run_dir=x", "+trainer.devises=2"], ["Trainer", "unexpected keyword argument 'devises'"]),
+        (["run_dir=x", "strategy.bucket_size_mb=-1"], ["bucket_size_mb=-1.0 must be a number greater than 0"]),
+        (["run_dir=x", "trainer.max_steps=-5"], ["`max_steps` must be a non-negative integer or -1"]),
+        (["run_dir=x", "trainer.accumulate_grad_batches=0"], ["accumulate_grad_batches=0 must be at least 1"]),
+        (["run_dir=x", "trainer.gradient_clip_val=-1"], ["gradient_clip_val=-1 must be at least 0"]),
     ],
 )
 def test_mistakes_name_what_would_be_right(
@@ -340,6 +387,8 @@ def test_mistakes_name_what_would_be_right(
     [
         (["scheduler=cosine"], ["WarmupCosineLR", "warmup_steps=100 must be", "less than total_steps=50"]),
         (["optimizer.lr=-1"], ["AdamW", "Invalid learning rate: -1"]),
+        (["optimizer.betas=[0.9]"], ["optimizer.betas=[0.9] must be two numbers, such as [0.9,0.999]"]),
+        (["scheduler=warmup", "scheduler.warmup_steps=-1"], ["WarmupLR", "warmup_steps=-1 must be at least 1"]),
         (["+scheduler._target_=torch.optim.lr_scheduler.StepLR"], ["StepLR", "missing", "'step_size'"]),
     ],
 )
@@ -353,6 +402,51 @@ def test_refused_optimizers_and_schedulers_end_with_a_message(
     assert "Traceback" not in message
     for part in expected:
         assert part in message
+
+
+def test_a_schedule_over_a_fit_without_end_is_refused(run_app: Callable[..., str]) -> None:
+    def task(cfg: DictConfig) -> None:
+        build_optimizers(cfg.optimizer, cfg.scheduler, [torch.nn.Parameter(torch.zeros(2))], math.inf)
+
+    message = run_app("run_dir=x", "scheduler=cosine", task=task)
+    assert message.startswith("scheduler.total_steps is null, and the fit has no end: set trainer.max_steps")
+
+
+def test_a_misspelt_group_in_a_file_is_named(run_app: Callable[..., str], folder: Path) -> None:
+    (folder / "main.yaml").write_text(PRIMARY.replace("- strategy: zero2", "- stratgy: zero2"))
+    message = run_app()
+    assert "stratgy: no such group. Did you mean 'strategy'?" in message
+    assert (
+        "The groups are: callbacks, experiment, logger, optimizer, precision, scheduler, strategy, trainer" in message
+    )
+
+
+def test_a_missing_logger_package_is_named(run_app: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_TENSORBOARD_AVAILABLE", "_TENSORBOARDX_AVAILABLE"):
+        monkeypatch.setattr(f"lightning.fabric.loggers.tensorboard.{name}", False)
+    message = run_app("run_dir=x", "logger=tensorboard")
+    assert "Neither `tensorboard` nor `tensorboardX` is available. Try `pip install`ing either." in message
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "ddp"])
+@pytest.mark.parametrize("devices", ["2", "1,2"])
+def test_a_sweep_over_several_ranks_is_refused(
+    run_app: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, devices: str
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")  # as a job on one rank leaves it
+    sweep = ("--multirun", f"hydra.sweep.dir={folder}/sweep", f"trainer.devices={devices}")
+    message = run_app(*sweep, f"strategy={strategy}", "run_dir=x")
+    assert "multirun cannot run this job on 2 ranks" in message
+    assert "for s in zero1 zero2; do python train.py strategy=$s trainer.devices=2; done" in message
+
+
+def test_a_sweep_of_single_ranks_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = []
+    sweep = ["--multirun", f"hydra.sweep.dir={folder}/sweep", "run_dir=x", "strategy=zero1,zero2"]
+    monkeypatch.setattr(sys, "argv", ["main.py", *sweep])
+    task = hydra_main(config_name="main", config_path=str(folder))
+    task(lambda cfg: stages.append(build_trainer(cfg).strategy.stage))()  # type: ignore[attr-defined]
+    assert stages == [1, 2]
 
 
 def test_errors_of_the_program_keep_their_type(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

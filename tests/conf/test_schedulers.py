@@ -128,8 +128,8 @@ def test_a_warmup_resumes_from_what_torch_loads_safely() -> None:
     [
         ({"warmup_steps": 0}, "warmup_steps=0 must be at least 1"),
         ({"warmup_type": "exp"}, "warmup_type='exp' must be 'log' or 'linear'"),
-        ({"min_lr": -0.1}, "min_lr=-0.1, max_lr=None.*0 <= min_lr <= max_lr"),
-        ({"min_lr": 0.2, "max_lr": 0.1}, "min_lr=0.2, max_lr=0.1.*0 <= min_lr <= max_lr"),
+        ({"min_lr": -0.1}, "min_lr=-0.1 must be at least 0 and at most the optimizer's lr=1.0"),
+        ({"min_lr": 0.2, "max_lr": 0.1}, "min_lr=0.2 must be at least 0 and at most max_lr=0.1"),
         ({"warmup_steps": 10}, "warm-up of 10 steps must be shorter than total_steps=10"),
         ({"warmup_steps": 1, "total_steps": 2}, "warm-up of 2 steps must be shorter than total_steps=2"),
     ],
@@ -150,3 +150,9 @@ def test_one_cycle_peaks_at_each_groups_own_rate() -> None:
     assert scheduler.get_last_lr() == pytest.approx([1.0, 0.5])
     run(scheduler, 6)
     assert scheduler.get_last_lr() == pytest.approx([1e-3, 5e-4])
+
+
+@pytest.mark.parametrize("name", ["div_factor", "final_div_factor"])
+def test_impossible_cycles_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=-1.0.* must be greater than 0"):
+        OneCycleLR(sgd(1.0), total_steps=10, **{name: -1.0})  # type: ignore[arg-type]

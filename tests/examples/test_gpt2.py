@@ -394,6 +394,19 @@ def train_briefly(folder: str, devices: int, *overrides: str) -> None:
         modules.train.main.__wrapped__(cfg)
 
 
+EXPERIMENTS = sorted(path.stem for path in (EXAMPLE / "conf" / "experiment").glob("*.yaml"))
+TWO_STEPS = [override for override in SHORT if not override.startswith(("model.", "trainer.max_steps"))]
+
+
+def run_experiment(experiment: str, folder: str) -> int:
+    """Two steps of the example with the experiment's own model; returns how many losses were logged."""
+    text = f"data.path={Path(folder).parent}/text"
+    cfg = composed(f"experiment={experiment}", *TWO_STEPS, text, "trainer.max_steps=2", run_dir=folder)
+    with example_modules() as modules:
+        modules.train.main.__wrapped__(cfg)
+    return len(results(Path(folder))[1])
+
+
 def results(folder: Path) -> tuple[dict[str, Any], list[float]]:
     """The summary and the logged training losses."""
     with (folder / "csv" / "metrics.csv").open() as file:
@@ -405,6 +418,14 @@ def results(folder: Path) -> tuple[dict[str, Any], list[float]]:
 def runs(tmp_path: Path) -> Path:
     (tmp_path / "text").write_bytes(TEXT)
     return tmp_path
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_runs_two_steps(pool1: RankPool, runs: Path, experiment: str) -> None:
+    lines = (EXAMPLE / "conf" / "experiment" / f"{experiment}.yaml").read_text().splitlines()
+    assert re.fullmatch(rf"# python examples/gpt2/train.py .*experiment={experiment}\b.*", lines[1])
+    (runs / "run").mkdir()
+    assert pool1.run(run_experiment, experiment, str(runs / "run")) == [2]
 
 
 @ranks(1, 2)

@@ -15,7 +15,6 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
-    EMAWeightAveraging,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -38,6 +37,8 @@ from strategy.fits import (
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
+
+from lightning_zero.callbacks import EMA
 
 Weights = dict[str, Tensor]
 
@@ -71,7 +72,7 @@ def moving_average(weights: Sequence[Weights], decay: float) -> Weights:
 
 
 def make_averaging(kind: str) -> WeightAveraging:
-    return EMAWeightAveraging(decay=0.75) if kind == "ema" else WeightAveraging()
+    return EMA(decay=0.75) if kind == "ema" else WeightAveraging()
 
 
 def fit_averaged(name: str, recipe: Recipe, kind: str = "ema", **flags: Any) -> Fitted:
@@ -215,7 +216,16 @@ def fit_and_catch_warnings(name: str) -> bool:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit_averaged(name, MOMENTUM)
-    return any("EMAWeightAveraging keeps a whole copy of Lit" in str(w.message) for w in caught)
+    return any("EMA keeps a whole copy of Lit" in str(w.message) for w in caught)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("decay", 1.5), ("decay", -0.1), ("update_every_n_steps", 0), ("update_starting_at_step", -1)],
+)
+def test_impossible_averages_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value} must"):
+        EMA(**{name: value})
 
 
 # -------------------------------------------------------------------------------------------------- finetuning
