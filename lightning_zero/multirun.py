@@ -23,9 +23,11 @@ def why_not_in_sweep(strategy: DDPStrategy) -> str | None:
         return None
     return (
         f"Hydra's multirun cannot run this job on {world_size} ranks: Lightning starts them by running the command "
-        "line again, and each would run the whole sweep. Give every job a command of its own:\n"
-        "  for s in zero1 zero2; do python train.py strategy=$s trainer.devices=2; done\n"
-        "or one rank: trainer.devices=1"
+        "line again, and each would run the whole sweep. Let torchrun start the ranks:\n"
+        f"  torchrun --nproc_per_node {strategy.num_processes} train.py --multirun ...\n"
+        "or give every job a command of its own:\n"
+        f"  for s in zero1 zero2; do python train.py strategy=$s trainer.devices={strategy.num_processes}; done\n"
+        "or set strategy.start_method=spawn, or use one rank per job"
     )
 
 

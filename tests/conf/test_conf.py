@@ -436,7 +436,23 @@ def test_a_sweep_over_several_ranks_is_refused(
     sweep = ("--multirun", f"hydra.sweep.dir={folder}/sweep", f"trainer.devices={devices}")
     message = run_app(*sweep, f"strategy={strategy}", "run_dir=x")
     assert "multirun cannot run this job on 2 ranks" in message
+    assert "torchrun --nproc_per_node 2 train.py --multirun" in message
     assert "for s in zero1 zero2; do python train.py strategy=$s trainer.devices=2; done" in message
+
+
+@pytest.mark.parametrize("how", ["spawn", "torchrun"])
+def test_a_sweep_whose_ranks_start_otherwise_is_not_refused(
+    composed: Compose, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr("lightning_zero.multirun._in_sweep", lambda: True)
+    overrides = ["trainer.devices=2"]
+    if how == "spawn":
+        overrides.append("strategy.start_method=spawn")
+    else:
+        variables = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+        for name, value in {**variables, "LOCAL_WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
+    assert build_trainer(composed(*overrides)).num_devices == 2
 
 
 def test_a_sweep_of_single_ranks_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
