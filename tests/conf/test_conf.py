@@ -427,8 +427,7 @@ def test_a_missing_logger_package_is_named(run_app: Callable[..., str], monkeypa
     assert "Neither `tensorboard` nor `tensorboardX` is available. Try `pip install`ing either." in message
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "ddp"])
-@pytest.mark.parametrize("devices", ["2", "1,2"])
+@pytest.mark.parametrize(("strategy", "devices"), [("zero2", "1,2"), ("ddp", "2")])
 def test_a_sweep_over_several_ranks_is_refused(
     run_app: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, devices: str
 ) -> None:
