@@ -1,5 +1,6 @@
 """Checkpoints: state by parameter name, whole, at full precision."""
 
+from lightning_zero.checkpoint import rng
 from lightning_zero.checkpoint.background import Background
 from lightning_zero.checkpoint.containers import CONTAINERS, begin, load
 from lightning_zero.checkpoint.errors import CheckpointError
@@ -28,5 +29,6 @@ __all__ = [
     "load_optimizer_state_dict",
     "module_state_dict",
     "optimizer_state_dict",
+    "rng",
     "whole_on_first",
 ]

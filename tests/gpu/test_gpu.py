@@ -35,7 +35,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_zero import DynamicLossScaler, StaticLossScaler, ZeroPrecision, ZeroStrategy
-from lightning_zero.engine import HostStore
+from lightning_zero.checkpoint import rng
+from lightning_zero.engine import Group, HostStore
 
 pytestmark = pytest.mark.gpu
 
@@ -431,3 +432,14 @@ def fit_test_fit(name: str, recipe: Recipe) -> tuple[dict[str, Tensor], float]:
     trainer.fit_loop.max_epochs = 2
     trainer.fit(lit)
     return state_of(trainer), loss
+
+
+def test_the_random_state_of_the_gpu_is_saved_and_restored() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.manual_seed(3)
+    saved = rng.gather(Group(), device)
+    expected = torch.rand(4, device=device)
+    rng.restore(saved, 0, device)
+    assert torch.equal(torch.rand(4, device=device), expected)
+    rng.restore({name: torch.cat([state, state.flip(1)]) for name, state in saved.items() if name == "cuda"}, 2, device)
+    assert not torch.equal(torch.rand(4, device=device), expected)

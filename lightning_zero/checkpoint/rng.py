@@ -1,0 +1,118 @@
+"""The states of the random number generators: torch's of the CPU and of the rank's GPU, NumPy's and Python's.
+
+A run that resumes draws what the interrupted one would have drawn next: dropout, shuffling, augmentation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_zero.engine import Group
+
+ENTRY = "lightning_zero_rng"  # the checkpoint's entry: by generator, [ranks, size of its state]
+
+
+class _Generator(NamedTuple):
+    """Reads, sets and seeds one generator; its state is a 1-D tensor on the CPU."""
+
+    get: Callable[[], Tensor]
+    set: Callable[[Tensor], object]
+    seed: Callable[[int], object]
+
+
+def gather(world: Group, device: torch.device) -> dict[str, Tensor]:
+    """The states on all ranks: by generator, [ranks, size]; uint8, or float64 for NumPy's and Python's. Collective."""
+    states = {name: generator.get() for name, generator in _generators(device).items()}
+    everyone = world.all_gather_object(states, "gather the states of the random number generators")
+    return {name: torch.stack([states[name] for states in everyone]) for name in states}
+
+
+def restore(saved: Mapping[str, Tensor], rank: int, device: torch.device) -> None:
+    """Give a rank the states that it had.
+
+    A rank that had none, because there are more now, takes the state that all had in common, so that what ranks draw
+    alike stays alike; where theirs differ it gets one of its own, which depends on the saved states alone. A generator
+    that was not saved is left as it is.
+
+    Args:
+        saved: what :func:`gather` gave.
+        rank: of this process.
+        device: of this rank.
+    """
+    for name, generator in _generators(device).items():
+        states = saved.get(name)
+        if states is None:
+            continue
+        if rank < len(states):
+            generator.set(states[rank].clone())
+        elif bool((states == states[0]).all()):
+            generator.set(states[0].clone())
+        else:
+            state = states[rank % len(states)].contiguous().numpy().tobytes()
+            generator.seed(int.from_bytes(hashlib.sha256(state + rank.to_bytes(8)).digest()[:4]))
+
+
+def note(saved: Mapping[str, Tensor], ranks: int) -> str | None:
+    """What to tell the user of another number of ranks."""
+    before = min(map(len, saved.values()), default=ranks)
+    if before == ranks:
+        return None
+    new = f", ranks from {before} on get theirs from these" if before < ranks else ""
+    return (
+        f"world size {before} -> {ranks}: a rank goes on from the random numbers that this rank drew{new}, so that "
+        "dropout and shuffling take another course"
+    )
+
+
+def _generators(device: torch.device) -> dict[str, _Generator]:
+    found = {
+        "torch": _Generator(torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed),
+        "python": _Generator(_get_python, _set_python, random.seed),
+    }
+    if np.random.get_state(legacy=False)["bit_generator"] == "MT19937":  # what NumPy has but for `set_bit_generator`
+        found["numpy"] = _Generator(_get_numpy, _set_numpy, np.random.seed)
+    if device.type == "cuda":
+        cuda = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+        found["cuda"] = _Generator(cuda.get_state, cuda.set_state, cuda.manual_seed)
+    return found
+
+
+def _get_numpy() -> Tensor:
+    state = np.random.get_state(legacy=False)
+    words = [*state["state"]["key"].tolist(), state["state"]["pos"]]
+    return _packed(words, state["gauss"] if state["has_gauss"] else None)
+
+
+def _set_numpy(state: Tensor) -> None:
+    (*key, position), gauss = _unpacked(state)
+    np.random.set_state(("MT19937", np.array(key, np.uint32), position, int(gauss is not None), gauss or 0.0))
+
+
+def _get_python() -> Tensor:
+    _, words, gauss = random.getstate()
+    return _packed(words, gauss)
+
+
+def _set_python(state: Tensor) -> None:
+    words, gauss = _unpacked(state)
+    random.setstate((3, tuple(words), gauss))
+
+
+# Both generators are the Mersenne Twister: 32-bit words, which float64 holds exactly, and the second of the last pair
+# of normal numbers, where it was not drawn yet.
+
+
+def _packed(words: Iterable[int], gauss: float | None) -> Tensor:
+    return torch.tensor([*words, gauss is not None, gauss or 0.0], dtype=torch.float64)
+
+
+def _unpacked(state: Tensor) -> tuple[list[int], float | None]:
+    *words, has_gauss, gauss = state.tolist()
+    return [int(word) for word in words], gauss if has_gauss else None
