@@ -21,6 +21,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
+from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -201,6 +202,7 @@ class ZeroStrategy(DDPStrategy):
         self._in_training_step = False
         self._dumping = False  # the Trainer collects a checkpoint
         self._undo: list[Undo] = []  # what `setup` changed of objects that outlive the fit
+        self._rng: dict[str, Tensor] | None = None  # what a fit that resumes has yet to give its generators
         self._engine: Engine | None = None
         self._mesh: Mesh | None = None
         self._background: _checkpoint.Background | None = None
@@ -479,6 +481,7 @@ class ZeroStrategy(DDPStrategy):
     def teardown(self) -> None:
         # Shards stay for `trainer.save_checkpoint`, `test` and a second `fit`; no rank may wait for another here.
         assert self.accelerator is not None
+        self._rng = None
         while self._undo:
             self._undo.pop()()
         self.precision_plugin.teardown()
@@ -495,6 +498,25 @@ class ZeroStrategy(DDPStrategy):
     def __getstate__(self) -> dict[str, Any]:
         # Process groups do not pickle; a spawned rank makes its own.
         return {**super().__getstate__(), "_engine": None, "_mesh": None, "_background": None}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        # The user's `train_dataloader` has drawn as in the first run; what follows goes on from the checkpoint.
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.training:
+            self._restore_rng()
+        return super().process_dataloader(dataloader)
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        if not _begins_epoch(self.lightning_module.trainer.fit_loop):
+            self._restore_rng()  # the run that saved drew for the loader's iterator before
+        self._rng = None
+
+    def _restore_rng(self) -> None:
+        if self._rng is not None and self._mesh is not None:
+            _checkpoint.rng.restore(self._rng, self._mesh.world.rank, self.root_device)
 
     # -------------------------------------------------------------------------------------------------------- steps
 
@@ -630,6 +652,8 @@ class ZeroStrategy(DDPStrategy):
         if self._background is not None:
             self._background.wait()
         checkpoint = {**checkpoint, WRITTEN_BY: self._written_by()}
+        if "optimizer_states" in checkpoint:  # a run can resume from it
+            checkpoint[_checkpoint.rng.ENTRY] = _checkpoint.rng.gather(self._mesh.world, self.root_device)
         if self._is_local_file(filepath) and storage_options is None:
             path, world = Path(filepath).expanduser(), self._mesh.world
             save = _checkpoint.begin(
@@ -752,6 +776,9 @@ class ZeroStrategy(DDPStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             if (updater := self._updater_of(optimizer)) is not None:
                 _checkpoint.load_optimizer_state_dict(self.engine, updater, state)
+        self._rng = checkpoint.get(_checkpoint.rng.ENTRY)
+        if self._rng is not None and (note := _checkpoint.rng.note(self._rng, self.world_size)):
+            rank_zero_info(f"ZeroStrategy: {note}")
 
     def _updater_of(self, optimizer: Optimizer) -> ShardUpdater | None:
         """What drives ``optimizer``; ``None`` for the stand-in of a module that configures none."""
@@ -769,6 +796,14 @@ class _GatheringLauncher(_MultiProcessingLauncher):
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
         with gathered_parameters(trainer.lightning_module):
             return super()._collect_rank_zero_results(trainer, results)
+
+
+def _begins_epoch(loop: _FitLoop) -> bool:
+    """Whether a loop that starts has made the iterator of an epoch that begins, and not to skip what is done of one."""
+    if not loop.restarting or loop.restarted_on_epoch_start:
+        return True
+    after_last_batch = loop.epoch_loop.restarted_on_train_batch_end and loop.epoch_loop.batch_progress.is_last_batch
+    return loop.restarted_mid_epoch and after_last_batch
 
 
 def _unwrap(optimizer: Optimizer) -> Optimizer:
