@@ -91,6 +91,12 @@ def state_dtypes(
     return {k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.shape == whole.shape}
 
 
+def state_names(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> frozenset[str]:
+    """The tensors that ``optimizer`` keeps of a parameter in ``group``, from a trial."""
+    _, state = _trial(optimizer, group, [slice(None)], device)
+    return frozenset(name for name, value in state.items() if isinstance(value, Tensor))
+
+
 def _trial(
     optimizer: Optimizer,
     group: dict[str, Any],

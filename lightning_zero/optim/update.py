@@ -27,7 +27,7 @@ from lightning_zero.engine import (
 from lightning_zero.engine.master import Master
 from lightning_zero.optim.cpu import CPUOptimizer
 from lightning_zero.optim.native import NativeRule, Numbers, first_index, rule_of_torch
-from lightning_zero.optim.rules import check_element_wise, state_dtypes
+from lightning_zero.optim.rules import check_element_wise, state_dtypes, state_names
 from lightning_zero.optim.shell import ShellGroup, run_step
 from lightning_zero.optim.state import ShardState
 
@@ -65,14 +65,14 @@ class ShardUpdater(ABC):
 
     def __init__(self, optimizer: Optimizer, per_element: frozenset[str], dtype: torch.dtype | None = None) -> None:
         self.optimizer = optimizer
-        self._per_element = per_element
+        self.per_element = per_element
         self._dtype = dtype
         self._states: dict[int, ShardState] = {}  # by id of the bucket
 
     def state_of(self, bucket: Bucket) -> ShardState:
         """The state of this rank's segments of ``bucket``."""
         if id(bucket) not in self._states:
-            self._states[id(bucket)] = ShardState(bucket, self._per_element, self._dtype)
+            self._states[id(bucket)] = ShardState(bucket, self.per_element, self._dtype)
         return self._states[id(bucket)]
 
     def gather_state(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
@@ -134,6 +134,10 @@ class ShardUpdater(ABC):
         return [(s, group_of[id(p)]) for s, p in owned if id(p) in group_of and p.requires_grad]
 
     @abstractmethod
+    def state_names(self, group: dict[str, Any]) -> frozenset[str]:
+        """The tensors that the optimizer keeps of a parameter in a group with these hyperparameters."""
+
+    @abstractmethod
     def footprint(self, bucket: BucketForm) -> Footprint:
         """See :class:`lightning_zero.engine.plan.PlannedUpdater`."""
 
@@ -156,11 +160,20 @@ def _sorted_by_key(parts: Iterable[Mapping[Any, V]]) -> dict[Any, V]:
 class TorchUpdater(ShardUpdater):
     """Runs any element-wise torch optimizer through a shell of it, a tile of segments at a time."""
 
+    def __init__(self, optimizer: Optimizer, per_element: frozenset[str], dtype: torch.dtype | None = None) -> None:
+        super().__init__(optimizer, per_element, dtype)
+        self._has_state_at_once = bool(optimizer.state)  # its constructor made it (Adagrad)
+
     def prepare(self, bucket: Bucket) -> None:
         """Any bucket will do."""
 
     def check(self, groups: Iterable[dict[str, Any]]) -> None:
         """What torch's optimizers take is their own business."""
+
+    def state_names(self, group: dict[str, Any]) -> frozenset[str]:
+        if self._has_state_at_once:  # a trial would need it, and it was taken over since
+            return self.per_element
+        return state_names(self.optimizer, group, torch.device("cpu"))
 
     def footprint(self, bucket: BucketForm) -> Footprint:
         """The optimizer's state, as it makes it for a parameter of the master's dtype; see the base class."""
@@ -238,6 +251,9 @@ class NativeUpdater(ShardUpdater):
     def check(self, groups: Iterable[dict[str, Any]]) -> None:
         for group in groups:
             self._rule.check(group)
+
+    def state_names(self, group: dict[str, Any]) -> frozenset[str]:
+        return frozenset(self._rule.names(group))
 
     def footprint(self, bucket: BucketForm) -> Footprint:
         """The kernels update in place; what goes to a device is rounded on the host first. See the base class."""
