@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_zero.checkpoint.mapped import give_back_pages
+from lightning_zero.checkpoint.optimizer_kind import KIND, WEIGHTS_ALONE, check_kind
 from lightning_zero.checkpoint.shards import Key, ShardedValues, masters
 from lightning_zero.engine import Engine
 from lightning_zero.engine.compiled import names_of, plain_name, plain_names
@@ -104,23 +105,24 @@ def optimizer_state_dict(engine: Engine, updater: ShardUpdater) -> StateDict:
             # Plain SGD has none, and in torch's format then no entry either.
             if (entry := tensors | copy.deepcopy(own.scalars)) and id(bucket.parameters[index]) in mine:
                 state[names[id(bucket.parameters[index])]] = entry
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": groups, KIND: type(updater.optimizer).__name__}
 
 
-def load_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapping[str, Any]) -> None:
-    """Restore hyperparameters and this rank's part of the state, from our format or plain torch's.
+def check_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapping[str, Any]) -> dict[int, Any]:
+    """Make sure that :func:`load_optimizer_state_dict` can load a state dict. Changes nothing.
 
-    Every rank must have the whole state dict.
+    Returns:
+        By id of the parameter: its key in the saved state.
 
     Raises:
-        ValueError: where the groups do not match the optimizer's.
+        ValueError: where the groups or the kind of state do not match the optimizer's.
     """
     optimizer, names = updater.optimizer, _parameter_names(engine.module)
     name = type(optimizer).__name__
     if len(saved["param_groups"]) != len(optimizer.param_groups):
         raise ValueError(
             f"the checkpoint has {len(saved['param_groups'])} parameter groups for {name}, which has "
-            f"{len(optimizer.param_groups)}; configure the same groups, or load the weights alone"
+            f"{len(optimizer.param_groups)}; configure the same groups, {WEIGHTS_ALONE}"
         )
     keys: dict[int, Any] = {}  # by parameter id: its key in the saved state
     for number, (group, old) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
@@ -131,10 +133,23 @@ def load_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapp
             raise ValueError(
                 f"parameter group {number} of {name} has {len(own)} parameters, in the checkpoint "
                 f"{len(old['params'])}{': ' if differing else ''}{', '.join(differing[:5])}; configure the same "
-                "groups, or load the weights alone"
+                f"groups, {WEIGHTS_ALONE}"
             )
         # Plain torch stores indices, in the order of the groups.
         keys.update(zip(map(id, group["params"]), own if by_name else old["params"], strict=True))
+    check_kind(updater, saved, keys, names)
+    return keys
+
+
+def load_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapping[str, Any]) -> None:
+    """Restore hyperparameters and this rank's part of the state, from our format or plain torch's.
+
+    Every rank must have the whole state dict.
+
+    Raises:
+        ValueError: as :func:`check_optimizer_state_dict`, before anything has changed.
+    """
+    keys, optimizer = check_optimizer_state_dict(engine, updater, saved), updater.optimizer
     updater.clear()
     for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         group.update({k: v for k, v in old.items() if k not in ("params", "param_names")})
