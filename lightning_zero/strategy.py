@@ -773,9 +773,17 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            if (updater := self._updater_of(optimizer)) is not None:
-                _checkpoint.load_optimizer_state_dict(self.engine, updater, state)
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise ValueError(
+                f"the checkpoint has {len(states)} optimizers, the module {len(self.optimizers)}; configure as many, "
+                f"{_checkpoint.WEIGHTS_ALONE}"
+            )
+        updaters = [self._updater_of(optimizer) for optimizer in self.optimizers]
+        for load in (_checkpoint.check_optimizer_state_dict, _checkpoint.load_optimizer_state_dict):  # all or nothing
+            for updater, state in zip(updaters, states, strict=True):
+                if updater is not None:
+                    load(self.engine, updater, state)
         self._rng = checkpoint.get(_checkpoint.rng.ENTRY)
         if self._rng is not None and (note := _checkpoint.rng.note(self._rng, self.world_size)):
             rank_zero_info(f"ZeroStrategy: {note}")
