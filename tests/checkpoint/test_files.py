@@ -11,15 +11,20 @@ import torch
 from checkpoint.resuming import Resumable, save_at_end
 from helpers import models
 from helpers.ranks import RankPool, ranks
+from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from strategy.fits import (
+    FEW,
+    Fitted,
     Lit,
     Recipe,
     assert_same,
     every_name,
     full_batch_loss,
     make_trainer,
+    observe,
     one_or_two_ranks,
+    slow_unless,
     state_of,
 )
 from torch import Tensor, nn
@@ -189,6 +194,75 @@ def test_model_checkpoint_keeps_the_best_and_the_last(
         assert last == pytest.approx(loss_in("last.ckpt"), rel=1e-5)
     if mode == "min":
         assert_same(weights_in(load(str(tmp_path / "last.ckpt"))), results[0][4])
+
+
+class Predicting(Lit):
+    """Notes the losses of its validation."""
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.notes.append(models.next_token_loss(self.model, batch).item())
+
+
+def go_on_from_the_last(name: str, folder: str, recipe: Recipe) -> tuple[int, list[float], list[Tensor], Fitted]:
+    """Steps after a second fit from "last", what `validate` and `predict` from there give, and the first run."""
+
+    def new(seed: int, **flags: Any) -> tuple[Trainer, Predicting]:
+        keeper = ModelCheckpoint(folder, filename="{step}", save_last="link", save_top_k=1)
+        trainer = make_trainer(name, callbacks=[keeper], enable_checkpointing=True, **flags)
+        return trainer, Predicting(dataclasses.replace(recipe, seed=seed))
+
+    trainer, lit = new(0, max_epochs=2)
+    trainer.fit(lit)
+    first = observe(trainer, lit)
+    trainer, lit = new(1, limit_val_batches=None)
+    trainer.validate(lit, ckpt_path="last", verbose=False)
+    losses = lit.notes
+    trainer, lit = new(2)
+    predictions: Any = trainer.predict(lit, ckpt_path="last")
+    trainer, lit = new(3, max_epochs=3)
+    trainer.fit(lit, ckpt_path="last")
+    return trainer.global_step, losses, predictions, first
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", slow_unless(["zero3"], FEW))
+def test_the_last_file_is_a_link(pool: RankPool, name: str, tmp_path: Path) -> None:
+    """It follows the newest file, of which only one is kept, and every function of the Trainer goes on from it."""
+    recipe = Recipe(optimizer="sgd")
+    results = pool.run(go_on_from_the_last, name, str(tmp_path), recipe)
+    assert {file.name for file in tmp_path.iterdir()} == {"step=9.ckpt", "last.ckpt"}
+    assert (tmp_path / "last.ckpt").is_symlink()
+    assert (tmp_path / "last.ckpt").resolve() == tmp_path / "step=9.ckpt"
+    model = recipe.make_model()
+    model.load_state_dict(results[0][3].weights)
+    for rank, (steps, losses, predictions, _) in enumerate(results):
+        batches = models.rank_batches(recipe.batches(2), rank)
+        assert steps == 9
+        assert losses == pytest.approx([models.next_token_loss(model, batch).item() for batch in batches], rel=1e-6)
+        torch.testing.assert_close(predictions, [model(batch[:, :-1]) for batch in batches])
+
+
+def keep_weights_only(name: str, folder: str) -> tuple[dict[str, Tensor], str]:
+    keeper = ModelCheckpoint(folder, filename="weights", save_weights_only=True)
+    trainer = make_trainer(name, callbacks=[keeper], enable_checkpointing=True, precision="bf16-mixed")
+    trainer.fit(Lit(RECIPE))
+    weights = state_of(trainer)
+    with pytest.raises(KeyError) as caught:
+        make_trainer(name, max_epochs=2).fit(Lit(RECIPE), ckpt_path=f"{folder}/weights.ckpt")
+    return weights, str(caught.value)
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", FEW)
+def test_a_callback_may_keep_weights_alone(pool: RankPool, name: str, tmp_path: Path) -> None:
+    """At full precision, to be tested and loaded; a fit that would resume from them is refused."""
+    (weights, error), _ = pool.run(keep_weights_only, name, str(tmp_path))
+    path = str(tmp_path / "weights.ckpt")
+    assert "checkpoint contains only the model" in error
+    assert "optimizer_states" not in load(path)
+    assert_same(weights_in(load(path)), weights)
+    assert all(value.dtype == torch.float32 for value in weights.values())
+    assert_same(Lit.load_from_checkpoint(path, recipe=RECIPE).model.state_dict(), weights)
 
 
 class Hooked(Resumable):
