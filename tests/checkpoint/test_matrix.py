@@ -118,7 +118,7 @@ def sampled(write: Writer, reader: Place) -> list[Written]:
 
 
 def check(pool: RankPool, reader: Place, files: list[Written]) -> None:
-    by_rank = pool.run(run_each, reader.name, [{"resume": file.path} for file in files])
+    by_rank = pool.run_within(240, run_each, reader.name, [{"resume": file.path} for file in files])
     for (_, writer, whole), resumed in zip(files, zip(*by_rank, strict=True), strict=True):
         assert trace_of(list(resumed)) == trace_of(whole)[SAVED:], writer
         assert_same_ends(resumed[0], whole[0], bitwise=writer.ranks == reader.ranks)
