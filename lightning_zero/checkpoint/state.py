@@ -126,17 +126,19 @@ def check_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Map
         )
     keys: dict[int, Any] = {}  # by parameter id: its key in the saved state
     for number, (group, old) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
-        own = [names[id(p)] for p in group["params"]]
+        own = {names[id(p)]: p for p in group["params"]}
         by_name = all(isinstance(key, str) for key in old["params"])
-        if len(own) != len(old["params"]) or (by_name and set(own) != set(old["params"])):
-            differing = sorted(set(own) ^ set(old["params"]), key=str) if by_name else []
+        given = set(old["params"])
+        # Plain torch stores indices, in order. Frozen parameters have no state, and some writers leave them out.
+        needed = {key for key, parameter in own.items() if parameter.requires_grad}
+        if not (needed <= given <= own.keys() if by_name else len(given) == len(own)):
+            differing = f": {', '.join(sorted(own.keys() ^ given)[:5])}" if by_name else ""
             raise ValueError(
                 f"parameter group {number} of {name} has {len(own)} parameters, in the checkpoint "
-                f"{len(old['params'])}{': ' if differing else ''}{', '.join(differing[:5])}; configure the same "
-                f"groups, {WEIGHTS_ALONE}"
+                f"{len(given)}{differing}; configure the same groups, {WEIGHTS_ALONE}"
             )
-        # Plain torch stores indices, in the order of the groups.
-        keys.update(zip(map(id, group["params"]), own if by_name else old["params"], strict=True))
+        fitting = old["params"] if by_name else own
+        keys.update((id(own[key]), saved_as) for key, saved_as in zip(fitting, old["params"], strict=True))
     check_kind(updater, saved, keys, names)
     return keys
 
@@ -157,7 +159,7 @@ def load_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapp
     optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            state = saved["state"].get(keys[id(parameter)])
+            state = saved["state"].get(keys.get(id(parameter)))
             bucket = engine.bucket_of(parameter)
             if state is not None and bucket is not None:
                 updater.load(bucket, bucket.index[id(parameter)], state)
