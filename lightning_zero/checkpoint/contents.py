@@ -24,7 +24,7 @@ from lightning_zero.checkpoint.saving import META
 from lightning_zero.checkpoint.stored import Folder, as_one
 
 # What `torch.load` raises for a file that was cut short, changed, or that something else wrote.
-_UNREADABLE = (
+UNREADABLE = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -209,7 +209,7 @@ def _explained(path: Path) -> Iterator[None]:
         _, _, reason = str(error).rpartition("WeightsUnpickler error: ")  # the rest is advice to programmers
         reason = reason.strip().partition("\n")[0]
         raise CheckpointError(f"{path} holds objects that cannot be read safely: {reason}. {_PICKLED}") from error
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         if "unable to mmap" in str(error):
             raise CheckpointError(
                 f"The system does not map {path} into memory. It may be larger than memory and swap: then "

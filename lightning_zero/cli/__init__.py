@@ -134,6 +134,27 @@ def _consolidate(
     raise typer.Exit(run(folder, path, dtype=dtype, overwrite=overwrite))
 
 
+@app.command("convert-deepspeed")
+def _convert_deepspeed(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="FOLDER", help="That DeepSpeed has written, such as last.ckpt/.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint file.", show_default=False)],
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Read the folder's pickles, which can run any program: know their author.")
+    ] = False,
+) -> None:
+    """Turn a ZeRO folder of DeepSpeed (stage 1, 2 or 3) into one checkpoint file.
+
+    With fp32 weights, optimizer state by parameter name, loss scale and Lightning's own entries. Any machine will do:
+    memory for little more than a piece of a tensor, and no DeepSpeed.
+    """
+    from lightning_zero.cli.convert_deepspeed import run
+
+    raise typer.Exit(run(folder, out, trust=trust))
+
+
 def main() -> None:
     """Run the command line of this process."""
     app()
