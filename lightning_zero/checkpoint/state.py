@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.mapped import give_back_pages
 from lightning_zero.checkpoint.optimizer_kind import KIND, WEIGHTS_ALONE, check_kind
@@ -124,20 +125,21 @@ def check_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Map
             f"the checkpoint has {len(saved['param_groups'])} parameter groups for {name}, which has "
             f"{len(optimizer.param_groups)}; configure the same groups, {WEIGHTS_ALONE}"
         )
+    numbers = _numbers(engine.module, optimizer, saved)
     keys: dict[int, Any] = {}  # by parameter id: its key in the saved state
     for number, (group, old) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
         own = {names[id(p)]: p for p in group["params"]}
-        by_name = all(isinstance(key, str) for key in old["params"])
-        given = set(old["params"])
-        # Plain torch stores indices, in order. Frozen parameters have no state, and some writers leave them out.
+        given = {numbers.get(key, key): key for key in old["params"]}
+        by_name = all(isinstance(key, str) for key in given)
+        # Frozen parameters have no state, and some writers leave them out.
         needed = {key for key, parameter in own.items() if parameter.requires_grad}
-        if not (needed <= given <= own.keys() if by_name else len(given) == len(own)):
-            differing = f": {', '.join(sorted(own.keys() ^ given)[:5])}" if by_name else ""
+        if not (needed <= given.keys() <= own.keys() if by_name else len(given) == len(own)):
+            differing = f": {', '.join(sorted(own.keys() ^ given.keys())[:5])}" if by_name else ""
             raise ValueError(
                 f"parameter group {number} of {name} has {len(own)} parameters, in the checkpoint "
                 f"{len(given)}{differing}; configure the same groups, {WEIGHTS_ALONE}"
             )
-        fitting = old["params"] if by_name else own
+        fitting = given if by_name else own
         keys.update((id(own[key]), saved_as) for key, saved_as in zip(fitting, old["params"], strict=True))
     check_kind(updater, saved, keys, names)
     return keys
@@ -166,6 +168,31 @@ def load_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapp
                 for value in state.values():
                     if isinstance(value, Tensor):
                         give_back_pages(value)
+
+
+def _numbers(module: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[Any, str]:
+    """Names behind the numbers of a file, where these do not count the parameters of the groups, as torch's do.
+
+    FSDP's count those of the module, and each group has them in ascending order, whatever order it was given. Where
+    numbers may be either, shapes tell.
+    """
+    numbers = [key for group in saved["param_groups"] for key in group["params"]]
+    if any(isinstance(key, str) for key in numbers):
+        return {}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    counted = numbers == [*range(len(parameters))]
+    if counted and all(_fits(saved["state"].get(n), parameter) for n, parameter in enumerate(parameters)):
+        return {}
+    in_module, names = list(module.parameters()), _parameter_names(module)
+    if not all(n < len(in_module) and _fits(saved["state"].get(n), in_module[n]) for n in numbers):
+        return {}
+    return {n: names[id(in_module[n])] for n in numbers}
+
+
+def _fits(state: Mapping[str, Any] | None, parameter: Tensor) -> bool:
+    """Whether all of a parameter's saved state has its shape, or none."""
+    values = [value for value in (state or {}).values() if isinstance(value, Tensor) and value.dim()]
+    return all(value.shape == parameter.shape for value in values)
 
 
 def _parameter_names(module: nn.Module) -> dict[int, str]:
