@@ -109,7 +109,7 @@ def _model_states(
     rank: int,
     how: Folder,
 ) -> dict[str, Any]:
-    half = {n: v.to(how.half) if how.half and v.is_floating_point() else v for n, v in weights.items()}
+    half = {n: v.to(how.half) if how.half and n not in buffers else v for n, v in weights.items()}
     module: dict[str, Tensor] = OrderedDict()
     for name, value in half.items():
         module[name] = value if how.stage < 3 or name in buffers else torch.empty(0, dtype=value.dtype)
