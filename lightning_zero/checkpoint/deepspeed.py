@@ -18,16 +18,18 @@ import enum
 import math
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path, PurePath
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_zero.checkpoint.contents import UNREADABLE, Opaque
 from lightning_zero.checkpoint.errors import CheckpointError
@@ -146,7 +148,7 @@ def convert(folder: Path, out: Path, *, trust: bool = False) -> Converted:
     if out.exists():
         raise CheckpointError(f"{out} exists; remove it, or name another file.")
     try:
-        run = _Run.read(directory)
+        run = _read(directory)
         left_out: dict[str, str] = {}
         checkpoint = run.checkpoint(left_out)
     except (AttributeError, LookupError, TypeError) as error:
@@ -264,7 +266,7 @@ class _Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Run(ABC):
     """What the ranks wrote.
 
     Attributes:
@@ -279,48 +281,32 @@ class _Run:
     optimizers: list[dict[str, Any]]
     stage: int
 
-    @classmethod
-    def read(cls, directory: Path) -> _Run:
-        """Read all files, without the values of their tensors.
+    masters_key: ClassVar[str]
+    base_key: ClassVar[str]  # of what the optimizer inside DeepSpeed's gave
+    vectors: ClassVar[str]  # what a flat vector is of
 
-        Raises:
-            CheckpointError: one is missing, or of another run or kind.
+    @staticmethod
+    @abstractmethod
+    def model_files(ranks: int) -> list[str]:
+        """Names of the files of model states."""
+
+    @abstractmethod
+    def cut(self, vector: int, shapes: Mapping[str, torch.Size], sizes: list[int]) -> Iterator[_Place]:
+        """Where the parameters of a vector are.
+
+        Args:
+            vector: its number.
+            shapes: of the parameters.
+            sizes: of the ranks' parts of it, without padding at its end.
         """
-        _check_kind(directory)
-        files = _optimizer_files(directory)
-        optimizers = [_load(file)["optimizer_state_dict"] for file in files]
-        headers = [(_number(o.get("zero_stage", 1)), o["partition_count"]) for o in optimizers]  # bf16 at 1 has none
-        stage, count = headers[0]
-        if differing := next((n for n, header in enumerate(headers) if header != headers[0]), None):
-            raise CheckpointError(
-                f"{directory} holds more than one save: {files[0].name} was written at stage {stage} with {count} "
-                f"ranks, {files[differing].name} at stage {headers[differing][0]} with {headers[differing][1]}."
-            )
-        counts = count if isinstance(count, list) else [count]
-        if len(set(counts)) > 1:
-            raise CheckpointError(f"{directory} holds mixture-of-experts groups, which cannot be converted.")
-        ranks = {int(_OPTIMIZER.fullmatch(file.name)[1]) for file in files}  # type: ignore[index]
-        if missing := sorted(set(range(counts[0])) - ranks):
-            raise CheckpointError(
-                f"{directory} was written by {counts[0]} ranks; the *_optim_states.pt of {_listed(missing)} are "
-                "missing. Copy them from the nodes that these ranks ran on."
-            )
-        if extra := sorted(ranks - set(range(counts[0]))):
-            raise CheckpointError(
-                f"{directory} was written by {counts[0]} ranks; the *_optim_states.pt of {_listed(extra)} are left "
-                "from another save: remove them."
-            )
-        pattern = "zero_pp_rank_{}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
-        names = [pattern.format(rank) for rank in range(counts[0] if stage == 3 else 1)]
-        if absent := [name for name in names if not (directory / name).is_file()]:
-            raise CheckpointError(f"{directory}, of stage {stage}, lacks {', '.join(absent)}.")
-        run = cls(directory, [_load(directory / name) for name in names], optimizers, stage)
-        dimensions = run.model.get("checkpoint_parallel_dimensions") or {}
-        if max(run.model.get("mp_world_size") or 1, *dimensions.values(), 1) > 1:
-            raise CheckpointError(f"{directory} was written by a tensor- or pipeline-parallel run.")
-        if run.model.get("num_experts") or any(group.get("moe") for group in run.base(0)["param_groups"]):
-            raise CheckpointError(f"{directory} holds mixture-of-experts layers, which cannot be converted.")
-        return run
+
+    @abstractmethod
+    def whole(self) -> dict[str, LazyTensor]:
+        """Frozen parameters and buffers."""
+
+    def as_given(self, names: list[str]) -> list[str]:
+        """A group's parameters in the order in which the user gave them, by which plain torch loads them."""
+        return names
 
     @property
     def model(self) -> dict[str, Any]:
@@ -346,15 +332,14 @@ class _Run:
 
     def base(self, rank: int) -> dict[str, Any]:
         """What the optimizer inside DeepSpeed's gave: torch's format, with a flat vector for each parameter."""
-        found = self.optimizers[rank]["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
+        found = self.optimizers[rank][self.base_key]
         if not isinstance(found, dict):
             raise CheckpointError(f"{self.directory} is an 'elastic_checkpoint', which has no hyperparameters.")
         return found
 
     def masters(self, vector: int) -> list[Tensor]:
         """The ranks' flat vectors of fp32 weights."""
-        key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
-        return [optimizer[key][vector] for optimizer in self.optimizers]
+        return [optimizer[self.masters_key][vector] for optimizer in self.optimizers]
 
     def places(self) -> list[_Place]:
         """Of all trainable parameters.
@@ -365,37 +350,13 @@ class _Run:
         places: list[_Place] = []
         for vector, shapes in enumerate(self.shapes):
             sizes = [master.numel() for master in self.masters(vector)]
-            places += self._split(vector, shapes, sizes) if self.stage == 3 else self._flat(vector, shapes, sizes)
+            places += self.cut(vector, shapes, sizes)
         return places
 
-    def _flat(self, vector: int, shapes: Mapping[str, torch.Size], sizes: list[int]) -> Iterator[_Place]:
-        all_paddings = self.optimizers[0].get("param_alignment_paddings")
-        paddings = all_paddings[vector] if all_paddings else [0] * len(shapes)
-        needed = sum(map(math.prod, shapes.values())) + sum(paddings)
-        if not 0 <= sum(sizes) - needed < 2 * len(sizes):  # to which the vector is padded
-            raise CheckpointError(self._unlike(vector, needed, sum(sizes)))
-        start = 0
-        for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-            stop = start + math.prod(shape)
-            yield _Place(name, shape, vector, list(_overlaps(start, stop, sizes)))
-            start = stop + padding
-
-    def _split(self, vector: int, shapes: Mapping[str, torch.Size], sizes: list[int]) -> Iterator[_Place]:
-        parts = {name: -(-math.prod(shape) // len(sizes)) for name, shape in shapes.items()}
-        needed = sum(parts.values())
-        if any(size != needed for size in sizes):
-            raise CheckpointError(self._unlike(vector, needed, next(size for size in sizes if size != needed)))
-        start = 0
-        for name, shape in shapes.items():
-            lengths = _lengths(math.prod(shape), len(sizes))
-            yield _Place(name, shape, vector, [_Slice(rank, start, start + n) for rank, n in enumerate(lengths)])
-            start += parts[name]
-
     def _unlike(self, vector: int, needed: int, found: int) -> str:
-        kind = "sub-group" if self.stage == 3 else "group"
         return (
-            f"{self.directory}: the parameters of {kind} {vector} have {needed} elements in the model's file and "
-            f"{found} in the optimizer's; do both come from one save?"
+            f"{self.directory}: the parameters of {self.vectors} {vector} have {needed} elements in the model's file "
+            f"and {found} in the optimizer's; do both come from one save?"
         )
 
     # ---------------------------------------------------------------------------------------------- the checkpoint
@@ -414,7 +375,7 @@ class _Run:
             "pytorch-lightning_version": version("lightning"),
             "lr_schedulers": _plain(schedulers, "lr_scheduler", left_out),
             **plain,
-            "state_dict": self._state_dict(places),
+            "state_dict": self._state_dict(places, left_out),
             "optimizer_states": [self._optimizer_state(places, left_out)],
             "ZeroPrecision": {"skipped_steps": skipped, "scaler": scaler},
             "lightning_zero": {
@@ -425,20 +386,10 @@ class _Run:
             },
         }
 
-    def _state_dict(self, places: list[_Place]) -> dict[str, Any]:
+    def _state_dict(self, places: list[_Place], left_out: dict[str, str]) -> dict[str, Any]:
         module, shared = self.model["module"], self.shared
-        tensors = {p.name: _whole(("weight", p.name), p.pieces(self.masters(p.vector)), p.shape) for p in places}
-        if self.stage == 3:
-            for name, shape in (self.model.get("frozen_param_shapes") or {}).items():
-                fragments = [model["frozen_param_fragments"][name].detach() for model in self.models]
-                lengths = _lengths(math.prod(shape), len(fragments))
-                pieces = [part.reshape(-1)[:n] for part, n in zip(fragments, lengths, strict=True)]
-                tensors[name] = _whole(("weight", name), pieces, shape)
-        # At stage 3 the module's own parameters are empty.
-        whole = self.model["buffer_names"] if self.stage == 3 else [name for name in module if name not in shared]
-        for name in whole:
-            if name not in tensors and isinstance(value := module.get(name), Tensor):
-                tensors[name] = _whole(("weight", name), [value.detach().reshape(-1)], value.shape)
+        tensors = self.whole()
+        tensors |= {p.name: _whole(("weight", p.name), p.pieces(self.masters(p.vector)), p.shape) for p in places}
         state = {}
         for name, value in module.items():
             if isinstance(value, Tensor):
@@ -446,7 +397,7 @@ class _Run:
                     raise CheckpointError(f"{self.directory}: {name!r} has no values in any rank's files.")
                 state[_name(name)] = tensors[kept]
             else:
-                state[_name(name)] = value  # extra state
+                state[_name(name)] = _plain(value, f"state_dict.{name}", left_out)  # extra state
         return state
 
     def _optimizer_state(self, places: list[_Place], left_out: dict[str, str]) -> dict[str, Any]:
@@ -456,7 +407,7 @@ class _Run:
             names = [_name(place.name) for vector in group["params"] for place in places if place.vector == vector]
             settings = {k: v for k, v in group.items() if k not in ("params", "param_names", "step")}
             kept = _plain(settings, f"param_groups[{number}]", left_out)
-            groups.append({**kept, "params": self._as_given(names)})
+            groups.append({**kept, "params": self.as_given(names)})
         steps = {vector: group.get("step") for group in bases[0]["param_groups"] for vector in group["params"]}
         state = {}
         for place in places:
@@ -467,16 +418,6 @@ class _Run:
             if entry:
                 state[_name(place.name)] = entry
         return {"state": state, "param_groups": groups}
-
-    def _as_given(self, names: list[str]) -> list[str]:
-        """A group's parameters in the order in which the user gave them, by which plain torch loads them."""
-        settings = self.model.get("ds_config")
-        settings = settings.get("zero_optimization") if isinstance(settings, Mapping) else None
-        if self.stage == 3 or not isinstance(settings, Mapping) or not settings.get("round_robin_gradients"):
-            return names
-        ranks = len(self.optimizers)  # first every ranks-th parameter, then those after them, ...
-        dealt = [index for rank in range(ranks) for index in range(rank, len(names), ranks)]
-        return [name for _, name in sorted(zip(dealt, names, strict=True))]
 
     def _value(self, place: _Place, key: str, values: list[Any]) -> Any:
         """One parameter's state: its part of the ranks' flat vectors, or what they all have in common."""
@@ -490,6 +431,135 @@ class _Run:
             return _whole((key, place.name), place.pieces(values), place.shape)
         # Torch counts in fp32, each parameter for itself.
         return torch.tensor(float(value)) if key == "step" else _copied(value)
+
+
+class _Flat(_Run):
+    """Stages 1 and 2."""
+
+    masters_key: ClassVar[str] = "single_partition_of_fp32_groups"
+    base_key: ClassVar[str] = "base_optimizer_state"
+    vectors: ClassVar[str] = "group"
+
+    @staticmethod
+    @override
+    def model_files(ranks: int) -> list[str]:
+        return ["mp_rank_00_model_states.pt"]
+
+    @override
+    def cut(self, vector: int, shapes: Mapping[str, torch.Size], sizes: list[int]) -> Iterator[_Place]:
+        all_paddings = self.optimizers[0].get("param_alignment_paddings")
+        paddings = all_paddings[vector] if all_paddings else [0] * len(shapes)
+        needed = sum(map(math.prod, shapes.values())) + sum(paddings)
+        if not 0 <= sum(sizes) - needed < 2 * len(sizes):  # to which the vector is padded
+            raise CheckpointError(self._unlike(vector, needed, sum(sizes)))
+        start = 0
+        for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+            stop = start + math.prod(shape)
+            yield _Place(name, shape, vector, list(_overlaps(start, stop, sizes)))
+            start = stop + padding
+
+    @override
+    def whole(self) -> dict[str, LazyTensor]:
+        return _found_whole(self.model["module"], [name for name in self.model["module"] if name not in self.shared])
+
+    @override
+    def as_given(self, names: list[str]) -> list[str]:
+        settings = self.model.get("ds_config")
+        settings = settings.get("zero_optimization") if isinstance(settings, Mapping) else None
+        if not isinstance(settings, Mapping) or not settings.get("round_robin_gradients"):
+            return names
+        ranks = len(self.optimizers)  # first every ranks-th parameter, then those after them, ...
+        dealt = [index for rank in range(ranks) for index in range(rank, len(names), ranks)]
+        return [name for _, name in sorted(zip(dealt, names, strict=True))]
+
+
+class _Split(_Run):
+    """Stage 3."""
+
+    masters_key: ClassVar[str] = "fp32_flat_groups"
+    base_key: ClassVar[str] = "optimizer_state_dict"
+    vectors: ClassVar[str] = "sub-group"
+
+    @staticmethod
+    @override
+    def model_files(ranks: int) -> list[str]:
+        return [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(ranks)]
+
+    @override
+    def cut(self, vector: int, shapes: Mapping[str, torch.Size], sizes: list[int]) -> Iterator[_Place]:
+        parts = {name: -(-math.prod(shape) // len(sizes)) for name, shape in shapes.items()}
+        needed = sum(parts.values())
+        if any(size != needed for size in sizes):
+            raise CheckpointError(self._unlike(vector, needed, next(size for size in sizes if size != needed)))
+        start = 0
+        for name, shape in shapes.items():
+            lengths = _lengths(math.prod(shape), len(sizes))
+            yield _Place(name, shape, vector, [_Slice(rank, start, start + n) for rank, n in enumerate(lengths)])
+            start += parts[name]
+
+    @override
+    def whole(self) -> dict[str, LazyTensor]:
+        module, buffers = self.model["module"], self.model["buffer_names"]
+        # Parameters are empty there.
+        tensors = _found_whole(module, [n for n in module if n in buffers or n.endswith("_extra_state")])
+        for name, shape in (self.model.get("frozen_param_shapes") or {}).items():
+            fragments = [model["frozen_param_fragments"][name].detach() for model in self.models]
+            lengths = _lengths(math.prod(shape), len(fragments))
+            pieces = [part.reshape(-1)[:n] for part, n in zip(fragments, lengths, strict=True)]
+            tensors[name] = _whole(("weight", name), pieces, shape)
+        return tensors
+
+
+_LAYOUTS: dict[int, type[_Run]] = {1: _Flat, 2: _Flat, 3: _Split}
+
+
+def _read(directory: Path) -> _Run:
+    """Read all files, without the values of their tensors.
+
+    Raises:
+        CheckpointError: one is missing, or of another run or kind.
+    """
+    _check_kind(directory)
+    files = _optimizer_files(directory)
+    optimizers = [_load(file)["optimizer_state_dict"] for file in files]
+    headers = [(_number(o.get("zero_stage", 1)), o["partition_count"]) for o in optimizers]  # bf16 at 1 has none
+    stage, count = headers[0]
+    if differing := next((n for n, header in enumerate(headers) if header != headers[0]), None):
+        raise CheckpointError(
+            f"{directory} holds more than one save: {files[0].name} was written at stage {stage} with {count} "
+            f"ranks, {files[differing].name} at stage {headers[differing][0]} with {headers[differing][1]}."
+        )
+    counts = count if isinstance(count, list) else [count]
+    if len(set(counts)) > 1:
+        raise CheckpointError(f"{directory} holds mixture-of-experts groups, which cannot be converted.")
+    ranks = {int(_OPTIMIZER.fullmatch(file.name)[1]) for file in files}  # type: ignore[index]
+    if missing := sorted(set(range(counts[0])) - ranks):
+        raise CheckpointError(
+            f"{directory} was written by {counts[0]} ranks; the *_optim_states.pt of {_listed(missing)} are "
+            "missing. Copy them from the nodes that these ranks ran on."
+        )
+    if extra := sorted(ranks - set(range(counts[0]))):
+        raise CheckpointError(
+            f"{directory} was written by {counts[0]} ranks; the *_optim_states.pt of {_listed(extra)} are left "
+            "from another save: remove them."
+        )
+    layout = _LAYOUTS[stage]
+    names = layout.model_files(counts[0])
+    if absent := [name for name in names if not (directory / name).is_file()]:
+        raise CheckpointError(f"{directory}, of stage {stage}, lacks {', '.join(absent)}.")
+    run = layout(directory, [_load(directory / name) for name in names], optimizers, stage)
+    dimensions = run.model.get("checkpoint_parallel_dimensions") or {}
+    if max(run.model.get("mp_world_size") or 1, *dimensions.values(), 1) > 1:
+        raise CheckpointError(f"{directory} was written by a tensor- or pipeline-parallel run.")
+    if run.model.get("num_experts") or any(group.get("moe") for group in run.base(0)["param_groups"]):
+        raise CheckpointError(f"{directory} holds mixture-of-experts layers, which cannot be converted.")
+    return run
+
+
+def _found_whole(module: Mapping[str, Any], names: Iterable[str]) -> dict[str, LazyTensor]:
+    """Tensors that one file holds whole; what is none is left out."""
+    found = {name: value.detach() for name in names if isinstance(value := module.get(name), Tensor)}
+    return {name: _whole(("weight", name), [value.reshape(-1)], value.shape) for name, value in found.items()}
 
 
 def _overlaps(start: int, stop: int, sizes: list[int]) -> Iterator[_Slice]:
