@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,16 +24,17 @@ def invoke(*arguments: Any) -> Result:
     return CliRunner().invoke(app, words, catch_exceptions=False)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("folder") / "last.ckpt"
     entry = {"step": torch.tensor(2.0), "exp_avg": torch.ones(3, 5), "exp_avg_sq": torch.ones(3, 5)}
     groups = [{"lr": 0.5, "betas": (0.9, 0.99), "params": ["a"]}]
     checkpoint = {
         "state_dict": {"a": WEIGHT, "tied": WEIGHT, "buffer": torch.ones(1)},
         "optimizer_states": [{"state": {"a": entry}, "param_groups": groups}],
     }
-    write_folder(tmp_path / "last.ckpt", checkpoint, set(), {"buffer"}, Folder(3, more={"mine": object}))
-    return tmp_path / "last.ckpt"
+    write_folder(path, checkpoint, set(), {"buffer"}, Folder(3, more={"mine": object}))
+    return path
 
 
 def test_it_says_what_is_in_the_file(folder: Path, tmp_path: Path) -> None:
@@ -49,6 +51,7 @@ def test_it_says_what_is_in_the_file(folder: Path, tmp_path: Path) -> None:
 
 
 def test_without_trust_nothing_is_read(folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(folder, tmp_path / "a")
     for file in (folder / "checkpoint").iterdir():
         file.write_bytes(b"reading this would fail")
     result = invoke(folder, tmp_path / "out.ckpt")
@@ -59,10 +62,16 @@ def test_without_trust_nothing_is_read(folder: Path, tmp_path: Path) -> None:
     assert result.stderr.endswith(f"lightning-zero convert-deepspeed {folder} {tmp_path / 'out.ckpt'} --trust\n")
 
 
-def test_it_imports_neither_lightning_nor_deepspeed(folder: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def in_a_process(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
     code = "import sys\nfrom lightning_zero.cli import app\nprint(app(sys.argv[1:], standalone_mode=False))\n"
     code += "print('lightning' in sys.modules, 'deepspeed' in sys.modules)"
-    command = [sys.executable, "-P", "-c", code, "convert-deepspeed", str(folder), str(tmp_path / "a.ckpt"), "--trust"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=os.environ)
-    assert result.stdout.endswith("0\nFalse False\n"), result.stderr
-    assert result.stderr == ""
+    out = tmp_path_factory.mktemp("out") / "a.ckpt"
+    command = [sys.executable, "-P", "-c", code, "convert-deepspeed", str(folder), str(out), "--trust"]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=os.environ)
+
+
+def test_it_imports_neither_lightning_nor_deepspeed(in_a_process: subprocess.CompletedProcess[str]) -> None:
+    assert in_a_process.returncode == 0, in_a_process.stderr
+    assert in_a_process.stdout.endswith("0\nFalse False\n")
+    assert in_a_process.stderr == ""
