@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint import full
 from lightning_zero.checkpoint.contents import dtype_name
 from lightning_zero.checkpoint.errors import CheckpointError
+from lightning_zero.checkpoint.full import write_alone
 from lightning_zero.checkpoint.lazy import StoredSource, StoredTensor
 from lightning_zero.checkpoint.stored import load
 from lightning_zero.engine import Group
@@ -59,9 +59,7 @@ def consolidate(folder: Path, path: Path, *, dtype: torch.dtype | None = None, o
                 if id(value) not in cast:
                     cast[id(value)] = _cast(name, value, dtype)
                 weights[name] = cast[id(value)]
-    save = full.begin(checkpoint, path, None, Group())
-    assert save is not None
-    save.write(Group())
+    write_alone(checkpoint, path)
     return Consolidated(len(weights), len(checkpoint.get("optimizer_states", [])), path.stat().st_size)
 
 

@@ -33,8 +33,9 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint.contents import UNREADABLE, Opaque
 from lightning_zero.checkpoint.errors import CheckpointError
+from lightning_zero.checkpoint.full import write_alone
 from lightning_zero.checkpoint.lazy import LazyTensor
-from lightning_zero.checkpoint.stream import Pieces, write
+from lightning_zero.checkpoint.pieces import Pieces
 from lightning_zero.engine.compiled import plain_name
 from lightning_zero.version import __version__
 
@@ -155,7 +156,7 @@ def convert(folder: Path, out: Path, *, trust: bool = False) -> Converted:
         raise CheckpointError(
             f"{directory} is not laid out as DeepSpeed writes it ({error!r}). Save it again with a recent version."
         ) from error
-    write(checkpoint, out)
+    write_alone(checkpoint, out)
     state, (optimizer,) = checkpoint["state_dict"], checkpoint["optimizer_states"]
     return Converted(
         version=run.version,

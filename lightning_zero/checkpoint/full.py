@@ -102,6 +102,18 @@ def begin(checkpoint: Any, path: Path, engine: Engine | None, world: Group, chec
         return FullSave(path, temporary, sharded, engine, skeleton, checksums)
 
 
+def write_alone(checkpoint: Any, path: Path) -> None:
+    """Write ``checkpoint`` from one process, with its checksums, in memory for a tile of its stored tensors.
+
+    Raises:
+        CheckpointError: it cannot be written; nothing has changed then.
+    """
+    alone = Group()
+    save = begin(checkpoint, path, None, alone)
+    assert save is not None
+    save.write(alone)
+
+
 class FullSave:
     """A save that has begun; see :class:`~lightning_zero.checkpoint.saving.Save`."""
 
