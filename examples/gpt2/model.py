@@ -148,8 +148,7 @@ class GPT(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Sum over the ranks before dividing: the mean over all targets, whatever each rank's share."""
         loss, count = self.trainer.strategy.reduce(self._validation, reduce_op="sum")
-        self.val_loss = float(loss / count)
-        self.log("val_loss", self.val_loss, prog_bar=True, sync_dist=True)
+        self.log("val_loss", float(loss / count), prog_bar=True, sync_dist=True)
 
     def parameter_groups(self) -> list[dict]:
         """Weight decay acts on matrices; biases and normalization go without."""

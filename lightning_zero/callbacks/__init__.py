@@ -2,5 +2,6 @@
 
 from lightning_zero.callbacks.ema import EMA
 from lightning_zero.callbacks.gradient_monitor import GradientMonitor
+from lightning_zero.callbacks.run_report import RunReport
 
-__all__ = ["EMA", "GradientMonitor"]
+__all__ = ["EMA", "GradientMonitor", "RunReport"]

@@ -1,0 +1,174 @@
+"""What a run leaves behind: loss curves and a summary of what was measured."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from typing_extensions import override
+
+LAST = 100  # the reported training loss is the mean of this many steps
+
+
+class Stopwatch:
+    """Seconds while it runs; it can be stopped and started again."""
+
+    def __init__(self) -> None:
+        self._before = 0.0
+        self._since: float | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._since is not None
+
+    @property
+    def seconds(self) -> float:
+        return self._before + (time.perf_counter() - self._since if self._since is not None else 0.0)
+
+    def start(self) -> None:
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        self._before, self._since = self.seconds, None
+
+
+class RunReport(pl.Callback):
+    """Measures a fit, shows speed and learning rate on the progress bar, and writes `loss.png` and `summary.json`.
+
+    The module logs `train_loss` in every step and `val_loss` in validation, both with `sync_dist=True`. The speed is
+    that of training: it counts neither validation nor what comes before the first step. Call :meth:`write` after the
+    run, on all ranks; the plot needs matplotlib.
+
+    Args:
+        run_dir: folder to write to.
+        strategy: name of the strategy, for the summary and the plot's title.
+        step_size: units of data in an optimizer step, over all ranks.
+        unit: what they are, in the plural: "tokens", "images". The speed is logged as `<unit>_per_second`.
+        loss_unit: what the loss is measured in, for the plot.
+    """
+
+    def __init__(self, run_dir: str | Path, strategy: str, step_size: int, unit: str, loss_unit: str = "nats") -> None:
+        self.run_dir, self.strategy = Path(run_dir), strategy
+        self.step_size, self.speed_name, self.loss_unit = step_size, f"{unit}_per_second", loss_unit
+        self.train_curve: list[tuple[int, float]] = []  # optimizer step, loss of the global batch
+        self.val_curve: list[tuple[int, float]] = []
+        self.clock = Stopwatch()  # runs in training, stands still in validation
+        self.peak_memory = 0  # bytes, the largest of all ranks
+
+    @property
+    def validated_step(self) -> int | None:
+        """The optimizer step of the last validation."""
+        return self.val_curve[-1][0] if self.val_curve else None
+
+    @property
+    def val_loss(self) -> float | None:
+        """The loss of the last validation."""
+        return self.val_curve[-1][1] if self.val_curve else None
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._step = self._mark_step = trainer.global_step
+        self._mark_seconds = self._speed = 0.0
+        self.clock.start()
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            return  # a micro-batch, and the optimizer has not stepped yet
+        self._step = trainer.global_step
+        self.train_curve.append((self._step, float(trainer.callback_metrics["train_loss"])))
+        if self._step - self._mark_step >= trainer.log_every_n_steps:  # type: ignore[attr-defined]
+            self._measure_speed()
+        if self._speed:
+            pl_module.log(self.speed_name, self._speed, prog_bar=True)
+        pl_module.log("lr", trainer.optimizers[0].param_groups[0]["lr"], prog_bar=True, logger=False)
+
+    def _measure_speed(self) -> None:
+        seconds = self.clock.seconds
+        self._speed = (self._step - self._mark_step) * self.step_size / (seconds - self._mark_seconds)
+        self._mark_step, self._mark_seconds = self._step, seconds
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._resume = self.clock.running
+        self.clock.stop()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.val_curve.append((trainer.global_step, float(trainer.callback_metrics["val_loss"])))
+        if self._resume:
+            self.clock.start()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.clock.stop()
+        self.measure(trainer, pl_module)
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Without a step to train, Lightning leaves out `on_train_end`."""
+        if not self.peak_memory:
+            if pl_module.device != trainer.strategy.root_device:  # Lightning's strategies leave it on the host
+                pl_module.to(trainer.strategy.root_device)
+            self.measure(trainer, pl_module)
+
+    def measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """What is measured at the end of a fit, while the ranks are still together; to be extended."""
+        peak = torch.tensor(peak_memory(pl_module.device), device=pl_module.device)
+        self.peak_memory = int(trainer.strategy.reduce(peak, reduce_op="max"))
+
+    def summary(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """Key figures, to be extended; those of training or validation are None where there was none."""
+        last = [loss for _, loss in self.train_curve[-LAST:]]
+        trained = len(self.train_curve) * self.step_size
+        return {
+            "val_loss": self.val_loss,
+            "train_loss": sum(last) / len(last) if last else None,
+            "steps": trainer.global_step,
+            self.speed_name: round(trained / self.clock.seconds, 1) if last else None,
+            "strategy": self.strategy,
+            "world_size": trainer.world_size,
+            "peak_memory_bytes": self.peak_memory,
+        }
+
+    def write(self, trainer: pl.Trainer) -> None:
+        """Put plot and summary into the run folder and show them, on rank 0; to be extended."""
+        if not trainer.is_global_zero:
+            return
+        summary = self.summary(trainer)
+        (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        self.plot(self.run_dir / "loss.png")
+        print("\nsummary.json:")
+        print(*(f"  {key}: {value}" for key, value in summary.items()), sep="\n")
+        print(f"\n{self.run_dir}")
+
+    def plot(self, path: Path) -> None:
+        """The curves of both losses as a picture."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.add_subplot(xlabel="optimizer step", ylabel=f"loss ({self.loss_unit})")
+        if self.train_curve:
+            axes.plot(*zip(*self.train_curve, strict=True), color="tab:blue", alpha=0.4, lw=0.8, label="training")
+        if self.val_curve:
+            axes.plot(*zip(*self.val_curve, strict=True), color="tab:orange", marker="o", label="validation")
+        result = "" if self.val_loss is None else f": validation loss {self.val_loss:.3f}"
+        axes.set_title(self.strategy + result)
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+        figure.savefig(path, dpi=150)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most memory this process held so far: of the GPU if it trains on one, else resident on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
