@@ -44,8 +44,9 @@ def hydra_main(config_name: str, config_path: str | None = None) -> Callable[["T
         def run() -> None:
             import hydra
 
-            # Lightning's own use of an API that newer torch deprecates: nothing a user could change.
+            # Lightning's own use of APIs that newer torch deprecates: nothing a user could change.
             warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
+            warnings.filterwarnings("ignore", message=".*nn.functional.all_gather is deprecated")
             _join_run_folder()
             main = hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)
             _run_with_clear_errors(main(_prepared(task)), task, functools.partial(_groups, task, config_path))
@@ -303,6 +304,24 @@ def _precision_arguments(cfg: "DictConfig", strategy: "Strategy") -> dict[str, A
             "leave these keys at their defaults or choose a zero strategy."
         )
     return {"precision": cfg.precision}
+
+
+def micro_batch_size(batch_size: int, world_size: int, accumulate: int) -> int:
+    """Samples that a rank takes at once of a global batch, `data.batch_size`; ValueError where it does not divide.
+
+    Args:
+        batch_size: Samples per optimizer step, over all ranks and micro-batches.
+        world_size: Number of ranks.
+        accumulate: Micro-batches per optimizer step.
+    """
+    parts = world_size * accumulate
+    if batch_size < parts or batch_size % parts:
+        near = max(1, round(batch_size / parts)) * parts
+        raise ValueError(
+            f"data.batch_size={batch_size} cannot be split evenly over {world_size} ranks x {accumulate} "
+            f"micro-batches: use a multiple of {parts}, such as data.batch_size={near}, or another trainer.devices."
+        )
+    return batch_size // parts
 
 
 def build_optimizers(

@@ -14,6 +14,8 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lightning_zero.hydra_app import micro_batch_size
+
 IGNORED = -100  # target of a position beyond the end of the text; cross_entropy leaves it out
 NOT_LIBRARY = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 
@@ -43,10 +45,9 @@ class RandomWindows:
         world_size: int = 1,
         accumulate: int = 1,
     ) -> None:
-        check_divisible(batch_size, world_size, accumulate)
+        self.micro_batch = micro_batch_size(batch_size, world_size, accumulate)
         self.tokens, self.context, self.batch_size, self.seed = tokens, context, batch_size, seed
         self.steps, self.accumulate = steps, accumulate
-        self.micro_batch = batch_size // (world_size * accumulate)
         self.rank = rank
         self.position = 0  # micro-batches handed out since the run began
 
@@ -118,17 +119,6 @@ class HeldOutWindows:
         windows = self.tokens[positions.clamp(max=len(self.tokens) - 1)].long()
         beyond = positions[:, 1:] >= len(self.tokens)
         return windows[:, :-1], windows[:, 1:].masked_fill(beyond, IGNORED)
-
-
-def check_divisible(batch_size: int, world_size: int, accumulate: int) -> None:
-    """Every rank and micro-batch gets the same number of windows."""
-    parts = world_size * accumulate
-    if batch_size < parts or batch_size % parts:
-        near = max(1, round(batch_size / parts)) * parts
-        raise ValueError(
-            f"data.batch_size={batch_size} sequences cannot be split evenly over {world_size} ranks x "
-            f"{accumulate} micro-batches: use a multiple of {parts}, such as data.batch_size={near}."
-        )
 
 
 class ByteData(L.LightningDataModule):

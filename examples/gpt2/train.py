@@ -9,13 +9,12 @@ minutes, to a validation loss below 1.9 nats per byte. `--help` lists everything
 from pathlib import Path
 
 import lightning as L
-from data import check_divisible
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from report import Report
 
 from lightning_zero import hydra_main
-from lightning_zero.hydra_app import build_trainer
+from lightning_zero.hydra_app import build_trainer, micro_batch_size
 
 
 @hydra_main(config_name="train", config_path="conf")
@@ -29,7 +28,8 @@ def main(cfg: DictConfig) -> None:
     sampling = {**cfg.sample, "vocab_size": data.vocab_size, "seed": cfg.seed}
     report = Report(cfg.run_dir, cfg.strategy_name, data.tokens_per_step, sampling.pop("prompt"), sampling)
     trainer = build_trainer(cfg, callbacks=[report])
-    check_divisible(data.batch_size, trainer.world_size, trainer.accumulate_grad_batches)
+    # Refused here, and not after ranks are started: a batch that does not divide.
+    micro_batch_size(data.batch_size, trainer.world_size, trainer.accumulate_grad_batches)
 
     trainer.fit(model, data, ckpt_path=cfg.ckpt_path)
     if report.validated_step != trainer.global_step:

@@ -24,7 +24,7 @@ import lightning_zero
 from lightning_zero import DynamicLossScaler, StaticLossScaler, ZeroPrecision, ZeroStrategy
 from lightning_zero.callbacks import EMA
 from lightning_zero.config import SCHEMAS, DynamicLossScalerConf, Store, StrategyConf
-from lightning_zero.hydra_app import build_group, build_optimizers, build_trainer, hydra_main
+from lightning_zero.hydra_app import build_group, build_optimizers, build_trainer, hydra_main, micro_batch_size
 from lightning_zero.optim import CPUOptimizer
 from lightning_zero.optim.native import Numbers
 from lightning_zero.registration import STRATEGIES
@@ -476,3 +476,14 @@ def test_errors_of_the_program_keep_their_type(folder: Path, monkeypatch: pytest
 def test_precision_settings_of_ours_are_refused_elsewhere(composed: Compose) -> None:
     with pytest.raises(ValueError, match=r"reduce_dtype.*DDPStrategy does not know"):
         build_trainer(composed("strategy=ddp", "precision.reduce_dtype=float32"))
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    assert micro_batch_size(12, 3, 2) == 2
+    message = (
+        "=10 .* 3 ranks x 1 micro-batches: use a multiple of 3, such as data.batch_size=9, or another trainer.devices"
+    )
+    with pytest.raises(ValueError, match=message):
+        micro_batch_size(10, 3, 1)
+    with pytest.raises(ValueError, match=r"such as data\.batch_size=8"):
+        micro_batch_size(2, 4, 2)
