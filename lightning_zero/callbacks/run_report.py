@@ -6,7 +6,9 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import lightning.pytorch as pl
@@ -129,7 +131,7 @@ class RunReport(pl.Callback):
         trained = len(self.train_curve) * self.step_size
         return {
             "val_loss": self.val_loss,
-            "train_loss": sum(last) / len(last) if last else None,
+            "train_loss": fmean(last) if last else None,
             "steps": trainer.global_step,
             self.speed_name: round(trained / self.clock.seconds, 1) if last else None,
             "strategy": self.strategy,
@@ -155,7 +157,9 @@ class RunReport(pl.Callback):
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.add_subplot(xlabel="optimizer step", ylabel=f"loss ({self.loss_unit})")
         if self.train_curve:
-            axes.plot(*zip(*self.train_curve, strict=True), color="tab:blue", alpha=0.4, lw=0.8, label="training")
+            steps, losses = zip(*self.train_curve, strict=True)
+            axes.plot(steps, losses, color="tab:blue", alpha=0.3, lw=0.8, label="training")
+            axes.plot(steps, running_means(losses), color="tab:blue", label=f"training, mean of {LAST} steps")
         if self.val_curve:
             axes.plot(*zip(*self.val_curve, strict=True), color="tab:orange", marker="o", label="validation")
         result = "" if self.val_loss is None else f": validation loss {self.val_loss:.3f}"
@@ -164,6 +168,11 @@ class RunReport(pl.Callback):
         if axes.lines:
             axes.legend()
         figure.savefig(path, dpi=150)
+
+
+def running_means(values: Sequence[float]) -> list[float]:
+    """For each value the mean of the last ones, itself included: of `LAST`, or of fewer at the start."""
+    return [fmean(values[max(0, end - LAST) : end]) for end in range(1, len(values) + 1)]
 
 
 def peak_memory(device: torch.device) -> int:
