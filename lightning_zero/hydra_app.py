@@ -331,7 +331,7 @@ def build_optimizers(
 
     Args:
         optimizer: A torch optimizer's class and arguments.
-        scheduler: A scheduler's class and arguments; empty for none.
+        scheduler: A scheduler's class and arguments; without a class: none.
         params: Parameters or parameter groups.
         total_steps: Optimizer steps of the fit, for a scheduler whose `total_steps` is null.
     """
@@ -339,7 +339,7 @@ def build_optimizers(
     if len(options.get("betas", (0, 0))) != 2:
         _refuse(f"optimizer.betas={list(options['betas'])} must be two numbers, such as [0.9,0.999].")
     built = _build(optimizer, params, **options)
-    if not scheduler:
+    if not scheduler or "_target_" not in scheduler:
         return {"optimizer": built}
     arguments = _arguments(scheduler)
     if "total_steps" in arguments and arguments["total_steps"] is None:

@@ -478,6 +478,13 @@ def test_precision_settings_of_ours_are_refused_elsewhere(composed: Compose) -> 
         build_trainer(composed("strategy=ddp", "precision.reduce_dtype=float32"))
 
 
+def test_no_scheduler_wins_over_an_experiments_values() -> None:
+    values = OmegaConf.create({"warmup_steps": 100})  # of an experiment that wants another option than `none`
+    optimizer = OmegaConf.create({"_target_": "torch.optim.SGD", "lr": 0.1})
+    built = build_optimizers(optimizer, values, [torch.nn.Parameter(torch.zeros(2))], 10)
+    assert set(built) == {"optimizer"}
+
+
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     assert micro_batch_size(12, 3, 2) == 2
     message = (
