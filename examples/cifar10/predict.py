@@ -1,0 +1,52 @@
+"""Predict the classes of the test images from a checkpoint, with any strategy and number of ranks.
+
+    python examples/cifar10/predict.py ckpt_path=outputs/cifar10/.../checkpoints/last.ckpt
+
+It leaves `predictions.csv`, a row per image, and `predictions.png` in the run folder.
+"""
+
+import csv
+from pathlib import Path
+
+import torch
+from data import CLASSES
+from hydra.utils import instantiate
+from model import Classifier
+from omegaconf import DictConfig
+from pictures import draw_predictions
+from torch import Tensor
+from train import check_options
+
+from lightning_zero import hydra_main
+from lightning_zero.hydra_app import build_trainer
+
+
+@hydra_main(config_name="predict", config_path="conf")
+def main(cfg: DictConfig) -> None:
+    """Predict, and write a table and a picture."""
+    check_options(cfg)
+    data = instantiate(cfg.data)
+    model = Classifier.load_from_checkpoint(cfg.ckpt_path, map_location="cpu")  # it knows its network
+    trainer = build_trainer(cfg)
+    batches = trainer.predict(model, data)
+    if trainer.is_global_zero:
+        probabilities = torch.cat(batches)[: len(data.test)].cpu()  # the rest only filled the last batches
+        write_table(data.test.labels, probabilities, Path(cfg.run_dir, "predictions.csv"))
+        pixels, labels = data.test.batch(torch.arange(len(data.test)))
+        draw_predictions(pixels, labels, probabilities, Path(cfg.run_dir, "predictions.png"))
+        print(f"{(probabilities.argmax(dim=1) == labels).float().mean():.1%} of {len(labels)} images are right.")
+        print(f"\n{cfg.run_dir}")
+
+
+def write_table(labels: Tensor, probabilities: Tensor, path: Path) -> None:
+    """The true class of every image, the predicted one and its probability."""
+    rows = zip(labels.tolist(), probabilities.argmax(dim=1).tolist(), probabilities.amax(dim=1).tolist(), strict=True)
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["image", "class", "predicted", "probability"])
+        for image, (label, predicted, probability) in enumerate(rows):
+            table.writerow([image, CLASSES[label], CLASSES[predicted], f"{probability:.4f}"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Train an image classifier on CIFAR-10 with Lightning and any strategy of this package.
+
+    python examples/cifar10/train.py experiment=tutorial strategy=zero2_offload trainer.devices=2
+
+The experiment has the network and the settings of DeepSpeed's tutorial. The data set (162 MB) is downloaded to
+`data.root` unless it is there; `data=synthetic` needs no files. `--help` lists everything that can be changed.
+"""
+
+from pathlib import Path
+
+import lightning as L
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from report import Report
+
+from lightning_zero import hydra_main
+from lightning_zero.hydra_app import build_trainer, micro_batch_size
+
+
+@hydra_main(config_name="train", config_path="conf")
+def main(cfg: DictConfig) -> None:
+    """Train, test, and leave pictures and summary in the run folder."""
+    check_options(cfg)
+    L.seed_everything(cfg.seed, verbose=False)
+    data = instantiate(cfg.data)
+    model = instantiate(cfg.model, optimizer=cfg.optimizer, scheduler=cfg.scheduler, _recursive_=False)
+
+    report = Report(cfg.run_dir, cfg.strategy_name, data.batch_size)
+    trainer = build_trainer(cfg, callbacks=[report])
+    # Refused here, and not after ranks are started: a batch that does not divide.
+    micro_batch_size(data.batch_size, trainer.world_size, trainer.accumulate_grad_batches)
+
+    trainer.fit(model, data, ckpt_path=cfg.ckpt_path)
+    trainer.test(model, data, ckpt_path=saved_checkpoint(trainer), verbose=False)
+    report.write(trainer)
+
+
+def saved_checkpoint(trainer: L.Trainer) -> str | None:
+    """The best checkpoint of a run, or else the last one; None where none is saved: the weights as they are."""
+    callback = trainer.checkpoint_callback
+    return (callback.best_model_path or callback.last_model_path or None) if callback else None
+
+
+def check_options(cfg: DictConfig) -> None:
+    """Refuse what would fail only after ranks are started."""
+    seed, path = cfg.seed, cfg.ckpt_path
+    if type(seed) is not int or not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed!r} must be an integer from 0 to 4294967295, such as 1337: change seed.")
+    if path not in (None, "last", "hpc") and "://" not in str(path) and not Path(str(path)).is_file():
+        raise ValueError(f"ckpt_path={path!r} must be an existing file, or null to start anew: change ckpt_path.")
+
+
+if __name__ == "__main__":
+    main()
