@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import describe
-from benchmarks.gpt2 import ROOT, STEPS, train
+from benchmarks.examples import ROOT
+from benchmarks.gpt2 import STEPS, train
 
 ADAMW = ["optimizer=cpu_adamw", "optimizer.betas=[0.9,0.99]", "optimizer.weight_decay=0.1"]  # as gpt2_adamw
 LAYOUTS = {

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import describe
-from benchmarks.gpt2 import ROOT, STEPS, train
+from benchmarks.examples import ROOT, STRATEGIES
+from benchmarks.gpt2 import STEPS, train
 
-STRATEGIES = "zero0 zero1 zero2 zero3 zero1_offload zero2_offload zero3_offload".split()
 PRECISIONS = ("fp32", "bf16")
 
 

@@ -45,7 +45,7 @@ def check_options(cfg: DictConfig) -> None:
     """Refuse what would fail only after ranks are started."""
     seed, path = cfg.seed, cfg.ckpt_path
     if type(seed) is not int or not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed!r} must be an integer from 0 to 4294967295, such as 1337: change seed.")
+        raise ValueError(f"seed={seed!r} must be an integer from 0 to 4294967295, such as 42: change seed.")
     if path not in (None, "last", "hpc") and "://" not in str(path) and not Path(str(path)).is_file():
         raise ValueError(f"ckpt_path={path!r} must be an existing file, or null to start anew: change ckpt_path.")
 

@@ -76,7 +76,7 @@ def test_the_experiment_is_deepspeeds_tutorial(cifar10: SimpleNamespace) -> None
     assert cfg.optimizer._target_ == "torch.optim.Adam"
     assert {key: cfg.scheduler[key] for key in scheduler} == scheduler
     assert (cfg.data.batch_size, cfg.data.val_fraction, cfg.trainer.gradient_clip_val) == (16, 0.0, 1.0)
-    assert (cfg.strategy.offload_optimizer, cfg.model.network) == ("cpu", "tutorial")
+    assert (cfg.strategy.offload_optimizer, cfg.model.network, cfg.trainer.max_epochs) == ("cpu", "tutorial", 2)
 
 
 def test_choices_beside_the_experiment_win() -> None:

@@ -1,0 +1,45 @@
+"""The examples as measured runs on two ranks, in processes of their own."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+STRATEGIES = "zero0 zero1 zero2 zero3 zero1_offload zero2_offload zero3_offload".split()
+
+
+class Run(NamedTuple):
+    """What a run left behind: its summary, and the training losses that it logged."""
+
+    summary: dict[str, Any]
+    losses: list[float]
+
+
+def run_example(name: str, overrides: Sequence[str], environment: Mapping[str, str] | None = None) -> Run:
+    """Train an example on two ranks.
+
+    Args:
+        name: its folder.
+        overrides: of its configuration.
+        environment: variables to set.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, f"examples/{name}/train.py", "trainer.devices=2", *overrides]
+        command += [f"hydra.run.dir={folder}", "callbacks.progress_bar=null"]
+        result = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **(environment or {})}, capture_output=True, text=True, check=False
+        )
+        if result.returncode:
+            raise RuntimeError(f"{' '.join(command)} ended with {result.returncode}:\n{result.stdout}\n{result.stderr}")
+        summary = json.loads((Path(folder) / "summary.json").read_text())
+        with (Path(folder) / "csv" / "metrics.csv").open() as file:
+            losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
+    return Run(summary, losses)
