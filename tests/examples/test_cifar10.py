@@ -437,13 +437,10 @@ def test_without_checkpoints_the_weights_at_the_end_are_tested(pool1: RankPool, 
     assert 0 <= results(tmp_path / "run")[0]["test_accuracy"] <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [
-        ("strategy=zero3",),
-        pytest.param(("strategy=zero2_offload",), marks=pytest.mark.slow),
-        pytest.param(("strategy=zero3", "model=resnet18"), marks=pytest.mark.slow),
-    ],
+    [("strategy=zero3",), ("strategy=zero2_offload",), ("strategy=zero3", "model=resnet18")],
     ids=" ".join,
 )
 def test_a_run_equals_ddp(pool2: RankPool, tmp_path: Path, options: tuple[str, ...]) -> None:
