@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_zero.checkpoint.lazy import LazyTensor
+
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python before 3.13 does not name Linux's number
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Size, torch.dtype, torch.device)
 
@@ -94,6 +96,8 @@ class _Tensors:
 
 def give_back_pages(tensor: Tensor) -> None:
     """Let go of the memory behind a tensor of :func:`load_mapped`, to be read again at the next use; others stay."""
+    if isinstance(tensor, LazyTensor):
+        return  # it keeps nothing
     if tensor._version:
         return  # somebody has changed it: the file does not have these values
     start = tensor.untyped_storage().data_ptr()

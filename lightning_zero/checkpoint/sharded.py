@@ -272,6 +272,7 @@ class _Planner(DefaultSavePlanner):
         super().__init__()
         self.state_dict, self.mappings, self.is_coordinator = contents.entries, contents.paths, coordinator
         self._held: dict[MetadataIndex, Tensor | io.BytesIO] = {}
+        self._written: Tensor | None = None
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         entry = self.state_dict[index.fqn]
@@ -281,18 +282,27 @@ class _Planner(DefaultSavePlanner):
         return entry.read(index.offset)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        held = self._held.get(write_item.index)
-        return super().resolve_data(write_item) if held is None else held
+        if self._written is not None:  # DCP's writer keeps every tensor until the last one is written
+            self._written.untyped_storage().resize_(0)
+        data = self._held.pop(write_item.index, None)
+        data = self._copy(write_item) if data is None else data
+        self._written = data if isinstance(data, Tensor) else None
+        return data
 
     def hold(self, plan: SavePlan) -> None:
         """Copy what ``plan`` writes."""
-        for item in plan.items:
-            data = self.resolve_data(item)
-            self._held[item.index] = data.detach().to("cpu", copy=True) if isinstance(data, Tensor) else data
+        self._held = {item.index: self._copy(item) for item in plan.items}
+
+    def _copy(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        data: Tensor | io.BytesIO = super().resolve_data(write_item)
+        return data.detach().to("cpu", copy=True) if isinstance(data, Tensor) else data
 
 
 class _Writer(FileSystemWriter):
     """DCP's; what it writes does not name the folder, which will have another name."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, per_thread_copy_ahead=0)  # one tensor at a time: see `_Planner.resolve_data`
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id)

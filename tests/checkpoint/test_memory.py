@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import RankPool, ranks
-from lightning import LightningModule, Trainer
+from lightning import Callback, LightningModule, Trainer
 from strategy.fits import make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -42,8 +42,8 @@ class Large(LightningModule):
         return DataLoader(torch.ones(4, WIDTH), batch_size=1)  # type: ignore[arg-type]
 
 
-def make(strategy: dict[str, Any], steps: int) -> tuple[Trainer, Large]:
-    trainer = make_trainer(strategy, max_epochs=-1, max_steps=steps)
+def make(strategy: dict[str, Any], steps: int, *callbacks: Callback) -> tuple[Trainer, Large]:
+    trainer = make_trainer(strategy, max_epochs=-1, max_steps=steps, callbacks=list(callbacks))
     with trainer.init_module(empty_init=False):
         return trainer, Large()
 
@@ -60,34 +60,52 @@ class Peak:
         return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) << 10
 
 
-def train_and_save(strategy: dict[str, Any], path: str) -> tuple[int, int]:
-    """Peaks of training a step, and with the save after it."""
+def train_and_save(strategy: dict[str, Any], path: str) -> int:
+    """By how much memory grows in a save."""
     torch.manual_seed(0)
-    peak = Peak()
     trainer, module = make(strategy, 1)
     trainer.fit(module)
+    peak = Peak()
     before = peak()
     trainer.save_checkpoint(path)
-    return before, peak()
+    return peak() - before
+
+
+class AtStart(Callback):
+    """Notes the peak up to the first step, and what of it remains."""
+
+    def __init__(self) -> None:
+        self.growth = 0
+        self.peak: Peak | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self.peak is not None
+        highest = self.peak()
+        self.growth = highest - Peak()()
 
 
 def resume(strategy: dict[str, Any], path: str) -> int:
-    peak = Peak()
-    trainer, module = make(strategy, 2)
+    """By how much more than what remains memory grows from where the checkpoint is opened to the first step."""
+    start = AtStart()
+    trainer, module = make(strategy, 2, start)
+    load = trainer.strategy.load_checkpoint
+
+    def loading(*args: Any, **kwargs: Any) -> Any:
+        start.peak = Peak()
+        return load(*args, **kwargs)
+
+    trainer.strategy.load_checkpoint = loading  # type: ignore[method-assign]
     trainer.fit(module, ckpt_path=path)
     assert trainer.global_step == 2
-    return peak()
+    return start.growth
 
 
 @pytest.mark.slow
 @ranks(2)
-@pytest.mark.parametrize("container", ["full", "sharded"])
-@pytest.mark.parametrize("name", ["zero3", "zero2_offload"])
+@pytest.mark.parametrize(("name", "container"), [("zero3", "full"), ("zero3", "sharded"), ("zero2_offload", "sharded")])
 def test_saving_and_loading_take_little_memory(pool: RankPool, name: str, container: str, tmp_path: Path) -> None:
     strategy, path = {**STRATEGIES[name], "checkpoint_format": container}, tmp_path / "a.ckpt"
     saved = pool.run_within(100, train_and_save, strategy, str(path))
     loaded = pool.run_within(100, resume, strategy, str(path))
-    for (trained, after), resumed in zip(saved, loaded, strict=True):
-        growth = {"save": after - trained, "load": resumed - trained}
-        print({k: f"{v >> 20} MiB" for k, v in growth.items()}, f"of {LIMIT >> 20}")
-        assert max(growth.values()) <= LIMIT, growth
+    print(f"MiB, of {LIMIT >> 20}: save {[n >> 20 for n in saved]}, load {[n >> 20 for n in loaded]}")
+    assert max(saved + loaded) <= LIMIT
