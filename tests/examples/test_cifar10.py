@@ -24,8 +24,6 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_zero.hydra_app import register
-
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cifar10"
 MODULES = ("archive", "data", "model", "pictures", "report", "train", "predict")
 FILES = [f"data_batch_{number}.bin" for number in range(1, 6)] + ["test_batch.bin"]
@@ -51,7 +49,6 @@ def cifar10() -> Iterator[SimpleNamespace]:
 
 
 def composed(*overrides: str, run_dir: str = "run", primary: str = "train") -> DictConfig:
-    register()
     with initialize_config_dir(str(EXAMPLE / "conf"), version_base="1.3"):
         return compose(primary, overrides=[f"run_dir='{run_dir}'", "strategy_name=test", *overrides])
 
