@@ -154,6 +154,7 @@ class Folder:
                 raise CheckpointError(f"{path / METADATA} is damaged ({type(error).__name__}: {error})") from error
         self._stored: list[_Stored] = []
         self._layouts: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = {}  # by where a part is
+        self._forms: dict[bytes, tuple[int, tuple[int, ...]]] = {}  # by the pickle: bytes before the values, strides
 
     @property
     def key(self) -> Path:
@@ -242,38 +243,44 @@ class Folder:
             position += box.numel
             for part, info in stored.parts:
                 if both := box.intersection(part):
-                    both.within(box).of(values).copy_(self._read(info, both.within(part), stored.dtype))
+                    self._read(info, both.within(part), both.within(box).of(values))
         return run
 
-    def _read(self, info: Any, box: Box, dtype: torch.dtype) -> Tensor:
-        """A box of a part that lies in one file."""
+    def _read(self, info: Any, box: Box, into: Tensor) -> None:
+        """Copy a box of a part that lies in one file; ``into`` has its sizes and the part's dtype."""
         start, strides = self._layout(info)
         first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
         span = 1 + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
-        values = torch.empty(span, dtype=dtype)
+        in_order = torch.empty_strided(box.sizes, strides, device="meta").is_contiguous() and into.is_contiguous()
+        values = into.view(-1) if in_order else torch.empty(span, dtype=into.dtype)
         with (self.path / info.relative_path).open("rb") as file:
-            file.seek(start + first * dtype.itemsize)
+            file.seek(start + first * into.itemsize)
             if file.readinto(bytes_of(values)) != values.nbytes:
                 raise CheckpointError(f"{self.path / info.relative_path} is truncated")
-        return values.as_strided(box.sizes, strides)
+        if not in_order:
+            into.copy_(values.as_strided(box.sizes, strides))
 
     def _layout(self, info: Any) -> tuple[int, tuple[int, ...]]:
         """Where in its file the values of a part begin, and their strides."""
         place = info.relative_path, info.offset
         if place not in self._layouts:
             with self._view(info) as file:
-                data = next(record for record in read_records(file) if record.name == "data/0")
-                file.seek(0)
-                tensor = torch.load(file, map_location="meta", weights_only=True)
-            first = info.offset + data.start + tensor.storage_offset() * tensor.element_size()
-            self._layouts[place] = first, tensor.stride()
+                records = {record.name: record for record in read_records(file)}
+                file.seek(records["data.pkl"].start)
+                pickled = file.read(records["data.pkl"].nbytes)
+                if pickled not in self._forms:  # many parts have the same
+                    file.seek(0)
+                    tensor = torch.load(file, map_location="meta", weights_only=True)
+                    self._forms[pickled] = tensor.storage_offset() * tensor.element_size(), tensor.stride()
+            before, strides = self._forms[pickled]
+            self._layouts[place] = info.offset + records["data/0"].start + before, strides
         return self._layouts[place]
 
     @contextlib.contextmanager
     def _view(self, info: Any) -> Iterator[IO[bytes]]:
         """One of the archives in a file, as a file."""
         with (self.path / info.relative_path).open("rb") as file:
-            yield cast("IO[bytes]", _Section(file, info.offset, info.length))
+            yield cast("IO[bytes]", io.BufferedReader(_Section(file, info.offset, info.length)))
 
 
 class _Section(io.RawIOBase):
