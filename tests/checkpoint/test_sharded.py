@@ -421,14 +421,29 @@ def test_inspect_and_export(folder: Path, pool2: RankPool, tmp_path: Path) -> No
     assert_equal_trees(*(load_file(tmp_path / out / "model.safetensors") for out in ("out", "other")))
 
 
-def test_folders_of_others(tmp_path: Path) -> None:
-    """What Lightning's FSDP strategy writes, on one rank: plain tensors, with any cut into boxes."""
-    weights = {"a.weight": torch.randn(5, 4), "b": torch.randn(3)}
-    state = {"state": {"a.weight": {"step": torch.tensor(2.0), "exp_avg": torch.randn(5, 4)}}, "param_groups": []}
+@pytest.mark.parametrize("key", slow_unless(["model"], ["model", "state_dict"]))
+def test_folders_that_others_write(key: str, pool1: RankPool, tmp_path: Path) -> None:
+    """As Lightning's FSDP strategy does, by DCP itself; its ModelParallelStrategy calls the weights `state_dict`."""
+    folder, file = tmp_path / "folder.ckpt", tmp_path / "file.ckpt"
+    pool1.run(save_at_end, "ddp", RECIPE, str(file), precision="64-true")
+    rest = torch.load(file, weights_only=True)
+    states = {key: rest.pop("state_dict"), "optimizer_0": named(rest.pop("optimizer_states")[0])}
     with pytest.warns(UserWarning, match="single process"):
-        dcp.save({"model": weights, "optimizer_0": state}, checkpoint_id=tmp_path / "a.ckpt", no_dist=True)
-    torch.save({"epoch": 3, "global_step": 7}, tmp_path / "a.ckpt" / "meta.pt")
-    found = load(tmp_path / "a.ckpt", ALONE)
-    assert_equal_trees(found["state_dict"], weights)
-    assert_equal_trees(found["optimizer_states"][0]["state"], state["state"])
-    assert found["global_step"] == 7
+        dcp.save(states, checkpoint_id=folder, no_dist=True)
+    torch.save(rest, folder / "meta.pt")
+    one, other = (
+        pool1.run(run, "zero2", RECIPE, steps=4, resume=str(path), precision="64-true")[0] for path in (folder, file)
+    )
+    assert_same(one.weights, other.weights)
+    assert_equal_trees(one.optimizer_states, other.optimizer_states)
+
+
+def named(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state with names for its indices, as FSDP has it."""
+    model = RECIPE.make_model()
+    name_of = {id(parameter): f"model.{name}" for name, parameter in model.named_parameters()}
+    names = [name_of[id(p)] for group in RECIPE.make_optimizer(model).param_groups for p in group["params"]]
+    return {
+        "state": {names[index]: values for index, values in state["state"].items()},
+        "param_groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]],
+    }
