@@ -285,7 +285,7 @@ def test_a_rank_takes_its_part_of_a_whole_state(bucket: Bucket) -> None:
     segment = bucket.segments[0]
     whole = torch.arange(float(segment.numel)).view_as(bucket.parameters[0])
     step = torch.tensor(5.0)
-    state.put_slice(segment, {"average": whole, "step": step})
+    state.put_slice(segment, {"average": whole, "step": step}, torch.float32)
     step += 1
     assert torch.equal(state.get(segment)["average"], whole.view(-1))
     assert state.get(segment)["step"] == 5.0
