@@ -1,6 +1,6 @@
-"""Bytes of text as training data: random windows to train on, all held-out windows to validate on.
+"""Tokens of text as training data: random windows to train on, all held-out windows to validate on.
 
-Both loaders split one global batch over the ranks, so that step t sees the same bytes at any world size.
+Both loaders split one global batch over the ranks, so that step t sees the same tokens at any world size.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from tokenizer import encode, load_tokenizer
 from torch import Tensor
 
 from lightning_zero.hydra_app import micro_batch_size
@@ -24,7 +25,7 @@ class RandomWindows:
     """Random windows, drawn from a generator that is seeded by (seed, step): its state is the step.
 
     Args:
-        tokens: 1D uint8, the text.
+        tokens: 1D uint8 or uint16, the text.
         context: Inputs per window.
         batch_size: Windows per optimizer step, over all ranks and micro-batches.
         steps: Optimizer steps per epoch.
@@ -81,7 +82,7 @@ class HeldOutWindows:
     """Windows side by side, the same ones each time; every rank gets as many batches.
 
     Args:
-        tokens: 1D uint8, the held-out text.
+        tokens: 1D uint8 or uint16, the held-out text.
         context: Inputs per window; the last window is padded.
         batch_size: Windows per batch of one rank.
         limit: Take only this many windows, evenly spread; None for all of them.
@@ -121,28 +122,24 @@ class HeldOutWindows:
         return windows[:, :-1], windows[:, 1:].masked_fill(beyond, IGNORED)
 
 
-class ByteData(L.LightningDataModule):
-    """Training and held-out bytes behind the two loaders.
+class WindowedData(L.LightningDataModule):
+    """Training and held-out tokens behind the two loaders.
 
     The text is read when the object is made, so that a wrong path ends the program before ranks are started.
 
     Args:
-        train: 1D uint8, to draw training windows from.
-        held_out: 1D uint8, to validate on.
         context: Inputs per window.
         batch_size: Sequences per optimizer step, over all ranks and micro-batches.
         val_batch_size: Sequences per validation batch of a rank.
         val_windows: Validate on this many windows, evenly spread; None for all of them.
         epoch_steps: Optimizer steps per epoch.
         seed: Seed of the training windows.
+        tokenizer: What the tokens stand for: `bytes` or `gpt2`.
+        vocab: Folder of the tokenizer's files; None downloads them.
     """
-
-    vocab_size = 256
 
     def __init__(
         self,
-        train: Tensor,
-        held_out: Tensor,
         *,
         context: int,
         batch_size: int,
@@ -150,6 +147,8 @@ class ByteData(L.LightningDataModule):
         val_batch_size: int = 64,
         val_windows: int | None = None,
         seed: int = 0,
+        tokenizer: str = "bytes",
+        vocab: str | None = None,
     ) -> None:
         super().__init__()
         sizes = {"batch_size": batch_size, "epoch_steps": epoch_steps, "val_batch_size": val_batch_size}
@@ -157,15 +156,20 @@ class ByteData(L.LightningDataModule):
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"data.{name}={value} must be at least 1: set data.{name} to a positive number.")
-        for name, tokens in (("training", train), ("held-out", held_out)):
-            if len(tokens) <= context:
-                raise ValueError(
-                    f"The {name} part of the text has {len(tokens)} bytes, but a window needs {context + 1}: "
-                    "use a longer text or a smaller model.context."
-                )
-        self.train, self.held_out = train, held_out
         self.context, self.batch_size, self.epoch_steps = context, batch_size, epoch_steps
         self.val_batch_size, self.val_windows, self.seed = val_batch_size, val_windows, seed
+        self.tokenizer = load_tokenizer(tokenizer, vocab)
+        self.train, self.held_out = self.read()  # 1D uint8 or uint16
+        for name, tokens in (("training", self.train), ("held-out", self.held_out)):
+            if len(tokens) <= context:
+                raise ValueError(
+                    f"The {name} part of the text has {len(tokens)} tokens, but a window needs {context + 1}: "
+                    "use a longer text or a smaller model.context."
+                )
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """The tokens to draw training windows from, and those to validate on."""
+        raise NotImplementedError
 
     @property
     def tokens_per_step(self) -> int:
@@ -190,33 +194,75 @@ class ByteData(L.LightningDataModule):
         return HeldOutWindows(self.held_out, self.context, self.val_batch_size, self.val_windows, rank, world_size)
 
 
-class StdlibData(ByteData):
+class StdlibData(WindowedData):
     """The Python sources of the running interpreter's standard library: real text on every machine.
 
-    A tenth of the files, chosen by a hash of their path, is held out. `options` are those of `ByteData`.
+    A tenth of the files, chosen by a hash of their path, is held out. The arguments are those of `WindowedData`.
     """
 
-    def __init__(self, **options) -> None:
+    def read(self) -> tuple[Tensor, Tensor]:
         root = Path(sysconfig.get_path("stdlib"))
         train, held_out = bytearray(), bytearray()
         for path in text_files(root, "*.py", without=NOT_LIBRARY):
             name = path.relative_to(root).as_posix().encode()
             part = held_out if hashlib.sha256(name).digest()[0] < 26 else train
             part += path.read_bytes()
-        super().__init__(as_tokens(train), as_tokens(held_out), **options)
+        return encode(self.tokenizer, train), encode(self.tokenizer, held_out)
 
 
-class TextData(ByteData):
-    """A text file or a folder of them; the last tenth is held out. `options` are those of `ByteData`."""
+class TextData(WindowedData):
+    """A text file or a folder of them; the last tenth is held out. `options` are those of `WindowedData`."""
 
     def __init__(self, path: str, **options) -> None:
-        files = [Path(path)] if Path(path).is_file() else text_files(Path(path))
+        self.path = Path(path)
+        super().__init__(**options)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        files = [self.path] if self.path.is_file() else text_files(self.path)
         text = bytearray().join(file.read_bytes() for file in files)
         if not text:
-            raise ValueError(f"data.path={path} is empty: expected a text; choose another path.")
-        tokens = as_tokens(text)
-        split = len(tokens) * 9 // 10
-        super().__init__(tokens[:split], tokens[split:], **options)
+            raise ValueError(f"data.path={self.path} is empty: expected a text; choose another path.")
+        tokens = encode(self.tokenizer, text)
+        split = held_out_from(len(tokens))
+        return tokens[:split], tokens[split:]
+
+
+class TokenData(WindowedData):
+    """`train.bin` and `val.bin` as nanoGPT and `prepare.py` write them: memory maps of uint16, never read whole.
+
+    Args:
+        path: Their folder.
+        options: Those of `WindowedData`.
+    """
+
+    def __init__(self, path: str, **options) -> None:
+        self.path = Path(path)
+        super().__init__(**options)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        train, held_out = memory_map(self.path / "train.bin"), memory_map(self.path / "val.bin")
+        largest = int(held_out[:1_000_000].int().max())
+        if largest >= self.tokenizer.vocab_size:
+            raise ValueError(
+                f"{self.path / 'val.bin'} has the token {largest}, but the tokenizer has {self.tokenizer.vocab_size}: "
+                "set data.tokenizer to the one that wrote the file, such as gpt2."
+            )
+        return train, held_out
+
+
+def memory_map(path: Path) -> Tensor:
+    """A file's uint16 numbers, in the machine's byte order: 1D, read when they are used."""
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: check data.path, or write the file by examples/gpt2/prepare.py.")
+    size = path.stat().st_size
+    if not size or size % 2:
+        raise ValueError(f"{path} has {size} bytes: expected uint16 tokens, two bytes each; write the file anew.")
+    return torch.from_file(str(path), shared=False, size=size // 2, dtype=torch.uint16)
+
+
+def held_out_from(count: int) -> int:
+    """Where the last tenth of `count` tokens begins."""
+    return count * 9 // 10
 
 
 def text_files(root: Path, pattern: str = "*", without: Collection[str] = ()) -> list[Path]:
@@ -228,8 +274,3 @@ def text_files(root: Path, pattern: str = "*", without: Collection[str] = ()) ->
     if not files:
         raise ValueError(f"{root} has no {pattern} files: expected at least one; choose another data.path.")
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
-
-
-def as_tokens(text: bytearray) -> Tensor:
-    """Bytes as a 1D uint8 tensor, without a copy."""
-    return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)

@@ -1,6 +1,7 @@
 """What a run leaves behind: loss curves, a summary and a sampled text."""
 
 import lightning as L
+from tokenizer import Tokenizer
 
 from lightning_zero import gathered_parameters
 from lightning_zero.callbacks import RunReport
@@ -13,13 +14,16 @@ class Report(RunReport):
         run_dir: Folder to write to.
         strategy: Name of the strategy, for the summary.
         tokens_per_step: Tokens of an optimizer step over all ranks.
+        tokenizer: Of the prompt and the sample.
         prompt: Text that the sample continues.
         sampling: Arguments of the model's `generate`.
     """
 
-    def __init__(self, run_dir: str, strategy: str, tokens_per_step: int, prompt: str, sampling: dict) -> None:
+    def __init__(
+        self, run_dir: str, strategy: str, tokens_per_step: int, tokenizer: Tokenizer, prompt: str, sampling: dict
+    ) -> None:
         super().__init__(run_dir, strategy, tokens_per_step, unit="tokens", loss_unit="nats per token")
-        self.prompt, self.sampling = prompt, sampling
+        self.tokenizer, self.prompt, self.sampling = tokenizer, prompt, sampling
         self.sample = ""
 
     def measure(self, trainer: L.Trainer, model: L.LightningModule) -> None:
@@ -27,9 +31,9 @@ class Report(RunReport):
         super().measure(trainer, model)
         model.eval()
         with gathered_parameters(model), trainer.precision_plugin.forward_context():
-            tokens = model.generate(list(self.prompt.encode()), **self.sampling)
+            tokens = model.generate(self.tokenizer.encode(self.prompt.encode()).tolist(), **self.sampling)
         model.train()
-        self.sample = self.prompt + bytes(tokens).decode(errors="replace")
+        self.sample = self.prompt + self.tokenizer.decode(tokens)
 
     def write(self, trainer: L.Trainer) -> None:
         """Show and keep the sample as well, on rank 0."""

@@ -25,8 +25,10 @@ def main(cfg: DictConfig) -> None:
     data = instantiate(cfg.data)
     model = instantiate(cfg.model, optimizer=cfg.optimizer, scheduler=cfg.scheduler, _recursive_=False)
 
-    sampling = {**cfg.sample, "vocab_size": data.vocab_size, "seed": cfg.seed}
-    report = Report(cfg.run_dir, cfg.strategy_name, data.tokens_per_step, sampling.pop("prompt"), sampling)
+    check_vocabulary(cfg.model.vocab_size, data.tokenizer.vocab_size)
+    sampling = {**cfg.sample, "vocab_size": data.tokenizer.vocab_size, "seed": cfg.seed}
+    prompt = sampling.pop("prompt")
+    report = Report(cfg.run_dir, cfg.strategy_name, data.tokens_per_step, data.tokenizer, prompt, sampling)
     trainer = build_trainer(cfg, callbacks=[report])
     # Refused here, and not after ranks are started: a batch that does not divide.
     micro_batch_size(data.batch_size, trainer.world_size, trainer.accumulate_grad_batches)
@@ -51,6 +53,15 @@ def check_options(cfg: DictConfig) -> None:
     ):
         if not valid:
             raise ValueError(f"{option}={OmegaConf.select(cfg, option)!r} must be {expected}: change {option}.")
+
+
+def check_vocabulary(model: int, tokenizer: int) -> None:
+    """The model may have entries to spare."""
+    if model < tokenizer:
+        raise ValueError(
+            f"model.vocab_size={model} is less than the {tokenizer} tokens of the tokenizer: "
+            f"use model.vocab_size={tokenizer}, or more."
+        )
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import importlib
+import io
 import json
 import math
 import re
@@ -25,7 +26,7 @@ from lightning import Trainer
 from omegaconf import DictConfig, OmegaConf
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt2"
-MODULES = ("data", "model", "report", "train")
+MODULES = ("data", "model", "prepare", "report", "tokenizer", "train")
 NANO = {"n_layer": 2, "n_head": 2, "n_embd": 16, "context": 8}
 TEXT = bytes(i * i % 251 for i in range(3000))
 
@@ -61,7 +62,9 @@ def test_every_option_composes_and_resolves(group: str) -> None:
     paths = list((EXAMPLE / "conf" / group).glob("*.yaml"))
     assert paths
     for path in paths:
-        OmegaConf.resolve(composed(f"{group}={path.stem}", "data.path=x" if path.stem == "text" else "seed=1"))
+        OmegaConf.resolve(
+            composed(f"{group}={path.stem}", "data.path=x" if path.stem in ("text", "tokens") else "seed=1")
+        )
 
 
 def test_the_experiment_is_nanogpts_setting() -> None:
@@ -194,7 +197,7 @@ def test_the_model_loads_from_its_checkpoint(gpt2: SimpleNamespace, tmp_path: Pa
 
 
 def windows(gpt2: SimpleNamespace, **options: Any) -> Any:
-    tokens = gpt2.data.as_tokens(bytearray(TEXT))
+    tokens = gpt2.tokenizer.Bytes().encode(TEXT)
     return gpt2.data.RandomWindows(tokens, **{"context": 8, "batch_size": 12, "steps": 5, "seed": 1, **options})
 
 
@@ -249,7 +252,7 @@ def test_the_loader_goes_on_where_its_state_was_taken(gpt2: SimpleNamespace) -> 
 @pytest.mark.parametrize("length", [17, 100, 3000])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_validation_covers_every_held_out_byte_once(gpt2: SimpleNamespace, length: int, world_size: int) -> None:
-    tokens = gpt2.data.as_tokens(bytearray(TEXT[:length]))
+    tokens = gpt2.tokenizer.Bytes().encode(TEXT[:length])
     batches = []
     for rank in range(world_size):
         loader = gpt2.data.HeldOutWindows(tokens, 8, 4, rank=rank, world_size=world_size)
@@ -261,7 +264,7 @@ def test_validation_covers_every_held_out_byte_once(gpt2: SimpleNamespace, lengt
 
 
 def test_a_limit_spreads_the_windows(gpt2: SimpleNamespace) -> None:
-    tokens = gpt2.data.as_tokens(bytearray(TEXT))
+    tokens = gpt2.tokenizer.Bytes().encode(TEXT)
     assert gpt2.data.HeldOutWindows(tokens, 10, 4, limit=3).starts == [0, 1000, 2000]
 
 
@@ -293,8 +296,8 @@ def test_a_text_may_be_a_file_or_a_folder(gpt2: SimpleNamespace, tmp_path: Path)
         (None, {}, "does not exist: expected a file or a folder"),
         ({}, {}, r"has no \* files: expected at least one"),
         (b"", {}, "is empty: expected a text"),
-        (b"short", {}, "has 4 bytes, but a window needs 9: use a longer text"),
-        (TEXT[:50], {}, "held-out part of the text has 5 bytes"),
+        (b"short", {}, "has 4 tokens, but a window needs 9: use a longer text"),
+        (TEXT[:50], {}, "held-out part of the text has 5 tokens"),
         (TEXT, {"batch_size": 0}, "batch_size=0 must be at least 1"),
         (TEXT, {"val_windows": 0}, "val_windows=0 must be at least 1"),
         (TEXT, {"epoch_steps": -1}, "epoch_steps=-1 must be at least 1"),
@@ -315,6 +318,109 @@ def test_unusable_data_is_refused(
 def test_an_uneven_split_of_the_batch_is_refused(gpt2: SimpleNamespace) -> None:
     with pytest.raises(ValueError, match=r"batch_size=10 cannot be split evenly over 3 ranks x 1 micro-batches"):
         windows(gpt2, batch_size=10, world_size=3)
+
+
+PROSE = "It's the year 2026:  Éva\n\n\tdoesn't count_all, isn't it? \r\n — 中文 <|endoftext|>\n".encode() * 7
+
+
+@pytest.fixture(scope="module")
+def vocab(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a small vocabulary of GPT-2's kind."""
+    tokenizers = pytest.importorskip("tokenizers")
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    bpe.train_from_iterator([PROSE.decode()], vocab_size=300, show_progress=False)
+    folder = tmp_path_factory.mktemp("vocab")
+    bpe.save_model(str(folder))
+    return str(folder)
+
+
+@pytest.mark.parametrize("block", [1, 7, 50, 1 << 20])
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(gpt2: SimpleNamespace, vocab: str, block: int) -> None:
+    bpe = gpt2.tokenizer.load_tokenizer("gpt2", vocab)
+    pieces = list(gpt2.tokenizer.encode_blocks(bpe, io.BytesIO(PROSE), block))
+    assert torch.equal(torch.cat([tokens for _, tokens in pieces]), bpe.encode(PROSE))
+    assert sum(size for size, _ in pieces) == len(PROSE)
+    assert len(pieces) > 10 or block > 50
+
+
+def test_byte_pairs_are_those_of_transformers_and_decode_to_the_text(gpt2: SimpleNamespace, vocab: str) -> None:
+    from transformers import GPT2Tokenizer
+
+    bpe = gpt2.tokenizer.load_tokenizer("gpt2", vocab)
+    tokens = bpe.encode(PROSE).tolist()
+    theirs = GPT2Tokenizer.from_pretrained(vocab, unk_token=None, bos_token=None, eos_token=None)
+    assert tokens == theirs(PROSE.decode())["input_ids"]
+    assert bpe.decode(tokens) == PROSE.decode()
+    assert len(tokens) < len(PROSE) * 0.7
+    assert max(tokens) < bpe.vocab_size == 300
+
+
+def test_the_vocabulary_may_have_openais_names(gpt2: SimpleNamespace, vocab: str, tmp_path: Path) -> None:
+    for ours, theirs in zip(*gpt2.tokenizer.FILES, strict=True):
+        (tmp_path / theirs).write_bytes((Path(vocab) / ours).read_bytes())
+    assert torch.equal(gpt2.tokenizer.GPT2(str(tmp_path)).encode(PROSE), gpt2.tokenizer.GPT2(vocab).encode(PROSE))
+
+
+def test_a_missing_vocabulary_is_an_error_that_says_what_to_do(
+    gpt2: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"has no vocabulary: expected a folder with vocab\.json and merges\.txt or"):
+        gpt2.tokenizer.load_tokenizer("gpt2", str(tmp_path))
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match=r"cannot be downloaded .*: put its vocab\.json and merges\.txt into a folder"):
+        gpt2.tokenizer.load_tokenizer("gpt2")
+    with pytest.raises(ValueError, match="tokenizer='gpt3' must be bytes or gpt2"):
+        gpt2.tokenizer.load_tokenizer("gpt3")
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
+def test_prepared_tokens_are_those_of_the_text(
+    gpt2: SimpleNamespace, vocab: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer: str
+) -> None:
+    (tmp_path / "text").write_bytes(PROSE)
+    with initialize_config_dir(str(EXAMPLE / "conf"), version_base="1.3"):
+        files = [f"text={tmp_path}/text", f"folder={tmp_path}/new/tokens"]
+        gpt2.prepare.main.__wrapped__(compose("prepare", [*files, f"tokenizer={tokenizer}", f"vocab={vocab}"]))
+    options = {"context": 8, "batch_size": 4, "epoch_steps": 2, "tokenizer": tokenizer, "vocab": vocab}
+    text = gpt2.data.TextData(str(tmp_path / "text"), **options)
+    tokens = gpt2.data.TokenData(str(tmp_path / "new" / "tokens"), **options)
+    assert tokens.train.dtype == tokens.held_out.dtype == torch.uint16
+    assert torch.equal(text.train.int(), tokens.train.int())
+    assert torch.equal(text.held_out.int(), tokens.held_out.int())
+    printed = capsys.readouterr()
+    assert f"train.bin: {len(text.train):,} tokens\n" in printed.out
+    assert "100%" in printed.err
+
+
+def test_a_memory_map_is_nanogpts_format_and_may_be_read_only(gpt2: SimpleNamespace, tmp_path: Path) -> None:
+    import numpy as np
+
+    ids = np.array([0, 50256, 65535, 7], dtype=np.uint16)
+    ids.tofile(tmp_path / "train.bin")
+    (tmp_path / "train.bin").chmod(0o444)
+    assert gpt2.data.memory_map(tmp_path / "train.bin").tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"train\.bin does not exist: check data\.path, or write the file by examples/gpt2/prepare\.py"),
+        (b"", r"train\.bin has 0 bytes: expected uint16 tokens"),
+        (b"\1\2\3", r"train\.bin has 3 bytes: expected uint16 tokens"),
+        (b"\1\1" * 20, r"val\.bin has the token 257, but the tokenizer has 256: set data\.tokenizer"),
+    ],
+)
+def test_unusable_token_files_are_refused(
+    gpt2: SimpleNamespace, tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / "train.bin").write_bytes(content)
+        (tmp_path / "val.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        gpt2.data.TokenData(str(tmp_path), context=8, batch_size=4, epoch_steps=2)
 
 
 # -- options --
@@ -363,6 +469,16 @@ def test_unusable_options_are_refused_at_once(
 )
 def test_usable_options_pass(gpt2: SimpleNamespace, override: str) -> None:
     gpt2.train.check_options(composed(override))
+
+
+def test_a_model_without_the_tokenizers_vocabulary_is_refused(
+    gpt2: SimpleNamespace, vocab: str, tmp_path: Path
+) -> None:
+    (tmp_path / "text").write_bytes(PROSE)
+    options = "data=text", f"data.path={tmp_path}/text", "data.tokenizer=gpt2", f"data.vocab={vocab}"
+    options += ("model.context=8",)
+    with pytest.raises(ValueError, match=r"model\.vocab_size=256 is less than the 300 tokens of the tokenizer: use"):
+        gpt2.train.main.__wrapped__(composed(*options))
 
 
 # -- short runs --
@@ -450,6 +566,20 @@ def test_a_run_leaves_its_results(pool: RankPool, runs: Path, capsys: pytest.Cap
     printed = capsys.readouterr().out
     assert printed.rstrip().count(str(runs / "run")) == 1  # by rank 0 only
     assert "--- output of rank 1 ---" not in printed or "summary.json" not in printed.split("rank 1 ---")[1]
+
+
+def test_a_run_on_tokens_samples_text(gpt2: SimpleNamespace, pool1: RankPool, runs: Path, vocab: str) -> None:
+    bpe = gpt2.tokenizer.GPT2(vocab)
+    (runs / "prose").write_bytes(PROSE)
+    for name in ("train.bin", "val.bin"):
+        gpt2.prepare.write_tokens(bpe, runs / "prose", runs / name)
+    overrides = "data=tokens", f"data.path={runs}", "data.tokenizer=gpt2", f"data.vocab={vocab}", "model.vocab_size=304"
+    pool1.run(train_briefly, str(runs / "run"), 1, *overrides, "sample.prompt=year")
+    summary, losses = results(runs / "run")
+    assert len(losses) == 4
+    assert losses[0] == pytest.approx(math.log(304), rel=0.02)
+    assert (runs / "run" / "sample.txt").read_text().startswith("year")
+    assert summary["val_loss"] < losses[0]
 
 
 def test_losses_do_not_depend_on_world_size_and_accumulation(pool1: RankPool, pool2: RankPool, runs: Path) -> None:

@@ -1,0 +1,117 @@
+"""Text to tokens and back: bytes, or GPT-2's byte-pair encoding."""
+
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import torch
+from torch import Tensor
+
+BLOCK = 1 << 20  # bytes that are encoded at a time
+HUB = "openai-community/gpt2"
+# The names under which GPT-2's vocabulary and merges are found: transformers', OpenAI's.
+FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back."""
+
+    vocab_size: int
+
+    def encode(self, text: bytes) -> Tensor:
+        """The tokens of a text: 1D, uint8 or uint16."""
+        ...
+
+    def decode(self, tokens: list[int]) -> str: ...
+
+
+class Bytes:
+    """Every byte of the text is a token."""
+
+    vocab_size = 256
+
+    def encode(self, text: bytes) -> Tensor:
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+class GPT2:
+    """GPT-2's byte-pair encoding of UTF-8 text, as the library `tokenizers` computes it.
+
+    No text stands for a special token: `<|endoftext|>` is encoded as the letters that it consists of.
+
+    Args:
+        vocab: Folder with `vocab.json` and `merges.txt`, or OpenAI's `encoder.json` and `vocab.bpe`; None
+            downloads them.
+    """
+
+    def __init__(self, vocab: str | None = None) -> None:
+        try:
+            from tokenizers import ByteLevelBPETokenizer
+        except ImportError:
+            raise ImportError("tokenizer=gpt2 needs the package tokenizers: pip install tokenizers") from None
+        vocabulary, merges = vocabulary_files(Path(vocab).expanduser() if vocab else download())
+        self._bpe = ByteLevelBPETokenizer(str(vocabulary), str(merges))
+        self.vocab_size = self._bpe.get_vocab_size()
+
+    def encode(self, text: bytes) -> Tensor:
+        return torch.tensor(self._bpe.encode(text.decode(errors="replace")).ids, dtype=torch.uint16)
+
+    def decode(self, tokens: list[int]) -> str:
+        return self._bpe.decode(tokens, skip_special_tokens=False)
+
+
+def load_tokenizer(name: str, vocab: str | None = None) -> Tokenizer:
+    """The tokenizer `bytes` or `gpt2`; `vocab` is the folder of the latter's files."""
+    if name == "bytes":
+        return Bytes()
+    if name == "gpt2":
+        return GPT2(vocab)
+    raise ValueError(f"tokenizer={name!r} must be bytes or gpt2.")
+
+
+def vocabulary_files(folder: Path) -> tuple[Path, Path]:
+    """Vocabulary and merges in a folder, under either pair of names."""
+    for names in FILES:
+        vocabulary, merges = (folder / name for name in names)
+        if vocabulary.is_file() and merges.is_file():
+            return vocabulary, merges
+    pairs = " or ".join(" and ".join(names) for names in FILES)
+    raise ValueError(f"vocab={folder} has no vocabulary: expected a folder with {pairs}.")
+
+
+def download() -> Path:
+    """The folder of GPT-2's files in the cache of `huggingface_hub`, downloaded at first."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(HUB, allow_patterns=FILES[0]))
+    except OSError as error:
+        raise ValueError(
+            f"tokenizer=gpt2 needs the vocabulary of {HUB}, which cannot be downloaded ({type(error).__name__}): put "
+            f"its {' and '.join(FILES[0])} into a folder and name it as vocab (data.vocab in training)."
+        ) from error
+
+
+def encode_blocks(tokenizer: Tokenizer, file: BinaryIO, block: int = BLOCK) -> Iterator[tuple[int, Tensor]]:
+    """A file's tokens piece by piece, with the bytes that each piece stands for.
+
+    GPT-2 splits a text between a letter or digit and the white space after it, whatever else there is: pieces that
+    end there have the tokens of the whole text. (Their bytes are ASCII, so that no character is torn.)
+    """
+    rest = b""
+    while data := file.read(block):
+        rest += data
+        if cut := re.match(rb".*\w(?=[ \n])", rest, re.DOTALL):
+            yield cut.end(), tokenizer.encode(rest[: cut.end()])
+            rest = rest[cut.end() :]
+    yield len(rest), tokenizer.encode(rest)
+
+
+def encode(tokenizer: Tokenizer, text: bytes | bytearray) -> Tensor:
+    """The tokens of a text, in the memory of one piece beside theirs: 1D, uint8 or uint16."""
+    return torch.cat([tokens for _, tokens in encode_blocks(tokenizer, io.BytesIO(text))])
