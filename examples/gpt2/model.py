@@ -1,14 +1,16 @@
-"""GPT-2 as a LightningModule: pre-norm blocks, learned positions, tied input and output embeddings.
+"""Language models as LightningModules, and GPT-2: pre-norm blocks, learned positions, tied input and output embeddings.
 
 Shapes in comments: B sequences, T positions, C channels (`n_embd`), H heads, V vocabulary entries.
 """
 
 import math
+from contextlib import nullcontext
 
 import lightning as L
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -62,70 +64,20 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class GPT(L.LightningModule):
-    """The language model and how it is trained.
+class LanguageModel(L.LightningModule):
+    """How a model is trained, validated and sampled that scores the next token: `forward` is B T -> B T V.
 
     Args:
-        n_layer: Number of blocks.
-        n_head: Attention heads of a block.
-        n_embd: Width of the residual stream.
         context: Longest sequence.
-        vocab_size: Number of different tokens; 256 for bytes.
-        dropout: Probability of dropping an activation in training.
-        activation_checkpointing: Keep only the blocks' inputs and compute the rest again in backward.
         optimizer: The `optimizer` group; needed to train.
         scheduler: The `scheduler` group; empty or None for a constant learning rate.
     """
 
-    def __init__(
-        self,
-        n_layer: int,
-        n_head: int,
-        n_embd: int,
-        context: int,
-        vocab_size: int = 256,
-        dropout: float = 0.0,
-        activation_checkpointing: bool = False,
-        optimizer: DictConfig | None = None,
-        scheduler: DictConfig | None = None,
-    ) -> None:
+    def __init__(self, context: int, optimizer: DictConfig | None = None, scheduler: DictConfig | None = None) -> None:
         super().__init__()
-        if n_embd % n_head:
-            raise ValueError(f"model.n_embd={n_embd} must be a multiple of model.n_head={n_head}: change one.")
-        self.save_hyperparameters(ignore=["optimizer", "scheduler"])
         self.context = context
-        self.dropout = dropout
-        self.activation_checkpointing = activation_checkpointing
         self.optimizer_config, self.scheduler_config = optimizer, scheduler
-
-        self.wte = nn.Embedding(vocab_size, n_embd)
-        self.wpe = nn.Embedding(context, n_embd)
-        self.blocks = nn.ModuleList(Block(n_embd, n_head, dropout) for _ in range(n_layer))
-        self.ln_f = nn.LayerNorm(n_embd)
-        self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
-        self.lm_head.weight = self.wte.weight
-        self._initialize(residual_std=0.02 / math.sqrt(2 * n_layer))
         self._validation = torch.zeros(2)
-
-    def _initialize(self, residual_std: float) -> None:
-        """GPT-2's initialization; what is added to the residual stream starts smaller with more blocks."""
-        for name, parameter in self.named_parameters():
-            if name.endswith("proj.weight"):
-                nn.init.normal_(parameter, std=residual_std)
-            elif parameter.ndim >= 2:
-                nn.init.normal_(parameter, std=0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Scores of the next token at every position: B T -> B T V."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.wte(tokens) + self.wpe(positions)  # B T C
-        x = F.dropout(x, self.dropout, self.training)
-        for block in self.blocks:
-            recompute = self.activation_checkpointing and torch.is_grad_enabled()
-            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
-        return self.lm_head(self.ln_f(x))
 
     def _loss(self, batch: tuple[Tensor, Tensor], reduction: str) -> Tensor:
         tokens, targets = batch
@@ -158,7 +110,7 @@ class GPT(L.LightningModule):
 
     def configure_optimizers(self):
         if self.optimizer_config is None:
-            raise ValueError("GPT(optimizer=None) cannot be trained: pass the `optimizer` group.")
+            raise ValueError(f"{type(self).__name__}(optimizer=None) cannot be trained: pass the `optimizer` group.")
         steps = self.trainer.estimated_stepping_batches
         return build_optimizers(self.optimizer_config, self.scheduler_config, self.parameter_groups(), steps)
 
@@ -169,6 +121,7 @@ class GPT(L.LightningModule):
         length: int,
         *,
         temperature: float = 0.8,
+        top_k: int | None = None,
         vocab_size: int | None = None,
         seed: int = 0,
     ) -> list[int]:
@@ -178,6 +131,7 @@ class GPT(L.LightningModule):
             prompt: Tokens to start from, at least one.
             length: Tokens to sample, each with one forward.
             temperature: Below 1 prefers likely tokens.
+            top_k: Sample only so many of the likeliest tokens; None for all.
             vocab_size: Sample only the tokens below it; None for all.
             seed: Seed of the draws.
         """
@@ -186,6 +140,86 @@ class GPT(L.LightningModule):
         for _ in range(length):
             window = torch.tensor([tokens[-self.context :]], device=self.device)
             logits = self(window)[0, -1, :vocab_size].float().cpu()  # V
+            if top_k is not None and top_k < len(logits):
+                logits[logits < logits.topk(top_k).values[-1]] = -math.inf
             probabilities = torch.softmax(logits / temperature, dim=-1)
             tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         return tokens[len(prompt) :]
+
+
+class GPT(LanguageModel):
+    """GPT-2.
+
+    Args:
+        n_layer: Number of blocks.
+        n_head: Attention heads of a block.
+        n_embd: Width of the residual stream.
+        context: Longest sequence.
+        vocab_size: Number of different tokens; 256 for bytes.
+        dropout: Probability of dropping an activation in training.
+        activation_checkpointing: Keep only the blocks' inputs and compute the rest again in backward.
+        activation_offload: Keep these inputs in host memory.
+        optimizer: The `optimizer` group; needed to train.
+        scheduler: The `scheduler` group; empty or None for a constant learning rate.
+    """
+
+    def __init__(
+        self,
+        n_layer: int,
+        n_head: int,
+        n_embd: int,
+        context: int,
+        vocab_size: int = 256,
+        dropout: float = 0.0,
+        activation_checkpointing: bool = False,
+        activation_offload: bool = False,
+        optimizer: DictConfig | None = None,
+        scheduler: DictConfig | None = None,
+    ) -> None:
+        super().__init__(context, optimizer, scheduler)
+        if n_embd % n_head:
+            raise ValueError(f"model.n_embd={n_embd} must be a multiple of model.n_head={n_head}: change one.")
+        check_offload(activation_checkpointing, activation_offload)
+        self.save_hyperparameters(ignore=["optimizer", "scheduler"])
+        self.dropout = dropout
+        self.activation_checkpointing, self.activation_offload = activation_checkpointing, activation_offload
+
+        self.wte = nn.Embedding(vocab_size, n_embd)
+        self.wpe = nn.Embedding(context, n_embd)
+        self.blocks = nn.ModuleList(Block(n_embd, n_head, dropout) for _ in range(n_layer))
+        self.ln_f = nn.LayerNorm(n_embd)
+        self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
+        self.lm_head.weight = self.wte.weight
+        self._initialize(residual_std=0.02 / math.sqrt(2 * n_layer))
+
+    def _initialize(self, residual_std: float) -> None:
+        """GPT-2's initialization; what is added to the residual stream starts smaller with more blocks."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("proj.weight"):
+                nn.init.normal_(parameter, std=residual_std)
+            elif parameter.ndim >= 2:
+                nn.init.normal_(parameter, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Scores of the next token at every position: B T -> B T V."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.wte(tokens) + self.wpe(positions)  # B T C
+        x = F.dropout(x, self.dropout, self.training)
+        recompute = self.activation_checkpointing and torch.is_grad_enabled()
+        for block in self.blocks:
+            x = self._recomputed(block, x) if recompute else block(x)
+        return self.lm_head(self.ln_f(x))
+
+    def _recomputed(self, block: Block, x: Tensor) -> Tensor:
+        with save_on_cpu(pin_memory=x.is_cuda) if self.activation_offload else nullcontext():
+            return checkpoint(block, x, use_reentrant=False)
+
+
+def check_offload(activation_checkpointing: bool, activation_offload: bool) -> None:
+    """Without checkpointing, whatever backward needs would travel, the weights too."""
+    if activation_offload and not activation_checkpointing:
+        raise ValueError(
+            "model.activation_offload=true needs model.activation_checkpointing=true: set both, or neither."
+        )

@@ -6,24 +6,26 @@ The default is a model of 0.8 million parameters on bytes. Two CPU cores train i
 minutes, to a validation loss below 1.9 nats per byte. `--help` lists everything that can be changed.
 """
 
-from pathlib import Path
-
 import lightning as L
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
+from options import check_options
 from report import Report
 
 from lightning_zero import hydra_main
 from lightning_zero.hydra_app import build_trainer, micro_batch_size
 
+CHECKED = "seed", "ckpt_path", "sample.prompt", "sample.length", "sample.temperature", "sample.top_k"
+
 
 @hydra_main(config_name="train", config_path="conf")
 def main(cfg: DictConfig) -> None:
     """Train, validate, and leave plot, sample and summary in the run folder."""
-    check_options(cfg)
+    check_options(cfg, *CHECKED)
     L.seed_everything(cfg.seed, verbose=False)
     data = instantiate(cfg.data)
     model = instantiate(cfg.model, optimizer=cfg.optimizer, scheduler=cfg.scheduler, _recursive_=False)
+    model.save_hyperparameters({"target": cfg.model._target_, "tokenizer": cfg.data.tokenizer})  # for generate.py
 
     check_vocabulary(cfg.model.vocab_size, data.tokenizer.vocab_size)
     sampling = {**cfg.sample, "vocab_size": data.tokenizer.vocab_size, "seed": cfg.seed}
@@ -37,22 +39,6 @@ def main(cfg: DictConfig) -> None:
     if report.validated_step != trainer.global_step:
         trainer.validate(model, data, verbose=False)
     report.write(trainer)
-
-
-def check_options(cfg: DictConfig) -> None:
-    """Refuse what would fail only after the training, or deep inside Lightning."""
-    seed, path = cfg.seed, cfg.ckpt_path
-    prompt, length, temperature = (cfg.sample[name] for name in ("prompt", "length", "temperature"))
-    found = path in (None, "last", "hpc") or "://" in str(path) or Path(str(path)).is_file()
-    for option, valid, expected in (
-        ("seed", type(seed) is int and 0 <= seed < 2**32, "an integer from 0 to 4294967295, such as 1337"),
-        ("sample.prompt", isinstance(prompt, str) and prompt, "a text of at least one character, such as The"),
-        ("sample.length", type(length) is int and length >= 0, "an integer of at least 0, such as 400"),
-        ("sample.temperature", type(temperature) in (int, float) and temperature > 0, "a number > 0, such as 0.8"),
-        ("ckpt_path", found, "an existing file, or null to start anew"),
-    ):
-        if not valid:
-            raise ValueError(f"{option}={OmegaConf.select(cfg, option)!r} must be {expected}: change {option}.")
 
 
 def check_vocabulary(model: int, tokenizer: int) -> None:

@@ -24,9 +24,10 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from lightning import Trainer
 from omegaconf import DictConfig, OmegaConf
+from torch.utils.data import DataLoader
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt2"
-MODULES = ("data", "model", "prepare", "report", "tokenizer", "train")
+MODULES = ("data", "generate", "hf", "model", "options", "prepare", "report", "tokenizer", "train")
 NANO = {"n_layer": 2, "n_head": 2, "n_embd": 16, "context": 8}
 TEXT = bytes(i * i % 251 for i in range(3000))
 
@@ -157,6 +158,79 @@ def test_checkpointing_changes_neither_loss_nor_gradients(gpt2: SimpleNamespace)
         assert torch.equal(p.grad, q.grad)
 
 
+def test_offloaded_activations_are_the_inputs_of_the_blocks(
+    gpt2: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[torch.Size] = []
+
+    class Recording(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, pin_memory: bool) -> None:
+            assert not pin_memory  # not a GPU
+            super().__init__(lambda x: kept.append(x.shape) or x.clone(), lambda x: x)
+
+    monkeypatch.setattr(gpt2.model, "save_on_cpu", Recording)
+    torch.manual_seed(0)
+    plain = gpt2.model.GPT(**NANO)
+    offloading = gpt2.model.GPT(**NANO, activation_checkpointing=True, activation_offload=True)
+    offloading.load_state_dict(plain.state_dict())
+    batch = torch.randint(256, (4, 8)), torch.randint(256, (4, 8))
+    for model in (plain, offloading):
+        model._loss(batch, "mean").backward()
+    assert kept == [(4, 8, 16)] * 2
+    for p, q in zip(plain.parameters(), offloading.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_offload_without_checkpointing_is_refused(gpt2: SimpleNamespace) -> None:
+    with pytest.raises(ValueError, match=r"activation_offload=true needs model\.activation_checkpointing=true"):
+        gpt2.model.GPT(**NANO, activation_offload=True)
+
+
+# Ours by the names of transformers, whose matrices are stored transposed.
+HF_NAMES = {"attention.qkv": "attn.c_attn", "attention.proj": "attn.c_proj", "fc": "c_fc", "mlp.proj": "mlp.c_proj"}
+
+
+def copy_weights(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
+    targets = theirs.state_dict()
+    for name, value in ours.state_dict().items():
+        transposed = name.startswith("blocks") and value.ndim == 2
+        name = name.replace("blocks", "h")
+        for a, b in HF_NAMES.items():
+            name = name.replace(f"{a}.", f"{b}.")
+        name = name if name.startswith("lm_head") else f"transformer.{name}"
+        targets.pop(name).copy_(value.T if transposed else value)
+    assert not targets
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_model_of_transformers_equals_ours_for_two_steps(gpt2: SimpleNamespace, recompute: bool) -> None:
+    torch.manual_seed(0)
+    ours, theirs = (
+        kind(**NANO, optimizer=composed().optimizer, **options)
+        for kind, options in ((gpt2.model.GPT, {}), (gpt2.hf.HFGPT2, {"activation_checkpointing": recompute}))
+    )
+    copy_weights(ours, theirs.net)
+    batches = torch.randint(256, (2, 4, 9))
+    losses = []
+    for model in (ours, theirs):
+        trainer = Trainer(
+            accelerator="cpu",
+            max_steps=2,
+            precision="64-true",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(model, DataLoader([(tokens[:, :-1], tokens[:, 1:]) for tokens in batches], batch_size=None))
+        losses.append(model._loss((batches[0, :, :-1], batches[0, :, 1:]), "mean").item())
+    start = [p.detach().clone() for p in theirs.parameters()]
+    copy_weights(ours, theirs.net)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
+    for p, q in zip(start, theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q.detach(), rtol=1e-6, atol=1e-9)
+
+
 def test_dropout_acts_in_training_only(gpt2: SimpleNamespace) -> None:
     model = gpt2.model.GPT(**NANO, dropout=0.5)
     tokens = torch.randint(256, (1, 8))
@@ -182,6 +256,16 @@ def test_samples_depend_on_the_seed_alone(gpt2: SimpleNamespace) -> None:
     assert sample != model.generate([1], 40, vocab_size=256, seed=4)
     assert len(sample) == 40
     assert max(sample) < 256
+
+
+def test_top_k_leaves_the_likeliest(gpt2: SimpleNamespace) -> None:
+    torch.manual_seed(0)
+    model = gpt2.model.GPT(**NANO).eval()
+    greedy = model.generate([1], 10, top_k=1, seed=3)
+    tokens = [1, *greedy]
+    assert greedy == [int(model(torch.tensor([tokens[max(0, n - 8) : n]]))[0, -1].argmax()) for n in range(1, 11)]
+    everything = model.generate([1], 10, seed=3)
+    assert everything == model.generate([1], 10, top_k=1000, seed=3) != greedy
 
 
 def test_the_model_loads_from_its_checkpoint(gpt2: SimpleNamespace, tmp_path: Path) -> None:
@@ -393,6 +477,7 @@ def test_prepared_tokens_are_those_of_the_text(
     printed = capsys.readouterr()
     assert f"train.bin: {len(text.train):,} tokens\n" in printed.out
     assert "100%" in printed.err
+    assert {path.name for path in tmp_path.glob("new/tokens/*")} == {"train.bin", "val.bin"}
 
 
 def test_a_memory_map_is_nanogpts_format_and_may_be_read_only(gpt2: SimpleNamespace, tmp_path: Path) -> None:
@@ -441,7 +526,8 @@ def test_unusable_token_files_are_refused(
         ("sample.temperature=-1", "sample.temperature=-1 must be a number > 0"),
         ("sample.temperature=nan", "sample.temperature=nan must be a number > 0"),
         ("sample.temperature=null", "sample.temperature=None must be a number > 0"),
-        ("ckpt_path=/nope.ckpt", "ckpt_path='/nope.ckpt' must be an existing file, or null to start anew: change"),
+        ("sample.top_k=0", "sample.top_k=0 must be an integer of at least 1, or null for all: change"),
+        ("ckpt_path=/nope.ckpt", "ckpt_path='/nope.ckpt' must be an existing file or sharded folder, or null to"),
         ("ckpt_path=", "ckpt_path='' must be an existing file"),
         ("ckpt_path=/", "ckpt_path='/' must be an existing file"),
     ],
@@ -461,6 +547,7 @@ def test_unusable_options_are_refused_at_once(
         "sample.prompt=' '",
         "sample.length=0",
         "sample.temperature=1",
+        "sample.top_k=1",
         "ckpt_path=last",
         "ckpt_path=hpc",
         "ckpt_path=s3://bucket/last.ckpt",
@@ -468,7 +555,7 @@ def test_unusable_options_are_refused_at_once(
     ],
 )
 def test_usable_options_pass(gpt2: SimpleNamespace, override: str) -> None:
-    gpt2.train.check_options(composed(override))
+    gpt2.options.check_options(composed(override), *gpt2.train.CHECKED)
 
 
 def test_a_model_without_the_tokenizers_vocabulary_is_refused(
@@ -615,6 +702,54 @@ def test_every_strategy_trains_and_samples_as_ddp_does(
     assert ours[1] == pytest.approx(ddp[1], rel=1e-5)
     assert ours[0]["val_loss"] == pytest.approx(ddp[0]["val_loss"], rel=1e-5)
     assert (runs / strategy / "sample.txt").read_text() == (ddp_run / "sample.txt").read_text()
+
+
+def generated(gpt2: SimpleNamespace, checkpoint: Path, *overrides: str) -> None:
+    with initialize_config_dir(str(EXAMPLE / "conf"), version_base="1.3"):
+        cfg = compose("generate", [f"checkpoint={checkpoint}", "length=5", *overrides])
+    gpt2.generate.main.__wrapped__(cfg)
+
+
+@pytest.mark.parametrize(
+    ("container", "overrides"),
+    [
+        ("full", ()),
+        ("sharded", ()),
+        pytest.param("sharded", ("model=hf_gpt2",), marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_of_stage_3_generates_the_sample_of_its_run(
+    gpt2: SimpleNamespace,
+    pool2: RankPool,
+    runs: Path,
+    capsys: pytest.CaptureFixture[str],
+    container: str,
+    overrides: tuple[str, ...],
+) -> None:
+    options = (
+        "strategy=zero3",
+        f"strategy.checkpoint_format={container}",
+        "sample.top_k=50",
+        "trainer.max_steps=2",
+        *overrides,
+    )
+    pool2.run(train_briefly, str(runs / "run"), 2, *options)
+    checkpoint = runs / "run" / "checkpoints" / "last.ckpt"
+    assert checkpoint.is_dir() == (container == "sharded")
+    capsys.readouterr()
+    generated(gpt2, checkpoint, "top_k=50")
+    sample = (runs / "run" / "sample.txt").read_text()
+    assert capsys.readouterr().out == sample + "\n"
+    generated(gpt2, checkpoint, "top_k=50", "seed=7", "prompt=class")
+    assert capsys.readouterr().out.startswith("class")
+
+
+def test_generating_from_another_programs_checkpoint_is_refused(gpt2: SimpleNamespace, tmp_path: Path) -> None:
+    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match=r"other\.ckpt does not name a model and a tokenizer"):
+        generated(gpt2, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match=r"none\.ckpt' must be an existing file or sharded folder: change"):
+        generated(gpt2, tmp_path / "none.ckpt")
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("bf16_true", marks=pytest.mark.slow)])

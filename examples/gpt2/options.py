@@ -1,0 +1,39 @@
+"""Which values the options of the scripts may have."""
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+
+def is_checkpoint(path: Any) -> bool:
+    """Whether there is a file, or a folder that holds a sharded checkpoint."""
+    return Path(str(path)).is_file() or (Path(str(path)) / ".metadata").is_file()
+
+
+def is_resumable(path: Any) -> bool:
+    """Whether Lightning's `ckpt_path` may be this."""
+    return path in (None, "last", "hpc") or "://" in str(path) or is_checkpoint(path)
+
+
+RULES = {
+    "seed": (lambda seed: type(seed) is int and 0 <= seed < 2**32, "an integer from 0 to 4294967295, such as 1337"),
+    "prompt": (lambda prompt: isinstance(prompt, str) and prompt, "a text of at least one character, such as The"),
+    "length": (lambda length: type(length) is int and length >= 0, "an integer of at least 0, such as 400"),
+    "temperature": (lambda t: type(t) in (int, float) and t > 0, "a number > 0, such as 0.8"),
+    "top_k": (
+        lambda k: k is None or (type(k) is int and k > 0),
+        "an integer of at least 1, or null for all",
+    ),
+    "checkpoint": (is_checkpoint, "an existing file or sharded folder"),
+    "ckpt_path": (is_resumable, "an existing file or sharded folder, or null to start anew"),
+}
+
+
+def check_options(cfg: DictConfig, *names: str) -> None:
+    """Refuse what would fail only after the training, or deep inside Lightning."""
+    for name in names:
+        value = OmegaConf.select(cfg, name)
+        valid, expected = RULES[name.rpartition(".")[2]]
+        if not valid(value):
+            raise ValueError(f"{name}={value!r} must be {expected}: change {name}.")
