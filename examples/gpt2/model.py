@@ -67,6 +67,8 @@ class Block(nn.Module):
 class LanguageModel(L.LightningModule):
     """How a model is trained, validated and sampled that scores the next token: `forward` is B T -> B T V.
 
+    Its hyperparameters have `n_layer`, `n_embd`, `context` and `vocab_size`.
+
     Args:
         context: Longest sequence.
         optimizer: The `optimizer` group; needed to train.
@@ -113,6 +115,11 @@ class LanguageModel(L.LightningModule):
             raise ValueError(f"{type(self).__name__}(optimizer=None) cannot be trained: pass the `optimizer` group.")
         steps = self.trainer.estimated_stepping_batches
         return build_optimizers(self.optimizer_config, self.scheduler_config, self.parameter_groups(), steps)
+
+    def flops_per_token(self) -> int:
+        """Additions and multiplications of a forward in matrix products; attention counts what is masked, as usual."""
+        c, t = self.hparams.n_embd, self.hparams.context
+        return self.hparams.n_layer * (24 * c * c + 4 * t * c) + 2 * c * self.hparams.vocab_size
 
     @torch.no_grad()
     def generate(

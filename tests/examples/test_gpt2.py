@@ -24,10 +24,12 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from lightning import Trainer
 from omegaconf import DictConfig, OmegaConf
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt2"
-MODULES = ("data", "generate", "hf", "model", "options", "prepare", "report", "tokenizer", "train")
+MODULES = ("data", "generate", "hf", "model", "options", "prepare", "report", "throughput", "tokenizer", "train")
 NANO = {"n_layer": 2, "n_head": 2, "n_embd": 16, "context": 8}
 TEXT = bytes(i * i % 251 for i in range(3000))
 
@@ -58,7 +60,7 @@ def composed(*overrides: str, run_dir: str = "run") -> DictConfig:
 # -- configuration --
 
 
-@pytest.mark.parametrize("group", ["model", "data", "experiment", "optimizer"])
+@pytest.mark.parametrize("group", ["model", "data", "experiment", "optimizer", "callbacks"])
 def test_every_option_composes_and_resolves(group: str) -> None:
     paths = list((EXAMPLE / "conf" / group).glob("*.yaml"))
     assert paths
@@ -229,6 +231,18 @@ def test_the_model_of_transformers_equals_ours_for_two_steps(gpt2: SimpleNamespa
     assert losses[1] == pytest.approx(losses[0], rel=1e-9)
     for p, q in zip(start, theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q.detach(), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_flops_are_those_that_torch_counts(gpt2: SimpleNamespace, passes: int) -> None:
+    with torch.device("meta"):
+        model = gpt2.model.GPT(n_layer=3, n_head=2, n_embd=16, context=8, vocab_size=40)
+        tokens = torch.zeros(5, 8, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        scores = model(tokens)
+        if passes == 3:
+            scores.sum().backward()
+    assert counter.get_total_flops() == passes * model.flops_per_token() * tokens.numel()
 
 
 def test_dropout_acts_in_training_only(gpt2: SimpleNamespace) -> None:
@@ -667,6 +681,27 @@ def test_a_run_on_tokens_samples_text(gpt2: SimpleNamespace, pool1: RankPool, ru
     assert losses[0] == pytest.approx(math.log(304), rel=0.02)
     assert (runs / "run" / "sample.txt").read_text().startswith("year")
     assert summary["val_loss"] < losses[0]
+
+
+def test_throughput_and_memory_are_logged(pool2: RankPool, runs: Path) -> None:
+    options = "callbacks=throughput", "callbacks.throughput.window_size=2", "callbacks.throughput.peak_flops=1e9"
+    pool2.run(train_briefly, str(runs / "run"), 2, *options)
+    with (runs / "run" / "csv" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    speeds = [{key: float(value) for key, value in row.items() if value} for row in rows]
+    speeds = [row for row in speeds if "train/device/mfu" in row]
+    assert len(speeds) == 3  # of four steps, the first closes no window
+    flops = 1 * (24 * 16**2 + 4 * 8 * 16) + 2 * 16 * 256
+    for row in speeds:
+        tokens = row["train/device/items_per_sec"]
+        assert tokens == pytest.approx(8 * row["train/device/samples_per_sec"])
+        assert tokens == pytest.approx(6 * 8 * row["train/device/batches_per_sec"])
+        assert row["train/items_per_sec"] == pytest.approx(2 * tokens)
+        assert row["train/device/flops_per_sec"] == pytest.approx(3 * flops * tokens)
+        assert row["train/device/mfu"] == pytest.approx(3 * flops * tokens / 1e9)
+    memory = [float(row["train/device/peak_memory_bytes"]) for row in rows if row["train/device/peak_memory_bytes"]]
+    assert len(memory) == 4
+    assert all(1e7 < value < 1e11 for value in memory)
 
 
 def test_losses_do_not_depend_on_world_size_and_accumulation(pool1: RankPool, pool2: RankPool, runs: Path) -> None:
