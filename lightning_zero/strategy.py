@@ -44,6 +44,7 @@ from lightning_zero.engine import (
     Group,
     HostStore,
     Mesh,
+    Phase,
     Placement,
     ShardingPolicy,
     Store,
@@ -579,6 +580,11 @@ class ZeroStrategy(DDPStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         with self.engine.no_sync():
             yield
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self.engine.timers.phase(Phase.BACKWARD):
+            return super().backward(*args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:

@@ -22,6 +22,7 @@ from lightning_zero.engine.policies import MixedPrecisionPolicy, ShardingPolicy
 from lightning_zero.engine.runtime import Engine, StepOutcome
 from lightning_zero.engine.sharded_init import ShardedInit, ShardedParameter, make_whole, sharded_init
 from lightning_zero.engine.stores import DeviceStore, HostStore, Store
+from lightning_zero.engine.timers import Phase, Timers
 
 __all__ = [
     "Bucket",
@@ -47,6 +48,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ParameterSpec",
     "Peak",
+    "Phase",
     "Placement",
     "Plan",
     "Run",
@@ -57,6 +59,7 @@ __all__ = [
     "StaticLossScaler",
     "StepOutcome",
     "Store",
+    "Timers",
     "Unit",
     "Updater",
     "engines_of",

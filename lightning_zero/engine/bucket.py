@@ -30,6 +30,7 @@ from lightning_zero.engine.memory_format import MemoryFormat
 from lightning_zero.engine.placement import Placement
 from lightning_zero.engine.sharded_init import ShardedParameter, whole_values
 from lightning_zero.engine.stores import note_freed
+from lightning_zero.engine.timers import Phase, timed
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
@@ -82,6 +83,7 @@ class Bucket:
         self.dtype = dtype
         self.optimized = optimized
         self.placement = placement
+        self.timers = placement.mesh.timers
         self.layout = placement.layout(tuple(p.numel() for p in self.parameters), dtype)
         self.segments = self.layout.segments(placement.mesh.shard.rank)
         self.index = {id(p): i for i, p in enumerate(self.parameters)}
@@ -221,23 +223,30 @@ class Bucket:
     @torch.no_grad()
     def begin_unshard(self) -> None:
         """Begin to give ``flat`` the current values of all shards; nothing happens where it has or will have them."""
-        if self.state in (BucketState.GATHERED, BucketState.GATHERING):
-            return
+        if self.state not in (BucketState.GATHERED, BucketState.GATHERING):
+            self._begin_unshard()
+
+    @timed(Phase.GATHER)
+    def _begin_unshard(self) -> None:
         if self.state is BucketState.SHARDED:
             self.flat.untyped_storage().resize_(self.layout.padded_numel * self.dtype.itemsize)
         elif not self.shards_params:
             self.absorb_edits()  # the owned slice of `flat` is up to date, user code may have changed it since
         start, stop = self.layout.shard_range(self.placement.mesh.shard.rank)
         if self.shard.data_ptr() != self.flat.data_ptr() + start * self.dtype.itemsize:
-            self.flat[start:stop].copy_(self.shard)
+            with self.placement.copying(self.placement.param_store):
+                self.flat[start:stop].copy_(self.shard)
         self._await_shards = self.placement.mesh.shard.begin_all_gather_(self.flat, f"gather {self.name}")
         self.state = BucketState.GATHERING
 
     @torch.no_grad()
     def unshard(self) -> None:
         """Give ``flat`` the current values of all shards; nothing happens where it has them."""
-        if self.state is BucketState.GATHERED:
-            return
+        if self.state is not BucketState.GATHERED:
+            self._end_unshard()
+
+    @timed(Phase.GATHER)
+    def _end_unshard(self) -> None:
         self.begin_unshard()
         self._await_shards()
         self.state = BucketState.GATHERED
@@ -363,6 +372,11 @@ class Bucket:
         if self.state is BucketState.SHARDED:
             self._mark_freed()
 
+    def publish(self, start: int, stop: int) -> None:
+        """Derive elements ``[start, stop)`` of the parameter shard from the master, which was updated."""
+        with self.placement.copying(self.placement.optimizer_store):
+            self.master.write(start, stop)
+
     def load(self, index: int, values: Tensor) -> None:
         """Overwrite one parameter with full-precision ``values`` of its shape; ``flat`` becomes out of date."""
         self._load_master(index, values)
@@ -398,6 +412,7 @@ class Bucket:
         held = self._partial is not None or self._window is not None
         return held or any(p.grad is not None for p in self.parameters)
 
+    @timed(Phase.REDUCE)
     @torch.no_grad()
     def keep_local(self) -> None:
         """Between micro-batches where gradients stay whole: sum 16-bit gradients in fp32, leave others in ``grad``."""
@@ -412,6 +427,7 @@ class Bucket:
                     view.add_(parameter.grad)
                     parameter.grad = None
 
+    @timed(Phase.REDUCE)
     @torch.no_grad()
     def reduce(self, last: bool) -> None:
         """Average the gradients over all ranks, add the owned slice to the log and free the whole ones. Collective.
@@ -432,7 +448,8 @@ class Bucket:
             if not last:
                 return
             mesh.replica.all_reduce_(fresh, f"sum the gradients of {self.name} over replicas")
-        self.gradients.add(fresh)
+        with self.placement.copying(self.placement.optimizer_store):
+            self.gradients.add(fresh)
 
     def _note_received(self) -> None:
         for i, parameter in enumerate(self.parameters):

@@ -17,13 +17,15 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_zero.engine.timers import Phase, Timers
 
 # torch 2.13 renamed the flat collectives; 2.10 to 2.12 have the old names only.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -51,6 +53,7 @@ class Group:
         digest: a 32-bit checksum of all collectives issued so far, by what they are for.
         sent: bytes that this rank has sent, by collective, for a ring or direct exchange; without those of checks.
         calls: number of collectives issued, by collective.
+        timers: of what waits for other ranks.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -61,6 +64,7 @@ class Group:
         self.digest = 0
         self.sent: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
+        self.timers = Timers()
         self.recent: deque[str] = deque(maxlen=_RECENT)
         self._headers = 0
 
@@ -220,7 +224,8 @@ class Group:
     def _explained(self, what: str) -> Iterator[None]:
         """Say in errors of the backend what this rank was about to do, and what it had done."""
         try:
-            yield
+            with self.timers.phase(Phase.WAIT):
+                yield
         except RuntimeError as error:
             raise CollectiveError(
                 f"rank {self.rank} of {self.size} could not {what}: another rank failed, or does something else than "
@@ -278,11 +283,19 @@ class Mesh:
     """The world as shard groups of S ranks x replica groups of R ranks.
 
     Ranks ``[i * S, (i + 1) * S)`` form a shard group; ranks that own the same shard form a replica group.
+
+    Attributes:
+        timers: of all that this rank does between the groups' collectives, and of waiting for them.
     """
 
     world: Group
     shard: Group
     replica: Group
+    timers: Timers = field(default_factory=Timers)
+
+    def __post_init__(self) -> None:
+        for group in (self.world, self.shard, self.replica):
+            group.timers = self.timers
 
     def check(self, enabled: bool) -> None:
         """Compare the ranks before each collective from now on, or no longer. The same call on all ranks."""

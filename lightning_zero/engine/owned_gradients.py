@@ -23,6 +23,7 @@ from lightning_zero.engine.layout import Segment, runs
 from lightning_zero.engine.optimizers import AttachedOptimizers
 from lightning_zero.engine.placement import Placement
 from lightning_zero.engine.takeover import parameters_of
+from lightning_zero.engine.timers import Phase, timed
 
 _NORM_TILE = 1 << 20  # elements converted to float64 at a time
 
@@ -52,6 +53,7 @@ class OwnedGradients:
         self._optimizers = optimizers
         self._scale = scale
         self._placement = placement
+        self.timers = placement.mesh.timers
         self.forget()
 
     def forget(self) -> None:
@@ -99,6 +101,7 @@ class OwnedGradients:
             self._norms = {key: stats.norm for key, stats in self._stats.items()} | self._norms
         return self._stats
 
+    @timed(Phase.OPTIMIZER)
     def _reduce_stats(self) -> dict[int, GradientStats]:
         """The one small all-reduce of a step: norm² per optimizer, which parameters were used, what was left over.
 
@@ -186,6 +189,7 @@ class OwnedGradients:
             self._clamped = True
         return norm
 
+    @timed(Phase.OPTIMIZER)
     def clip_value_(self, optimizer: Optimizer, clip_value: float) -> None:
         """Clamp every gradient of ``optimizer`` to ``[-clip_value, clip_value]``, where it is."""
         self._fold_clipping(optimizer)

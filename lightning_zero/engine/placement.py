@@ -6,6 +6,7 @@ Decided here and nowhere else: buckets make their tensors by it, and :func:`ligh
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from lightning_zero.engine.collectives import Mesh
 from lightning_zero.engine.layout import FlatLayout
 from lightning_zero.engine.policies import MixedPrecisionPolicy, ShardingPolicy
 from lightning_zero.engine.stores import Store
+from lightning_zero.engine.timers import Phase
 
 _CACHE_LINE = 64  # bytes; the alignment of torch's own CPU allocations
 
@@ -50,6 +52,10 @@ class Placement(NamedTuple):
     def layout(self, numels: tuple[int, ...], dtype: torch.dtype) -> FlatLayout:
         """Offsets and padding of parameters with these numbers of elements."""
         return FlatLayout(numels, self.mesh.shard.size, self.mesh.world.size, _CACHE_LINE // dtype.itemsize)
+
+    def copying(self, store: Store) -> AbstractContextManager[None]:
+        """Around copies between the device and what rests in ``store``: timed as such where that is host memory."""
+        return self.mesh.timers.phase(Phase.HOST_COPY) if store.memory == "host" else nullcontext()
 
     @property
     def shard_device(self) -> torch.device:

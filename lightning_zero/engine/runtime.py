@@ -41,6 +41,7 @@ from lightning_zero.engine.placement import Placement
 from lightning_zero.engine.prefetch import Prefetcher
 from lightning_zero.engine.reducer import Reducer
 from lightning_zero.engine.takeover import give_back_module, parameters_of, take_over_module
+from lightning_zero.engine.timers import Phase, Timers, timed
 
 
 class StepOutcome(NamedTuple):
@@ -122,6 +123,11 @@ class Engine:
         self.number = next(_NUMBERS)
         _ENGINES.add(self)
 
+    @property
+    def timers(self) -> Timers:
+        """What a step's time is spent on, while they run."""
+        return self.placement.mesh.timers
+
     # ----------------------------------------------------------------------------------------- forward and backward
 
     @contextlib.contextmanager
@@ -134,7 +140,8 @@ class Engine:
             bucket.unshard()
         self._prefetcher.begin_pass()
         try:
-            yield
+            with self.timers.phase(Phase.FORWARD):
+                yield
         finally:
             if not torch.is_grad_enabled():
                 if self._prefetcher.has_gathered:  # on all ranks: as good as a step
@@ -289,6 +296,7 @@ class Engine:
             return  # the step will be skipped: a clamp must not hide why
         self._gradients.clip_value_(optimizer, clip_value)
 
+    @timed(Phase.OPTIMIZER)
     def step(self, optimizer: Optimizer) -> bool:
         """Update the shards of ``optimizer``'s parameters; returns False where all ranks skip. Collective.
 
@@ -361,6 +369,7 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------------- consistency
 
+    @timed(Phase.GATHER)
     def settle(self) -> None:
         """Finish updates and gathers, take over edits by user code: shards and whole parameters agree. Collective."""
         self._absorb_edits()

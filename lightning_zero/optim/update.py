@@ -194,7 +194,7 @@ class TorchUpdater(ShardUpdater):
     def update(self, bucket: Bucket, segments: Sequence[Segment], groups: Groups, grad_scale: float) -> None:
         for tile in tiles(segments, _TILE):
             self._update_tile(bucket, tile, groups, grad_scale)
-            bucket.master.write(tile[0].start, tile[-1].stop)
+            bucket.publish(tile[0].start, tile[-1].stop)
 
     def _update_tile(self, bucket: Bucket, tile: Sequence[Segment], groups: Groups, grad_scale: float) -> None:
         shard_state = self.state_of(bucket)
@@ -304,7 +304,7 @@ class NativeUpdater(ShardUpdater):
             index=self._index(bucket, run.segments[0]) if self._numbers.rounds_randomly else 0,
         )
         if master.copy_out is None:
-            bucket.master.write(run.start, run.stop)
+            bucket.publish(run.start, run.stop)
         # One scalar for all segments of the run: nobody changes it in place.
         scalars = self._rule.scalars(step, self._numbers)
         if names or scalars:  # else the state stays empty, as torch's
