@@ -1,7 +1,8 @@
 """Callbacks that show what a sharded run does, or follow it."""
 
+from lightning_zero.callbacks.breakdown import Breakdown
 from lightning_zero.callbacks.ema import EMA
 from lightning_zero.callbacks.gradient_monitor import GradientMonitor
 from lightning_zero.callbacks.run_report import RunReport
 
-__all__ = ["EMA", "GradientMonitor", "RunReport"]
+__all__ = ["EMA", "Breakdown", "GradientMonitor", "RunReport"]

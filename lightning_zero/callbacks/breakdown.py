@@ -1,0 +1,219 @@
+"""What the time of a training step is spent on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.profilers import Profiler
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from rich.console import Console
+from rich.table import Table
+from typing_extensions import override
+
+from lightning_zero.engine import Phase, Timers
+from lightning_zero.strategy import ZeroStrategy
+
+Times = Mapping[Phase, float]
+
+
+class Breakdown(pl.Callback):
+    """Logs how long a step spends in each phase, and prints a table when training ends.
+
+    A step goes from the end of one optimizer step's batch to that of the next, all its micro-batches included, without
+    validation. Each moment counts for one phase, the innermost, so that phases add up to the step's wall time:
+
+    * ``forward``, ``backward``: the model's own computation.
+    * ``reduce``: gradients are collected, added up and kept; ``gather``: parameters are made whole. Both without:
+    * ``wait``: for what other ranks send. The fastest rank waits longest. (On CUDA: of the stream that computes.)
+    * ``host copy``: shards, gradients and masters to and from host memory; batches to the device.
+    * ``optimizer``: norms, clipping, update.
+    * ``data``: the next batch; ``other``: callbacks, loggers, checkpoints, Lightning's loops.
+
+    On CUDA times are those of the stream, by events, which no step waits for: its values may be logged some steps
+    later. By hand, use ``self.manual_backward``; another backward counts as ``forward``. Under another strategy than
+    :class:`~lightning_zero.ZeroStrategy` the callback only warns.
+
+    Logged as ``time_ms/forward`` and so on, in milliseconds.
+
+    Attributes:
+        steps: how many are in the means.
+
+    Args:
+        table: print the means over steps and ranks on rank 0 when training ends.
+        skip_steps: first steps that are left out of them: they allocate, compile and compare notes.
+
+    Raises:
+        ValueError: ``skip_steps`` is negative.
+    """
+
+    def __init__(self, table: bool = True, skip_steps: int = 1) -> None:
+        if skip_steps < 0:
+            raise ValueError(f"skip_steps={skip_steps} must be a number of steps >= 0")
+        self.table = table
+        self.skip_steps = skip_steps
+        self._timers: Timers | None = None  # while training
+        self._reset()
+
+    def _reset(self) -> None:
+        self.steps = 0
+        self._seconds = dict.fromkeys(Phase, 0.0)
+        self._skipped = 0
+        self._global_step = 0
+
+    @property
+    def means(self) -> dict[Phase, float]:
+        """Seconds per step on this rank, by phase; they add up to the wall time. Zeros before the first step."""
+        return {phase: seconds / max(self.steps, 1) for phase, seconds in self._seconds.items()}
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not isinstance(strategy := trainer.strategy, ZeroStrategy):
+            rank_zero_warn(
+                f"Breakdown measures nothing under {type(strategy).__name__}: use one of ours, such as zero0"
+            )
+            return
+        self._reset()
+        self._global_step = trainer.global_step
+        self._timers = strategy.engine.timers
+        self._profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
+        trainer.profiler = _TimedProfiler(self._profiler, self._timers)  # type: ignore[attr-defined]
+        self._timers.start(strategy.root_device)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._timers is None or trainer.global_step == self._global_step:
+            return
+        self._global_step = trainer.global_step
+        self._timers.end_step()
+        if steps := self._timers.take():
+            self._add(steps)
+            values = {f"time_ms/{phase.replace(' ', '_')}": 1e3 * seconds for phase, seconds in steps[-1].items()}
+            pl_module.log_dict(values, on_step=True, on_epoch=False)
+
+    def _add(self, steps: Sequence[Times]) -> None:
+        for step in steps:
+            if self._skipped < self.skip_steps:
+                self._skipped += 1
+                continue
+            self.steps += 1
+            for phase, seconds in step.items():
+                self._seconds[phase] += seconds
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._timers is not None:
+            self._timers.begin(None)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._timers is not None:
+            self._timers.end()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._timers is None:
+            return
+        self._add(self._timers.take(wait=True))
+        self._stop(trainer)
+        strategy = trainer.strategy
+        assert isinstance(strategy, ZeroStrategy)
+        if self.table:
+            world = strategy.engine.placement.mesh.world
+            everyone: list[Times] = world.all_gather_object(self.means, "collect the times of steps")
+            if trainer.is_global_zero and self.steps:
+                Console().print(table_of(everyone, self.steps))
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._stop(trainer)
+
+    def _stop(self, trainer: pl.Trainer) -> None:
+        if self._timers is not None:
+            self._timers.stop()
+            self._timers = None
+            trainer.profiler = self._profiler  # type: ignore[attr-defined]
+
+
+def table_of(everyone: Sequence[Times], steps: int) -> Table:
+    """A row for each phase: its mean over ranks, the share of that, and what the ranks differ by.
+
+    Args:
+        everyone: mean seconds per step by phase, of each rank.
+        steps: how many the means are of.
+    """
+    table = Table(title=f"Time of a step, mean of {steps}")
+    table.add_column("phase")
+    for name in ("ms", "share", *(("least", "most", "on rank") if len(everyone) > 1 else ())):
+        table.add_column(name, justify="right")
+    total = fmean(sum(times.values()) for times in everyone)
+    for phase in Phase:
+        seconds = [times[phase] for times in everyone]
+        table.add_row(phase, *_cells(seconds, total), end_section=phase is Phase.OTHER)
+    table.add_row("step", *_cells([sum(times.values()) for times in everyone], total))
+    return table
+
+
+def _cells(seconds: Sequence[float], total: float) -> list[str]:
+    mean, most = fmean(seconds), max(seconds)
+    cells = [f"{1e3 * mean:.2f}", f"{mean / total:.1%}"]
+    if len(seconds) > 1:
+        cells += [f"{1e3 * min(seconds):.2f}", f"{1e3 * most:.2f}", str(seconds.index(most))]
+    return cells
+
+
+def _phase_of(action_name: str) -> Phase | None:
+    """The phase of an action of Lightning's loops that no hook surrounds."""
+    if action_name == "[_TrainingEpochLoop].train_dataloader_next":
+        return Phase.DATA
+    return Phase.HOST_COPY if action_name.endswith(".batch_to_device") else None
+
+
+class _TimedProfiler(Profiler):
+    """The Trainer's own profiler, and timers."""
+
+    def __init__(self, inner: Profiler, timers: Timers) -> None:
+        super().__init__()
+        self._inner = inner
+        self._timers = timers
+
+    @override
+    def start(self, action_name: str) -> None:
+        self._inner.start(action_name)
+        if phase := _phase_of(action_name):
+            self._timers.begin(phase)
+
+    @override
+    def stop(self, action_name: str) -> None:
+        if _phase_of(action_name):
+            self._timers.end()
+        self._inner.stop(action_name)
+
+    @contextlib.contextmanager
+    @override
+    def profile(self, action_name: str) -> Iterator[str]:
+        # The inner one may do more than start and stop.
+        phase = _phase_of(action_name)
+        with self._inner.profile(action_name), self._timers.phase(phase) if phase else contextlib.nullcontext():
+            yield action_name
+
+    @override
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        self._inner.setup(stage, local_rank, log_dir)
+
+    @override
+    def teardown(self, stage: str | None) -> None:
+        self._inner.teardown(stage)
+
+    @override
+    def summary(self) -> str:
+        return self._inner.summary()
+
+    @override
+    def describe(self) -> None:
+        self._inner.describe()
