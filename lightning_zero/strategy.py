@@ -200,6 +200,8 @@ class ZeroStrategy(DDPStrategy):
         self.checkpoint_format = str(checkpoint_format)
         self.async_save = async_save
         self.checksums = checksums
+        # Called once, with the module and optimizers as the user made them, before an engine changes them.
+        self.before_sharding: list[Callable[[pl.LightningModule, Sequence[Optimizer]], None]] = []
         self._in_training_step = False
         self._dumping = False  # the Trainer collects a checkpoint
         self._undo: list[Undo] = []  # what `setup` changed of objects that outlive the fit
@@ -409,6 +411,8 @@ class ZeroStrategy(DDPStrategy):
             precision = self.precision_plugin
             assert isinstance(precision, ZeroPrecision)
             assert self._mesh is not None
+            for look in self.before_sharding:
+                look(module, optimizers or [])
             placement = Placement(
                 self._mesh, self._policy, precision.policy, self.root_device, *self._stores(self.root_device)
             )
@@ -427,6 +431,7 @@ class ZeroStrategy(DDPStrategy):
             _update_properties(module, device=self.root_device)  # what `LightningModule.device` reports
             precision.attach(engine)
             self._engine = engine
+        self.before_sharding.clear()
         if optimizers is not None:
             engine.attach([make_updater(o, engine, self.native_optimizer) for o in optimizers])
 

@@ -68,6 +68,11 @@ class GradientLog:
         """Whether no gradient has arrived since it was cleared."""
         return self._empty
 
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return 0 if self._values is None else self._values.nbytes
+
     def _ensure(self, dtype: torch.dtype) -> Tensor:
         """The tensor, at least as wide as ``dtype``; a wider one of an earlier step holds the same values."""
         if self._values is None:

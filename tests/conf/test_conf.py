@@ -83,7 +83,7 @@ def test_the_groups_hold_the_promised_options() -> None:
     assert options("scheduler") == ["cosine", "none", "onecycle", "warmup", "warmup_decay"]
     assert options("trainer") == ["cpu", "default", "gpu"]
     assert options("logger") == ["csv", "none", "tensorboard"]
-    assert options("callbacks") == ["breakdown", "default", "ema", "none"]
+    assert options("callbacks") == ["breakdown", "default", "ema", "memory", "none"]
 
 
 @each_option(*GROUPS)

@@ -1,0 +1,174 @@
+"""The memory report: the plan's numbers, remedies that keep their word, and where it is printed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import io
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import RankPool, ranks
+from lightning import LightningModule
+from strategy.fits import make_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_zero import ZeroPrecision
+from lightning_zero.callbacks import MemoryReport
+from lightning_zero.callbacks.memory_report import Remedy, held_by, is_out_of_memory, planned_parts
+from lightning_zero.engine import Bytes, Plan, plan
+from lightning_zero.optim import choose_updater
+from lightning_zero.registration import STRATEGIES
+
+WIDTH = 160
+PRECISIONS = {"bf16": "bf16-mixed", "bf16_true": "bf16-true"}
+
+
+class Blocks(LightningModule):
+    """A tenth of a MiB per block."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(5))
+        self.error = error
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.ones(4, WIDTH), batch_size=1)
+
+
+@dataclasses.dataclass
+class Reported:
+    """What one rank saw."""
+
+    planned: Plan
+    expected: Plan
+    remedies: list[Remedy]
+    measured: dict[str, Bytes]
+    printed: str
+
+
+def report(options: dict[str, Any], micro: int = 1, precision: str | None = None) -> Reported:
+    callback, out = MemoryReport(), io.StringIO()
+    flags: dict[str, Any] = {"plugins": [ZeroPrecision(precision)]} if precision else {}  # type: ignore[arg-type]
+    trainer = make_trainer(options, callbacks=[callback], accumulate_grad_batches=micro, **flags)
+    with contextlib.redirect_stdout(out):
+        trainer.fit(Blocks())
+    assert callback.plan is not None
+    engine, strategy, model = trainer.strategy.engine, trainer.strategy, Blocks()
+    same = ("bucket_size_mb", "persistence_numel", "max_live_numel")
+    arguments = {name: getattr(strategy, name) for name in same}
+    optimizers = [model.configure_optimizers()]
+    expected = plan(model, engine.placement, optimizers, choose_updater, micro_batches=micro, **arguments)
+    return Reported(callback.plan, expected, callback.remedies, held_by(engine), out.getvalue())
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("options", "precision"),
+    [({"stage": 2, "offload_optimizer": "cpu"}, "bf16-mixed"), ({"stage": 3}, None)],
+    ids=["zero2_offload", "zero3"],
+)
+def test_the_plan_and_what_is_held(pool: RankPool, options: dict[str, Any], precision: str | None) -> None:
+    results = pool.run(report, options, 2, precision)
+    for result in results:
+        assert result.planned == result.expected
+        assert result.measured == planned_parts(result.planned)
+        assert sum(result.measured.values(), Bytes()) == result.planned.held
+    first, second = (result.printed for result in results)
+    assert not second.count("Memory of rank")
+    rows = {line.split("│")[1].strip(): line.split("│")[2:6] for line in first.splitlines() if line.count("│") > 5}
+    parts = planned_parts(results[0].planned) | {"held between steps": results[0].planned.held}
+    for name, part in parts.items():
+        shown = [cell.strip() for cell in rows[name.replace("_", " ")]]
+        sizes = [f"{nbytes / 2**20:,.2f}" for nbytes in (part.device, part.host)]
+        assert shown == [sizes[0], sizes[0], sizes[1], sizes[1]]
+    assert all(remedy.override in first for remedy in results[0].remedies)
+
+
+def with_remedies(options: dict[str, Any]) -> tuple[Plan, list[tuple[Remedy, Plan]]]:
+    """The plan, and every remedy with the plan of a run to which it was applied."""
+    before = report(options)
+    tried = []
+    for remedy in before.remedies:
+        key, _, value = remedy.override.partition("=")
+        changed, precision = dict(options), None
+        if key == "precision":
+            precision = PRECISIONS[value]
+        elif key == "strategy":
+            changed = options | {"offload_optimizer": "none", "offload_params": "none"} | STRATEGIES[value]
+        else:
+            changed[key.removeprefix("strategy.")] = value if value == "cpu" else int(value)
+        tried.append((remedy, report(changed, precision=precision).planned))
+    return before.planned, tried
+
+
+@ranks(2)
+@pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 3, "persistence_numel": 1000}], ids=["zero0", "zero3"])
+def test_remedies_save_what_they_say(pool: RankPool, options: dict[str, Any]) -> None:
+    before, tried = pool.run(with_remedies, options)[0]
+    saved = [remedy.saved for remedy, _ in tried]
+    assert saved == sorted(saved, reverse=True)
+    assert min(saved) > 0
+    for remedy, applied in tried:
+        assert remedy.plan == applied, remedy.override
+        assert before.peak.total - applied.peak.total == remedy.saved  # of CPU ranks
+    names = {remedy.override for remedy, _ in tried}
+    expected = {"strategy=zero3", "strategy=zero2"} if options == {"stage": 0} else {"strategy.max_live_numel=0"}
+    assert names >= expected
+    assert not names & {"strategy=zero0"}
+
+
+def fail_with(error: BaseException, callback: MemoryReport) -> str:
+    trainer = make_trainer("zero2", callbacks=[callback])
+    with contextlib.redirect_stderr(io.StringIO()) as err, pytest.raises(type(error)) as raised:
+        trainer.fit(Blocks(error))
+    assert raised.value is error
+    return err.getvalue()
+
+
+CPU_ALLOCATOR = "[enforce fail at alloc_cpu.cpp:126] DefaultCPUAllocator: can't allocate memory: you tried to"
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("a test's"), RuntimeError(CPU_ALLOCATOR)])
+def test_it_is_printed_where_memory_runs_out(pool2: RankPool, error: BaseException) -> None:
+    for rank, err in enumerate(pool2.run(fail_with, error, MemoryReport(table=False))):
+        assert f"Rank {rank} is out of memory." in err
+        assert "optimizer state" in err
+        assert "strategy=zero3" in err
+
+
+def test_it_is_not_printed_for_other_errors(pool1: RankPool) -> None:
+    assert "memory" not in pool1.run(fail_with, RuntimeError("a test's"), MemoryReport())[0]
+
+
+def test_errors_that_mean_it() -> None:
+    wrapped = RuntimeError("rank 0 could not gather")
+    wrapped.__cause__ = torch.OutOfMemoryError("a test's")
+    for error in (MemoryError(), OSError(errno.ENOMEM, "mmap"), wrapped):
+        assert is_out_of_memory(error)
+    for error in (OSError(errno.ENOENT, "file"), RuntimeError("shape"), ValueError("memory")):
+        assert not is_out_of_memory(error)
+
+
+def report_under_ddp() -> Plan | None:
+    callback = MemoryReport()
+    with pytest.warns(UserWarning, match="MemoryReport plans nothing under DDPStrategy"):
+        make_trainer("ddp", callbacks=[callback]).fit(Blocks())
+    return callback.plan
+
+
+def test_another_strategy_is_not_planned(pool1: RankPool) -> None:
+    assert pool1.run(report_under_ddp) == [None]
