@@ -1,0 +1,29 @@
+"""The timers on a GPU: times of the stream, read without a wait."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_zero.engine import Phase, Timers
+
+pytestmark = pytest.mark.gpu
+
+CYCLES = 200_000_000  # a tenth of a second, about
+
+
+def test_phases_have_the_time_of_the_stream() -> None:
+    device = torch.device("cuda")
+    torch.ones(1, device=device).add_(1)
+    torch.cuda.synchronize()
+    timers = Timers()
+    timers.start(device)
+    with timers.phase(Phase.BACKWARD):
+        torch.cuda._sleep(2 * CYCLES)
+        with timers.phase(Phase.REDUCE):
+            torch.cuda._sleep(CYCLES)
+    timers.end_step()
+    assert timers.take() == []  # the host is ahead, and does not wait
+    (step,) = timers.take(wait=True)
+    assert step[Phase.BACKWARD] == pytest.approx(2 * step[Phase.REDUCE], rel=0.2)
+    assert step[Phase.OTHER] < 0.1 * step[Phase.REDUCE]
