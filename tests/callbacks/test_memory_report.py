@@ -98,6 +98,32 @@ def test_the_plan_and_what_is_held(pool: RankPool, options: dict[str, Any], prec
     assert all(remedy.override in first for remedy in results[0].remedies)
 
 
+class Late(Blocks):
+    """Makes its blocks in shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+
+    def configure_model(self) -> None:
+        if not len(self.blocks):
+            self.blocks = Blocks().blocks
+
+
+def plan_late() -> tuple[Plan | None, Plan | None]:
+    """Of a module that is initialized in shards, and of one that is not."""
+    callbacks = MemoryReport(table=False), MemoryReport(table=False)
+    for callback, module in zip(callbacks, (Late(), Blocks()), strict=True):
+        make_trainer("zero3", callbacks=[callback]).fit(module)
+    return callbacks[0].plan, callbacks[1].plan
+
+
+def test_a_module_in_shards_has_the_same_plan(pool2: RankPool) -> None:
+    for late, whole in pool2.run(plan_late):
+        assert late is not None
+        assert late == whole
+
+
 def with_remedies(options: dict[str, Any]) -> tuple[Plan, list[tuple[Remedy, Plan]]]:
     """The plan, and every remedy with the plan of a run to which it was applied."""
     before = report(options)

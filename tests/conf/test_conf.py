@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_zero
 from lightning_zero import DynamicLossScaler, StaticLossScaler, ZeroPrecision, ZeroStrategy
-from lightning_zero.callbacks import EMA
+from lightning_zero.callbacks import EMA, Breakdown, MemoryReport
 from lightning_zero.config import SCHEMAS, DynamicLossScalerConf, Store, StrategyConf
 from lightning_zero.hydra_app import build_group, build_optimizers, build_trainer, hydra_main, micro_batch_size
 from lightning_zero.optim import CPUOptimizer
@@ -244,6 +244,14 @@ def test_the_csv_logger_writes_below_the_run_folder(composed: Compose, folder: P
     (logger,) = build_group(composed("logger=csv").logger)
     assert isinstance(logger, CSVLogger)
     assert Path(logger.log_dir) == folder / "csv"
+
+
+@pytest.mark.parametrize(("option", "kind"), [("breakdown", Breakdown), ("memory", MemoryReport)])
+def test_reports_come_on_top_of_the_default_callbacks(composed: Compose, option: str, kind: type[Callback]) -> None:
+    cfg = composed(f"callbacks={option}", f"callbacks.{option}.table=false")
+    assert list(cfg.callbacks) == [*composed("callbacks=default").callbacks, option]
+    (report,) = [callback for callback in build_group(cfg.callbacks) if isinstance(callback, kind)]
+    assert report.table is False  # type: ignore[attr-defined]
 
 
 def test_the_trainer_takes_callbacks_of_the_application(composed: Compose) -> None:
