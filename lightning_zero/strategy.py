@@ -357,6 +357,7 @@ class ZeroStrategy(DDPStrategy):
         assert self.lightning_module is not None
         self._check_compiled(self.lightning_module)
         self.accelerator.setup(trainer)
+        self._failed = False
         fitting = trainer.state.fn == TrainerFn.FITTING
         optimizers: list[Optimizer] = []
         if fitting:
@@ -677,6 +678,12 @@ class ZeroStrategy(DDPStrategy):
                 f"not all ranks see {filepath} where rank 0 writes it, so that it gathers the whole checkpoint first, "
                 "which takes time and host memory. Save to a file system that all nodes share, or with "
                 "checkpoint_format='sharded'"
+            )
+        elif self.checkpoint_format != "full" or self.async_save:
+            rank_zero_warn(
+                f"{type(self.checkpoint_io).__name__} writes {filepath}, so that rank 0 gathers the whole checkpoint "
+                "first and training waits for it: checkpoint_format and async_save are for local files without a "
+                "CheckpointIO of your own or storage_options"
             )
         if self._engine is not None:
             _checkpoint.fetch_for_first(checkpoint, self._engine)

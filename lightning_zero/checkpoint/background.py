@@ -56,7 +56,10 @@ class Background:
 
         def run() -> None:
             if written is None or written.exception() is None:
-                act()
+                try:
+                    act()
+                except OSError as error:  # on this rank alone: the others would wait for it
+                    log.error("%s", error)
 
         self._afterwards.append(self._executor.submit(run))
 

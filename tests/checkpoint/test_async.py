@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from checkpoint.resuming import Resumable, SaveAfter, run
-from checkpoint.test_full import ALONE, files_in
+from checkpoint.test_full import ALONE, Derived, files_in
 from checkpoint.test_sharded import assert_equal_trees
 from helpers.ranks import RankPool, ranks
 from lightning import Callback
@@ -141,3 +141,21 @@ def test_the_older_one_stays_until_the_newer_is_complete(pool: RankPool, contain
     (last,) = tmp_path.iterdir()
     assert last.name == "step=4.ckpt"
     assert load(last, ALONE)["global_step"] == 4
+
+
+def save_elsewhere(strategy: dict[str, Any], path: str) -> list[str]:
+    warned: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_zero.strategy.rank_zero_warn", warned.append)
+        trainer = make_trainer(strategy, callbacks=[SaveAfter(1, path)], plugins=[Derived()])
+        trainer.fit(Resumable(RECIPE))
+    return warned
+
+
+@ranks(2)
+@pytest.mark.parametrize("options", [{"async_save": True}, {"checkpoint_format": "sharded"}])
+def test_a_writer_of_the_users_says_what_it_cannot(pool: RankPool, options: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    messages = pool.run(save_elsewhere, {**STRATEGIES["zero2"], **options}, str(path))
+    assert any("Derived writes" in message for message in messages[0])
+    assert load(path, ALONE)["global_step"] == 1
