@@ -312,7 +312,6 @@ def folders(whole: tuple[Fitted, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.slow
-@pytest.mark.launch
 @pytest.mark.parametrize("case", CASES)
 def test_deepspeeds_own_folders(folders: Path, whole: tuple[Fitted, Path], case: str, tmp_path: Path) -> None:
     convert(folders / case, tmp_path / "a.ckpt", trust=True)
@@ -337,7 +336,6 @@ def test_deepspeeds_own_folders(folders: Path, whole: tuple[Fitted, Path], case:
 
 
 @pytest.mark.slow
-@pytest.mark.launch
 @ranks(2)
 @pytest.mark.parametrize(("case", "strategy"), [("stage1", "zero3_offload"), ("stage2", "zero2"), ("stage3", "zero3")])
 def test_a_run_of_deepspeed_goes_on(pool: RankPool, folders: Path, case: str, strategy: str, tmp_path: Path) -> None:
@@ -354,7 +352,6 @@ def test_a_run_of_deepspeed_goes_on(pool: RankPool, folders: Path, case: str, st
 
 
 @pytest.mark.slow
-@pytest.mark.launch
 @pytest.mark.parametrize("case", ["stage1", "stage2", "stage3", "stage1_bf16", "stage2_fp16"])
 def test_the_folders_of_these_tests_are_laid_out_like_deepspeeds(folders: Path, case: str, tmp_path: Path) -> None:
     convert(folders / case, tmp_path / "a.ckpt", trust=True)
