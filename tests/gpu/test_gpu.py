@@ -37,6 +37,7 @@ from torch.utils.data import DataLoader
 from lightning_zero import DynamicLossScaler, StaticLossScaler, ZeroPrecision, ZeroStrategy
 from lightning_zero.checkpoint import rng
 from lightning_zero.engine import Group, HostStore
+from lightning_zero.registration import STRATEGIES
 
 pytestmark = pytest.mark.gpu
 
@@ -394,14 +395,19 @@ def check_overflow(pool: RankPool, name: str, precision: str, accelerator: str =
 
 
 @ranks(1)
+@pytest.mark.parametrize("options", [{}, {"checkpoint_format": "sharded"}, {"async_save": True}])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload"])
-def test_a_run_resumes_on_a_gpu(pool: RankPool, name: str, precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["zero2", "zero2_offload", "zero3_offload"])
+def test_a_run_resumes_on_a_gpu(
+    pool: RankPool, name: str, precision: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """A save in the background is of the step that it was asked in: the training steps that follow overwrite it."""
     recipe, path = Recipe(optimizer="momentum", scheduled=True), str(tmp_path / "a.ckpt")
     flags = {"accelerator": "gpu", "precision": precision}
-    whole = pool.run(run, name, recipe, steps=6, save=(2, path), **flags)[0].weights
+    strategy = {**STRATEGIES[name], **options}
+    whole = pool.run(run, strategy, recipe, steps=6, save=(2, path), **flags)[0].weights
     other = dataclasses.replace(recipe, seed=7)
-    resumed = pool.run(run, name, other, steps=6, resume=path, **flags)[0].weights
+    resumed = pool.run(run, strategy, other, steps=6, resume=path, **flags)[0].weights
     torch.testing.assert_close(resumed, whole, rtol=1e-5, atol=1e-6)
     on_cpu = pool.run(run, name, other, steps=6, resume=path, precision=precision)[0].weights
     tolerance = 5e-2 if precision == "bf16-mixed" else 1e-3
