@@ -45,7 +45,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -173,7 +172,7 @@ class Ours(Lightning):
     def save(self, folder: Path) -> None:
         self.strategy.checkpoint_format, self.strategy.checksums = self._container, self._checksums
         # Saves outside `fit` are never asynchronous.
-        self.trainer.state.status = TrainerStatus.RUNNING if self._in_background else TrainerStatus.FINISHED
+        self.trainer.strategy._fitting = self._in_background  # only saves during a fit are
         super().save(folder)
 
     def finish(self) -> None:

@@ -41,6 +41,8 @@ def load_from_checkpoint(
         CheckpointError: the checkpoint is incomplete or damaged.
         FileNotFoundError: there is none.
     """
+    if "://" in str(path):  # Lightning fetches it
+        return cls.load_from_checkpoint(path, strict=strict, weights_only=weights_only, **kwargs)
     loaded = checkpoint.load(Path(path).expanduser(), Group(), weights_only is not False, checksums)
     # What reads the file there is the only part that knows no folders.
     with patch.object(saving, "pl_load", lambda *_, **__: loaded):

@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, get_args
+from types import SimpleNamespace
+from typing import Any, Literal, ParamSpec, cast, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -19,7 +20,7 @@ from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -27,7 +28,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -39,6 +40,7 @@ from typing_extensions import override
 from lightning_zero import checkpoint as _checkpoint
 from lightning_zero import ops, whole_weights
 from lightning_zero.engine import (
+    CollectiveError,
     DeviceStore,
     Engine,
     Group,
@@ -58,7 +60,7 @@ from lightning_zero.multirun import why_not_in_sweep
 from lightning_zero.optim import ShardUpdater, make_updater
 from lightning_zero.precision import ZeroPrecision, as_zero_precision
 from lightning_zero.registration import register_in
-from lightning_zero.standstill import Undo, hold_average, hold_scheduler
+from lightning_zero.standstill import Undo, hold_average, hold_scheduler, replace_methods
 from lightning_zero.version import __version__
 
 P = ParamSpec("P")
@@ -210,6 +212,7 @@ class ZeroStrategy(DDPStrategy):
         self._mesh: Mesh | None = None
         self._background: _checkpoint.Background | None = None
         self._failed = False
+        self._fitting = False
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -358,6 +361,7 @@ class ZeroStrategy(DDPStrategy):
         self._check_compiled(self.lightning_module)
         self.accelerator.setup(trainer)
         self._failed = False
+        self._fitting = trainer.state.fn == TrainerFn.FITTING
         fitting = trainer.state.fn == TrainerFn.FITTING
         optimizers: list[Optimizer] = []
         if fitting:
@@ -371,6 +375,10 @@ class ZeroStrategy(DDPStrategy):
             # The wrapper inherits the optimizer's class and would find the class's method before the engine's.
             wrapper.__dict__["zero_grad"] = wrapper._optimizer.zero_grad
         self._hold_still_on_skips(trainer.callbacks)  # type: ignore[attr-defined]
+        if self._background is not None:
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, ModelCheckpoint):
+                    self._undo.append(_know_background(callback, self._background))
         connector = trainer._checkpoint_connector
         connector.dump_checkpoint = functools.partial(self._dump_lazily, connector)  # type: ignore[method-assign]
 
@@ -495,9 +503,10 @@ class ZeroStrategy(DDPStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
         if self._background is not None:
+            self._fitting = False
             try:
                 self._background.wait()
-            except _checkpoint.CheckpointError:
+            except (_checkpoint.CheckpointError, CollectiveError):
                 if not self._failed:  # else there is another error to report, and this one was logged
                     raise
 
@@ -697,8 +706,8 @@ class ZeroStrategy(DDPStrategy):
                 "not all ranks see the folder of rank 0: there will be a folder on the file system of each node. Copy "
                 "their files into one before another number of ranks, or another machine, loads it"
             )
-        running = self.lightning_module.trainer.state.status == TrainerStatus.RUNNING
-        if self._background is not None and running:
+        # Lightning requeues a job as soon as its SLURM checkpoint is there.
+        if self._background is not None and self._fitting and not save.path.name.startswith("hpc_ckpt_"):
             self._background.start(save, self._mesh.world)
         else:
             save.write(self._mesh.world)
@@ -706,11 +715,20 @@ class ZeroStrategy(DDPStrategy):
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
         # The one that is being written may be what replaces it.
-        remove = functools.partial(super().remove_checkpoint, filepath)
+        remove = functools.partial(self._remove, filepath)
         if self._background is None:
             remove()
         else:
             self._background.after(remove)
+
+    def _remove(self, filepath: _PATH) -> None:
+        path = Path(filepath).expanduser()
+        if self._is_local_file(filepath) and path.is_dir():
+            if self.local_rank == 0:  # each node may have one; on a file system that they share one of them is first
+                with contextlib.suppress(FileNotFoundError):
+                    _checkpoint.remove(path)
+        else:
+            super().remove_checkpoint(filepath)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -830,6 +848,22 @@ def _begins_epoch(loop: _FitLoop) -> bool:
         return True
     after_last_batch = loop.epoch_loop.restarted_on_train_batch_end and loop.epoch_loop.batch_progress.is_last_batch
     return loop.restarted_mid_epoch and after_last_batch
+
+
+def _know_background(callback: ModelCheckpoint, background: _checkpoint.Background) -> Undo:
+    """Have the callback take a save that goes on into account; returns what undoes it."""
+    own_exists, own_link = callback.file_exists, callback._link_checkpoint
+
+    def file_exists(callback: ModelCheckpoint, filepath: _PATH, trainer: pl.Trainer) -> bool:
+        background.wait()  # the next save would; a name that is being written is taken
+        return own_exists(filepath, trainer)
+
+    def _link_checkpoint(callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+        # A link to what is never completed would replace one to what is. Ranks need not meet for it.
+        alone = SimpleNamespace(is_global_zero=trainer.is_global_zero, strategy=SimpleNamespace(barrier=lambda: None))
+        background.after(functools.partial(own_link, cast("pl.Trainer", alone), filepath, linkpath))
+
+    return replace_methods(callback, file_exists, _link_checkpoint)
 
 
 def _unwrap(optimizer: Optimizer) -> Optimizer:

@@ -130,6 +130,19 @@ def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
+def read_at(file: int, buffer: memoryview, offset: int) -> None:
+    """Fill ``buffer`` from ``offset`` on.
+
+    Raises:
+        EOFError: the file ends before.
+    """
+    while buffer:
+        read = os.preadv(file, [buffer], offset)
+        if not read:
+            raise EOFError(f"the file ends at {offset}")
+        buffer, offset = buffer[read:], offset + read
+
+
 def bytes_of(values: Tensor) -> memoryview:
     """The memory of a contiguous 1-D tensor on the CPU."""
     return values.detach().view(torch.uint8).numpy().data

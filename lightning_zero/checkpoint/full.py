@@ -36,7 +36,7 @@ from lightning_zero.checkpoint.crc32 import combine
 from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor, placeholders
 from lightning_zero.checkpoint.mapped import load_mapped
-from lightning_zero.checkpoint.saving import INCOMPLETE, Draft, together
+from lightning_zero.checkpoint.saving import INCOMPLETE, Draft, on_first, together
 from lightning_zero.checkpoint.shards import Key, ShardedValues, follow_first, source_of
 from lightning_zero.engine import Engine, Group
 
@@ -85,17 +85,13 @@ def begin(checkpoint: Any, path: Path, engine: Engine | None, world: Group, chec
     with contextlib.ExitStack() as stack:
         skeleton = None
 
-        def make() -> tuple[Path, list[_Sharded]] | None:
+        def make() -> tuple[Path, list[_Sharded]]:
             nonlocal skeleton
-            if world.rank:
-                return None
             draft = stack.enter_context(contextlib.closing(Draft(path)))
             skeleton = _Skeleton(draft, checkpoint)
             return draft.temporary, skeleton.sharded(engine)
 
-        plan, *_ = together(world, make, f"begin the checkpoint {path}")
-        assert plan is not None
-        temporary, sharded = plan
+        temporary, sharded = on_first(world, make, f"begin the checkpoint {path}")
         if not all(together(world, temporary.exists, f"look for {temporary}")):
             return None
         stack.pop_all()
@@ -128,7 +124,7 @@ class FullSave:
         skeleton: _Skeleton | None,
         checksums: bool,
     ) -> None:
-        self._path, self._temporary, self._skeleton, self._checksums = path, temporary, skeleton, checksums
+        self.path, self._temporary, self._skeleton, self._checksums = path, temporary, skeleton, checksums
         self._pieces = [*_sharded_pieces(sharded, engine), *(skeleton.own_pieces() if skeleton is not None else ())]
 
     def hold(self) -> None:
@@ -152,8 +148,8 @@ class FullSave:
                 self._skeleton.complete([part for written in parts for part in written], self._checksums)
 
         try:
-            parts = together(world, write, f"write the checkpoint {self._path}")
-            together(world, complete, f"complete the checkpoint {self._path}")
+            parts = together(world, write, f"write the checkpoint {self.path}")
+            together(world, complete, f"complete the checkpoint {self.path}")
         finally:
             self.abandon()
 

@@ -96,8 +96,8 @@ class _Tensors:
 
 def give_back_pages(tensor: Tensor) -> None:
     """Let go of the memory behind a tensor of :func:`load_mapped`, to be read again at the next use; others stay."""
-    if isinstance(tensor, LazyTensor):
-        return  # it keeps nothing
+    if isinstance(tensor, LazyTensor) or tensor.layout != torch.strided:
+        return  # it keeps nothing, or is no run of pages
     if tensor._version:
         return  # somebody has changed it: the file does not have these values
     start = tensor.untyped_storage().data_ptr()

@@ -6,11 +6,12 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import hashlib
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -19,8 +20,9 @@ from lightning_zero.engine import Group
 
 T = TypeVar("T")
 INCOMPLETE = ".incomplete"  # how the name of a checkpoint ends until it is complete
-_DRAFT = re.compile(rf"\.(.*)\.[0-9a-f]{{8}}{re.escape(INCOMPLETE)}")
+_DRAFT = re.compile(rf"\.[0-9a-f]{{16}}\.[0-9a-f]{{8}}{re.escape(INCOMPLETE)}")
 METADATA, META = ".metadata", "meta.pt"  # what a sharded checkpoint has beside its shards
+OPTIMIZER = re.compile(r"optimizer_(\d+)")  # what it calls the state of optimizers; the weights are "model"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -28,9 +30,11 @@ class Save(Protocol):
     """A save that all ranks have begun.
 
     Attributes:
+        path: of the checkpoint.
         spread: whether ranks do not see one folder: there is one under the same name on each file system.
     """
 
+    path: Path
     spread: bool
 
     def hold(self) -> None:
@@ -74,6 +78,25 @@ def together(world: Group, act: Callable[[], T], what: str) -> list[T]:
     return [result for result, _ in outcomes]
 
 
+def on_first(world: Group, act: Callable[[], T], what: str) -> T:
+    """Run ``act`` on rank 0; returns its result on all ranks. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, where it failed.
+    """
+    caught: Exception | None = None
+    outcome: tuple[Any, str | None] | None = None
+    if world.rank == 0:
+        try:
+            outcome = act(), None
+        except Exception as error:  # noqa: BLE001  # it is raised below, when all ranks know
+            caught, outcome = error, (None, f"{type(error).__name__}: {error}")
+    result, message = world.broadcast_object(outcome, what)
+    if message is not None:
+        raise CheckpointError(f"could not {what}. rank 0: {message}") from caught
+    return result  # type: ignore[no-any-return]
+
+
 def is_sharded(path: Path) -> bool:
     """Whether a folder is a complete checkpoint by ``torch.distributed.checkpoint``; ``meta.pt`` is written last."""
     return (path / METADATA).is_file() and (path / META).is_file()
@@ -88,19 +111,30 @@ class Draft:
 
     Raises:
         IsADirectoryError: at ``path`` is a folder that is no checkpoint.
+        ValueError: ``path`` is inside a checkpoint.
         OSError: it cannot be made.
     """
 
     def __init__(self, path: Path, folder: bool = False) -> None:
         if path.is_dir() and not is_sharded(path):
             raise IsADirectoryError(f"{path} is a folder; remove it, or save under another name")
+        if is_sharded(path.parent):
+            raise ValueError(f"{path.parent} is a checkpoint; save beside it")
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path.parent)
-        self.path, self.temporary = path, _temporary_name(path)
+        self.path = path
+        while True:
+            self.temporary = _temporary_name(path)
+            if folder:
+                self.temporary.mkdir()
+            locked = _what_is_locked(self.temporary)
+            self.file = os.open(locked, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            _lock(self.file)  # as long as it is open, it is no leftover
+            if locked.exists() and locked.stat().st_ino == os.fstat(self.file).st_ino:
+                break
+            os.close(self.file)  # another run took it for a leftover before it was locked
         if folder:
-            self.temporary.mkdir()
-        self.file = os.open(_what_is_locked(self.temporary), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        _lock(self.file)  # as long as it is open, it is no leftover
+            os.write(self.file, os.fsencode(path.name))  # for who finds it complete, without its name
 
     def complete(self) -> None:
         """Give it its name, which removes what had it before. All of it must be on the disk."""
@@ -115,12 +149,13 @@ class Draft:
         os.close(self.file)
 
 
-def _stem(path: Path) -> str:
-    return os.fsdecode(os.fsencode(path.name)[:200])  # bytes: file systems take 255 of them
+def _begin_of_name(path: Path) -> str:
+    """Of all temporary names of ``path``; without its own, for others look for parts of names."""
+    return f".{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]}."
 
 
 def _temporary_name(path: Path) -> Path:
-    return path.with_name(f".{_stem(path)}.{secrets.token_hex(4)}{INCOMPLETE}")
+    return path.with_name(f"{_begin_of_name(path)}{secrets.token_hex(4)}{INCOMPLETE}")
 
 
 def _put_in_place(temporary: Path, path: Path) -> None:
@@ -148,37 +183,60 @@ def _exchange(first: Path, second: Path) -> bool:
     raise OSError(number, os.strerror(number), str(second))
 
 
+def remove(path: Path) -> None:
+    """Remove a checkpoint; a folder is gone in one step, or a leftover."""
+    if path.is_dir() and not path.is_symlink():
+        aside = _temporary_name(path)
+        path.rename(aside)
+        path = aside
+    _remove(path)
+
+
 def recover(path: Path) -> None:
     """Where a save was killed between two renames, and nothing has the name: give it to the newest complete folder."""
     if not os.path.lexists(path) and path.parent.is_dir():
-        for draft, stem in _drafts(path.parent):
-            if stem == _stem(path) and is_sharded(draft):
-                with contextlib.suppress(FileNotFoundError):  # another rank was first
+        for draft in _drafts(path.parent):
+            with contextlib.suppress(FileNotFoundError), _unlocked(draft) as free:  # or another rank was first
+                if free and draft.name.startswith(_begin_of_name(path)) and is_sharded(draft):
                     draft.rename(path)
-                return
+                    _what_is_locked(path).unlink(missing_ok=True)
+                    return
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what saves have left behind that were killed; those that are going on hold a lock."""
-    for leftover, stem in _drafts(folder):
+    for leftover in _drafts(folder):
         # Another run was first, or it is another user's: nothing that a save should fail for.
         with contextlib.suppress(OSError):
-            if is_sharded(leftover):
-                recover(folder / stem)
-            locked = _what_is_locked(leftover)
-            file = os.open(locked, os.O_WRONLY) if locked.exists() else None  # one that was replaced has no lock
-            try:
-                if file is None or _lock(file):
+            if is_sharded(leftover) and (name := _what_is_locked(leftover)).exists():
+                recover(folder / os.fsdecode(name.read_bytes()))
+            with _unlocked(leftover) as free:
+                if free:
                     _remove(leftover)
-            finally:
-                if file is not None:
-                    os.close(file)
 
 
-def _drafts(folder: Path) -> list[tuple[Path, str]]:
-    """What has a temporary name, and the stem of the name that it was to have; complete folders first, the newest."""
-    found = [(path, match[1]) for path in folder.glob(f".*{INCOMPLETE}") if (match := _DRAFT.fullmatch(path.name))]
-    return sorted(found, key=lambda draft: -(draft[0] / META).stat().st_mtime if is_sharded(draft[0]) else 0)
+def _drafts(folder: Path) -> list[Path]:
+    """What has a temporary name; complete folders first, the newest."""
+    found = []
+    for path in folder.glob(f".*{INCOMPLETE}"):
+        if _DRAFT.fullmatch(path.name):
+            with contextlib.suppress(OSError):  # gone, or another user's
+                found.append(((path / META).stat().st_mtime if is_sharded(path) else 0.0, path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+@contextlib.contextmanager
+def _unlocked(path: Path) -> Iterator[bool]:
+    """Whether nobody writes it; nobody begins to inside."""
+    locked = _what_is_locked(path)
+    if not locked.exists():  # a folder that was replaced has none
+        yield True
+        return
+    file = os.open(locked, os.O_WRONLY)
+    try:
+        yield _lock(file)
+    finally:
+        os.close(file)
 
 
 def _what_is_locked(path: Path) -> Path:

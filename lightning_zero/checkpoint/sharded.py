@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from lightning_zero.checkpoint.boxes import Box, boxes_of_run, view_as_box
 from lightning_zero.checkpoint.full import fetch_for_first, lazy_tensors
 from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor
-from lightning_zero.checkpoint.saving import META, Draft, sync, together
+from lightning_zero.checkpoint.saving import META, OPTIMIZER, Draft, on_first, sync, together
 from lightning_zero.checkpoint.shards import Key, ShardedValues, source_of
 from lightning_zero.engine import Engine, Group
 
@@ -60,41 +60,33 @@ def begin(
     contents, meta = _Contents(), b""
 
     def sort_out() -> None:
-        nonlocal contents
-        contents = _Contents() if world.rank else _Contents.of(checkpoint)
+        nonlocal contents, meta
+        contents = _Contents.of(checkpoint)
+        meta = contents.pickled_meta()
 
-    together(world, sort_out, what)
+    on_first(world, sort_out, what)
     if engine is not None:
         # What is no dictionary or list rank 0 writes alone, with all that is in it.
         fetch_for_first([leaf for leaf in contents.entries.values() if not isinstance(leaf, Tensor)], engine)
     folder = _Folder(path, world)
-
-    def pickle_meta() -> bytes:
-        nonlocal meta
-        meta = contents.pickled_meta() if world.rank == 0 else meta
-        return meta if folder.spread else b""  # the ranks that have made another folder write it, too
-
     try:
-        meta = together(world, pickle_meta, what)[0] or meta
-        shared, aliases = together(world, lambda: (contents.take_shared(engine), contents.aliases), what)[0]
+        if folder.spread:  # the ranks that have made another folder write it, too
+            meta = on_first(world, lambda: meta, what)
+        shared, aliases = on_first(world, lambda: (contents.take_shared(engine), contents.aliases), what)
         for name, key, param in shared:
             assert engine is not None
             contents.entries[name] = _Parts(ShardedValues(engine, key), param)
         planner, writer = _Planner(contents, coordinator=world.rank == 0), _Writer(folder.path)
         plans = together(world, lambda: writer.prepare_local_plan(planner.create_local_plan()), what)
 
-        def plan_all() -> tuple[list[SavePlan], Metadata] | None:
-            if world.rank:
-                return None
+        def plan_all() -> tuple[list[SavePlan], Metadata, str]:
             every, metadata = planner.create_global_plan(plans)
             tensors = metadata.state_dict_metadata
             tensors |= {other: tensors[name] for other, name in aliases.items()}
-            return writer.prepare_global_plan(every), metadata
+            return writer.prepare_global_plan(every), metadata, writer.save_id
 
-        planned = together(world, plan_all, what)[0]
-        assert planned is not None
-        every, metadata = planned
-        return ShardedSave(path, folder, planner, every[world.rank], metadata, aliases, meta)
+        every, metadata, writer.save_id = on_first(world, plan_all, what)
+        return ShardedSave(path, folder, planner, writer, every[world.rank], metadata, aliases, meta)
     except BaseException:
         folder.close()
         raise
@@ -108,36 +100,39 @@ class ShardedSave:
         path: Path,
         folder: _Folder,
         planner: _Planner,
+        writer: _Writer,
         plan: SavePlan,
         metadata: Metadata,
         aliases: Mapping[str, str],
         meta: bytes,
     ) -> None:
         self.spread = folder.spread
-        self._path, self._folder, self._planner, self._plan = path, folder, planner, plan
-        self._metadata, self._aliases, self._meta = metadata, aliases, meta
+        self.path, self._folder, self._meta = path, folder, meta
+        self._planner, self._writer, self._plan, self._metadata = planner, writer, plan, metadata
+        self._aliases = aliases
 
     def hold(self) -> None:
         self._planner.hold(self._plan)
 
     def write(self, world: Group) -> None:
-        writer = _Writer(self._folder.path)
-
         def complete() -> None:
             if (draft := self._folder.draft) is not None:
-                writer.finish(self._metadata, [*results, self._copies(results)])
-                (draft.temporary / META).write_bytes(self._meta)
-                sync(draft.temporary / META)
+                self._writer.finish(self._metadata, [*results, self._copies(results)])
+                unnamed = draft.temporary / f"{META}.tmp"
+                unnamed.write_bytes(self._meta)
+                sync(unnamed)
+                sync(draft.temporary)
+                unnamed.rename(draft.temporary / META)  # now it is complete
                 sync(draft.temporary)
                 draft.complete()
 
         try:
             results: list[list[WriteResult]] = together(
                 world,
-                lambda: writer.write_data(self._plan, self._planner).wait(),
-                f"write the checkpoint {self._path}",
+                lambda: self._writer.write_data(self._plan, self._planner).wait(),
+                f"write the checkpoint {self.path}",
             )
-            together(world, complete, f"complete the checkpoint {self._path}")
+            together(world, complete, f"complete the checkpoint {self.path}")
         finally:
             self.abandon()
 
@@ -178,8 +173,11 @@ class _Contents:
         trees: dict[str, Any] = {}
         if "state_dict" in contents.meta:
             trees["model"] = contents.meta.pop("state_dict")
-        trees |= {f"optimizer_{n}": state for n, state in enumerate(contents.meta.pop("optimizer_states", []))}
+        if contents.meta.get("optimizer_states"):
+            trees |= {f"optimizer_{n}": state for n, state in enumerate(contents.meta.pop("optimizer_states"))}
         for key in [key for key, value in contents.meta.items() if lazy_tensors(value)]:
+            if key == "model" or OPTIMIZER.fullmatch(key):
+                raise ValueError(f"the checkpoint's entry {key!r} has the name of weights or state; call it otherwise")
             trees[key] = contents.meta.pop(key)
         first: dict[Any, str] = {}
         for path, leaf in _leaves(trees, ()):
@@ -212,6 +210,8 @@ class _Contents:
                     self.entries[name] = torch.empty(leaf.shape, dtype=leaf.dtype)
                 else:
                     shared.append((name, source_of(leaf, engine).key, leaf.param))
+            elif isinstance(leaf, Tensor) and (leaf.layout != torch.strided or leaf.is_quantized):
+                self.entries[name] = _Whole(leaf)
         return shared
 
 
@@ -233,6 +233,13 @@ def _holds_tensors(tree: Any) -> bool:
     if isinstance(tree, Mapping | list):
         return any(map(_holds_tensors, tree.values() if isinstance(tree, Mapping) else tree))
     return isinstance(tree, Tensor)
+
+
+class _Whole:
+    """A tensor that DCP does not cut: it is pickled."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
 
 class _Parts:
@@ -276,6 +283,8 @@ class _Planner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         entry = self.state_dict[index.fqn]
+        if isinstance(entry, _Whole):
+            return entry.tensor
         if not isinstance(entry, _Parts):
             return entry
         assert index.offset is not None

@@ -5,13 +5,11 @@ Folders are this package's, and those that Lightning's FSDP strategy writes.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import pickle
-import re
+import weakref
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -21,15 +19,14 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from typing_extensions import Buffer
 
 from lightning_zero.checkpoint import full
-from lightning_zero.checkpoint.archive import bytes_of, checksum_of, read_records
+from lightning_zero.checkpoint.archive import bytes_of, checksum_of, read_at, read_records
 from lightning_zero.checkpoint.boxes import Box, boxes_of_run, view_as_box
 from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.checkpoint.lazy import StoredTensor
-from lightning_zero.checkpoint.saving import INCOMPLETE, META, METADATA, together
+from lightning_zero.checkpoint.saving import INCOMPLETE, META, METADATA, OPTIMIZER, together
 from lightning_zero.engine import Group
 from lightning_zero.engine.memory_format import MemoryFormat
 
-_OPTIMIZER = re.compile(r"optimizer_(\d+)")
 # What stands in `.metadata`, a pickle; nothing else is called or imported.
 _METADATA_NAMES = {
     "torch.distributed.checkpoint.metadata": (
@@ -97,6 +94,8 @@ def _open(path: Path, world: Group) -> Folder:
         return folders[0].missing_files()
 
     missing = together(world, open_folder, what)
+    if len(set(together(world, lambda: folders[0].save_id, what))) > 1:
+        raise CheckpointError(f"could not {what}: ranks see folders of several saves; use an earlier checkpoint")
     if lost := sorted(set.intersection(*missing)):
         raise CheckpointError(
             f"could not {what}: {len(lost)} of its files are not there: {', '.join(lost[:3])}. Where nodes have "
@@ -119,7 +118,7 @@ def _verify(folder: Folder, world: Group) -> None:
 def as_one(entries: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
     """What :meth:`Folder.entries` gives and what ``meta.pt`` holds, as a checkpoint in one file has them."""
     weights = {"state_dict": entries.pop("model")} if "model" in entries else {}
-    numbered = sorted((int(match[1]), key) for key in entries if (match := _OPTIMIZER.fullmatch(key)))
+    numbered = sorted((int(match[1]), key) for key in entries if (match := OPTIMIZER.fullmatch(key)))
     states = [entries.pop(key) for _, key in numbered]
     return meta | entries | weights | ({"optimizer_states": states} if states else {})
 
@@ -154,11 +153,19 @@ class Folder:
                 raise CheckpointError(f"{path / METADATA} is damaged ({type(error).__name__}: {error})") from error
         self._stored: list[_Stored] = []
         self._layouts: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = {}  # by where a part is
+        # By descriptors: user code may keep a tensor, and another checkpoint then take this folder's name.
+        self._files = {".": os.open(path, os.O_RDONLY)}
+        weakref.finalize(self, _close, self._files)
         self._forms: dict[bytes, tuple[int, tuple[int, ...]]] = {}  # by the pickle: bytes before the values, strides
 
     @property
     def key(self) -> Path:
         return self.path
+
+    @property
+    def save_id(self) -> str | None:
+        """The same in all parts of one save; ``None`` where another program wrote it."""
+        return self._metadata.storage_meta.save_id if self._metadata.storage_meta is not None else None
 
     def missing_files(self) -> set[str]:
         """Names of files that are not there.
@@ -191,16 +198,14 @@ class Folder:
         ]
 
     def _is_whole(self, info: Any) -> bool:
-        with (self.path / info.relative_path).open("rb") as file:
-            try:
-                records = read_records(cast("IO[bytes]", _Section(file, info.offset, info.length)))
-                return all(
-                    not record.crc
-                    or record.crc == checksum_of(file.fileno(), info.offset + record.start, info.offset + record.stop)
-                    for record in records
-                )
-            except (zipfile.BadZipFile, EOFError, OSError):
-                return False
+        file = self._file(info)
+        try:
+            return all(
+                not record.crc or record.crc == checksum_of(file, info.offset + record.start, info.offset + record.stop)
+                for record in read_records(self._view(info))
+            )
+        except (zipfile.BadZipFile, EOFError, OSError):
+            return False
 
     def entries(self, weights_only: bool = True) -> dict[str, Any]:
         """The tree that was written; its tensors are lazy, but for scalars."""
@@ -253,10 +258,7 @@ class Folder:
         span = 1 + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
         in_order = torch.empty_strided(box.sizes, strides, device="meta").is_contiguous() and into.is_contiguous()
         values = into.view(-1) if in_order else torch.empty(span, dtype=into.dtype)
-        with (self.path / info.relative_path).open("rb") as file:
-            file.seek(start + first * into.itemsize)
-            if file.readinto(bytes_of(values)) != values.nbytes:
-                raise CheckpointError(f"{self.path / info.relative_path} is truncated")
+        read_at(self._file(info), bytes_of(values), start + first * into.itemsize)
         if not in_order:
             into.copy_(values.as_strided(box.sizes, strides))
 
@@ -276,17 +278,26 @@ class Folder:
             self._layouts[place] = info.offset + records["data/0"].start + before, strides
         return self._layouts[place]
 
-    @contextlib.contextmanager
-    def _view(self, info: Any) -> Iterator[IO[bytes]]:
+    def _view(self, info: Any) -> IO[bytes]:
         """One of the archives in a file, as a file."""
-        with (self.path / info.relative_path).open("rb") as file:
-            yield cast("IO[bytes]", io.BufferedReader(_Section(file, info.offset, info.length)))
+        return cast("IO[bytes]", io.BufferedReader(_Section(self._file(info), info.offset, info.length)))
+
+    def _file(self, info: Any) -> int:
+        name = info.relative_path
+        if name not in self._files:
+            self._files[name] = os.open(name, os.O_RDONLY, dir_fd=self._files["."])
+        return self._files[name]
+
+
+def _close(files: dict[str, int]) -> None:
+    for file in files.values():
+        os.close(file)
 
 
 class _Section(io.RawIOBase):
     """A part of a file, as a file."""
 
-    def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
+    def __init__(self, file: int, offset: int, length: int) -> None:
         self._file, self._offset, self._length = file, offset, length
         self._position = 0
 
@@ -302,7 +313,7 @@ class _Section(io.RawIOBase):
 
     def readinto(self, buffer: Buffer) -> int:
         room = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
-        read = os.preadv(self._file.fileno(), [room], self._offset + self._position)
+        read = os.preadv(self._file, [room], self._offset + self._position)
         self._position += read
         return read
 

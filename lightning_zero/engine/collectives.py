@@ -196,6 +196,15 @@ class Group:
             dist.all_gather_object(values, value, group=self.process_group)
         return values
 
+    def broadcast_object(self, value: Any, what: str) -> Any:
+        """Rank 0's picklable ``value``; of the others it is ignored."""
+        if self.size == 1:
+            return value
+        values = [value]
+        with self._explained(what):
+            dist.broadcast_object_list(values, group=self.process_group, group_src=0)
+        return values[0]
+
     # ------------------------------------------------------------------------------------------------ between ranks
 
     def _exchange(

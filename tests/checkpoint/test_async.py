@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from checkpoint.resuming import Resumable, SaveAfter, run
 from checkpoint.test_full import ALONE, Derived, files_in
@@ -100,8 +101,7 @@ def fail_in_background(strategy: dict[str, Any], path: str, again: bool) -> tupl
 
 
 @ranks(2)
-@formats
-@pytest.mark.parametrize("again", [True, False], ids=["next save", "end of fit"])
+@pytest.mark.parametrize(("container", "again"), [("full", True), ("sharded", False)], ids=["next save", "end of fit"])
 def test_errors_appear(pool: RankPool, container: str, again: bool, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     options = {**STRATEGIES["zero2"], "checkpoint_format": container, "async_save": True}
@@ -159,3 +159,85 @@ def test_a_writer_of_the_users_says_what_it_cannot(pool: RankPool, options: dict
     messages = pool.run(save_elsewhere, {**STRATEGIES["zero2"], **options}, str(path))
     assert any("Derived writes" in message for message in messages[0])
     assert load(path, ALONE)["global_step"] == 1
+
+
+class Score(Callback):
+    """A metric that rises, validated never."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.callback_metrics["score"] = torch.tensor(float(trainer.global_step))
+
+
+def keep_best(strategy: dict[str, Any], folder: str) -> dict[str, float]:
+    """Two of one name: a name that is being written counts as taken."""
+    keep = ModelCheckpoint(
+        folder, filename="best", monitor="score", mode="min", every_n_train_steps=1, save_top_k=2, save_last="link"
+    )
+    trainer = make_trainer(strategy, callbacks=[Score(), keep], enable_checkpointing=True)
+    trainer.fit(Resumable(RECIPE))
+    return {Path(path).name: float(score) for path, score in keep.best_k_models.items()}
+
+
+@ranks(2)
+@formats
+def test_top_k_of_one_name_and_the_link_are_as_in_blocking_saves(
+    pool: RankPool, container: str, tmp_path: Path
+) -> None:
+    kept = []
+    for folder, background in (("a", False), ("b", True)):
+        options = {**STRATEGIES["zero2"], "checkpoint_format": container, "async_save": background}
+        kept.append(pool.run(keep_best, options, str(tmp_path / folder))[0])
+    assert kept[0] == kept[1] == {"best.ckpt": 1.0, "best-v1.ckpt": 2.0}
+    assert files_in(tmp_path / "a") == files_in(tmp_path / "b")
+    steps = [load(tmp_path / folder / "last.ckpt", ALONE)["global_step"] for folder in ("a", "b")]
+    assert steps[0] == steps[1]
+
+
+class SavesAtTheEnd(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def save_at_teardown(strategy: dict[str, Any], path: str) -> bool:
+    trainer = make_trainer(strategy, callbacks=[SavesAtTheEnd(path)])
+    trainer.fit(Resumable(RECIPE))
+    return Path(path).exists()
+
+
+@ranks(2)
+@formats
+def test_a_save_that_nobody_would_wait_for_is_blocking(pool: RankPool, container: str, tmp_path: Path) -> None:
+    options = {**STRATEGIES["zero2"], "checkpoint_format": container, "async_save": True}
+    assert pool.run(save_at_teardown, options, str(tmp_path / "a.ckpt")) == [True, True]
+
+
+def fail_and_fit_again(strategy: dict[str, Any], path: str) -> str:
+    """A fit that failed makes no difference to the errors of the next one."""
+    callback = SaveAfter(3, path)
+
+    def failing(draft: Draft) -> None:
+        raise OSError(28, "No space left on device")
+
+    trainer = make_trainer(strategy, callbacks=[callback])
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Raises(RECIPE))
+    trainer.fit_loop.max_epochs = 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Draft, "complete", failing)
+        with pytest.raises(CheckpointError) as caught:
+            trainer.fit(Resumable(RECIPE))
+    return str(caught.value)
+
+
+class Raises(Resumable):
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise ZeroDivisionError
+
+
+@ranks(2)
+def test_errors_appear_in_a_fit_after_one_that_failed(pool: RankPool, tmp_path: Path) -> None:
+    options = {**STRATEGIES["zero2"], "async_save": True}
+    assert all("No space left" in m for m in pool.run(fail_and_fit_again, options, str(tmp_path / "a.ckpt")))

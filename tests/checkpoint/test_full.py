@@ -168,7 +168,7 @@ def test_a_truncated_file_is_an_error_that_names_it(kept: float, tmp_path: Path)
 
 
 def test_what_was_never_completed_is_not_loaded(tmp_path: Path) -> None:
-    path = tmp_path / ".a.ckpt.0123.incomplete"
+    path = tmp_path / ".0123.incomplete"
     torch.save({"state_dict": {}}, path)
     with pytest.raises(CheckpointError, match="never completed"):
         load(path, ALONE)
@@ -554,8 +554,9 @@ def test_where_nothing_can_be_written_all_ranks_say_so(pool: RankPool, tmp_path:
 
 
 def test_leftovers_go_with_the_next_save_but_nothing_else(tmp_path: Path) -> None:
-    dead, running = tmp_path / ".b.ckpt.0a1b2c3d.incomplete", tmp_path / ".c.ckpt.01234567.incomplete"
-    dead_folder, running_folder = tmp_path / ".d.ckpt.0a1b2c3d.incomplete", tmp_path / ".e.ckpt.01234567.incomplete"
+    dead, running, dead_folder, running_folder = (
+        tmp_path / f".0123456789abcde{n}.0a1b2c3d.incomplete" for n in range(4)
+    )
     mine, hidden, folder = (tmp_path / f"{name}.incomplete" for name in ("mine", ".mine", ".f"))
     for path in (dead_folder, running_folder, folder):
         path.mkdir()

@@ -31,6 +31,7 @@ import lightning_zero
 from lightning_zero import CheckpointError
 from lightning_zero.checkpoint import load
 from lightning_zero.checkpoint.boxes import Box, boxes_of_run, view_as_box
+from lightning_zero.checkpoint.saving import Draft, recover, remove_leftovers
 from lightning_zero.cli import app
 from lightning_zero.engine.memory_format import MemoryFormat
 from lightning_zero.registration import STRATEGIES
@@ -309,6 +310,7 @@ def save_without_exchange(strategy: Any, path: str, fatal: bool) -> None:
         trainer.save_checkpoint(path)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_where_names_cannot_be_swapped(pool: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
@@ -447,3 +449,115 @@ def named(state: dict[str, Any]) -> dict[str, Any]:
         "state": {names[index]: values for index, values in state["state"].items()},
         "param_groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]],
     }
+
+
+# ----------------------------------------------------------------------------------------------------- temporary names
+
+
+def test_a_draft_that_is_written_is_nobodys_to_take(tmp_path: Path) -> None:
+    """It is complete, and locked: a load or a save beside it leaves it alone."""
+    path = tmp_path / "a.ckpt"
+    draft = Draft(path, folder=True)
+    for name in (".metadata", "meta.pt"):
+        (draft.temporary / name).write_bytes(b"")
+    recover(path)
+    remove_leftovers(tmp_path)
+    assert not path.exists()
+    draft.complete()
+    draft.close()
+    assert files_in(path) == {".metadata", "meta.pt"}
+    assert files_in(tmp_path) == {"a.ckpt"}
+
+
+def test_a_complete_leftover_gets_its_name(tmp_path: Path) -> None:
+    path = tmp_path / ("ä" * 120 + ".ckpt")
+    draft = Draft(path, folder=True)
+    for name in (".metadata", "meta.pt"):
+        (draft.temporary / name).write_bytes(b"")
+    os.close(draft.file)  # as when its process dies
+    remove_leftovers(tmp_path)
+    assert files_in(tmp_path) == {path.name}
+
+
+def test_temporary_names_are_no_names_of_checkpoints(tmp_path: Path) -> None:
+    """Lightning looks for numbers in all names with `ckpt_` in them, to find where a SLURM job goes on."""
+    draft = Draft(tmp_path / "hpc_ckpt_2.ckpt", folder=True)
+    assert "ckpt" not in draft.temporary.name
+    draft.close()
+
+
+def test_a_save_into_a_checkpoint_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"a\.ckpt is a checkpoint; save beside it"):
+        Draft(folder / "b.ckpt")
+
+
+# ----------------------------------------------------------------------------------------------------------- user code
+
+
+class Teacher(Resumable):
+    """Keeps weights of the checkpoint that it resumes from, and saves them again."""
+
+    teacher: dict[str, Any] | None = None
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.teacher = dict(checkpoint["state_dict"])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["teacher"] = dict(self.teacher or checkpoint["state_dict"])
+
+
+def save_often(strategy: Any, path: str, resume: str) -> None:
+    trainer = make_trainer(strategy, max_epochs=-1, max_steps=4)
+    trainer.fit(Teacher(RECIPE), ckpt_path=resume)
+    for _ in range(3):
+        trainer.save_checkpoint(path)
+
+
+@ranks(2)
+def test_what_user_code_keeps_of_a_replaced_checkpoint(pool: RankPool, tmp_path: Path) -> None:
+    path, first = tmp_path / "last.ckpt", tmp_path / "first.ckpt"
+    for strategy, target in ((sharded("zero3"), path), ("zero3", first)):
+        pool.run(save_at_end, strategy, RECIPE, str(target))
+    pool.run(save_often, sharded("zero3"), str(path), str(path))
+    found = load(path, ALONE)
+    assert_equal_trees(found["teacher"], load(first, ALONE)["state_dict"])
+    name = "model.head.weight"
+    assert not torch.equal(found["teacher"][name], found["state_dict"][name])
+
+
+class Renames(Resumable):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["model"] = {k.removeprefix("model."): v for k, v in checkpoint["state_dict"].items()}
+
+
+def save_renamed(strategy: Any, path: str) -> str:
+    trainer = make_trainer(strategy)
+    trainer.fit(Renames(RECIPE))
+    try:
+        trainer.save_checkpoint(path)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+@ranks(2)
+def test_an_entry_with_the_name_of_the_weights_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    messages = pool.run(save_renamed, sharded("zero3"), str(tmp_path / "a.ckpt"))
+    assert all("entry 'model' has the name of weights" in message for message in messages)
+    assert not files_in(tmp_path)
+
+
+class Sparse(Resumable):
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.register_buffer("rows", torch.eye(3).to_sparse())
+
+
+@ranks(2)
+@pytest.mark.parametrize("container", ["full", "sharded"])
+def test_a_sparse_buffer(pool: RankPool, container: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    strategy = {**STRATEGIES["zero2"], "checkpoint_format": container}
+    pool.run(save_at_end, strategy, RECIPE, path, Sparse)
+    pool.run(run, strategy, RECIPE, Sparse, steps=4, resume=path)
+    assert torch.equal(load(Path(path), ALONE)["state_dict"]["rows"].to_dense(), torch.eye(3))
