@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.contents import dtype_name
+from lightning_zero.checkpoint.contents import dtype_name, explained
 from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.checkpoint.full import write_alone
 from lightning_zero.checkpoint.lazy import StoredSource, StoredTensor
@@ -43,14 +43,16 @@ def consolidate(folder: Path, path: Path, *, dtype: torch.dtype | None = None, o
         overwrite: replace a file that is there.
 
     Raises:
-        CheckpointError: the folder is incomplete or damaged, the file is there, or a weight is infinite in ``dtype``.
+        CheckpointError: the folder is incomplete, damaged, or holds pickled objects; the file is there; or a weight is
+            infinite in ``dtype``.
         OSError: files cannot be read or written.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder; a checkpoint in one file needs no consolidation.")
     if path.exists() and not overwrite:
         raise CheckpointError(f"{path} is already there; name another file, or replace it by --overwrite.")
-    checkpoint = load(folder, Group())
+    with explained(folder):
+        checkpoint = load(folder, Group())
     weights: dict[str, Any] = checkpoint.get("state_dict", {})
     if dtype is not None:
         cast: dict[int, Tensor] = {}  # tied weights stay tied

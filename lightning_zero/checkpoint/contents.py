@@ -166,7 +166,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], list[str]]:
         if missing := sorted(folder.missing_files()):
             raise CheckpointError(f"{path} is incomplete: {', '.join(missing[:3])} is not there.")
         meta, opaque = _read_file(path / META)
-        with _explained(path):
+        with explained(path):
             checkpoint = as_one(folder.entries(), meta)
     else:
         checkpoint, opaque = _read_file(path)
@@ -191,7 +191,7 @@ def _read_file(path: Path) -> tuple[Any, list[str]]:
             f"{path} is damaged: the end of the archive is missing, as after a copy or a save that was interrupted. "
             "Copy it again, or use another checkpoint."
         )
-    with _explained(path):
+    with explained(path):
         refused = torch.serialization.get_unsafe_globals_in_checkpoint(os.fspath(path))
         stand_ins: list[Any] = [(type("Opaque", (Opaque,), {"name": name}), name) for name in refused]
         with torch.serialization.safe_globals(stand_ins):
@@ -199,8 +199,8 @@ def _read_file(path: Path) -> tuple[Any, list[str]]:
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """What torch raises as errors that say what is wrong with the checkpoint."""
+def explained(path: Path) -> Iterator[None]:
+    """What torch raises as a :class:`CheckpointError` that says what is wrong with the checkpoint."""
     try:
         yield
     except CheckpointError:

@@ -561,3 +561,16 @@ def test_a_sparse_buffer(pool: RankPool, container: str, tmp_path: Path) -> None
     pool.run(save_at_end, strategy, RECIPE, path, Sparse)
     pool.run(run, strategy, RECIPE, Sparse, steps=4, resume=path)
     assert torch.equal(load(Path(path), ALONE)["state_dict"]["rows"].to_dense(), torch.eye(3))
+
+
+class Placed(Resumable):
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.save_hyperparameters({"home": Path("somewhere")})
+
+
+def test_consolidate_says_what_it_cannot_read(pool1: RankPool, tmp_path: Path) -> None:
+    pool1.run(save_at_end, sharded("zero2"), RECIPE, str(tmp_path / "a.ckpt"), Placed)
+    result = verb("consolidate", tmp_path / "a.ckpt", tmp_path / "b.ckpt")
+    assert result.exit_code == 1
+    assert "objects that cannot be read safely" in result.output
