@@ -17,7 +17,7 @@ export PIP_CONSTRAINT := $(abspath constraints.txt)
 export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-slow test-cpp test-cpp-tsan lint format wheel clean
+.PHONY: help demo test test-slow test-cpp test-cpp-tsan lint format docs wheel clean
 
 help:
 	@echo "demo       train GPT-2 with strategy=zero2_offload on two ranks; ARGS=... adds overrides"
@@ -27,6 +27,7 @@ help:
 	@echo "test-cpp-tsan  C++ tests of what uses threads, with the thread sanitizer"
 	@echo "lint       ruff, mypy, clang-format, codespell"
 	@echo "format     rewrite files in the project's format"
+	@echo "docs       build the documentation in site/; ARGS=serve shows it while it is written"
 	@echo "wheel      build dist/*.whl and dist/*.tar.gz"
 	@echo "clean      remove what builds and tests leave"
 
@@ -40,6 +41,10 @@ $(VENV)/.installed-examples: $(BUILD_INPUTS) | $(BIN)/python
 $(VENV)/.installed-dev: $(BUILD_INPUTS) | $(BIN)/python
 	$(BIN)/pip install $(PACKAGE)[examples,dev]
 	touch $@ $(VENV)/.installed-examples
+
+$(VENV)/.installed-docs: $(BUILD_INPUTS) | $(BIN)/python
+	$(BIN)/pip install $(PACKAGE)[docs]
+	touch $@
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/gpt2/train.py strategy=zero2_offload trainer.devices=2 $(ARGS)
@@ -80,9 +85,12 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 	find cpp -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format -i
 
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build)
+
 wheel: $(VENV)/.installed-dev
 	$(BIN)/python -m build
 
 clean:
-	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find lightning_zero conf tests examples -name __pycache__ -prune -exec rm -rf {} +

@@ -102,6 +102,8 @@ class ZeroStrategy(DDPStrategy):
     With ``_offload`` (stages 1-3) optimizer state and masters rest in host memory, at stage 3 the parameters too.
     ZeRO: https://arxiv.org/abs/1910.02054, ZeRO-Offload: https://arxiv.org/abs/2101.06840.
 
+    The arguments from ``accelerator`` on are those of :class:`~lightning.pytorch.strategies.DDPStrategy`.
+
     Args:
         stage: 0, 1, 2 or 3.
         offload_optimizer: where masters, optimizer state and reduced gradients rest: ``"none"`` (the device) or
@@ -135,8 +137,6 @@ class ZeroStrategy(DDPStrategy):
             more for that, each rank a part.
         timeout: seconds after which a collective fails that some rank never joins.
         start_method: how the other ranks are started: ``"popen"`` re-runs the script.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend:
-            as in :class:`~lightning.pytorch.strategies.DDPStrategy`.
 
     Raises:
         ValueError: for a value that is not one of those above, or a combination that cannot work.
