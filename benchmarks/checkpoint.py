@@ -5,9 +5,10 @@
 
 All contestants hold the same model, after one step, in the same two processes (gloo). In every round each of them
 saves, loads from the page cache and, after `posix_fadvise(DONTNEED)` on its files, loads from the disk, in an order
-that moves on by one place per round. The time is that of the slower rank: of a save until everything is on the disk,
-of a load until both ranks have their weights and optimizer state. Before each load the state is filled with zeros;
-afterwards its sums must be what they were.
+that is drawn anew: what one writes, a disk may still pay for when the next one comes. The time is that of the slower
+rank: of a save until everything is on the disk, of a load until both ranks have their weights and optimizer state.
+Before each load the state is filled with zeros, and freed memory goes back to the system, since a process that resumes
+has none; afterwards the sums of the state must be what they were.
 
 - ddp: Lightning's `ddp`, one file that rank 0 writes; every rank reads all of it.
 - fsdp2: `fully_shard` of every layer, `get_state_dict` and `torch.distributed.checkpoint`, which flushes its files.
@@ -25,9 +26,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
+import gc
 import importlib.util
 import json
 import os
+import random
 import shutil
 import socket
 import tempfile
@@ -308,6 +312,12 @@ def forget(folder: Path) -> None:
                 os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def free_memory() -> None:
+    """Give what this process has freed back to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
     file = os.open(path, os.O_RDONLY)
@@ -360,6 +370,7 @@ def measure(contestant: Contestant, parent: Path) -> dict[str, float]:
                 values.detach().zero_()
             if cache == "cold" and rank == 0:
                 forget(folder)
+            free_memory()
             dist.barrier()
             start = time.perf_counter()
             contestant.load(folder)
@@ -383,9 +394,9 @@ def work(rank: int, port: int, options: argparse.Namespace, parent: Path) -> Non
     dist.init_process_group("gloo")
     contestants = list(field(options.parameters, options.strategies))
     seconds: dict[str, dict[str, list[float]]] = {contestant.name: {} for contestant in contestants}
+    order = random.Random(0)  # the same on all ranks
     for number in range(-1, options.rounds):  # the first is to warm up
-        place = number % len(contestants)
-        for contestant in contestants[place:] + contestants[:place]:
+        for contestant in order.sample(contestants, len(contestants)):
             for what, taken in measure(contestant, parent).items():
                 if number >= 0:
                     seconds[contestant.name].setdefault(what, []).append(taken)

@@ -156,7 +156,7 @@ class Folder:
         # By descriptors: user code may keep a tensor, and another checkpoint then take this folder's name.
         self._files = {".": os.open(path, os.O_RDONLY)}
         weakref.finalize(self, _close, self._files)
-        self._forms: dict[bytes, tuple[int, tuple[int, ...]]] = {}  # by the pickle: bytes before the values, strides
+        self._forms: dict[bytes, tuple[int, tuple[int, ...]]] = {}  # the same in an archive, by all before the values
 
     @property
     def key(self) -> Path:
@@ -266,17 +266,25 @@ class Folder:
         """Where in its file the values of a part begin, and their strides."""
         place = info.relative_path, info.offset
         if place not in self._layouts:
-            with self._view(info) as file:
-                records = {record.name: record for record in read_records(file)}
-                file.seek(records["data.pkl"].start)
-                pickled = file.read(records["data.pkl"].nbytes)
-                if pickled not in self._forms:  # many parts have the same
-                    file.seek(0)
-                    tensor = torch.load(file, map_location="meta", weights_only=True)
-                    self._forms[pickled] = tensor.storage_offset() * tensor.element_size(), tensor.stride()
-            before, strides = self._forms[pickled]
-            self._layouts[place] = info.offset + records["data/0"].start + before, strides
+            begins = bytearray(min(max(map(len, self._forms), default=0), info.length))
+            read_at(self._file(info), memoryview(begins), info.offset)
+            form = next((form for before, form in self._forms.items() if begins.startswith(before)), None)
+            before, strides = self._read_layout(info) if form is None else form
+            self._layouts[place] = info.offset + before, strides
         return self._layouts[place]
+
+    def _read_layout(self, info: Any) -> tuple[int, tuple[int, ...]]:
+        """Where in the archive of a part its values begin, and their strides."""
+        with self._view(info) as file:
+            records = {record.name: record for record in read_records(file)}
+            file.seek(0)
+            tensor = torch.load(file, map_location="meta", weights_only=True)
+            start, pickled = records["data/0"].start, records["data.pkl"]
+            layout = start + tensor.storage_offset() * tensor.element_size(), tensor.stride()
+            if pickled.stop < start:  # archives that begin like this one have their values at the same place
+                file.seek(0)
+                self._forms[file.read(start)] = layout
+        return layout
 
     def _view(self, info: Any) -> IO[bytes]:
         """One of the archives in a file, as a file."""
