@@ -1,4 +1,4 @@
-"""README and docs: their Python compiles and names what exists, their commands are taken, their tables are complete.
+"""README and docs: their Python compiles and names what exists, their tables are complete.
 
 A block that cannot be checked has a line above it that says why: `<!-- not tested: it needs ... -->`.
 """
@@ -6,55 +6,19 @@ A block that cannot be checked has a line above it that says why: `<!-- not test
 from __future__ import annotations
 
 import ast
-import functools
 import importlib
 import inspect
 import re
-import shlex
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import typer
-from hydra import compose, initialize_config_dir
+from helpers.pages import PAGES, ROOT, blocks, text_of
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 import lightning_zero.callbacks
-from lightning_zero.cli import app
 from lightning_zero.config import StrategyConf
-
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_BLOCK = re.compile(
-    r"(?:^<!-- (?P<comment>.*?) -->\n+)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
-)
-_REASON = re.compile(r"not tested: \w.{9,}")
-_COMMAND = re.compile(r"(?:torchrun [^/]*?(?=examples/)|python |lightning-zero |make )")
-
-
-class Block(NamedTuple):
-    """A fenced block of a page."""
-
-    language: str
-    code: str
-    tested: bool
-
-
-def blocks(page: Path) -> list[Block]:
-    found = []
-    for block in _BLOCK.finditer(page.read_text()):
-        if block["comment"] is not None:
-            assert _REASON.fullmatch(block["comment"]), f"{page.name}: {block['comment']!r} gives no reason"
-        found.append(Block(block["language"], block["code"], tested=block["comment"] is None))
-    return found
-
-
-def commands(page: Path) -> list[str]:
-    """Of blocks and of the text between them."""
-    lines = [line for block in blocks(page) if block.tested for line in block.code.splitlines()]
-    spans = re.findall(r"`([^`]+)`", _BLOCK.sub("", page.read_text()))
-    return [text for text in (*lines, *(span.replace("\n", " ") for span in spans)) if _COMMAND.match(text)]
 
 
 def named(dotted: str) -> Any:
@@ -124,97 +88,6 @@ def test_names_of_the_package_exist(page: Path) -> None:
         named(dotted)
 
 
-# -- commands --
-
-
-def check_verb(arguments: list[str]) -> None:
-    """The command line's own parser takes them; nothing runs."""
-    group: Any = typer.main.get_command(app)
-    with group.make_context("lightning-zero", list(arguments)) as context:
-        name, command, rest = group.resolve_command(context, list(arguments))
-        if rest:  # else the text mentions the verb
-            command.make_context(name, rest, parent=context)
-
-
-def check_script(script: str, overrides: list[str]) -> None:
-    """The configuration of an example composes with these overrides."""
-    path = ROOT / script
-    assert path.is_file(), script
-    if "--help" in overrides:
-        return
-    with initialize_config_dir(str(path.parent / "conf"), version_base="1.3"):
-        compose(path.stem, overrides=[o for o in overrides if o != "--multirun"])
-
-
-def check_target(arguments: list[str]) -> None:
-    """The Makefile has the target, and a configuration of the demonstration composes."""
-    target, *settings = arguments
-    makefile = (ROOT / "Makefile").read_text()
-    recipe = re.search(rf"^{re.escape(target)}:.*\n(?:\t(.*)\n)?", makefile, re.MULTILINE)
-    assert recipe, target
-    overrides = " ".join(value.removeprefix("ARGS=") for value in settings if value.startswith("ARGS="))
-    if target == "demo":
-        _, script, *given = shlex.split((recipe[1] or "").replace("$(ARGS)", overrides))
-        check_script(script, given)
-
-
-def check_module(arguments: list[str]) -> None:
-    """There is such a module, and it has these options."""
-    source = (ROOT / arguments[0].replace(".", "/")).with_suffix(".py").read_text()
-    for option in arguments[1:]:
-        if option.startswith("--"):
-            assert f'"{option}"' in source, option
-
-
-@functools.cache  # pages repeat commands
-def check(command: str) -> None:
-    program, *arguments = shlex.split(command, comments=True)
-    if program == "lightning-zero":
-        check_verb(arguments)
-    elif program == "make":
-        check_target(arguments)
-    elif program == "python" and arguments[0] == "-m":
-        check_module(arguments[1:])
-    else:
-        at = next(number for number, word in enumerate(arguments) if word.endswith(".py"))
-        check_script(arguments[at], arguments[at + 1 :])
-
-
-def test_pages_have_commands() -> None:
-    assert [page.stem for page in PAGES if commands(page)] == [
-        *("README", "callbacks", "checkpoints", "examples", "faq", "hydra", "index", "migrate-deepspeed"),
-        *("migrate-fsdp", "optimizers", "strategies"),
-    ]
-
-
-@each_page()
-def test_commands_are_taken(page: Path) -> None:
-    for command in dict.fromkeys(commands(page)):
-        try:
-            check(command)
-        except Exception as error:
-            error.add_note(command)
-            raise
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "lightning-zero inspekt last.ckpt",
-        "lightning-zero export last.ckpt out/ --layout hf",
-        "python examples/gpt2/train.py strategy=zero4",
-        "python examples/gpt2/train.py optimizer.learning_rate=1",
-        "python examples/gpt3/train.py",
-        'make demo ARGS="strategy=zero4"',
-        "make tset",
-        "python -m benchmarks.cifar10_strategies --dta data/cifar-10",
-    ],
-)
-def test_a_command_that_is_not_there_is_found(command: str) -> None:
-    with pytest.raises(Exception, match=r"inspekt|layout|zero4|learning_rate|gpt3|tset|--dta"):
-        check(command)
-
-
 # -- links and tables --
 
 
@@ -236,7 +109,7 @@ def test_the_navigation_has_every_page() -> None:
 
 def code_of(page: str) -> set[str]:
     """The words that a page's text writes as code."""
-    text = _BLOCK.sub("", (ROOT / "docs" / page).read_text())
+    text = text_of(ROOT / "docs" / page)
     return {word for span in re.findall(r"`([^`]+)`", text) for word in re.findall(r"\w+", span)}
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.images import FILES, records, write_files
 from helpers.ranks import RankPool, ranks
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
@@ -26,7 +27,6 @@ from omegaconf import DictConfig, OmegaConf
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cifar10"
 MODULES = ("archive", "data", "model", "pictures", "report", "train", "predict")
-FILES = [f"data_batch_{number}.bin" for number in range(1, 6)] + ["test_batch.bin"]
 OFFLINE = "http://127.0.0.1:9/cifar-10-binary.tar.gz"  # the port of the discard service, where nothing listens
 
 
@@ -108,21 +108,6 @@ def test_an_unknown_network_is_refused(cifar10: SimpleNamespace) -> None:
 
 
 # -- archive --
-
-
-def records(count: int, seed: int) -> bytes:
-    """A file of that many images: a byte for the label, then the pixels."""
-    generator = torch.Generator().manual_seed(seed)
-    content = torch.randint(256, (count, 3073), dtype=torch.uint8, generator=generator)
-    content[:, 0] = torch.arange(count) % 10
-    return bytes(content.flatten().tolist())
-
-
-def write_files(folder: Path, count: int = 12) -> Path:
-    folder.mkdir()
-    for number, name in enumerate(FILES):
-        (folder / name).write_bytes(records(count, number))
-    return folder
 
 
 @pytest.fixture

@@ -1,0 +1,343 @@
+"""Every command and every Python block of README and docs runs, in short form.
+
+Examples run inside rank pools, with the printed overrides and then those that make them short; `lightning-zero` runs on
+small checkpoints. A command that nobody here can run fails, unless `NOT_RUN` says why, or a comment above its block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import runpy
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import typer
+from helpers.deepspeed_folder import Folder, write_folder
+from helpers.images import write_files
+from helpers.pages import PAGES, ROOT, blocks, commands
+from helpers.ranks import RankError, RankPool
+from helpers.scripts import SHORT, Run, run_script, short_run
+from lightning import LightningModule
+from lightning.pytorch.accelerators import CUDAAccelerator
+from safetensors import safe_open
+from strategy.fits import make_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from typer.testing import CliRunner
+
+import lightning_zero
+from lightning_zero.cli import app
+
+NOT_RUN = {
+    "make test": "it is what runs this",
+    "make test-slow": "it is what runs the slow tests",
+    "make docs": "it installs mkdocs",
+    "make wheel": "it compiles for minutes; the workflow of a release does it",
+}
+TEXT_DATA = ["data=text", "data.path=input.txt"]  # the default reads the standard library, which takes a second
+RESULTS = {  # what scripts leave
+    "train": ["run/summary.json", "run/checkpoints/last.ckpt"],
+    "predict": ["run/predictions.csv"],
+    "prepare": ["data/train.bin", "data/val.bin"],
+    "generate": [],
+}
+TEXT = "It's the year 2026: Éva\n\n\tdoesn't count_all, isn't it? \r\n — 中文 <|endoftext|>\n" * 40
+
+
+def verb_of(name: str) -> Any:
+    group: Any = typer.main.get_command(app)
+    return group.commands[name]
+
+
+def is_mention(command: str) -> bool:
+    """Whether a page only names a verb that needs arguments."""
+    program, *arguments = command.split()
+    return (
+        program == "lightning-zero"
+        and len(arguments) == 1
+        and any(parameter.required for parameter in verb_of(arguments[0]).params)
+    )
+
+
+PRINTED = sorted({command for page in PAGES for command in commands(page) if not is_mention(command)})
+
+
+def starting_with(*programs: str, but: tuple[str, ...] = ()) -> list[str]:
+    """The printed commands of these programs."""
+    return [command for command in PRINTED if command.startswith(programs) and not command.startswith(but)]
+
+
+# -- examples --
+
+
+def shortened(command: str, first: Sequence[str] = ()) -> Run:
+    """What a command runs, in short form; its own overrides win over those that come first."""
+    launcher, *words = shlex.split(command)
+    at = next(number for number, word in enumerate(words) if word.endswith(".py"))
+    run = short_run(ROOT / words[at], [*first, *words[at + 1 :]])
+    assert launcher != "torchrun" or words[:at] == ["--nproc_per_node", str(run.world_size)]
+    return run
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, rank_pools: Callable[[int], RankPool]) -> Path:
+    """A folder in which the commands of the pages were typed before: data, a vocabulary and checkpoints of runs."""
+    import tokenizers
+
+    folder = tmp_path_factory.mktemp("shell")
+    (folder / "input.txt").write_text(TEXT)
+    vocabulary = tokenizers.ByteLevelBPETokenizer()
+    vocabulary.train_from_iterator([TEXT], vocab_size=300, show_progress=False)
+    for name in ("vocab", "data"):
+        (folder / name).mkdir()
+    vocabulary.save_model(str(folder / "vocab"))
+    for name in ("train.bin", "val.bin"):
+        (folder / "data" / name).write_bytes(bytes([1, 0, 2, 0]) * 200)
+    write_files(folder / "data" / "cifar-10", 4)
+    for example in ("gpt2", "cifar10"):
+        run = shortened(f"python examples/{example}/train.py")
+        earlier = ["trainer.max_steps=2", f"hydra.run.dir=outputs/{example}/..."]  # the path that the pages print
+        rank_pools(1).run(run_script, run.script, [*run.arguments, *earlier], folder)
+    return folder
+
+
+@pytest.fixture
+def run_short(
+    prepared: Path, tmp_path: Path, rank_pools: Callable[[int], RankPool]
+) -> Callable[[str, Sequence[str]], None]:
+    """Runs a script's command in short form, and looks for what it leaves."""
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+
+    def run(command: str, first: Sequence[str] = ()) -> None:
+        short = shortened(command, first)
+        results = [] if "--help" in short.arguments else [tmp_path / name for name in RESULTS[short.script.stem]]
+        for path in results:
+            path.unlink(missing_ok=True)
+        rank_pools(short.world_size).run(run_script, short.script, short.arguments, tmp_path)
+        assert all(path.stat().st_size > 0 for path in results)
+        if (summary := tmp_path / "run" / "summary.json").exists():
+            report = json.loads(summary.read_text())
+            assert (report["steps"], report["world_size"]) == (SHORT["trainer.max_steps"], short.world_size)
+
+    return run
+
+
+def marked(commands: list[str]) -> list[Any]:
+    """Slow are those of a large model."""
+    return [pytest.param(c, id=c, marks=[pytest.mark.slow] if "resnet18" in c else []) for c in commands]
+
+
+@pytest.mark.parametrize("command", marked(starting_with("python ", "torchrun ", but=("python -m benchmarks.",))))
+def test_examples(command: str, run_short: Callable[..., None]) -> None:
+    run_short(command, TEXT_DATA if "gpt2/train.py" in command and "--help" not in command else ())
+
+
+@pytest.mark.parametrize("command", starting_with("make "))
+def test_targets(command: str, run_short: Callable[..., None]) -> None:
+    words = [*shlex.split(command), "--dry-run", "--no-print-directory"]
+    outside = {name: value for name, value in os.environ.items() if "MAKE" not in name}  # of the make that runs this
+    process = subprocess.run(words, cwd=ROOT, env=outside, capture_output=True, text=True, check=True)
+    recipe = process.stdout.splitlines()[-1]
+    if command not in NOT_RUN:
+        run_short(recipe, TEXT_DATA if "ARGS" in command else ())
+
+
+def test_what_is_not_run_is_printed() -> None:
+    assert set(NOT_RUN) <= set(PRINTED)
+
+
+@pytest.mark.parametrize("command", starting_with("python -m benchmarks."))
+def test_benchmarks_have_tests(command: str) -> None:
+    check_benchmark(command)
+
+
+def check_benchmark(command: str) -> None:
+    """It has these options and a test of its own, which runs it."""
+    module, *arguments = shlex.split(command)[2:]
+    source = (ROOT / module.replace(".", "/")).with_suffix(".py").read_text()
+    for option in arguments:
+        assert not option.startswith("--") or f'"{option}"' in source, option
+    tests = [path.read_text() for path in (ROOT / "tests" / "benchmarks").glob("test_*.py")]
+    assert any(f'"{module}"' in text for text in tests), module
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python examples/gpt2/train.py strategy=zero4",
+        "python examples/gpt2/train.py optimizer.learning_rate=1",
+        "python examples/gpt3/train.py",
+    ],
+)
+def test_an_example_that_is_not_there_is_found(command: str) -> None:
+    with pytest.raises(Exception, match=r"zero4|learning_rate|gpt3"):
+        shortened(command)
+
+
+def test_a_benchmark_that_is_not_there_is_found() -> None:
+    with pytest.raises(AssertionError, match="--dta"):
+        check_benchmark("python -m benchmarks.cifar10_strategies --dta data/cifar-10")
+    with pytest.raises(AssertionError, match=r"benchmarks\.stream"):
+        check_benchmark("python -m benchmarks.stream")
+
+
+def test_a_script_that_fails_is_found(tmp_path: Path, pool1: RankPool) -> None:
+    run = shortened("python examples/gpt2/train.py", ["data=text", "data.path=none.txt"])
+    with pytest.raises(RankError, match=r"none\.txt"):
+        pool1.run(run_script, run.script, run.arguments, tmp_path)
+
+
+# -- lightning-zero --
+
+
+class Model(LightningModule):
+    """What the pages call `Model`: blocks and a head, trained for two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(4, 1)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return self.head(batch).square().mean()
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.should_stop = True
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.ones(4, 4), batch_size=1)
+
+
+class Block(nn.Sequential):
+    """A block of it."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Tanh())
+
+
+class Language(LightningModule):
+    """A model of transformers, as `model`."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = GPT2LMHeadModel(GPT2Config(**config))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.ones(2, 8, dtype=torch.long), batch_size=1)
+
+
+def save_checkpoints(folder: Path) -> None:
+    """As one file and as a folder."""
+    config = {"model_type": "gpt2", "vocab_size": 50, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    trainer = make_trainer("zero3", max_epochs=1)
+    trainer.fit(Language(config))
+    for container in ("full", "sharded"):
+        trainer.strategy.checkpoint_format = container
+        trainer.save_checkpoint(folder / container)
+
+
+@pytest.fixture(scope="module")
+def saved(pool2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of this package, and one of DeepSpeed."""
+    folder = tmp_path_factory.mktemp("saved")
+    pool2.run(save_checkpoints, folder)
+    checkpoint = torch.load(folder / "full", weights_only=True)
+    names = {name for group in checkpoint["optimizer_states"][0]["param_groups"] for name in group["params"]}
+    write_folder(folder / "deepspeed", checkpoint, set(), set(checkpoint["state_dict"]) - names, Folder(3))
+    return folder
+
+
+def lightning_zero_command(arguments: list[str]) -> str:
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.mark.parametrize("command", starting_with("lightning-zero "))
+def test_verbs(command: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, *arguments = shlex.split(command)
+    kind = "deepspeed" if arguments[0] == "convert-deepspeed" else "sharded" if "last.ckpt/" in arguments else "full"
+    (tmp_path / "last.ckpt").symlink_to(saved / kind)
+    monkeypatch.chdir(tmp_path)
+    assert lightning_zero_command(arguments)
+    made = [path for path in tmp_path.iterdir() if path.name != "last.ckpt"]
+    for path in made:
+        assert weights_in(path), path
+    assert len(made) == (arguments[0] not in ("inspect", "doctor"))
+
+
+def weights_in(path: Path) -> list[str]:
+    """Names in a checkpoint or an export."""
+    if path.is_dir():
+        with safe_open(path / "model.safetensors", "pt") as file:
+            return list(file.keys())
+    return list(torch.load(path, weights_only=True)["state_dict"])
+
+
+# -- Python --
+
+
+class Source(NamedTuple):
+    """A Python block of a page; `output`: the block after it, if that is what it prints."""
+
+    page: str
+    code: str
+    output: str | None
+
+
+def sources() -> list[Source]:
+    found = {}
+    for page in PAGES:
+        all_blocks = blocks(page)
+        for block, following in itertools.zip_longest(all_blocks, all_blocks[1:]):
+            if block.language == "python" and block.tested:
+                prints = "print(" in block.code and following is not None and not following.language
+                found.setdefault(block.code, Source(page.stem, block.code, following.code if prints else None))
+    return list(found.values())
+
+
+def run_block(source: Source, folder: Path) -> str:
+    """What it prints, on this rank, where the names that it does not define are what the text says."""
+    os.chdir(folder)
+    names: dict[str, Any] = {"Model": Model, "MyLightningModule": Model, "model": Model(), "self": Model()}
+    names |= {"torch": torch, "lightning_zero": lightning_zero, "trainer": make_trainer("zero3")}
+    on_cpu = mock.patch.object(CUDAAccelerator, "is_available", staticmethod(lambda: False))
+    with on_cpu, contextlib.redirect_stdout(io.StringIO()) as out:
+        names = runpy.run_path("block.py", init_globals=names)
+    if "trainer.fit(" in source.code:
+        assert names["trainer"].global_step > 0
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("source", sources(), ids=lambda source: f"{source.page} {source.code.splitlines()[-1]}")
+def test_python_blocks(source: Source, pool2: RankPool, tmp_path: Path) -> None:
+    torch.save({"state_dict": Model().state_dict(), "pytorch-lightning_version": "2.6.6"}, tmp_path / "last.ckpt")
+    (tmp_path / "block.py").write_text(source.code)
+    printed = pool2.run(run_block, source, tmp_path)[0]
+    if source.output is not None:
+        assert printed == source.output
