@@ -80,6 +80,13 @@ def test_the_experiment_is_nanogpts_setting() -> None:
     assert cfg.strategy.stage == 3
 
 
+def test_an_experiment_wins_over_the_primary_values(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "short.yaml").write_text("# @package _global_\ntrainer:\n  max_steps: 7\n")
+    cfg = composed(f"hydra.searchpath=['file://{tmp_path}']", "experiment=short")
+    assert (cfg.trainer.max_steps, cfg.trainer.val_check_interval) == (7, 250)
+
+
 def test_the_primary_configuration_lists_every_option() -> None:
     package = Path(str(resources.files("lightning_zero.conf")))
     text = (EXAMPLE / "conf" / "train.yaml").read_text()
