@@ -5,6 +5,7 @@ import functools
 import inspect
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lightning_zero.config import DynamicLossScalerConf, PrecisionConf
 
 if TYPE_CHECKING:
+    from hydra.core.config_loader import ConfigLoader
     from hydra.errors import HydraException, MissingConfigException
     from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.strategies import Strategy
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     Task = Callable[[DictConfig], Any]
 
 _RUN_DIR_KEY = "run_dir"
+_TOP = "the configuration"
 _CLEAR_ERRORS = "LIGHTNING_ZERO_CLEAR_ERRORS"
 
 
@@ -61,6 +64,7 @@ def _prepared(task: "Task") -> "Task":
 
     @functools.wraps(task)
     def run(cfg: "DictConfig") -> Any:
+        _check_added(cfg)
         _check_complete(cfg)
         _publish_run_folder()
         return task(cfg)
@@ -142,9 +146,12 @@ def _groups(task: "Task", config_path: str | None) -> list[str]:
         folder = Path(inspect.getfile(task)).resolve().parent / config_path
         opened = initialize_config_dir(str(folder), version_base="1.3")
     with opened:
-        loader = GlobalHydra.instance().config_loader()
-        names = [name for name in loader.list_groups("") if name not in ("hydra", "schema")]
-        return [name for name in names if loader.get_group_options(name)]
+        return _groups_of(GlobalHydra.instance().config_loader())
+
+
+def _groups_of(loader: "ConfigLoader") -> list[str]:
+    names = [name for name in loader.list_groups("") if name not in ("hydra", "schema")]
+    return [name for name in names if loader.get_group_options(name)]
 
 
 def _frames_from(task: "Task", error: Exception) -> TracebackType | None:
@@ -152,6 +159,30 @@ def _frames_from(task: "Task", error: Exception) -> TracebackType | None:
     while frame is not None and frame.tb_frame.f_code is not getattr(task, "__code__", None):
         frame = frame.tb_next
     return frame or error.__traceback__
+
+
+def _check_added(cfg: "DictConfig") -> None:
+    """Refuse a key that the command line adds at the top and nothing uses: Hydra takes a misspelt `+group=` for one."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+
+    loader, hydra = GlobalHydra.instance().config_loader(), HydraConfig.get()
+    overrides = OverridesParser.create().parse_overrides(list(hydra.overrides.task))
+    choices = [override for override in overrides if loader.get_group_options(override.key_or_group)]
+    added = [o for o in overrides if (o.is_add() or o.is_force_add()) and o not in choices]
+    if not added:
+        return
+    given = [*hydra.overrides.hydra, *(str(override.input_line) for override in choices)]
+    before = loader.load_configuration(hydra.job.config_name, given, RunMode.RUN)
+    everything = OmegaConf.to_yaml(cfg) + OmegaConf.to_yaml(HydraConfig.instance().cfg)
+    for key in (override.key_or_group.partition(".")[0] for override in added):
+        if key not in before and not re.search(rf"\$\{{[^}}]*(?<![\w.]){re.escape(key)}(?!\w)", everything):
+            keys = _names([*before, *_groups_of(loader)])
+            advice = f"name it in the primary configuration, or in a value as ${{{key}}}"
+            _refuse(f"{_no_such_key(key, key, _TOP, keys)}\nA key that nothing uses is not added: {advice}.")
 
 
 def _check_complete(cfg: "DictConfig") -> None:
@@ -202,16 +233,23 @@ def _explain_option(error: "MissingConfigException", groups: Sequence[str]) -> s
 
 
 def _explain_key(cause: Any, groups: Sequence[str]) -> str:
-    parent = cause.parent_node
-    keys = [str(key) for key in (parent or ()) if not str(key).startswith("_") and key != "hydra"]
-    owner = str(cause.full_key).rpartition(".")[0] or "the configuration"
-    if owner == "the configuration":  # a group that no option is chosen of has no key
-        keys += [group for group in groups if group not in keys]
-    lines = [f"{cause.full_key}: no such key.{_closest(str(cause.key), keys)}"]
-    lines.append(f"{owner} has: {', '.join(keys)}" if keys else f"{owner} has no keys.")
-    if cause.object_type is dict:
-        lines.append(f"To add a key that is not there yet: +{cause.full_key}=...")
-    return "\n".join(lines)
+    owner = str(cause.full_key).rpartition(".")[0] or _TOP
+    # A group that no option is chosen of has no key.
+    keys = _names([*(cause.parent_node or ()), *(groups if owner == _TOP else ())])
+    message = _no_such_key(str(cause.full_key), str(cause.key), owner, keys)
+    if owner != _TOP and cause.object_type is dict:
+        message += f"\nTo add a key that is not there yet: +{cause.full_key}=..."
+    return message
+
+
+def _names(keys: Iterable[Any]) -> list[str]:
+    """Each once, without Hydra's own."""
+    return [str(key) for key in dict.fromkeys(keys) if not str(key).startswith("_") and key != "hydra"]
+
+
+def _no_such_key(full_key: str, key: str, owner: str, keys: list[str]) -> str:
+    has = f"{owner} has: {', '.join(keys)}" if keys else f"{owner} has no keys."
+    return f"{full_key}: no such key.{_closest(key, keys)}\n{has}"
 
 
 def _closest(word: str, candidates: Sequence[str]) -> str:

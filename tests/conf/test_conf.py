@@ -373,6 +373,12 @@ def run_app(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
         (["strategy=ddp", "strategy.static_grph=true"], ["Did you mean 'static_graph'?"]),
         (["scheduler=warmup", "scheduler.warmup_type=exp"], ["scheduler.warmup_type", "one of [log, linear]"]),
         ([], ["run_dir: no value yet", "run_dir=..."]),
+        (
+            ["run_dir=x", "+eksperiment=small"],
+            ["eksperiment: no such key. Did you mean 'experiment'?", "the configuration has: strategy, precision"],
+        ),
+        (["run_dir=x", "++trianer.max_steps=2"], ["trianer: no such key. Did you mean 'trainer'?"]),
+        (["run_dir=x", "+speed=2"], ["speed: no such key.\n", "A key that nothing uses is not added"]),
         (["run_dir=x", "+trainer.devises=2"], ["Trainer", "unexpected keyword argument 'devises'"]),
         (["run_dir=x", "strategy.bucket_size_mb=-1"], ["bucket_size_mb=-1.0 must be a number greater than 0"]),
         (["run_dir=x", "trainer.max_steps=-5"], ["`max_steps` must be a non-negative integer or -1"]),
@@ -387,6 +393,30 @@ def test_mistakes_name_what_would_be_right(
     assert "Traceback" not in message
     for part in expected:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "+trainer.min_steps=3",
+        "++trainer.max_steps=3",
+        "+run_dir.more=x",
+        "+tag=a",
+        "+hydra.job.env_set.A=b",
+        "+more@trainer=long",
+        "+more=global",
+    ],
+)
+def test_additions_that_are_used_are_taken(folder: Path, monkeypatch: pytest.MonkeyPatch, override: str) -> None:
+    (folder / "main.yaml").write_text(PRIMARY.replace("run_dir: ???", "run_dir: {name: '${oc.select:tag,b}'}"))
+    (folder / "more").mkdir()
+    (folder / "more" / "long.yaml").write_text("min_steps: 3\n")
+    (folder / "more" / "global.yaml").write_text("# @package _global_\ntrainer:\n  max_steps: 2\n")
+    seen = []
+    monkeypatch.setattr(sys, "argv", ["main.py", override, f"hydra.run.dir={folder}/run"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    hydra_main(config_name="main", config_path=str(folder))(seen.append)()
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize(
