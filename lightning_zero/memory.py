@@ -1,21 +1,19 @@
-"""What a run holds in memory, against the plan, and what would take less."""
+"""What a rank of a fit holds in memory, against the plan, and what would take less."""
 
 from __future__ import annotations
 
 import dataclasses
 import errno
-import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
+from torch import nn
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_zero.engine import (
     Bytes,
@@ -34,9 +32,9 @@ from lightning_zero.engine.takeover import parameters_of
 from lightning_zero.optim import ShardUpdater, choose_updater
 from lightning_zero.precision import ZeroPrecision
 from lightning_zero.registration import STRATEGIES
-from lightning_zero.strategy import NativeName, ZeroStrategy
 
 _MIB = 2**20
+_CPU_ALLOCATOR = re.compile(r"CPUAllocator: (can't allocate memory|not enough memory)")
 # As in the plan, and in its order.
 _HELD = ("parameters", "param_shards", "masters", "optimizer_state", "gradient_log", "buffers")
 
@@ -56,8 +54,8 @@ class Remedy(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Setting:
-    """What a plan depends on, and the configuration can change."""
+class Setting:
+    """What a plan depends on, and the configuration can change; the options of the strategy, as the engine has them."""
 
     sharding: ShardingPolicy
     shard_size: int
@@ -69,82 +67,95 @@ class _Setting:
     precision: MixedPrecisionPolicy
 
 
-class _Planner:
-    """Plans a module's training under one setting or another, before an engine has changed it."""
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Memory:
+    """Of one rank in one fit; plans are made when they are asked for.
 
-    def __init__(
-        self,
-        strategy: ZeroStrategy,
-        micro_batches: int,
-        module: pl.LightningModule,
-        optimizers: Sequence[Optimizer],
-    ) -> None:
-        self._module = module
-        self._optimizers = optimizers
-        self._micro_batches = micro_batches
-        self._units = strategy.units
-        self._native: NativeName = strategy.native_optimizer
-        self._device = strategy.root_device
-        self._world, self._rank = strategy.world_size, strategy.global_rank
-        self._replicates = not strategy.stage  # its shard size is not the user's choice
-        # Of a strategy that shards: the ranks of a node, or one of each where nodes have but one.
-        self._default_size = strategy.num_processes if strategy.num_processes > 1 else strategy.num_nodes
-        precision = strategy.precision_plugin
-        assert isinstance(precision, ZeroPrecision)
-        self.setting = _Setting(
-            ShardingPolicy.from_stage(strategy.stage),
-            strategy.shard_size or self._default_size,
-            strategy.offload_optimizer == "cpu",
-            strategy.offload_params == "cpu",
-            strategy.bucket_size_mb,
-            strategy.persistence_numel,
-            strategy.max_live_numel,
-            precision.policy,
+    Attributes:
+        module: of the fit; an engine may hold it.
+        optimizers: over its parameters.
+        micro_batches: backward passes per step.
+        setting: as configured.
+        dtypes: of the parameters, by their ids, before an engine made them 16-bit.
+        units: see :func:`~lightning_zero.engine.plan.plan`.
+        native: see :func:`~lightning_zero.optim.choose_updater`.
+        device: that trains.
+        world_size: number of ranks.
+        rank: of this process.
+        replicates: whether the shard size is not the user's choice, as at stage 0.
+        default_size: of a shard group where the user chooses none.
+    """
+
+    module: nn.Module
+    optimizers: Sequence[Optimizer]
+    micro_batches: int
+    setting: Setting
+    dtypes: Mapping[int, torch.dtype]
+    units: Sequence[str | type[nn.Module]] | None
+    native: Literal["auto", "off"]
+    device: torch.device
+    world_size: int
+    rank: int
+    replicates: bool
+    default_size: int
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What the rank holds, takes and sends."""
+        return self._plan(self.setting)
+
+    @cached_property
+    def remedies(self) -> list[Remedy]:
+        """What takes less; what saves most comes first."""
+        found = []
+        for typed, setting in self._candidates():
+            try:
+                other = self._plan(setting)
+            except ValueError:  # not with these optimizers
+                continue
+            if (saved := self._critical(self.plan) - self._critical(other)) > 0:
+                found.append(Remedy(typed, saved, other))
+        return sorted(found, key=lambda remedy: remedy.saved, reverse=True)
+
+    def report(self) -> RenderableType:
+        """Plan, what is held now, and remedies, to be printed by rich."""
+        engine = next(iter(engines_of(self.module)), None)  # none yet where it was being made
+        held = {} if engine is None else held_by(engine)
+        return Group(
+            _table(self.plan, held, self.rank, _peak(self.device)), *_advice(self.remedies, self.micro_batches)
         )
 
-    def plan(self, setting: _Setting) -> Plan:
-        """What a rank would hold and send."""
+    def _plan(self, setting: Setting) -> Plan:
         size = setting.shard_size
         # Ranks of one shard group are neighbours.
-        mesh = Mesh.imagined(size, self._world // size, self._rank)
-        device, host = DeviceStore(self._device), HostStore(pin=self._device.type == "cuda")
+        mesh = Mesh.imagined(size, self.world_size // size, self.rank)
+        device, host = DeviceStore(self.device), HostStore(pin=self.device.type == "cuda")
         placement = Placement(
             mesh,
             setting.sharding,
             setting.precision,
-            self._device,
+            self.device,
             host if setting.optimizer_on_host else device,
             host if setting.params_on_host else device,
         )
         return plan(
-            self._module,
+            self.module,
             placement,
-            self._optimizers,
-            lambda optimizer, placement, masters: choose_updater(optimizer, placement, masters, self._native),
-            units=self._units,
+            self.optimizers,
+            lambda optimizer, placement, masters: choose_updater(optimizer, placement, masters, self.native),
+            units=self.units,
             bucket_size_mb=setting.bucket_size_mb,
             persistence_numel=setting.persistence_numel,
             max_live_numel=setting.max_live_numel,
-            micro_batches=self._micro_batches,
+            micro_batches=self.micro_batches,
+            dtypes=self.dtypes,
         )
-
-    def remedies(self, planned: Plan) -> list[Remedy]:
-        """What takes less than ``planned``; what saves most comes first."""
-        found = []
-        for typed, setting in self._candidates():
-            try:
-                other = self.plan(setting)
-            except ValueError:  # not with these optimizers
-                continue
-            if (saved := self._critical(planned) - self._critical(other)) > 0:
-                found.append(Remedy(typed, saved, other))
-        return sorted(found, key=lambda remedy: remedy.saved, reverse=True)
 
     def _critical(self, planned: Plan) -> int:
         """The peak of the memory that runs out; of CPU ranks, host and device are the same."""
-        return planned.peak.total if self._device.type == "cpu" else planned.peak.device
+        return planned.peak.total if self.device.type == "cpu" else planned.peak.device
 
-    def _candidates(self) -> Iterator[tuple[str, _Setting]]:
+    def _candidates(self) -> Iterator[tuple[str, Setting]]:
         now = self.setting
         for name, options in STRATEGIES.items():
             changed = dataclasses.replace(
@@ -153,14 +164,14 @@ class _Planner:
                 optimizer_on_host=options.get("offload_optimizer") == "cpu",
                 params_on_host=options.get("offload_params") == "cpu",
             )
-            if name != "zero0" and self._replicates:
-                changed = dataclasses.replace(changed, shard_size=self._default_size)
+            if name != "zero0" and self.replicates:
+                changed = dataclasses.replace(changed, shard_size=self.default_size)
             if name != "zero0" and changed != now:
                 yield f"strategy={name}", changed
         if not now.optimizer_on_host and now.sharding.shard_params:
             yield "strategy.offload_optimizer=cpu", dataclasses.replace(now, optimizer_on_host=True)
-        if now.shard_size < self._world and not self._replicates:
-            yield f"strategy.shard_size={self._world}", dataclasses.replace(now, shard_size=self._world)
+        if now.shard_size < self.world_size and not self.replicates:
+            yield f"strategy.shard_size={self.world_size}", dataclasses.replace(now, shard_size=self.world_size)
         if now.sharding.shard_params:
             yield "strategy.persistence_numel=0", dataclasses.replace(now, persistence_numel=0)
             yield "strategy.max_live_numel=0", dataclasses.replace(now, max_live_numel=0)
@@ -172,87 +183,11 @@ class _Planner:
                 yield f"precision={option}", dataclasses.replace(now, precision=policy)
 
 
-class MemoryReport(pl.Callback):
-    """Shows what each rank holds, planned and measured, and what would take less.
-
-    It prints a table on rank 0 after the first optimizer step; where a fit runs out of memory (of the device or, on
-    the host, of the allocator) also on the rank that did, to stderr, before the error goes on. Under it are remedies:
-    overrides to type, each with the bytes that it takes off the planned peak of a rank. Activations are in no plan; on
-    CUDA they are, with what else is not, the difference of the peaks.
-
-    The plan costs some milliseconds per remedy before the first fit of a module; a later fit with the same Trainer goes
-    on with it. Under another strategy than :class:`~lightning_zero.ZeroStrategy` the callback only warns.
-
-    Attributes:
-        plan: of this rank; ``None`` before the fit.
-        remedies: what saves most comes first.
-
-    Args:
-        table: print the report after the first step; ``False``: only where memory runs out.
-    """
-
-    def __init__(self, table: bool = True) -> None:
-        self.table = table
-        self.plan: Plan | None = None
-        self.remedies: list[Remedy] = []
-        self._first_step = -1  # `global_step` before it
-        self._micro_batches = 1
-
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        if not isinstance(strategy := trainer.strategy, ZeroStrategy):
-            rank_zero_warn(
-                f"MemoryReport plans nothing under {type(strategy).__name__}: use one of ours, such as zero0"
-            )
-            return
-        self._micro_batches = trainer.accumulate_grad_batches
-
-        def look(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
-            planner = _Planner(strategy, self._micro_batches, module, optimizers)
-            self.plan = planner.plan(planner.setting)
-            self.remedies = planner.remedies(self.plan)
-
-        strategy.before_sharding.append(look)
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._first_step = trainer.global_step
-
-    @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._first_step >= 0 and trainer.global_step > self._first_step:
-            self._first_step = -1
-            if self.table and self.plan is not None and trainer.is_global_zero:
-                Console().print(self.report(trainer))
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self.plan is not None and is_out_of_memory(exception):
-            Console(file=sys.stderr).print(f"Rank {trainer.global_rank} is out of memory.", self.report(trainer))
-
-    def report(self, trainer: pl.Trainer) -> RenderableType:
-        """Plan, what is held now, and remedies, to be printed by rich."""
-        assert self.plan is not None
-        strategy = trainer.strategy
-        assert isinstance(strategy, ZeroStrategy)
-        engine = next(iter(engines_of(trainer.lightning_module)), None)  # none yet where it was being made
-        return Group(
-            _table(
-                self.plan, {} if engine is None else held_by(engine), trainer.global_rank, _peak(strategy.root_device)
-            ),
-            *_advice(self.remedies, self._micro_batches),
-        )
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory of the device or of the host has run out, here or in what has led to the error."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+    if isinstance(error, RuntimeError) and _CPU_ALLOCATOR.search(str(error)):
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True

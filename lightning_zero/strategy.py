@@ -7,6 +7,7 @@ import difflib
 import functools
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +34,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -56,6 +58,7 @@ from lightning_zero.engine import (
     sharded_init,
 )
 from lightning_zero.engine.compiled import names_of, plain_names
+from lightning_zero.memory import Memory, Setting, is_out_of_memory
 from lightning_zero.multirun import why_not_in_sweep
 from lightning_zero.optim import ShardUpdater, make_updater
 from lightning_zero.precision import ZeroPrecision, as_zero_precision
@@ -202,8 +205,8 @@ class ZeroStrategy(DDPStrategy):
         self.checkpoint_format = str(checkpoint_format)
         self.async_save = async_save
         self.checksums = checksums
-        # Called once, with the module and optimizers as the user made them, before an engine changes them.
-        self.before_sharding: list[Callable[[pl.LightningModule, Sequence[Optimizer]], None]] = []
+        self.memory: Memory | None = None  # of the fit that runs
+        self._dtypes: dict[int, torch.dtype] = {}  # of parameters by their ids, before the engine changed them
         self._in_training_step = False
         self._dumping = False  # the Trainer collects a checkpoint
         self._undo: list[Undo] = []  # what `setup` changed of objects that outlive the fit
@@ -339,9 +342,11 @@ class ZeroStrategy(DDPStrategy):
         return sharded_init(self._mesh, device, HostStore() if on_host else DeviceStore(device))
 
     def _shard_size(self) -> int:
-        """Ranks that share one copy: by default those of a node, or one of each where nodes have but one."""
-        if self.shard_size is not None:
-            return self.shard_size
+        """Ranks that share one copy."""
+        return self._default_shard_size() if self.shard_size is None else self.shard_size
+
+    def _default_shard_size(self) -> int:
+        """The ranks of a node, or one of each where nodes have but one."""
         return self.num_processes if self.num_processes > 1 else self.num_nodes
 
     def _check_world_size(self) -> None:
@@ -369,6 +374,7 @@ class ZeroStrategy(DDPStrategy):
                 self.model = self._layer_sync.apply(self.lightning_module)
             self.setup_optimizers(trainer)
             optimizers = [o for o in self.optimizers if not isinstance(o, _MockOptimizer)]
+            self.memory = self._describe_memory(self.lightning_module, optimizers, trainer.accumulate_grad_batches)
         self._shard(self.lightning_module, optimizers if fitting else None)
         self.setup_precision_plugin()
         for wrapper in self._lightning_optimizers:
@@ -420,8 +426,8 @@ class ZeroStrategy(DDPStrategy):
             precision = self.precision_plugin
             assert isinstance(precision, ZeroPrecision)
             assert self._mesh is not None
-            for look in self.before_sharding:
-                look(module, optimizers or [])
+            self._dtypes.clear()
+            self._dtypes.update((id(p), p.dtype) for p in module.parameters())
             placement = Placement(
                 self._mesh, self._policy, precision.policy, self.root_device, *self._stores(self.root_device)
             )
@@ -440,9 +446,38 @@ class ZeroStrategy(DDPStrategy):
             _update_properties(module, device=self.root_device)  # what `LightningModule.device` reports
             precision.attach(engine)
             self._engine = engine
-        self.before_sharding.clear()
         if optimizers is not None:
             engine.attach([make_updater(o, engine, self.native_optimizer) for o in optimizers])
+
+    def _describe_memory(
+        self, module: pl.LightningModule, optimizers: Sequence[Optimizer], micro_batches: int
+    ) -> Memory:
+        precision = self.precision_plugin
+        assert isinstance(precision, ZeroPrecision)
+        setting = Setting(
+            self._policy,
+            self._shard_size(),
+            self.offload_optimizer == "cpu",
+            self.offload_params == "cpu",
+            self.bucket_size_mb,
+            self.persistence_numel,
+            self.max_live_numel,
+            precision.policy,
+        )
+        return Memory(
+            module=module,
+            optimizers=optimizers,
+            micro_batches=micro_batches,
+            setting=setting,
+            dtypes=self._dtypes,
+            units=self.units,
+            native=self.native_optimizer,
+            device=self.root_device,
+            world_size=self.world_size,
+            rank=self.global_rank,
+            replicates=not self.stage,
+            default_size=self._default_shard_size(),
+        )
 
     def _hold_still_on_skips(self, callbacks: Sequence[pl.Callback]) -> None:
         """What follows the optimizer step by step stands still with it: schedulers and averaged weights."""
@@ -496,7 +531,7 @@ class ZeroStrategy(DDPStrategy):
     def teardown(self) -> None:
         # Shards stay for `trainer.save_checkpoint`, `test` and a second `fit`; no rank may wait for another here.
         assert self.accelerator is not None
-        self._rng = None
+        self._rng = self.memory = None
         while self._undo:
             self._undo.pop()()
         self.precision_plugin.teardown()
@@ -733,6 +768,12 @@ class ZeroStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        if self.memory is not None and is_out_of_memory(exception):
+            try:
+                console = Console(file=sys.stderr)
+                console.print(f"Rank {self.global_rank} is out of memory.", self.memory.report())
+            except Exception as error:  # noqa: BLE001  (the other one says what went wrong, and goes on)
+                exception.add_note(f"ZeroStrategy could not report what the memory holds: {error!r}")
         super().on_exception(exception)
 
     def _is_local_file(self, path: _PATH) -> bool:

@@ -14,7 +14,11 @@ PACKAGE = Path(__file__).resolve().parents[1] / "lightning_zero"
 ORDER = (
     ("cli", "hydra_app"),
     ("callbacks", "config"),
-    ("strategy", "registration"),  # names are registered without importing the class; it unregisters itself by them
+    (
+        "strategy",
+        "memory",
+        "registration",
+    ),  # names are registered without importing the class; it unregisters itself by them
     ("precision", "whole_weights", "schedulers", "loading"),
     ("standstill", "multirun"),
     ("checkpoint",),

@@ -11,7 +11,7 @@ import fnmatch
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,6 +54,7 @@ class BucketSpec:
 
     Attributes:
         units: names of the units that share it (:data:`ROOT` for the root).
+        given: dtype that the user's module has.
         dtype: dtype that forward and backward will see.
         optimized: whether an optimizer may update them.
         persistent: whether they stay whole where the stage shards parameters.
@@ -61,6 +62,7 @@ class BucketSpec:
     """
 
     units: list[str]
+    given: torch.dtype
     dtype: torch.dtype
     optimized: bool
     persistent: bool = False
@@ -99,8 +101,11 @@ def partition(
     units: Sequence[str | type[nn.Module]] | None,
     bucket_size_mb: float,
     persistence_numel: int,
+    dtypes: Mapping[int, torch.dtype] | None = None,
 ) -> Partition:
     """The units and buckets of ``root``; for the arguments see :class:`Engine`, for errors also the functions below.
+
+    ``dtypes`` are those that parameters, by their ids, had before an engine changed them.
 
     Raises:
         ValueError: ``bucket_size_mb`` is not greater than 0.
@@ -111,7 +116,8 @@ def partition(
         optimized = (p for p in root.parameters() if p.requires_grad)
     chosen, size = {id(p) for p in optimized}, int(bucket_size_mb * 2**20)
     found = find_units(root, units)
-    buckets = make_buckets(root, found, chosen, placement.sharding, placement.precision, size, persistence_numel)
+    rest = placement.sharding, placement.precision, size, persistence_numel, dtypes
+    buckets = make_buckets(root, found, chosen, *rest)
     return Partition(found, buckets)
 
 
@@ -200,6 +206,7 @@ def make_buckets(
     precision: MixedPrecisionPolicy,
     bucket_size: int,
     persistence_numel: int = 0,
+    dtypes: Mapping[int, torch.dtype] | None = None,
 ) -> list[BucketSpec]:
     """The buckets of ``root`` in forward order: the root's first, then those of each unit.
 
@@ -212,6 +219,7 @@ def make_buckets(
         precision: gives each parameter its dtype.
         bucket_size: bytes up to which units share a bucket.
         persistence_numel: elements up to which a parameter stays whole where the stage shards parameters.
+        dtypes: see :func:`partition`.
 
     Raises:
         TypeError: for parameters that are not real and dense: complex, sparse, quantized, nested, DTensor, lazy; and
@@ -229,14 +237,15 @@ def make_buckets(
     for unit, specs in members.items():
         for spec in specs:
             _check_supported(spec)
-            dtype = precision.target_dtype(spec.parameter.dtype, id(spec.parameter) in norms)
+            given = (dtypes or {}).get(id(spec.parameter), spec.parameter.dtype)
+            dtype = precision.target_dtype(given, id(spec.parameter) in norms)
             is_optimized = id(spec.parameter) in optimized
             persistent = sharding.shard_params and 0 < spec.parameter.numel() <= persistence_numel
             alone = sharding.shard_params and not persistent  # what is freed with a unit is in no other's bucket
-            key = (spec.parameter.dtype, dtype, is_optimized, unit if alone else None)
+            key = (given, dtype, is_optimized, unit if alone else None)
             bucket = open_buckets.get(key)
             if bucket is None or (unit not in bucket.units and bucket.nbytes >= bucket_size):
-                bucket = open_buckets[key] = BucketSpec([], dtype, is_optimized, persistent)
+                bucket = open_buckets[key] = BucketSpec([], given, dtype, is_optimized, persistent)
                 buckets.append(bucket)
             if unit not in bucket.units:
                 bucket.units.append(unit)

@@ -132,7 +132,7 @@ class BucketForm:
     @cached_property
     def master(self) -> MasterForm:
         """The master that the bucket is made with."""
-        return self.placement.master(self.parameters[0].dtype, self.dtype, self.spec.optimized)
+        return self.placement.master(self.spec.given, self.dtype, self.spec.optimized)
 
     @property
     def trained(self) -> bool:
@@ -263,12 +263,12 @@ def plan(
     max_live_numel: int | None = None,
     micro_batches: int = 1,
     recomputed: bool = False,
+    dtypes: Mapping[int, torch.dtype] | None = None,
 ) -> Plan:
     """What :class:`Engine` would hold, take and send with the same arguments; nothing of model size is allocated.
 
     Args:
-        module: as it is given to the engine; it may be on the meta device, and it is not changed. (A module that an
-            engine holds has its 16-bit dtypes already; plan before.)
+        module: as it is given to the engine; it may be on the meta device, and it is not changed.
         placement: that of an engine, or one on :meth:`Mesh.imagined`. ``torch.device("meta")`` stands for a GPU that
             this machine lacks; on the optimizer store's device, optimizers are tried on a small matrix.
         optimizers: over the module's parameters; without any, all that require a gradient are reduced, and no state
@@ -281,6 +281,7 @@ def plan(
         micro_batches: backward passes per step, >= 1.
         recomputed: units run under reentrant checkpointing, which at stage 3 gathers them once more. (Non-reentrant
             checkpointing recomputes inside the unit's backward, which has gathered it.)
+        dtypes: of the module's parameters, by their ids, before an engine has made them 16-bit.
 
     Raises:
         ValueError: ``micro_batches`` is less than 1, or optimizers are given without ``choose_updater``; and what
@@ -291,7 +292,7 @@ def plan(
     if optimizers and choose_updater is None:
         raise ValueError("optimizers need choose_updater=lightning_zero.optim.choose_updater")
     optimized = [p for optimizer in optimizers for p in parameters_of(optimizer)] if optimizers else None
-    unit_list, specs = partition(module, placement, optimized, units, bucket_size_mb, persistence_numel)
+    unit_list, specs = partition(module, placement, optimized, units, bucket_size_mb, persistence_numel, dtypes)
     forms = [BucketForm(spec, placement) for spec in specs]
     footprints: list[list[Footprint]] = [[] for _ in forms]
     for optimizer in optimizers:

@@ -7,19 +7,20 @@ import dataclasses
 import errno
 import io
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from helpers.ranks import RankPool, ranks
-from lightning import LightningModule
+from lightning import Callback, LightningModule
 from strategy.fits import make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroPrecision
 from lightning_zero.callbacks import MemoryReport
-from lightning_zero.callbacks.memory_report import Remedy, held_by, is_out_of_memory, planned_parts
 from lightning_zero.engine import Bytes, Plan, plan
+from lightning_zero.memory import Memory, Remedy, held_by, is_out_of_memory, planned_parts
 from lightning_zero.optim import choose_updater
 from lightning_zero.registration import STRATEGIES
 
@@ -157,27 +158,64 @@ def test_remedies_save_what_they_say(pool: RankPool, options: dict[str, Any]) ->
     assert not names & {"strategy=zero0"}
 
 
-def fail_with(error: BaseException, callback: MemoryReport) -> str:
-    trainer = make_trainer("zero2", callbacks=[callback])
+def fail_with(error: BaseException, *callbacks: Callback, **options: Any) -> str:
+    """What a fit prints on stderr that ends with an error of its module."""
+    trainer = make_trainer("zero2", callbacks=list(callbacks), **options)
     with contextlib.redirect_stderr(io.StringIO()) as err, pytest.raises(type(error)) as raised:
         trainer.fit(Blocks(error))
     assert raised.value is error
+    assert not getattr(error, "__notes__", [])
     return err.getvalue()
 
 
-CPU_ALLOCATOR = "[enforce fail at alloc_cpu.cpp:126] DefaultCPUAllocator: can't allocate memory: you tried to"
+CPU_ALLOCATOR = "[enforce fail at alloc_cpu.cpp:126] DefaultCPUAllocator: {}: you tried to allocate 1 bytes"
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("a test's"), RuntimeError(CPU_ALLOCATOR)])
-def test_it_is_printed_where_memory_runs_out(pool2: RankPool, error: BaseException) -> None:
-    for rank, err in enumerate(pool2.run(fail_with, error, MemoryReport(table=False))):
-        assert f"Rank {rank} is out of memory." in err
+@pytest.mark.parametrize(
+    ("error", "callbacks"),
+    [
+        (torch.OutOfMemoryError("a test's"), []),
+        (RuntimeError(CPU_ALLOCATOR.format("can't allocate memory")), []),
+        (RuntimeError(CPU_ALLOCATOR.format("not enough memory")), [MemoryReport(table=False)]),
+    ],
+)
+def test_it_is_printed_once_where_memory_runs_out(
+    pool2: RankPool, error: BaseException, callbacks: list[Callback]
+) -> None:
+    for rank, err in enumerate(pool2.run(fail_with, error, *callbacks)):
+        assert err.count(f"Rank {rank} is out of memory.") == 1
+        assert err.count("Memory of rank") == 1
         assert "optimizer state" in err
         assert "strategy=zero3" in err
 
 
 def test_it_is_not_printed_for_other_errors(pool1: RankPool) -> None:
     assert "memory" not in pool1.run(fail_with, RuntimeError("a test's"), MemoryReport())[0]
+
+
+def fail_while_sharding(error: BaseException) -> str:
+    with mock.patch("lightning_zero.strategy.Engine", side_effect=error):
+        return fail_with(error)
+
+
+def test_it_is_printed_before_there_is_an_engine(pool1: RankPool) -> None:
+    (err,) = pool1.run(fail_while_sharding, torch.OutOfMemoryError("a test's"))
+    assert err.count("Memory of rank 0") == 1
+
+
+def fail_to_report(error: BaseException) -> list[str]:
+    with (
+        mock.patch.object(Memory, "report", side_effect=ValueError("no plan")),
+        pytest.raises(type(error)) as raised,
+    ):
+        make_trainer("zero2").fit(Blocks(error))
+    assert raised.value is error
+    return error.__notes__
+
+
+def test_a_report_that_fails_hides_no_error(pool1: RankPool) -> None:
+    (notes,) = pool1.run(fail_to_report, torch.OutOfMemoryError("a test's"))
+    assert notes == ["ZeroStrategy could not report what the memory holds: ValueError('no plan')"]
 
 
 def test_errors_that_mean_it() -> None:
