@@ -23,6 +23,10 @@ from lightning.pytorch.callbacks import (
 from lightning_zero.standstill import Undo, replace_methods
 
 
+class OnShards:
+    """Base of a callback of one of these kinds that works on shards itself, and needs nothing whole."""
+
+
 class Whole(Protocol):
     """Makes a context in which the module's weights are whole."""
 
@@ -56,14 +60,14 @@ _HOOKS: dict[type[Callback], _Hooks] = {
 
 def copies_module(callback: Callback) -> bool:
     """Whether the callback keeps a copy of the whole module."""
-    return isinstance(callback, WeightAveraging | StochasticWeightAveraging)
+    return isinstance(callback, WeightAveraging | StochasticWeightAveraging) and not isinstance(callback, OnShards)
 
 
 def hold(callback: Callback, whole: Whole) -> list[Undo]:
     """Run those hooks of the callback that need it inside ``whole``; returns what undoes it."""
     undo = []
     for kind, hooks in _HOOKS.items():
-        if isinstance(callback, kind):
+        if isinstance(callback, kind) and not isinstance(callback, OnShards):
             inside = functools.partial(whole, full_precision=hooks.full_precision)
             reading = [_within(callback, name, functools.partial(inside, writeback=False)) for name in hooks.reading]
             writing = [_within(callback, name, functools.partial(inside, writeback=True)) for name in hooks.writing]

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_zero import checkpoint as _checkpoint
+from lightning_zero.engine import DeviceStore, Engine, HostStore, Store, follow
+from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.whole_weights import OnShards
+
+_SAVED = ("state_dict", "current_model_state", "averaging_state")  # a checkpoint's entries, by Lightning's names
 
 
-class EMA(EMAWeightAveraging):
-    """Lightning's ``EMAWeightAveraging`` with its arguments spelled out and checked.
+class EMA(OnShards, EMAWeightAveraging):
+    """Lightning's ``EMAWeightAveraging``, which keeps the average in shards under ``ZeroStrategy``.
 
     The average starts as the weights after the first update and becomes ``decay * average + (1 - decay) * weights``
     with every further one. Validation runs with it; checkpoints hold it as ``state_dict`` and the weights in training
-    as ``current_model_state``; when training ends it replaces the weights. Under
-    :class:`~lightning_zero.ZeroStrategy` it is an average of the fp32 masters of 16-bit weights, and a skipped step
-    leaves it alone.
+    as ``current_model_state``; when training ends it replaces the weights. Lightning's callback resumes from these
+    checkpoints, and this one from its.
 
-    Every rank keeps a whole copy of the module, in fp32, also at stage 3, where every update and every validation
-    gathers all weights: ``update_every_n_steps`` makes that rarer.
+    Under :class:`~lightning_zero.ZeroStrategy` each rank keeps the average of what it updates: of its shard of the
+    weights, in the dtype of its fp32 masters where the weights have 16 bits, beside the optimizer state. Updates gather
+    nothing. All ranks write checkpoints, each its shards; these resume at any stage and number of ranks. A skipped step
+    leaves the average alone, and an error in validation leaves the weights in training in the module. Under any other
+    strategy every rank keeps a whole copy of the module, as Lightning's callback does.
 
     Args:
         decay: weight of the average so far, from 0 to 1.
         update_every_n_steps: optimizer steps between two updates, at least 1.
         update_starting_at_step: first optimizer step, counted from 0, after which it is updated; None: the first.
-        use_buffers: average buffers too.
-        device: where the average rests; None: the module's device.
+        use_buffers: average buffers too, of which every rank has its own, and validation and checkpoints rank 0's.
+        device: where the average rests; None: where optimizer state does or, under other strategies, the module.
 
     Raises:
         ValueError: an argument is out of range.
@@ -44,3 +61,136 @@ class EMA(EMAWeightAveraging):
         if update_starting_at_step is not None and update_starting_at_step < 0:
             raise ValueError(f"update_starting_at_step={update_starting_at_step} must be the index of a step, >= 0")
         super().__init__(device, use_buffers, decay, update_every_n_steps, update_starting_at_step)
+        self._saved: Mapping[str, Any] | None = None  # what to resume from, until there is an average
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return EMAWeightAveraging.__qualname__  # each resumes from the other's checkpoints
+
+    @property
+    def _shards(self) -> _AverageOnShards | None:
+        return self._average_model if isinstance(self._average_model, _AverageOnShards) else None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if isinstance(trainer.strategy, ZeroStrategy):
+            self._average_model = self._saved = None  # an earlier fit's average has replaced the weights
+        else:
+            super().setup(trainer, pl_module, stage)
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if isinstance(trainer.strategy, ZeroStrategy):
+            self._begin(trainer.strategy, pl_module)
+
+    def _begin(self, strategy: ZeroStrategy, module: pl.LightningModule) -> None:
+        """Make the average: a copy of the weights, or what was saved."""
+        self._average_model = None  # free it first
+        average = _AverageOnShards(strategy.engine, self._kwargs["avg_fn"], self._use_buffers, self._store(strategy))
+        if self._saved is not None:
+            average.load(self._saved, module.strict_loading)
+            self._saved = None
+        self._average_model = average  # type: ignore[assignment]  # it has what Lightning's hooks use
+
+    def _store(self, strategy: ZeroStrategy) -> Store | None:
+        if self._device is None:
+            return None
+        device = torch.device(self._device)
+        return HostStore(pin=strategy.root_device.type == "cuda") if device.type == "cpu" else DeviceStore(device)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        if self._shards is not None and self._shards.shadow.swapped:  # a hook in validation saves
+            average, weights, _ = _SAVED
+            checkpoint[average], checkpoint[weights] = checkpoint[weights], checkpoint[average]
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, ZeroStrategy) or trainer.state.fn != TrainerFn.FITTING:
+            super().on_load_checkpoint(trainer, pl_module, checkpoint)
+            return
+        if all(name in checkpoint for name in _SAVED):
+            self._saved = {name: checkpoint[name] for name in _SAVED}
+            # What was loaded as the weights is the average.
+            strategy.load_model_state_dict({"state_dict": checkpoint["current_model_state"]}, pl_module.strict_loading)
+        else:
+            rank_zero_warn("the checkpoint has no average of the weights: it begins anew with the weights")
+        if self._average_model is not None:  # at stage 3 there are shards before there is a checkpoint
+            self._begin(strategy, pl_module)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._shards is not None and self._shards.shadow.swapped:
+            self._shards.shadow.swap()  # without communication: other ranks may be gone
+
+    @override
+    def _swap_models(self, pl_module: pl.LightningModule) -> None:
+        if self._shards is None:
+            super()._swap_models(pl_module)
+        else:
+            self._shards.swap()
+
+    @override
+    def _copy_average_to_current(self, pl_module: pl.LightningModule) -> None:
+        if self._shards is None:
+            super()._copy_average_to_current(pl_module)
+        else:
+            self._shards.replace_weights()
+
+
+class _AverageOnShards:
+    """What Lightning's hooks use of an ``AveragedModel``, over a shadow of the engine.
+
+    Args:
+        engine: of the module.
+        rule: the average, the weights and the number of updates so far: what the average becomes.
+        use_buffers: apply it to buffers too; else they are copied.
+        store: where the average rests.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        rule: Callable[[Tensor, Tensor, int], Tensor],
+        use_buffers: bool,
+        store: Store | None,
+    ) -> None:
+        self.shadow = engine.make_shadow(store)
+        self.n_averaged = 0
+        self._engine, self._rule, self._use_buffers = engine, rule, use_buffers
+
+    def update_parameters(self, module: nn.Module) -> None:
+        rule = self._average if self.n_averaged else follow
+        self.shadow.update(rule, rule if self._use_buffers else follow)
+        self.n_averaged += 1
+
+    def _average(self, average: Tensor, weights: Tensor) -> Tensor:
+        return self._rule(average, weights, self.n_averaged)
+
+    def swap(self) -> None:
+        self.shadow.swap()
+        self._show()
+
+    def replace_weights(self) -> None:
+        self.shadow.write()
+        self._show()
+
+    def _show(self) -> None:
+        """Let the ranks see each other's shards, and rank 0's buffers."""
+        self._engine.sync_buffers()
+        self._engine.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        average = _checkpoint.module_state_dict(self._engine, self.shadow)
+        return {"n_averaged": torch.tensor(self.n_averaged)} | {f"module.{k}": v for k, v in average.items()}
+
+    def load(self, saved: Mapping[str, Any], strict: bool) -> None:
+        _checkpoint.load_shadow_state_dict(self._engine, self.shadow, saved["state_dict"], strict)
+        self.n_averaged = int(saved["averaging_state"]["n_averaged"])

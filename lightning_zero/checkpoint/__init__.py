@@ -13,6 +13,7 @@ from lightning_zero.checkpoint.state import (
     check_optimizer_state_dict,
     load_module_state_dict,
     load_optimizer_state_dict,
+    load_shadow_state_dict,
     module_state_dict,
     optimizer_state_dict,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "load",
     "load_module_state_dict",
     "load_optimizer_state_dict",
+    "load_shadow_state_dict",
     "module_state_dict",
     "optimizer_state_dict",
     "remove",

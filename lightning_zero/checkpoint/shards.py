@@ -12,18 +12,19 @@ from torch import Tensor
 from lightning_zero.checkpoint.archive import TILE, tiles
 from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.checkpoint.lazy import LazyTensor
-from lightning_zero.engine import Bucket, Engine
+from lightning_zero.engine import Bucket, Engine, Shadow
 from lightning_zero.optim import ShardUpdater
 
 
 class Key(NamedTuple):
-    """Names one value per element of a bucket, on all ranks alike: its masters, or one kind of optimizer state."""
+    """Names one value per element of a bucket, on all ranks alike: its masters, a shadow's, or an optimizer's state."""
 
     engine: int
     bucket: int
     dtype: torch.dtype
     optimizer: int | None = None
     state: str = ""
+    shadow: int | None = None
 
 
 class Slice(NamedTuple):
@@ -48,7 +49,8 @@ class ShardedValues:
     @property
     def live(self) -> bool:
         """Whether parameters that are whole on every rank are the values."""
-        return self.key.optimizer is None and not self.bucket.shards_params and self.bucket.dtype == self.key.dtype
+        weights = self.key.optimizer is None and self.key.shadow is None
+        return weights and not self.bucket.shards_params and self.bucket.dtype == self.key.dtype
 
     def tensor(self, param: int) -> LazyTensor:
         """The values of parameter ``param``, not looked up yet."""
@@ -80,6 +82,8 @@ class ShardedValues:
         """Elements ``[start, stop)`` of this rank's shard, 1-D."""
         if self.live:
             return self.bucket.shard[start:stop]  # with what a hook has changed in the parameters
+        if self.key.shadow is not None:
+            return self.engine.shadows[self.key.shadow].shards[self.key.bucket][start:stop]
         if self.key.optimizer is None:
             return self.bucket.master.read(start, stop)
         updater = self.engine.updaters[self.key.optimizer]
@@ -113,12 +117,14 @@ def source_of(tensor: LazyTensor, engine: Engine | None) -> ShardedValues:
     return source
 
 
-def masters(engine: Engine) -> list[ShardedValues]:
-    """The full-precision weights, bucket by bucket."""
-    return [
-        ShardedValues(engine, Key(engine.number, number, bucket.master.dtype))
-        for number, bucket in enumerate(engine.buckets)
-    ]
+def masters(engine: Engine, shadow: Shadow | None = None) -> list[ShardedValues]:
+    """The full-precision weights, bucket by bucket, or what a shadow of the engine has in their place."""
+    if shadow is None:
+        keys = [Key(engine.number, number, bucket.master.dtype) for number, bucket in enumerate(engine.buckets)]
+    else:
+        shards = enumerate(shadow.shards)
+        keys = [Key(engine.number, number, shard.dtype, shadow=shadow.number) for number, shard in shards]
+    return [ShardedValues(engine, key) for key in keys]
 
 
 def follow_first(engine: Engine, wanted: Key | None = None) -> Tensor | None:

@@ -7,7 +7,7 @@ plain PyTorch loads it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,15 +17,19 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint.mapped import give_back_pages
 from lightning_zero.checkpoint.optimizer_kind import KIND, WEIGHTS_ALONE, check_kind
 from lightning_zero.checkpoint.shards import Key, ShardedValues, masters
-from lightning_zero.engine import Engine
+from lightning_zero.engine import Bucket, Engine, Shadow
 from lightning_zero.engine.compiled import names_of, plain_name, plain_names
 from lightning_zero.optim import ShardUpdater
 
 StateDict = dict[str, Any]
 
 
-def module_state_dict(engine: Engine) -> StateDict:
+def module_state_dict(engine: Engine, shadow: Shadow | None = None) -> StateDict:
     """The module's ``state_dict`` with full-precision weights, the same on all ranks. Collective.
+
+    Args:
+        engine: of the module.
+        shadow: whose values to give in the place of parameters and buffers.
 
     Returns:
         Parameters are lazy: reading one gathers it where it is sharded, which is collective (see
@@ -33,8 +37,10 @@ def module_state_dict(engine: Engine) -> StateDict:
     """
     engine.settle()
     engine.sync_buffers()
-    weights = {id(p): (values, i) for values in masters(engine) for i, p in enumerate(values.bucket.parameters)}
-    tensors = {key: values.tensor(index) for key, (values, index) in weights.items()}  # one for tied parameters
+    weights = {id(p): (v, i) for v in masters(engine, shadow) for i, p in enumerate(v.bucket.parameters)}
+    tensors: dict[int, Tensor] = {key: values.tensor(index) for key, (values, index) in weights.items()}  # one if tied
+    if shadow is not None:
+        tensors |= shadow.buffers
     # `keep_vars` touches no freed parameter, and runs the state-dict hooks of user code.
     live = plain_names(engine.module.state_dict(keep_vars=True))
     return {k: tensors[id(v)] if id(v) in tensors else _detached(v) for k, v in live.items()}
@@ -50,6 +56,24 @@ def load_module_state_dict(engine: Engine, state: Mapping[str, Any], strict: boo
     Raises:
         RuntimeError: for missing or unexpected keys (``strict``) or another shape.
     """
+    rest, _ = _load_parameters(engine, Bucket.load, state, strict)
+    engine.module.load_state_dict(rest, strict=False)  # buffers and extra state
+    engine.settle()
+
+
+def load_shadow_state_dict(engine: Engine, shadow: Shadow, state: Mapping[str, Any], strict: bool = True) -> None:
+    """As :func:`load_module_state_dict`, for the values of a shadow of the engine. No communication."""
+    rest, live = _load_parameters(engine, shadow.load, state, strict)
+    buffers = shadow.buffers
+    for key, value in live.items():
+        if id(value) in buffers and key in rest:
+            buffers[id(value)].copy_(rest[key])
+
+
+def _load_parameters(
+    engine: Engine, load: Callable[[Bucket, int, Tensor], None], state: Mapping[str, Any], strict: bool
+) -> tuple[StateDict, StateDict]:
+    """Give ``load`` the values of all parameters; returns what else there is, saved and in the module."""
     module = engine.module
     state = names_of(module, state)
     _run_load_hooks(module, state)
@@ -68,10 +92,9 @@ def load_module_state_dict(engine: Engine, state: Mapping[str, Any], strict: boo
         bucket = engine.bucket_of(value) if isinstance(value, Parameter) else None
         if bucket is not None and key in state:
             values = state.pop(key)
-            bucket.load(bucket.index[id(value)], values)
+            load(bucket, bucket.index[id(value)], values)
             give_back_pages(values)
-    module.load_state_dict(state, strict=False)  # buffers and extra state
-    engine.settle()
+    return state, live
 
 
 def _run_load_hooks(module: nn.Module, state: StateDict) -> None:

@@ -20,6 +20,7 @@ from lightning_zero.engine.placement import MasterForm, Placement
 from lightning_zero.engine.plan import BucketForm, BucketPlan, Bytes, Footprint, Peak, Plan, plan
 from lightning_zero.engine.policies import MixedPrecisionPolicy, ShardingPolicy
 from lightning_zero.engine.runtime import Engine, StepOutcome
+from lightning_zero.engine.shadow import Shadow, follow
 from lightning_zero.engine.sharded_init import ShardedInit, ShardedParameter, make_whole, sharded_init
 from lightning_zero.engine.stores import DeviceStore, HostStore, Store
 from lightning_zero.engine.timers import Phase, Timers
@@ -53,6 +54,7 @@ __all__ = [
     "Plan",
     "Run",
     "Segment",
+    "Shadow",
     "ShardedInit",
     "ShardedParameter",
     "ShardingPolicy",
@@ -64,6 +66,7 @@ __all__ = [
     "Updater",
     "engines_of",
     "find_units",
+    "follow",
     "full_grad",
     "full_optimizer_state",
     "full_param",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.bucket import Bucket
+from lightning_zero.engine.bucket import Bucket, BucketState
 from lightning_zero.engine.layout import Segment
 from lightning_zero.engine.partition import BucketSpec, Unit
 from lightning_zero.engine.placement import Placement
@@ -67,6 +68,15 @@ class BucketMap:
             segments = [s for s in bucket.segments if id(bucket.parameters[s.param]) in chosen]
             if segments:
                 yield bucket, segments
+
+    def absorb_edits(self) -> None:
+        """Take over what user code changed in gathered parameters, in place, through ``data`` or by assigning it."""
+        gathered = [bucket for bucket in self.buckets if bucket.state is BucketState.GATHERED]
+        asked = [(bucket, edit) for bucket in gathered if (edit := bucket.hidden_edit()) is not None]
+        answers = torch.stack([edit for _, edit in asked]).tolist() if asked else []  # one wait for the device
+        hidden = {id(bucket) for (bucket, _), answer in zip(asked, answers, strict=True) if answer}
+        for bucket in gathered:
+            bucket.absorb_edits(everything=id(bucket) in hidden)
 
     def release(self) -> None:
         """Give every parameter an ordinary tensor at full precision and forget the buckets. Collective."""

@@ -40,6 +40,8 @@ from lightning_zero.engine.partition import check_initialized, check_same, parti
 from lightning_zero.engine.placement import Placement
 from lightning_zero.engine.prefetch import Prefetcher
 from lightning_zero.engine.reducer import Reducer
+from lightning_zero.engine.shadow import Shadow
+from lightning_zero.engine.stores import Store
 from lightning_zero.engine.takeover import give_back_module, parameters_of, take_over_module
 from lightning_zero.engine.timers import Phase, Timers, timed
 
@@ -61,6 +63,7 @@ class Engine:
         skip_nonfinite: whether steps with a gradient that is not finite are skipped.
         skipped_steps: how many were.
         number: of the engines of this process, in the order of their making.
+        shadows: those of :meth:`make_shadow` that someone refers to, by their number.
 
     Args:
         module: fully initialized on every rank; rank 0's parameters and buffers are broadcast. Parameters that
@@ -100,6 +103,8 @@ class Engine:
         self.skipped_steps = 0
         self._scale = GradientScale(scaler)
         self._outcomes: dict[int, StepOutcome] = {}  # by id of the optimizer: its last step
+        self.shadows: weakref.WeakValueDictionary[int, Shadow] = weakref.WeakValueDictionary()
+        self._shadow_numbers = itertools.count()
         unit_list, specs = partition(module, placement, optimized, units, bucket_size_mb, persistence_numel)
         check_initialized(specs)
         check_same(specs, placement.mesh.world)
@@ -270,7 +275,7 @@ class Engine:
     def full_param(self, parameter: Parameter) -> Tensor:
         """One of the module's parameters, whole and at full precision. Collective."""
         bucket = self._map[parameter]
-        self._absorb_edits()
+        self._map.absorb_edits()
         full = bucket.gather_full(bucket.master.read(0, bucket.layout.shard_numel))
         return bucket.view(full, bucket.index[id(parameter)]).clone()
 
@@ -327,7 +332,7 @@ class Engine:
     @torch.no_grad()
     @without_freed_checks
     def _update(self, optimizer: Optimizer, used_anywhere: frozenset[int]) -> None:
-        self._absorb_edits()
+        self._map.absorb_edits()
         used = [p for p in parameters_of(optimizer) if id(p) in used_anywhere]
         self._optimizers.update(optimizer, used, self._gradients.factor(optimizer))
         if optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
@@ -372,7 +377,7 @@ class Engine:
     @timed(Phase.GATHER)
     def settle(self) -> None:
         """Finish updates and gathers, take over edits by user code: shards and whole parameters agree. Collective."""
-        self._absorb_edits()
+        self._map.absorb_edits()
         for bucket in self.buckets:
             if bucket.state is BucketState.STALE:
                 bucket.unshard()
@@ -380,14 +385,6 @@ class Engine:
     def sync_buffers(self) -> None:
         """Give every rank rank 0's buffers (statistics of BatchNorm, which each rank gathers alone). Collective."""
         broadcast_buffers(self.module, self.placement.mesh.world)
-
-    def _absorb_edits(self) -> None:
-        gathered = [bucket for bucket in self.buckets if bucket.state is BucketState.GATHERED]
-        asked = [(bucket, edit) for bucket in gathered if (edit := bucket.hidden_edit()) is not None]
-        answers = torch.stack([edit for _, edit in asked]).tolist() if asked else []  # one wait for the device
-        hidden = {id(bucket) for (bucket, _), answer in zip(asked, answers, strict=True) if answer}
-        for bucket in gathered:
-            bucket.absorb_edits(everything=id(bucket) in hidden)
 
     @contextlib.contextmanager
     def gathered(
@@ -424,6 +421,16 @@ class Engine:
                         bucket.absorb_edits(everything=True)
                 bucket.reshard()
 
+    def make_shadow(self, store: Store | None = None) -> Shadow:
+        """Second values of all weights and buffers, which begin as copies of them. The same call on all ranks.
+
+        Args:
+            store: where they rest; ``None``: where optimizer state does.
+        """
+        shadow = Shadow(self._map, next(self._shadow_numbers), store)
+        self.shadows[shadow.number] = shadow
+        return shadow
+
     def release(self) -> None:
         """Undo everything: ordinary parameters at full precision, no hooks, optimizers of their own. Collective."""
         self.settle()
@@ -434,6 +441,8 @@ class Engine:
         self._gradient_hooks.remove()
         for hooks in (*self._refresh_hooks, *self._unshard_hooks):
             hooks.remove()
+        for shadow in self.shadows.values():
+            shadow.release()
         self._map.release()
         self.released = True
         _ENGINES.discard(self)

@@ -1,0 +1,125 @@
+"""A second value of everything that a rank owns, such as a moving average of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.bucket import Bucket
+from lightning_zero.engine.bucket_map import BucketMap
+from lightning_zero.engine.stores import Store
+
+Rule = Callable[[Tensor, Tensor], Tensor]  # the second values and the module's: what the second ones become
+
+_TILE = 1 << 20  # elements at a time: what a rule takes in passing
+
+
+def follow(second: Tensor, live: Tensor) -> Tensor:
+    """The rule by which second values are copies."""
+    return live
+
+
+class Shadow:
+    """Second values of this rank's masters and of the module's buffers. They begin as copies.
+
+    Nothing here communicates: every rank treats what it owns.
+
+    Attributes:
+        number: of the engine's shadows, in the order of their making: the same on all ranks.
+        shards: by bucket; 1-D, Ψ/S, in the dtype that masters have.
+        swapped: whether the module has the second values now, and the shadow the module's.
+
+    Args:
+        bucket_map: of the module.
+        number: as above.
+        store: where the values rest; ``None``: where optimizer state does, and buffers where the module has them.
+    """
+
+    def __init__(self, bucket_map: BucketMap, number: int, store: Store | None = None) -> None:
+        self._map = bucket_map
+        self.number = number
+        self.swapped = False
+        self.shards = [
+            (store or bucket.placement.optimizer_store).zeros(bucket.layout.shard_numel, _dtype(bucket))
+            for bucket in bucket_map.buckets
+        ]
+        self._buffers = [
+            buffer.detach().to(store.device if store else buffer.device, copy=True)
+            for buffer in bucket_map.module.buffers()
+        ]
+        self.update(follow)
+
+    @property
+    def buffers(self) -> dict[int, Tensor]:
+        """The second values of the buffers, by id of the module's."""
+        live = self._map.module.buffers()
+        return {id(buffer): second for buffer, second in zip(live, self._buffers, strict=True)}
+
+    @torch.no_grad()
+    def update(self, rule: Rule, buffer_rule: Rule | None = None) -> None:
+        """Second values become what a rule makes of them and the module's; padding may be among them.
+
+        Args:
+            rule: element by element; of tensors of one shape, on the shadow's device.
+            buffer_rule: for buffers; ``None``: the same.
+        """
+        self._map.absorb_edits()
+        for bucket, second, start, stop in self._tiles():
+            second.copy_(rule(second, bucket.master.read(start, stop).to(second.device)))
+        for live, second in zip(self._map.module.buffers(), self._buffers, strict=True):
+            second.copy_((buffer_rule or rule)(second, live.detach().to(second.device)))
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange second values and the module's. Parameters elsewhere are out of date until the engine settles.
+
+        Twice, it restores all that masters have held, to the bit. The second values come back as masters can hold
+        them: a split master of fp16 rounds what is not in fp16's range of normal numbers.
+        """
+        self._map.absorb_edits()
+        for bucket, second, start, stop in self._tiles():
+            live = bucket.master.read(start, stop)
+            before = live.to(second.device, copy=True)
+            bucket.master.keep(start, live.copy_(second))
+            second.copy_(before)
+        for bucket in self._map.buckets:
+            bucket.publish(0, bucket.layout.shard_numel)
+            bucket.mark_updated(range(len(bucket.parameters)))
+        for live, second in zip(self._map.module.buffers(), self._buffers, strict=True):
+            before = live.detach().to(second.device, copy=True)
+            live.detach().copy_(second)
+            second.copy_(before)
+        self.swapped = not self.swapped
+
+    def write(self) -> None:
+        """The module's values become the second ones; as :meth:`swap` otherwise."""
+        self.swap()
+        self.update(follow)
+        self.swapped = False
+
+    def load(self, bucket: Bucket, index: int, values: Tensor) -> None:
+        """Overwrite the second values of parameter ``index`` of ``bucket`` from whole ones of its shape."""
+        shard = self.shards[self._map.buckets.index(bucket)]
+        for segment in bucket.segments:
+            if segment.param == index:
+                start = segment.param_start
+                run = bucket.formats[index].run(values, start, start + segment.numel)
+                shard[segment.start : segment.stop].copy_(run.detach())
+
+    def release(self) -> None:
+        """Free everything."""
+        self.shards, self._buffers = [], []
+
+    def _tiles(self) -> Iterator[tuple[Bucket, Tensor, int, int]]:
+        """Pieces of the second values, with the bucket and the range of its shard that they belong to."""
+        for bucket, shard in zip(self._map.buckets, self.shards, strict=True):
+            for start in range(0, shard.numel(), _TILE):
+                stop = min(start + _TILE, shard.numel())
+                yield bucket, shard[start:stop], start, stop
+
+
+def _dtype(bucket: Bucket) -> torch.dtype:
+    """Of the master, also of one that the bucket will only have when an optimizer takes its parameters."""
+    return bucket.placement.master(bucket.dtype, bucket.dtype, optimized=True).dtype
