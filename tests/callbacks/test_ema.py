@@ -1,0 +1,406 @@
+"""`EMA` under the strategy: Lightning's average, from shards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from checkpoint.resuming import Global, Resumable, SaveAfter
+from helpers import models
+from helpers.ranks import RankPool, ranks
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from strategy.fits import (
+    DDP,
+    MOMENTUM,
+    Fitted,
+    Lit,
+    Recipe,
+    StrategyArgument,
+    assert_close,
+    assert_same,
+    fit,
+    main_names,
+    make_trainer,
+    observe,
+    slow_unless,
+    state_of,
+)
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from lightning_zero.callbacks import EMA
+from lightning_zero.checkpoint.contents import read_checkpoint
+from lightning_zero.registration import STRATEGIES
+
+Weights = dict[str, Tensor]
+EACH_STEP = {"limit_val_batches": 1, "val_check_interval": 1}  # validation after every one
+
+
+def make_average(strategy: StrategyArgument, **options: Any) -> EMAWeightAveraging:
+    """Lightning's own callback without our strategy."""
+    return (EMAWeightAveraging if strategy == DDP else EMA)(decay=0.75, **options)
+
+
+def fit_averaged(
+    strategy: StrategyArgument, recipe: Recipe, module: Callable[[Recipe], Lit], options: dict[str, Any], **flags: Any
+) -> Fitted:
+    return fit(strategy, recipe, module, callbacks=[make_average(strategy, **options)], **flags)
+
+
+# ------------------------------------------------------------------------------------------------------------- values
+
+
+class Various(Lit):
+    """With frozen and tied parameters, one that no optimizer has, and a BatchNorm; notes its losses in validation."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.norm = nn.BatchNorm1d(models.VOCAB)
+        self.spare = nn.Parameter(torch.linspace(0.9, 1.1, models.VOCAB))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        logits = self.norm(self.model(batch[:, :-1]).flatten(0, 1)) * self.spare
+        return nn.functional.cross_entropy(logits, batch[:, 1:].flatten())
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.notes.append(self.loss(batch).item())
+
+
+@ranks(2, slow=[1])
+@main_names
+@pytest.mark.parametrize(
+    "options",
+    slow_unless(
+        [{}],
+        [
+            {},
+            {"use_buffers": False, "device": "cpu"},
+            {"update_every_n_steps": 2, "update_starting_at_step": 1},
+        ],
+    ),
+    ids=["default", "no_buffers", "seldom"],
+)
+def test_it_is_lightnings_average(pool: RankPool, name: str, options: dict[str, Any]) -> None:
+    """Bit for bit, the buffers of rank 0 too, before training and after every step."""
+    recipe = Recipe(model="frozen", optimizer="momentum", steps=5)
+    flags = {**EACH_STEP, "num_sanity_val_steps": 1}
+    expected = pool.run(fit_averaged, DDP, recipe, Various, options, **flags)[0]
+    actual = pool.run(fit_averaged, name, recipe, Various, options, **flags)
+    assert_same(actual[0].weights, expected.weights)
+    assert actual[0].notes == expected.notes
+    assert len(set(expected.notes)) >= 3
+    assert expected.weights["norm.running_mean"].any()
+
+
+class Recorder(Callback):
+    """Keeps the full-precision weights after every optimizer step."""
+
+    def __init__(self) -> None:
+        self.weights: list[Weights] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step > len(self.weights):
+            self.weights.append(state_of(trainer))
+
+
+def fit_and_record(strategy: StrategyArgument, recipe: Recipe, **flags: Any) -> list[Weights]:
+    recorder = Recorder()
+    fit(strategy, recipe, callbacks=[recorder], **flags)
+    return recorder.weights
+
+
+@ranks(2, slow=[1, 4])
+@main_names
+def test_steps_of_several_batches(pool: RankPool, name: str) -> None:
+    recipe = Recipe(optimizer="momentum", steps=6, micro=2)
+    options = {"update_every_n_steps": 2, "update_starting_at_step": 1}
+    result = pool.run(fit_averaged, name, recipe, Lit, options, precision="bf16-mixed", val_check_interval=3)[0]
+    recorded = pool.run(fit_and_record, name, recipe, precision="bf16-mixed")[0]
+    mean = {key: 0.75 * value + 0.25 * recorded[4][key] for key, value in recorded[2].items()}
+    assert_same(result.weights, mean)
+
+
+class TwoOptimizers(Lit):
+    """The matrices and the vectors, each with an optimizer."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(models.next_token_loss(self.model, batch))
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [SGD([p for p in self.parameters() if (p.dim() >= 2) is wide], lr=0.1) for wide in (True, False)]
+
+
+@ranks(2)
+@main_names
+def test_several_optimizers(pool: RankPool, name: str) -> None:
+    results = [pool.run(fit_averaged, each, MOMENTUM, TwoOptimizers, {}, **EACH_STEP)[0] for each in (DDP, name)]
+    assert_same(results[1].weights, results[0].weights)
+
+
+class Configured(Lit):
+    """Makes its model when a strategy can shard it."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        del self.model
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.model = self.recipe.make_model()
+
+
+@ranks(2)
+def test_a_module_initialized_in_shards(pool: RankPool) -> None:
+    results = [pool.run(fit_averaged, "zero3", MOMENTUM, module, {}, **EACH_STEP)[0] for module in (Lit, Configured)]
+    assert_same(results[1].weights, results[0].weights)
+
+
+# -------------------------------------------------------------------------------------------------------- checkpoints
+
+# Epochs of three steps of two micro-batches.
+GLOBAL = Recipe(optimizer="momentum", steps=3, dtype=torch.float64)
+SAVED, STEPS = 2, 5
+
+
+class Twice(Global):
+    """Each batch is two micro-batches: one of them follows the save without a step of its own."""
+
+    def train_dataloader(self) -> Any:
+        loader = super().train_dataloader()
+        loader.batches = [half for batch in loader.batches for half in batch.chunk(2)]
+        return loader
+
+
+class Place(NamedTuple):
+    """Where a run is, and in which container it saves."""
+
+    name: str
+    ranks: int
+    container: str = "full"
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.ranks}-{self.container}"
+
+    @property
+    def strategy(self) -> StrategyArgument:
+        return DDP if self.name == "ddp" else {**STRATEGIES[self.name], "checkpoint_format": self.container}
+
+
+class Run(NamedTuple):
+    """What rank 0 has at the end."""
+
+    weights: Weights
+    updates: int
+
+
+def run(strategy: StrategyArgument, *, save: str | None = None, resume: str | None = None) -> Run:
+    """Train to the last step, and save on the way, or resume with a module whose weights are others."""
+    average = make_average(strategy)
+    callbacks = [average, *([SaveAfter(SAVED, save)] if save else [])]
+    trainer = make_trainer(strategy, callbacks=callbacks, max_epochs=-1, max_steps=STEPS, accumulate_grad_batches=2)
+    lit = Twice(GLOBAL if resume is None else Recipe(**{**vars(GLOBAL), "seed": 7}))
+    trainer.fit(lit, ckpt_path=resume)
+    return Run(observe(trainer, lit).weights, int(average._average_model.n_averaged))
+
+
+CROSSINGS = [
+    (Place("zero3", 2, "sharded"), Place("zero2_offload", 1)),
+    (Place("zero3", 2), Place("ddp", 2)),
+    (Place("ddp", 2), Place("zero3", 2)),
+    (Place("zero2_offload", 1), Place("zero3", 2)),
+    (Place("ddp", 2), Place("zero1", 4)),
+    (Place("zero1", 4), Place("ddp", 1)),
+    (Place("zero1", 4, "sharded"), Place("zero3_offload", 2)),
+    (Place("zero3_offload", 1, "sharded"), Place("zero3", 4)),
+    (Place("zero0", 2), Place("zero3", 2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [pytest.param(w, r, id=f"{w}->{r}", marks=[] if n < 3 else pytest.mark.slow) for n, (w, r) in enumerate(CROSSINGS)],
+)
+def test_a_checkpoint_resumes_elsewhere(
+    rank_pools: Callable[[int], RankPool], writer: Place, reader: Place, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "a.ckpt")
+    whole = rank_pools(writer.ranks).run(run, writer.strategy, save=path)[0]
+    resumed = rank_pools(reader.ranks).run(run, reader.strategy, resume=path)[0]
+    assert_close(resumed.weights, whole.weights)
+    assert resumed.updates == whole.updates == STEPS
+
+
+class SavesEverywhere(Callback):
+    """Saves after the second step, in the validation that follows, and after it."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def save(self, trainer: Trainer, name: str) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(f"{self.folder}/{name}")
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.save(trainer, "before")
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.save(trainer, "within")
+
+    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+        self.save(trainer, "after")
+
+
+def fit_and_save(strategy: StrategyArgument, folder: str) -> list[Weights]:
+    callbacks = [make_average(strategy), SavesEverywhere(folder)]
+    recorder = Recorder()
+    fit(strategy, MOMENTUM, callbacks=[*callbacks, recorder], precision="bf16-mixed", **EACH_STEP)
+    return recorder.weights
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"stage": 3, "checkpoint_format": "sharded"},
+        pytest.param({"stage": 2, "offload_optimizer": "cpu"}, marks=pytest.mark.slow),
+        pytest.param({"stage": 3, "async_save": True}, marks=pytest.mark.slow),
+    ],
+    ids=["sharded", "offload", "async"],
+)
+def test_a_checkpoint_holds_both(pool: RankPool, strategy: dict[str, Any], tmp_path: Path) -> None:
+    first, second, *_ = pool.run(fit_and_save, strategy, str(tmp_path))[0]
+    mean = {key: 0.75 * value + 0.25 * second[key] for key, value in first.items()}
+    for name in ("before", "within", "after"):
+        saved, _ = read_checkpoint(tmp_path / name)
+        assert_same(plain(saved["state_dict"]), mean)
+        assert_same(plain(saved["current_model_state"]), second)
+        assert saved["averaging_state"] == {"n_averaged": 2}
+        assert saved["callbacks"]["EMAWeightAveraging"] == {"latest_update_step": 2}
+
+
+def plain(state: Weights) -> Weights:
+    return {key.removeprefix("model."): value.clone() for key, value in state.items()}
+
+
+class CountsSaves(Callback):
+    """Bytes that a save sends, by collective, beside the whole weights' number of bytes."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.sent = Counter[str]()
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        mesh = trainer.strategy.engine.placement.mesh
+        groups = list({id(group): group for group in (mesh.world, mesh.shard, mesh.replica)}.values())
+        for group in groups:
+            group.reset_counters()
+        trainer.save_checkpoint(self.path)
+        self.sent = sum((group.sent for group in groups), Counter())
+
+
+def count_save(path: str) -> Counter[str]:
+    counter = CountsSaves(path)
+    fit("zero3", Recipe(steps=1), callbacks=[make_average("zero3"), counter])
+    return counter.sent
+
+
+@ranks(2)
+def test_a_save_gathers_nothing(pool: RankPool, tmp_path: Path) -> None:
+    sent = pool.run(count_save, str(tmp_path / "a.ckpt"))
+    assert all("all_gather" not in counted for counted in sent)
+
+
+# ----------------------------------------------------------------------------------------------------- runs and errors
+
+
+class FailedError(Exception):
+    pass
+
+
+class FailsInValidation(Resumable):
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        if self.trainer.global_step == 3:
+            raise FailedError
+
+
+def fit_until_error(strategy: StrategyArgument, path: str) -> tuple[list[Weights], Weights, Weights]:
+    """The weights after each step; those after the error; those after a fit that goes on from what was saved then."""
+    recorder = Recorder()
+    trainer = make_trainer(strategy, callbacks=[make_average(strategy), recorder], precision="bf16-true", **EACH_STEP)
+    with pytest.raises(FailedError):
+        trainer.fit(FailsInValidation(MOMENTUM))
+    trainer.save_checkpoint(path)
+    left = state_of(trainer)
+    again = make_trainer(strategy, callbacks=[make_average(strategy)], precision="bf16-true", **EACH_STEP)
+    lit = Resumable(MOMENTUM)
+    again.fit(lit, ckpt_path=path)
+    return recorder.weights, left, state_of(again)
+
+
+@ranks(2)
+@main_names
+def test_an_error_in_validation_leaves_the_weights(pool: RankPool, name: str, tmp_path: Path) -> None:
+    recorded, left, resumed = pool.run(fit_until_error, name, str(tmp_path / "a.ckpt"))[0]
+    assert_same(left, recorded[-1])
+    assert len(recorded) == 3
+    flags = {"precision": "bf16-true", **EACH_STEP}
+    assert_same(resumed, pool.run(fit_averaged, name, MOMENTUM, Resumable, {}, **flags)[0].weights)
+
+
+def fit_and_evaluate(strategy: StrategyArgument, path: str) -> list[Weights]:
+    """The weights after a fit, and after evaluations of what it has saved on its way."""
+    average = make_average(strategy)
+    trainer = make_trainer(strategy, callbacks=[average, SaveAfter(2, path)], **EACH_STEP)
+    lit = Lit(MOMENTUM)
+    trainer.fit(lit)
+    seen = [state_of(trainer)]
+    for evaluate in (trainer.validate, trainer.test):
+        evaluate(lit, ckpt_path=path, verbose=False)
+        seen.append(state_of(trainer))
+    return seen
+
+
+@ranks(2)
+@main_names
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback, but loading")
+def test_what_is_evaluated_is_the_average_that_was_saved(pool: RankPool, name: str, tmp_path: Path) -> None:
+    """Not the weights beside it in the file, nor the average that the fit has ended with."""
+    path = tmp_path / "a.ckpt"
+    fitted, validated, tested = pool.run(fit_and_evaluate, name, str(path))[0]
+    saved = plain(torch.load(path, weights_only=True)["state_dict"])
+    assert_same(validated, saved)
+    assert_same(tested, saved)
+    assert not torch.equal(fitted["head.weight"], saved["head.weight"])
+
+
+def resume_plain(strategy: StrategyArgument, path: str) -> list[Weights]:
+    """A fit that saves without an average, and one with an average that resumes from it."""
+    recorder = Recorder()
+    fit(strategy, MOMENTUM, Resumable, callbacks=[recorder, SaveAfter(2, path)])
+    average = fit_averaged(strategy, MOMENTUM, Resumable, {}, ckpt_path=path)
+    return [*recorder.weights, average.weights]
+
+
+@ranks(2)
+@main_names
+def test_an_average_begins_with_the_weights_of_a_checkpoint(pool: RankPool, name: str, tmp_path: Path) -> None:
+    *_, third, fourth, average = pool.run(resume_plain, name, str(tmp_path / "a.ckpt"))[0]
+    mean = {key: 0.75 * value + 0.25 * fourth[key] for key, value in third.items()}
+    assert_same(average, mean)
