@@ -385,6 +385,9 @@ class ZeroStrategy(DDPStrategy):
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, ModelCheckpoint):
                     self._undo.append(_know_background(callback, self._background))
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if fitting and isinstance(callback, whole_weights.OnShards):
+                callback.on_sharded(trainer, self.lightning_module)
         connector = trainer._checkpoint_connector
         connector.dump_checkpoint = functools.partial(self._dump_lazily, connector)  # type: ignore[method-assign]
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, Protocol
 
+import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
@@ -25,6 +26,9 @@ from lightning_zero.standstill import Undo, replace_methods
 
 class OnShards:
     """Base of a callback of one of these kinds that works on shards itself, and needs nothing whole."""
+
+    def on_sharded(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Called when a fit has sharded the module, before any callback's ``on_fit_start``."""
 
 
 class Whole(Protocol):

@@ -80,16 +80,14 @@ class EMA(OnShards, EMAWeightAveraging):
             super().setup(trainer, pl_module, stage)
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if isinstance(trainer.strategy, ZeroStrategy):
-            self._begin(trainer.strategy, pl_module)
-
-    def _begin(self, strategy: ZeroStrategy, module: pl.LightningModule) -> None:
+    def on_sharded(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make the average: a copy of the weights, or what was saved."""
+        strategy = trainer.strategy
+        assert isinstance(strategy, ZeroStrategy)
         self._average_model = None  # free it first
         average = _AverageOnShards(strategy.engine, self._kwargs["avg_fn"], self._use_buffers, self._store(strategy))
         if self._saved is not None:
-            average.load(self._saved, module.strict_loading)
+            average.load(self._saved, pl_module.strict_loading)
             self._saved = None
         self._average_model = average  # type: ignore[assignment]  # it has what Lightning's hooks use
 
@@ -123,7 +121,7 @@ class EMA(OnShards, EMAWeightAveraging):
         else:
             rank_zero_warn("the checkpoint has no average of the weights: it begins anew with the weights")
         if self._average_model is not None:  # at stage 3 there are shards before there is a checkpoint
-            self._begin(strategy, pl_module)
+            self.on_sharded(trainer, pl_module)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

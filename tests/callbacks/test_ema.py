@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,8 @@ from checkpoint.resuming import Global, Resumable, SaveAfter
 from helpers import models
 from helpers.ranks import RankPool, ranks
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateFinder
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from strategy.fits import (
     DDP,
     MOMENTUM,
@@ -24,7 +27,6 @@ from strategy.fits import (
     assert_close,
     assert_same,
     fit,
-    main_names,
     make_trainer,
     observe,
     slow_unless,
@@ -38,6 +40,7 @@ from lightning_zero.checkpoint.contents import read_checkpoint
 from lightning_zero.registration import STRATEGIES
 
 Weights = dict[str, Tensor]
+names = pytest.mark.parametrize("name", slow_unless(["zero3"], ["zero2_offload", "zero3"]))
 EACH_STEP = {"limit_val_batches": 1, "val_check_interval": 1}  # validation after every one
 
 
@@ -74,19 +77,20 @@ class Various(Lit):
         self.notes.append(self.loss(batch).item())
 
 
-@ranks(2, slow=[1])
-@main_names
+SELDOM = {"update_every_n_steps": 2, "update_starting_at_step": 1}
+NO_BUFFERS = {"use_buffers": False, "device": "cpu"}
+
+
+@ranks(2)
 @pytest.mark.parametrize(
-    "options",
-    slow_unless(
-        [{}],
-        [
-            {},
-            {"use_buffers": False, "device": "cpu"},
-            {"update_every_n_steps": 2, "update_starting_at_step": 1},
-        ],
-    ),
-    ids=["default", "no_buffers", "seldom"],
+    ("name", "options"),
+    [
+        ("zero3", {}),
+        pytest.param("zero1", {}, marks=pytest.mark.slow),
+        pytest.param("zero3", NO_BUFFERS, marks=pytest.mark.slow),
+        pytest.param("zero2_offload", NO_BUFFERS, marks=pytest.mark.slow),
+        pytest.param("zero3_offload", SELDOM, marks=pytest.mark.slow),
+    ],
 )
 def test_it_is_lightnings_average(pool: RankPool, name: str, options: dict[str, Any]) -> None:
     """Bit for bit, the buffers of rank 0 too, before training and after every step."""
@@ -111,21 +115,37 @@ class Recorder(Callback):
             self.weights.append(state_of(trainer))
 
 
-def fit_and_record(strategy: StrategyArgument, recipe: Recipe, **flags: Any) -> list[Weights]:
+def fit_and_record(strategy: StrategyArgument, recipe: Recipe, module: type[Lit] = Lit, **flags: Any) -> list[Weights]:
     recorder = Recorder()
-    fit(strategy, recipe, callbacks=[recorder], **flags)
+    fit(strategy, recipe, module, callbacks=[recorder], **flags)
     return recorder.weights
 
 
-@ranks(2, slow=[1, 4])
-@main_names
-def test_steps_of_several_batches(pool: RankPool, name: str) -> None:
+@ranks(2)
+def test_steps_of_several_batches(pool: RankPool) -> None:
     recipe = Recipe(optimizer="momentum", steps=6, micro=2)
-    options = {"update_every_n_steps": 2, "update_starting_at_step": 1}
-    result = pool.run(fit_averaged, name, recipe, Lit, options, precision="bf16-mixed", val_check_interval=3)[0]
-    recorded = pool.run(fit_and_record, name, recipe, precision="bf16-mixed")[0]
+    result = pool.run(fit_averaged, "zero3", recipe, Lit, SELDOM, precision="bf16-mixed", val_check_interval=3)[0]
+    recorded = pool.run(fit_and_record, "zero3", recipe, precision="bf16-mixed")[0]
     mean = {key: 0.75 * value + 0.25 * recorded[4][key] for key, value in recorded[2].items()}
     assert_same(result.weights, mean)
+
+
+class Overflows(Lit):
+    """In the third batch, on one rank."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        loss = models.next_token_loss(self.model, batch)
+        return loss * math.inf if index == 2 and self.global_rank == 1 else loss
+
+
+@ranks(2)
+@names
+def test_a_skipped_step_leaves_it_alone(pool: RankPool, name: str) -> None:
+    average = pool.run(fit_averaged, name, MOMENTUM, Overflows, {})[0].weights
+    first, second, third, fourth = pool.run(fit_and_record, name, MOMENTUM, Overflows)[0]
+    assert_same(third, second)
+    mean = {key: 0.75 * value + 0.25 * second[key] for key, value in first.items()}
+    assert_same(average, {key: 0.75 * value + 0.25 * fourth[key] for key, value in mean.items()})
 
 
 class TwoOptimizers(Lit):
@@ -148,7 +168,7 @@ class TwoOptimizers(Lit):
 
 
 @ranks(2)
-@main_names
+@names
 def test_several_optimizers(pool: RankPool, name: str) -> None:
     results = [pool.run(fit_averaged, each, MOMENTUM, TwoOptimizers, {}, **EACH_STEP)[0] for each in (DDP, name)]
     assert_same(results[1].weights, results[0].weights)
@@ -170,6 +190,23 @@ class Configured(Lit):
 def test_a_module_initialized_in_shards(pool: RankPool) -> None:
     results = [pool.run(fit_averaged, "zero3", MOMENTUM, module, {}, **EACH_STEP)[0] for module in (Lit, Configured)]
     assert_same(results[1].weights, results[0].weights)
+
+
+def fit_with_finder(strategy: StrategyArgument, found: bool) -> Weights:
+    """The finder trains, with all callbacks, before their `on_fit_start`, and restores what it has saved."""
+    finder = [LearningRateFinder(num_training_steps=3, update_attr=False)] if found else []
+    lit = Lit(MOMENTUM)
+    lit.lr = 0.1
+    trainer = make_trainer(strategy, callbacks=[*finder, make_average(strategy)], **EACH_STEP)
+    trainer.fit(lit)
+    return state_of(trainer)
+
+
+@ranks(2)
+@names
+def test_a_fit_inside_a_fit(pool: RankPool, name: str) -> None:
+    results = [pool.run(fit_with_finder, name, found)[0] for found in (True, False)]
+    assert_same(*results)
 
 
 # -------------------------------------------------------------------------------------------------------- checkpoints
@@ -247,6 +284,10 @@ def test_a_checkpoint_resumes_elsewhere(
     assert resumed.updates == whole.updates == STEPS
 
 
+class OwnIO(TorchCheckpointIO):
+    """Rank 0 gathers what it writes."""
+
+
 class SavesEverywhere(Callback):
     """Saves after the second step, in the validation that follows, and after it."""
 
@@ -281,8 +322,9 @@ def fit_and_save(strategy: StrategyArgument, folder: str) -> list[Weights]:
         {"stage": 3, "checkpoint_format": "sharded"},
         pytest.param({"stage": 2, "offload_optimizer": "cpu"}, marks=pytest.mark.slow),
         pytest.param({"stage": 3, "async_save": True}, marks=pytest.mark.slow),
+        pytest.param({"stage": 3, "checkpoint_io": OwnIO()}, marks=pytest.mark.slow),
     ],
-    ids=["sharded", "offload", "async"],
+    ids=["sharded", "offload", "async", "gathered"],
 )
 def test_a_checkpoint_holds_both(pool: RankPool, strategy: dict[str, Any], tmp_path: Path) -> None:
     first, second, *_ = pool.run(fit_and_save, strategy, str(tmp_path))[0]
@@ -355,7 +397,7 @@ def fit_until_error(strategy: StrategyArgument, path: str) -> tuple[list[Weights
 
 
 @ranks(2)
-@main_names
+@names
 def test_an_error_in_validation_leaves_the_weights(pool: RankPool, name: str, tmp_path: Path) -> None:
     recorded, left, resumed = pool.run(fit_until_error, name, str(tmp_path / "a.ckpt"))[0]
     assert_same(left, recorded[-1])
@@ -378,7 +420,7 @@ def fit_and_evaluate(strategy: StrategyArgument, path: str) -> list[Weights]:
 
 
 @ranks(2)
-@main_names
+@names
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback, but loading")
 def test_what_is_evaluated_is_the_average_that_was_saved(pool: RankPool, name: str, tmp_path: Path) -> None:
     """Not the weights beside it in the file, nor the average that the fit has ended with."""
@@ -399,8 +441,30 @@ def resume_plain(strategy: StrategyArgument, path: str) -> list[Weights]:
 
 
 @ranks(2)
-@main_names
+@names
 def test_an_average_begins_with_the_weights_of_a_checkpoint(pool: RankPool, name: str, tmp_path: Path) -> None:
     *_, third, fourth, average = pool.run(resume_plain, name, str(tmp_path / "a.ckpt"))[0]
     mean = {key: 0.75 * value + 0.25 * fourth[key] for key, value in third.items()}
     assert_same(average, mean)
+
+
+def warnings_of(name: str, recipe: Recipe) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit_averaged(name, recipe, Configured, {})
+    return [str(warning.message) for warning in caught]
+
+
+@ranks(1)
+def test_nothing_is_said_of_whole_copies(pool: RankPool) -> None:
+    (said,) = pool.run(warnings_of, "zero3", MOMENTUM)
+    assert not any("copy" in message or "sharding" in message for message in said)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("decay", 1.5), ("decay", -0.1), ("update_every_n_steps", 0), ("update_starting_at_step", -1)],
+)
+def test_impossible_averages_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value} must"):
+        EMA(**{name: value})
