@@ -17,7 +17,9 @@ from torch import Tensor
 
 from lightning_zero.hydra_app import micro_batch_size
 
+VAL_TOKENS = 4096  # of a validation batch; each has a score for every entry of the vocabulary
 IGNORED = -100  # target of a position beyond the end of the text; cross_entropy leaves it out
+FOLLOWED = {"context": "model.context", "epoch_steps": "trainer.max_steps"}  # where the configuration has them from
 NOT_LIBRARY = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
@@ -130,7 +132,7 @@ class WindowedData(L.LightningDataModule):
     Args:
         context: Inputs per window.
         batch_size: Sequences per optimizer step, over all ranks and micro-batches.
-        val_batch_size: Sequences per validation batch of a rank.
+        val_batch_size: Sequences per validation batch of a rank; None for as many as 4,096 tokens have, at least one.
         val_windows: Validate on this many windows, evenly spread; None for all of them.
         epoch_steps: Optimizer steps per epoch.
         seed: Seed of the training windows.
@@ -144,20 +146,22 @@ class WindowedData(L.LightningDataModule):
         context: int,
         batch_size: int,
         epoch_steps: int,
-        val_batch_size: int = 64,
+        val_batch_size: int | None = None,
         val_windows: int | None = None,
         seed: int = 0,
         tokenizer: str = "bytes",
         vocab: str | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"batch_size": batch_size, "epoch_steps": epoch_steps, "val_batch_size": val_batch_size}
-        sizes |= {} if val_windows is None else {"val_windows": val_windows}
+        sizes = {"context": context, "batch_size": batch_size, "epoch_steps": epoch_steps}
+        sizes |= {"val_batch_size": val_batch_size, "val_windows": val_windows}
         for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"data.{name}={value} must be at least 1: set data.{name} to a positive number.")
+            if value is not None and value < 1:
+                option = FOLLOWED.get(name, f"data.{name}")
+                raise ValueError(f"data.{name}={value} must be at least 1: set {option} to a positive number.")
         self.context, self.batch_size, self.epoch_steps = context, batch_size, epoch_steps
-        self.val_batch_size, self.val_windows, self.seed = val_batch_size, val_windows, seed
+        self.val_batch_size = val_batch_size or max(1, VAL_TOKENS // context)
+        self.val_windows, self.seed = val_windows, seed
         self.tokenizer = load_tokenizer(tokenizer, vocab)
         self.train, self.held_out = self.read()  # 1D uint8 or uint16
         for name, tokens in (("training", self.train), ("held-out", self.held_out)):

@@ -1,6 +1,6 @@
 """`GPT2LMHeadModel` of `transformers`, unchanged, in the place of our own model: any module works."""
 
-from model import LanguageModel
+from model import LanguageModel, check_sizes
 from omegaconf import DictConfig
 from torch import Tensor
 
@@ -21,6 +21,7 @@ class HFGPT2(LanguageModel):
         scheduler: DictConfig | None = None,
     ) -> None:
         super().__init__(context, optimizer, scheduler)
+        check_sizes(n_layer=n_layer, n_head=n_head, n_embd=n_embd, context=context, vocab_size=vocab_size)
         try:
             from transformers import GPT2Config, GPT2LMHeadModel
         except ImportError:

@@ -184,8 +184,7 @@ class GPT(LanguageModel):
         scheduler: DictConfig | None = None,
     ) -> None:
         super().__init__(context, optimizer, scheduler)
-        if n_embd % n_head:
-            raise ValueError(f"model.n_embd={n_embd} must be a multiple of model.n_head={n_head}: change one.")
+        check_sizes(n_layer=n_layer, n_head=n_head, n_embd=n_embd, context=context, vocab_size=vocab_size)
         check_offload(activation_checkpointing, activation_offload)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
         self.dropout = dropout
@@ -222,6 +221,16 @@ class GPT(LanguageModel):
     def _recomputed(self, block: Block, x: Tensor) -> Tensor:
         with save_on_cpu(pin_memory=x.is_cuda) if self.activation_offload else nullcontext():
             return checkpoint(block, x, use_reentrant=False)
+
+
+def check_sizes(**sizes: int) -> None:
+    """Refuse sizes that no model has; `n_embd` and `n_head` are among them."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"model.{name}={size} must be at least 1: set model.{name} to a positive number.")
+    n_embd, n_head = sizes["n_embd"], sizes["n_head"]
+    if n_embd % n_head:
+        raise ValueError(f"model.n_embd={n_embd} must be a multiple of model.n_head={n_head}: change one.")
 
 
 def check_offload(activation_checkpointing: bool, activation_offload: bool) -> None:

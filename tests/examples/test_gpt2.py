@@ -117,6 +117,21 @@ def test_sizes_have_the_published_parameter_counts(gpt2: SimpleNamespace, size: 
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
+@pytest.mark.parametrize("name", ["n_layer", "n_head", "n_embd", "context", "vocab_size"])
+@pytest.mark.parametrize("target", ["model.GPT", "hf.HFGPT2"])
+def test_a_size_below_one_is_refused(gpt2: SimpleNamespace, target: str, name: str) -> None:
+    module, cls = target.split(".")
+    with pytest.raises(ValueError, match=rf"model\.{name}=0 must be at least 1: set model\.{name} to a positive"):
+        getattr(getattr(gpt2, module), cls)(**{**NANO, name: 0})
+
+
+@pytest.mark.parametrize("target", ["model.GPT", "hf.HFGPT2"])
+def test_a_width_that_heads_do_not_divide_is_refused(gpt2: SimpleNamespace, target: str) -> None:
+    module, cls = target.split(".")
+    with pytest.raises(ValueError, match=r"model\.n_embd=16 must be a multiple of model\.n_head=3: change one"):
+        getattr(getattr(gpt2, module), cls)(**{**NANO, "n_head": 3})
+
+
 def test_output_and_input_embedding_are_one_parameter(gpt2: SimpleNamespace) -> None:
     model = gpt2.model.GPT(**NANO)
     assert model.lm_head.weight is model.wte.weight
@@ -373,6 +388,15 @@ def test_a_limit_spreads_the_windows(gpt2: SimpleNamespace) -> None:
     assert gpt2.data.HeldOutWindows(tokens, 10, 4, limit=3).starts == [0, 1000, 2000]
 
 
+@pytest.mark.parametrize(("context", "sequences"), [(64, 64), (1024, 4), (5000, 1)])
+def test_a_validation_batch_of_long_sequences_has_fewer(
+    gpt2: SimpleNamespace, tmp_path: Path, context: int, sequences: int
+) -> None:
+    (tmp_path / "text").write_bytes(TEXT * 20)
+    data = gpt2.data.TextData(str(tmp_path / "text"), context=context, batch_size=4, epoch_steps=2)
+    assert data.val_batch_size == sequences
+
+
 def test_the_standard_library_is_split_by_path(gpt2: SimpleNamespace) -> None:
     data = gpt2.data.StdlibData(context=64, batch_size=12, epoch_steps=10)
     share = len(data.held_out) / (len(data.held_out) + len(data.train))
@@ -405,7 +429,9 @@ def test_a_text_may_be_a_file_or_a_folder(gpt2: SimpleNamespace, tmp_path: Path)
         (TEXT[:50], {}, "held-out part of the text has 5 tokens"),
         (TEXT, {"batch_size": 0}, "batch_size=0 must be at least 1"),
         (TEXT, {"val_windows": 0}, "val_windows=0 must be at least 1"),
-        (TEXT, {"epoch_steps": -1}, "epoch_steps=-1 must be at least 1"),
+        (TEXT, {"val_batch_size": 0}, "val_batch_size=0 must be at least 1"),
+        (TEXT, {"epoch_steps": -1}, r"epoch_steps=-1 must be at least 1: set trainer\.max_steps to a positive"),
+        (TEXT, {"context": 0}, r"context=0 must be at least 1: set model\.context to a positive"),
     ],
 )
 def test_unusable_data_is_refused(
