@@ -17,7 +17,7 @@ from pictures import draw_predictions
 from torch import Tensor
 from train import check_options
 
-from lightning_zero import hydra_main
+from lightning_zero import hydra_main, load_from_checkpoint
 from lightning_zero.hydra_app import build_trainer
 
 
@@ -26,7 +26,7 @@ def main(cfg: DictConfig) -> None:
     """Predict, and write a table and a picture."""
     check_options(cfg)
     data = instantiate(cfg.data)
-    model = Classifier.load_from_checkpoint(cfg.ckpt_path, map_location="cpu")  # it knows its network
+    model = load_from_checkpoint(Classifier, cfg.ckpt_path)  # it knows its network
     trainer = build_trainer(cfg)
     batches = trainer.predict(model, data)
     if trainer.is_global_zero:

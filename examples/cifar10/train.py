@@ -46,8 +46,15 @@ def check_options(cfg: DictConfig) -> None:
     seed, path = cfg.seed, cfg.ckpt_path
     if type(seed) is not int or not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed!r} must be an integer from 0 to 4294967295, such as 42: change seed.")
-    if path not in (None, "last", "hpc") and "://" not in str(path) and not Path(str(path)).is_file():
-        raise ValueError(f"ckpt_path={path!r} must be an existing file, or null to start anew: change ckpt_path.")
+    if path not in (None, "last", "hpc") and "://" not in str(path) and not is_checkpoint(Path(str(path))):
+        raise ValueError(
+            f"ckpt_path={path!r} must be an existing file or sharded folder, or null to start anew: change ckpt_path."
+        )
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether there is a file, or a folder that holds a sharded checkpoint."""
+    return path.is_file() or (path / ".metadata").is_file()
 
 
 if __name__ == "__main__":

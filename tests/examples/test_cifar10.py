@@ -25,6 +25,8 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_zero import load_from_checkpoint
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cifar10"
 MODULES = ("archive", "data", "model", "pictures", "report", "train", "predict")
 OFFLINE = "http://127.0.0.1:9/cifar-10-binary.tar.gz"  # the port of the discard service, where nothing listens
@@ -292,7 +294,8 @@ def test_unusable_sizes_are_refused(cifar10: SimpleNamespace, options: dict[str,
     [
         ("seed=null", "seed=None must be an integer from 0 to 4294967295"),
         ("seed=-1", "seed=-1 must be an integer from 0"),
-        ("ckpt_path=/nope.ckpt", "ckpt_path='/nope.ckpt' must be an existing file, or null to start anew"),
+        ("ckpt_path=/nope.ckpt", "ckpt_path='/nope.ckpt' must be an existing file or sharded folder, or null to"),
+        ("ckpt_path=/", "ckpt_path='/' must be an existing file or sharded folder"),
     ],
 )
 def test_unusable_options_are_refused_at_once(
@@ -346,7 +349,7 @@ def results(folder: Path) -> tuple[dict[str, Any], list[float]]:
 def expected_probabilities(cifar10: SimpleNamespace, checkpoint: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """What plain PyTorch makes of a checkpoint and the test images: probabilities and labels."""
     data = instantiate(composed(*SHORT).data)
-    model = cifar10.model.Classifier.load_from_checkpoint(checkpoint).eval()
+    model = load_from_checkpoint(cifar10.model.Classifier, checkpoint).eval()
     pixels, labels = data.test.batch(torch.arange(21))
     with torch.no_grad():
         return model(pixels).softmax(dim=1), labels
@@ -394,10 +397,12 @@ def test_metrics_count_every_image_once(pool: RankPool, cifar10: SimpleNamespace
 
 
 @ranks(2)
+@pytest.mark.parametrize("container", ["full", "sharded"])
 def test_predictions_come_from_the_checkpoint_in_order(
-    pool: RankPool, cifar10: SimpleNamespace, tmp_path: Path
+    pool: RankPool, cifar10: SimpleNamespace, tmp_path: Path, container: str
 ) -> None:
-    pool.run(run_briefly, str(tmp_path / "run"), 2, "strategy=zero2_offload", "optimizer.lr=0.01")
+    format_ = f"strategy.checkpoint_format={container}"
+    pool.run(run_briefly, str(tmp_path / "run"), 2, "strategy=zero2_offload", format_, "optimizer.lr=0.01")
     checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
     options = "strategy=zero3", f"ckpt_path={checkpoint}", "model=resnet18"  # the checkpoint's network is taken
     pool.run(run_briefly, str(tmp_path / "predicted"), 2, *options, script="predict")
