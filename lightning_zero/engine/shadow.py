@@ -11,9 +11,11 @@ from lightning_zero.engine.bucket import Bucket
 from lightning_zero.engine.bucket_map import BucketMap
 from lightning_zero.engine.stores import Store
 
-Rule = Callable[[Tensor, Tensor], Tensor]  # the second values and the module's: what the second ones become
+# The second values, which it may change in place, and the module's: what the second ones become.
+Rule = Callable[[Tensor, Tensor], Tensor]
 
-_TILE = 1 << 20  # elements at a time: what a rule takes in passing
+# Elements at a time: those of a CPU stay in its cache, those of a GPU are worth a launch.
+_HOST_TILE, _DEVICE_TILE = 1 << 17, 1 << 24
 
 
 def follow(second: Tensor, live: Tensor) -> Tensor:
@@ -62,14 +64,14 @@ class Shadow:
         """Second values become what a rule makes of them and the module's; padding may be among them.
 
         Args:
-            rule: element by element; of tensors of one shape, on the shadow's device.
+            rule: element by element; of tensors of one shape, both on the shadow's device and in its dtype.
             buffer_rule: for buffers; ``None``: the same.
         """
         self._map.absorb_edits()
         for bucket, second, start, stop in self._tiles():
-            second.copy_(rule(second, bucket.master.read(start, stop).to(second.device)))
+            second.copy_(rule(second, bucket.master.read(start, stop).to(second)))
         for live, second in zip(self._map.module.buffers(), self._buffers, strict=True):
-            second.copy_((buffer_rule or rule)(second, live.detach().to(second.device)))
+            second.copy_((buffer_rule or rule)(second, live.detach().to(second)))
 
     @torch.no_grad()
     def swap(self) -> None:
@@ -115,8 +117,9 @@ class Shadow:
     def _tiles(self) -> Iterator[tuple[Bucket, Tensor, int, int]]:
         """Pieces of the second values, with the bucket and the range of its shard that they belong to."""
         for bucket, shard in zip(self._map.buckets, self.shards, strict=True):
-            for start in range(0, shard.numel(), _TILE):
-                stop = min(start + _TILE, shard.numel())
+            tile = _HOST_TILE if shard.device.type == "cpu" else _DEVICE_TILE
+            for start in range(0, shard.numel(), tile):
+                stop = min(start + tile, shard.numel())
                 yield bucket, shard[start:stop], start, stop
 
 

@@ -175,6 +175,23 @@ def test_two_swaps_change_no_bit(stage: int, precision: MixedPrecisionPolicy, la
     assert bits(*(bucket.shard for bucket in engine.buckets)) == shards
 
 
+def test_frozen_16_bit_weights_have_an_fp32_average() -> None:
+    """They have no master yet; what an optimizer takes later has one, and an average beside it."""
+    model = make_model("mlp").to(torch.bfloat16)
+    frozen = model.layers[0].weight.requires_grad_(False)
+    optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    engine = driver.make_engine(model, Setup(2, precision=PURE[torch.bfloat16]), Mesh.single(), optimizers=[optimizer])
+    bucket = engine.bucket_of(frozen)
+    assert bucket is not None
+    assert bucket.master.dtype == torch.bfloat16
+    shadow = engine.make_shadow()
+    for _ in range(100):
+        shadow.update(lambda second, live: 0.9 * second + 0.1 * live)
+    shard = shadow.shards[engine.buckets.index(bucket)]
+    assert shard.dtype == torch.float32
+    torch.testing.assert_close(shard, bucket.shard.float(), rtol=1e-5, atol=0.0)
+
+
 def alone(setup: Setup) -> Session:
     return driver.start(make_model("mlp"), models.optimizer_factory("sgd"), setup, Mesh.single())
 
