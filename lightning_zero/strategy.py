@@ -301,7 +301,8 @@ class ZeroStrategy(DDPStrategy):
                 rank_zero_warn(
                     f"{type(callback).__name__} keeps a whole copy of {type(module).__name__} on every rank, and every "
                     "time that it averages or swaps weights all of them are gathered: the module and its copy must fit "
-                    "into each rank's memory, which stage 3 otherwise makes unnecessary"
+                    "into each rank's memory, which stage 3 otherwise makes unnecessary. "
+                    "lightning_zero.callbacks.EMA keeps its average in shards"
                 )
             self._undo += whole_weights.hold(callback, self._whole)
 

@@ -165,7 +165,7 @@ class _AverageOnShards:
         self.n_averaged += 1
 
     def _average(self, average: Tensor, weights: Tensor) -> Tensor:
-        """As Lightning's, to the bit, in a fifth of the time: in place."""
+        """As Lightning's, to the bit, but in place: that takes a fraction of the time."""
         fresh = (1 - self._decay) * weights
         if average.is_floating_point():
             return average.mul_(self._decay).add_(fresh)
