@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import torch
 from torch import Tensor
@@ -166,8 +166,14 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], list[str]]:
         if missing := sorted(folder.missing_files()):
             raise CheckpointError(f"{path} is incomplete: {', '.join(missing[:3])} is not there.")
         meta, opaque = _read_file(path / META)
+
+        def read(file: IO[bytes]) -> Any:
+            value, more = _read_safely(file)
+            opaque.extend(more)
+            return value
+
         with explained(path):
-            checkpoint = as_one(folder.entries(), meta)
+            checkpoint = as_one(folder.entries(read), meta)
     else:
         checkpoint, opaque = _read_file(path)
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), Mapping):
@@ -176,7 +182,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], list[str]]:
             f"{path} is not a Lightning checkpoint: it has no 'state_dict', but {found[:200] or 'nothing'}. Weights "
             "alone can be wrapped: torch.save({'state_dict': weights}, path)."
         )
-    return checkpoint, opaque
+    return checkpoint, sorted(set(opaque))
 
 
 def _read_file(path: Path) -> tuple[Any, list[str]]:
@@ -192,10 +198,17 @@ def _read_file(path: Path) -> tuple[Any, list[str]]:
             "Copy it again, or use another checkpoint."
         )
     with explained(path):
-        refused = torch.serialization.get_unsafe_globals_in_checkpoint(os.fspath(path))
-        stand_ins: list[Any] = [(type("Opaque", (Opaque,), {"name": name}), name) for name in refused]
-        with torch.serialization.safe_globals(stand_ins):
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True), sorted(refused)
+        return _read_safely(os.fspath(path), mmap=True)
+
+
+def _read_safely(file: str | IO[bytes], mmap: bool = False) -> tuple[Any, list[str]]:
+    """What :func:`torch.save` has written, and the classes and functions of which there are stand-ins in it."""
+    refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    if not isinstance(file, str):
+        file.seek(0)
+    stand_ins: list[Any] = [(type("Opaque", (Opaque,), {"name": name}), name) for name in refused]
+    with torch.serialization.safe_globals(stand_ins):
+        return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True), refused
 
 
 @contextmanager

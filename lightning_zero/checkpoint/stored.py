@@ -5,11 +5,13 @@ Folders are this package's, and those that Lightning's FSDP strategy writes.
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import pickle
 import weakref
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -71,7 +73,8 @@ def load(path: Path, world: Group, weights_only: bool = True, checksums: bool = 
     if checksums:
         _verify(folder, world)
     entries: dict[str, Any] = {}
-    together(world, lambda: entries.update(folder.entries(weights_only)), what)
+    read = functools.partial(torch.load, map_location="cpu", weights_only=weights_only)
+    together(world, lambda: entries.update(folder.entries(read)), what)
     return as_one(entries, meta)
 
 
@@ -207,8 +210,12 @@ class Folder:
         except (zipfile.BadZipFile, EOFError, OSError):
             return False
 
-    def entries(self, weights_only: bool = True) -> dict[str, Any]:
-        """The tree that was written; its tensors are lazy, but for scalars."""
+    def entries(self, read: Callable[[IO[bytes]], Any]) -> dict[str, Any]:
+        """The tree that was written; its tensors are lazy, but for scalars.
+
+        Args:
+            read: makes an object of what :func:`torch.save` has written, where it is no tensor.
+        """
         tree: dict[str, Any] = {}
         tensors: dict[Any, Tensor] = {}  # by where they are: tied ones are one again
         paths = self._metadata.planner_data or {name: (name,) for name in self._metadata.state_dict_metadata}
@@ -217,7 +224,7 @@ class Folder:
             if isinstance(form, BytesStorageMetadata):
                 info = self._metadata.storage_data[MetadataIndex(name)]
                 with self._view(info) as file:
-                    value = torch.load(file, map_location="cpu", weights_only=weights_only)
+                    value = read(file)
             else:
                 value = self._tensor(name, form, tensors)
             _put(tree, path, value)

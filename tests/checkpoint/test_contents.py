@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from checkpoint.resuming import save_at_end
 from helpers import models
 from helpers.ranks import RankPool, ranks
@@ -161,6 +162,21 @@ def test_no_pickled_code_runs_and_the_rest_is_read(tmp_path: Path) -> None:
         torch.load(path, weights_only=True)
     torch.load(path, weights_only=False)
     assert copy.exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_objects_in_a_folder_are_named(tmp_path: Path) -> None:
+    path, copy = tmp_path / "a.ckpt", tmp_path / "copy"
+    extra = {"args": Namespace(a=1), "evil": Copier(path / "meta.pt", copy), "lr": 0.1}
+    dcp.save({"model": {"w": torch.ones(2), "x._extra_state": extra}}, checkpoint_id=path, no_dist=True)
+    torch.save({"epoch": 1, "hyper_parameters": {"device": Namespace()}}, path / "meta.pt")
+    checkpoint, opaque = read_checkpoint(path)
+    assert opaque == ["argparse.Namespace", "shutil.copyfile"]
+    assert torch.equal(checkpoint["state_dict"]["w"].clone(), torch.ones(2))
+    assert repr(checkpoint["state_dict"]["x._extra_state"]["args"]) == "<argparse.Namespace>"
+    assert checkpoint["state_dict"]["x._extra_state"]["lr"] == 0.1
+    assert describe(path).opaque == opaque
+    assert not copy.exists()
 
 
 class Settings(OrderedDict[str, int]):
