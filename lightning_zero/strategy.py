@@ -27,7 +27,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
@@ -265,8 +265,10 @@ class ZeroStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         if reason := why_not_in_sweep(self):
             raise ValueError(reason)
-        super()._configure_launcher()
-        if self._start_method != "popen":
+        assert self.cluster_environment is not None
+        if self._start_method == "popen":
+            self._launcher = _ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
             self._launcher = _GatheringLauncher(self, start_method=self._start_method)
 
     @override
@@ -878,13 +880,32 @@ class ZeroStrategy(DDPStrategy):
         return None
 
 
+class _ScriptLauncher(_SubprocessScriptLauncher):
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        _recover_checkpoints(trainer)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+
 class _GatheringLauncher(_MultiProcessingLauncher):
     """Workers send the module's ``state_dict`` to the main process after teardown: it must be whole."""
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        _recover_checkpoints(trainer)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
 
     @override
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
         with gathered_parameters(trainer.lightning_module):
             return super()._collect_rank_zero_results(trainer, results)
+
+
+def _recover_checkpoints(trainer: pl.Trainer | None) -> None:
+    """Before Lightning looks for the last one: it may have lost its name, where its save was killed between renames."""
+    for callback in trainer.checkpoint_callbacks if trainer is not None else ():
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath and "://" not in str(callback.dirpath):
+            _checkpoint.recover_all(Path(callback.dirpath))
 
 
 def _begins_epoch(loop: _FitLoop) -> bool:

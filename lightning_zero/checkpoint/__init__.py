@@ -7,7 +7,7 @@ from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.checkpoint.full import fetch_for_first, whole_on_first
 from lightning_zero.checkpoint.mapped import give_back_pages
 from lightning_zero.checkpoint.optimizer_kind import WEIGHTS_ALONE
-from lightning_zero.checkpoint.saving import Save, remove
+from lightning_zero.checkpoint.saving import Save, recover_all, remove
 from lightning_zero.checkpoint.shards import follow_first
 from lightning_zero.checkpoint.state import (
     check_optimizer_state_dict,
@@ -35,6 +35,7 @@ __all__ = [
     "load_shadow_state_dict",
     "module_state_dict",
     "optimizer_state_dict",
+    "recover_all",
     "remove",
     "rng",
     "whole_on_first",

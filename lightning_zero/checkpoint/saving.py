@@ -203,13 +203,32 @@ def recover(path: Path) -> None:
                     return
 
 
+def recover_all(folder: Path) -> None:
+    """As :func:`recover`, for every name in a folder. Ranks of a node take turns: all find the same afterwards."""
+    if not folder.is_dir():
+        return
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        for draft in _drafts(folder):
+            with contextlib.suppress(OSError):  # another user's
+                _recover_draft(draft)
+    finally:
+        os.close(file)
+
+
+def _recover_draft(draft: Path) -> None:
+    if is_sharded(draft) and (name := _what_is_locked(draft)).exists():
+        recover(draft.with_name(os.fsdecode(name.read_bytes())))
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove what saves have left behind that were killed; those that are going on hold a lock."""
     for leftover in _drafts(folder):
         # Another run was first, or it is another user's: nothing that a save should fail for.
         with contextlib.suppress(OSError):
-            if is_sharded(leftover) and (name := _what_is_locked(leftover)).exists():
-                recover(folder / os.fsdecode(name.read_bytes()))
+            _recover_draft(leftover)
             with _unlocked(leftover) as free:
                 if free:
                     _remove(leftover)

@@ -22,6 +22,8 @@ from checkpoint.test_full import ALONE, RECIPE, files_in
 from helpers.ranks import RankError, RankPool, ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from strategy.fits import FEW, Fitted, Recipe, assert_same, make_trainer, slow_unless
 from torch import Tensor, nn
@@ -323,6 +325,38 @@ def test_where_names_cannot_be_swapped(pool: RankPool, tmp_path: Path) -> None:
     assert load(path, ALONE)["global_step"] == RECIPE.steps
     pool.run(save_without_exchange, sharded("zero2"), str(path), False)
     assert files_in(tmp_path) == {"a.ckpt"}
+
+
+class Start(Callback):
+    """Notes with which step a fit begins."""
+
+    step = -1
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.step = trainer.global_step
+
+
+def resume_last(folder: str) -> int:
+    """With which step a fit goes on from the last checkpoint in a folder."""
+    callbacks = [start := Start(), ModelCheckpoint(folder, save_top_k=0)]
+    flags = {"enable_checkpointing": True, "accumulate_grad_batches": RECIPE.micro, "max_epochs": -1}
+    trainer = make_trainer(sharded("zero2"), callbacks=callbacks, max_steps=RECIPE.steps + 1, **flags)
+    trainer.fit(Resumable(RECIPE), ckpt_path="last")
+    return start.step
+
+
+def test_the_last_checkpoint_is_found_where_its_save_was_killed(pool2: RankPool, tmp_path: Path) -> None:
+    """Between two renames, on a file system that cannot swap two names."""
+    path = tmp_path / "last.ckpt"
+    pool2.run(save_at_end, sharded("zero2"), RECIPE, str(path))
+    draft = Draft(path, folder=True)
+    for file in path.iterdir():
+        file.rename(draft.temporary / file.name)
+    path.rmdir()
+    assert pool2.run(resume_last, str(tmp_path)) == [0, 0]  # its save is not killed yet
+    os.close(draft.file)
+    assert pool2.run(resume_last, str(tmp_path)) == [RECIPE.steps] * 2
+    assert files_in(tmp_path) == {"last.ckpt"}
 
 
 def save_apart(strategy: Any, path: str) -> list[str]:
