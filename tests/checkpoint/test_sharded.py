@@ -224,6 +224,21 @@ def test_load_from_checkpoint(pool: RankPool, tmp_path: Path) -> None:
         assert lightning_zero.load_from_checkpoint(Named, tmp_path / name, width=3).hparams.width == 3
 
 
+@pytest.mark.parametrize("strategy", [sharded("zero3"), "zero3"], ids=["folder", "file"])
+def test_load_from_checkpoint_to_a_device(pool1: RankPool, tmp_path: Path, strategy: Any) -> None:
+    pool1.run(save_named, strategy, str(tmp_path / "a.ckpt"))
+    for location, device in (
+        (torch.device("meta"), "meta"),
+        ({"cpu": "meta"}, "meta"),
+        (lambda *_: torch.UntypedStorage(0, device="meta"), "meta"),
+        ({"cuda": "meta"}, "cpu"),
+        (lambda storage, _: None, "cpu"),
+    ):
+        module = lightning_zero.load_from_checkpoint(Named, tmp_path / "a.ckpt", map_location=location)
+        assert {p.device.type for p in module.parameters()} == {device}
+        assert module.hparams.width == 3
+
+
 # --------------------------------------------------------------------------------------------------------------- faults
 
 
