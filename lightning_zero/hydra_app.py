@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from lightning_zero.config import DynamicLossScalerConf, PrecisionConf
 
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 _RUN_DIR_KEY = "run_dir"
 _TOP = "the configuration"
 _CLEAR_ERRORS = "LIGHTNING_ZERO_CLEAR_ERRORS"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used. Under :func:`hydra_main` its message is all that the user sees."""
 
 
 def hydra_main(config_name: str, config_path: str | None = None) -> Callable[["Task"], Callable[[], None]]:
@@ -122,6 +126,8 @@ def _run_with_clear_errors(main: Callable[[], None], task: "Task", groups: Calla
     os.environ[_CLEAR_ERRORS] = "1"  # tells the ranks that Lightning launches who has set the other
     try:
         return main()
+    except ConfigError as error:
+        sys.exit(str(error))
     except HydraException as error:
         if (message := explain(error, groups())) is None:
             raise
@@ -182,14 +188,14 @@ def _check_added(cfg: "DictConfig") -> None:
         if key not in before and not re.search(rf"\$\{{[^}}]*(?<![\w.]){re.escape(key)}(?!\w)", everything):
             keys = _names([*before, *_groups_of(loader)])
             advice = f"name it in the primary configuration, or in a value as ${{{key}}}"
-            _refuse(f"{_no_such_key(key, key, _TOP, keys)}\nA key that nothing uses is not added: {advice}.")
+            raise ConfigError(f"{_no_such_key(key, key, _TOP, keys)}\nA key that nothing uses is not added: {advice}.")
 
 
 def _check_complete(cfg: "DictConfig") -> None:
     from omegaconf import OmegaConf
 
     if missing := sorted(OmegaConf.missing_keys(cfg)):
-        _refuse(f"{', '.join(missing)}: no value yet. Set it on the command line: {missing[0]}=...")
+        raise ConfigError(f"{', '.join(missing)}: no value yet. Set it on the command line: {missing[0]}=...")
 
 
 def explain(error: "HydraException", groups: Sequence[str] = ()) -> str | None:
@@ -287,7 +293,7 @@ def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "T
         **_precision_arguments(cfg.precision, strategy),
     )
     if isinstance(trainer.strategy, DDPStrategy) and (reason := why_not_in_sweep(trainer.strategy)):
-        _refuse(reason)  # ours has refused by itself
+        raise ConfigError(reason)  # ours has refused by itself
     return trainer
 
 
@@ -295,13 +301,7 @@ def _check_sizes(trainer: "DictConfig") -> None:
     """Refuse what Lightning takes and what then fails, or trains by a wrong rule."""
     for name, least in (("accumulate_grad_batches", 1), ("gradient_clip_val", 0), ("log_every_n_steps", 0)):
         if isinstance(value := trainer.get(name), int | float) and value < least:
-            _refuse(f"trainer.{name}={value} must be at least {least}.")
-
-
-def _refuse(message: str) -> NoReturn:
-    from hydra.errors import ConfigCompositionException
-
-    raise ConfigCompositionException(message)
+            raise ConfigError(f"trainer.{name}={value} must be at least {least}.")
 
 
 def _switched_off(trainer: "DictConfig", loggers: list[Any]) -> tuple[type, ...]:
@@ -337,7 +337,7 @@ def _precision_arguments(cfg: "DictConfig", strategy: "Strategy") -> dict[str, A
     plain = {**asdict(PrecisionConf()), "scaler": asdict(DynamicLossScalerConf())}
     changed = {k: v for k, v in ours.items() if v is not None and v != plain[str(k)]}
     if changed:
-        raise ValueError(
+        raise ConfigError(
             f"precision has {changed}, which {type(strategy).__name__} does not know: "
             "leave these keys at their defaults or choose a zero strategy."
         )
@@ -345,7 +345,7 @@ def _precision_arguments(cfg: "DictConfig", strategy: "Strategy") -> dict[str, A
 
 
 def micro_batch_size(batch_size: int, world_size: int, accumulate: int) -> int:
-    """Samples that a rank takes at once of a global batch, `data.batch_size`; ValueError where it does not divide.
+    """Samples that a rank takes at once of a global batch, `data.batch_size`; ConfigError where it does not divide.
 
     Args:
         batch_size: Samples per optimizer step, over all ranks and micro-batches.
@@ -355,7 +355,7 @@ def micro_batch_size(batch_size: int, world_size: int, accumulate: int) -> int:
     parts = world_size * accumulate
     if batch_size < parts or batch_size % parts:
         near = max(1, round(batch_size / parts)) * parts
-        raise ValueError(
+        raise ConfigError(
             f"data.batch_size={batch_size} cannot be split evenly over {world_size} ranks x {accumulate} "
             f"micro-batches: use a multiple of {parts}, such as data.batch_size={near}, or another trainer.devices."
         )
@@ -375,14 +375,16 @@ def build_optimizers(
     """
     options = _arguments(optimizer)
     if len(options.get("betas", (0, 0))) != 2:
-        _refuse(f"optimizer.betas={list(options['betas'])} must be two numbers, such as [0.9,0.999].")
+        raise ConfigError(f"optimizer.betas={list(options['betas'])} must be two numbers, such as [0.9,0.999].")
     built = _build(optimizer, params, **options)
     if not scheduler or "_target_" not in scheduler:
         return {"optimizer": built}
     arguments = _arguments(scheduler)
     if "total_steps" in arguments and arguments["total_steps"] is None:
         if not math.isfinite(total_steps):
-            _refuse("scheduler.total_steps is null, and the fit has no end: set trainer.max_steps or max_epochs.")
+            raise ConfigError(
+                "scheduler.total_steps is null, and the fit has no end: set trainer.max_steps or max_epochs."
+            )
         arguments["total_steps"] = int(total_steps)
     schedule = _build(scheduler, built, **arguments)
     return {"optimizer": built, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

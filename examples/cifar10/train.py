@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from report import Report
 
 from lightning_zero import hydra_main
-from lightning_zero.hydra_app import build_trainer, micro_batch_size
+from lightning_zero.hydra_app import ConfigError, build_trainer, micro_batch_size
 
 
 @hydra_main(config_name="train", config_path="conf")
@@ -45,9 +45,9 @@ def check_options(cfg: DictConfig) -> None:
     """Refuse what would fail only after ranks are started."""
     seed, path = cfg.seed, cfg.ckpt_path
     if type(seed) is not int or not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed!r} must be an integer from 0 to 4294967295, such as 42: change seed.")
+        raise ConfigError(f"seed={seed!r} must be an integer from 0 to 4294967295, such as 42: change seed.")
     if path not in (None, "last", "hpc") and "://" not in str(path) and not is_checkpoint(Path(str(path))):
-        raise ValueError(
+        raise ConfigError(
             f"ckpt_path={path!r} must be an existing file or sharded folder, or null to start anew: change ckpt_path."
         )
 

@@ -13,6 +13,7 @@ from options import check_options
 from tokenizer import load_tokenizer
 
 from lightning_zero import hydra_main, load_from_checkpoint
+from lightning_zero.hydra_app import ConfigError
 
 
 @hydra_main(config_name="generate", config_path="conf")
@@ -43,7 +44,7 @@ def hyperparameters(path: Path) -> dict:
     file = path / "meta.pt" if path.is_dir() else path
     parameters = torch.load(file, map_location="cpu", mmap=True, weights_only=True).get("hyper_parameters", {})
     if not {"target", "tokenizer"} <= parameters.keys():
-        raise ValueError(f"checkpoint={path} does not name a model and a tokenizer: expected one of train.py.")
+        raise ConfigError(f"checkpoint={path} does not name a model and a tokenizer: expected one of train.py.")
     return parameters
 
 

@@ -5,6 +5,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_zero.hydra_app import ConfigError
+
 
 def is_checkpoint(path: Any) -> bool:
     """Whether there is a file, or a folder that holds a sharded checkpoint."""
@@ -36,4 +38,4 @@ def check_options(cfg: DictConfig, *names: str) -> None:
         value = OmegaConf.select(cfg, name)
         valid, expected = RULES[name.rpartition(".")[2]]
         if not valid(value):
-            raise ValueError(f"{name}={value!r} must be {expected}: change {name}.")
+            raise ConfigError(f"{name}={value!r} must be {expected}: change {name}.")

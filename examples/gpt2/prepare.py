@@ -16,6 +16,7 @@ from tokenizer import Tokenizer, encode_blocks, load_tokenizer
 from tqdm import tqdm
 
 from lightning_zero import hydra_main
+from lightning_zero.hydra_app import ConfigError
 
 
 @hydra_main(config_name="prepare", config_path="conf")
@@ -23,7 +24,7 @@ def main(cfg: DictConfig) -> None:
     """Write both files and print how many tokens they have."""
     text, folder = Path(cfg.text), Path(cfg.folder)
     if not text.is_file() or not text.stat().st_size:
-        raise ValueError(f"text={cfg.text} must be a file with text: change text.")
+        raise ConfigError(f"text={cfg.text} must be a file with text: change text.")
     tokenizer = load_tokenizer(cfg.tokenizer, cfg.vocab)
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = folder / "train.bin", folder / "val.bin"

@@ -13,7 +13,7 @@ from options import check_options
 from report import Report
 
 from lightning_zero import hydra_main
-from lightning_zero.hydra_app import build_trainer, micro_batch_size
+from lightning_zero.hydra_app import ConfigError, build_trainer, micro_batch_size
 
 CHECKED = "seed", "ckpt_path", "sample.prompt", "sample.length", "sample.temperature", "sample.top_k"
 
@@ -44,7 +44,7 @@ def main(cfg: DictConfig) -> None:
 def check_vocabulary(model: int, tokenizer: int) -> None:
     """The model may have entries to spare."""
     if model < tokenizer:
-        raise ValueError(
+        raise ConfigError(
             f"model.vocab_size={model} is less than the {tokenizer} tokens of the tokenizer: "
             f"use model.vocab_size={tokenizer}, or more."
         )

@@ -511,6 +511,14 @@ def test_errors_of_the_program_keep_their_type(folder: Path, monkeypatch: pytest
     assert "hydra/_internal" not in "".join(str(entry.path) for entry in caught.traceback)
 
 
+def test_a_batch_that_does_not_divide_ends_the_program_with_a_message(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["main.py", f"hydra.run.dir={folder}/run", "run_dir=x"])
+    with pytest.raises(SystemExit, match=r"^data\.batch_size=16 cannot be split evenly over 3 ranks"):
+        hydra_main(config_name="main", config_path=str(folder))(lambda cfg: micro_batch_size(16, 3, 1))()
+
+
 def test_precision_settings_of_ours_are_refused_elsewhere(composed: Compose) -> None:
     with pytest.raises(ValueError, match=r"reduce_dtype.*DDPStrategy does not know"):
         build_trainer(composed("strategy=ddp", "precision.reduce_dtype=float32"))
