@@ -6,6 +6,7 @@ VENV ?= .venv
 PYTHON ?= python3
 # The default is editable: changed Python files need no new installation.
 PACKAGE ?= -e .
+INSTALLED = $(if $(filter %.whl,$(PACKAGE)),$(wildcard $(PACKAGE)),$(PACKAGE))
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -35,15 +36,15 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed-examples: $(BUILD_INPUTS) | $(BIN)/python
-	$(BIN)/pip install $(PACKAGE)[examples]
+	$(BIN)/pip install $(INSTALLED)[examples]
 	touch $@
 
 $(VENV)/.installed-dev: $(BUILD_INPUTS) | $(BIN)/python
-	$(BIN)/pip install $(PACKAGE)[examples,dev]
+	$(BIN)/pip install $(INSTALLED)[examples,dev]
 	touch $@ $(VENV)/.installed-examples
 
 $(VENV)/.installed-docs: $(BUILD_INPUTS) | $(BIN)/python
-	$(BIN)/pip install $(PACKAGE)[docs]
+	$(BIN)/pip install $(INSTALLED)[docs]
 	touch $@
 
 demo: $(VENV)/.installed-examples

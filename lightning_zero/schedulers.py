@@ -1,14 +1,29 @@
-"""Learning-rate schedules counted in optimizer steps."""
+"""Learning-rate schedules counted in optimizer steps.
+
+A resumed run goes on at the saved step, by its own arguments: with a larger ``total_steps`` the schedule is longer.
+"""
 
 import math
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 
-class WarmupCosineLR(LRScheduler):
+class _KeepsArguments(LRScheduler):
+    """Leaves its arguments out of what is saved, and keeps its own when it loads what torch's schedulers save."""
+
+    _arguments: ClassVar[frozenset[str]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in super().state_dict().items() if key not in self._arguments}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({key: value for key, value in state_dict.items() if key not in self._arguments})
+
+
+class WarmupCosineLR(_KeepsArguments):
     """Linear warm-up to each group's learning rate, then a cosine to a fraction of it.
 
     Step t of the warm-up uses `lr * (t + 1) / (warmup_steps + 1)`, so that no step is lost to a rate of zero.
@@ -20,6 +35,8 @@ class WarmupCosineLR(LRScheduler):
         min_lr_ratio: The minimum, as a fraction of each group's learning rate.
         last_epoch: Index of the last step taken; -1 starts anew.
     """
+
+    _arguments = frozenset({"total_steps", "warmup_steps", "min_lr_ratio"})
 
     def __init__(
         self,
@@ -54,7 +71,7 @@ class WarmupCosineLR(LRScheduler):
         return [lr * factor for lr in self.base_lrs]
 
 
-class WarmupLR(LRScheduler):
+class WarmupLR(_KeepsArguments):
     """DeepSpeed's ``WarmupLR``: from a minimum to a maximum, which stays.
 
     With `i` = max(0, t - 1), step t (the first is 0) uses `min_lr + (max_lr - min_lr) * g`, where g is
@@ -78,6 +95,8 @@ class WarmupLR(LRScheduler):
         ValueError: For a negative or an impossible argument.
     """
 
+    _arguments = frozenset({"min_lr", "max_lr", "warmup_steps", "warmup_type", "total_steps"})
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -98,7 +117,7 @@ class WarmupLR(LRScheduler):
         self.min_lr = min_lr
         self.max_lr = max_lr
         self.warmup_steps = max(2, warmup_steps)
-        self.warmup_type = str(warmup_type)  # a member of an enum would not load with `weights_only=True`
+        self.warmup_type = warmup_type
         super().__init__(optimizer, last_epoch)
 
     def factor(self, step: int) -> float:
@@ -162,7 +181,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, (self.total_steps - index) / (self.total_steps - self.warmup_steps))
 
 
-class OneCycleLR(lr_scheduler.OneCycleLR):
+class OneCycleLR(_KeepsArguments, lr_scheduler.OneCycleLR):
     """torch's ``OneCycleLR``, whose peak may be each group's own learning rate.
 
     The rate rises from `max_lr / div_factor` to `max_lr` and falls to a small fraction of where it started;
@@ -182,6 +201,8 @@ class OneCycleLR(lr_scheduler.OneCycleLR):
         three_phase: Fall as fast as the rise, then to the last rate.
         last_epoch: Index of the last step taken; -1 starts anew.
     """
+
+    _arguments = frozenset({"total_steps", "_schedule_phases"})  # peaks are in the optimizer's groups
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -117,7 +118,7 @@ def test_a_warmup_resumes_from_what_torch_loads_safely() -> None:
     file = io.BytesIO()
     torch.save(scheduler.state_dict(), file)
     file.seek(0)
-    fresh = WarmupDecayLR(sgd(1.0), total_steps=9, warmup_steps=3)  # what was saved counts
+    fresh = WarmupDecayLR(sgd(1.0), total_steps=20, warmup_steps=5, warmup_type="linear")
     fresh.load_state_dict(torch.load(file, weights_only=True))
     assert fresh.get_lr() == scheduler.get_lr()
     assert run(fresh, 10)[1:] == run(scheduler, 10)[1:]
@@ -156,3 +157,27 @@ def test_one_cycle_peaks_at_each_groups_own_rate() -> None:
 def test_impossible_cycles_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=-1.0.* must be greater than 0"):
         OneCycleLR(sgd(1.0), total_steps=10, **{name: -1.0})  # type: ignore[arg-type]
+
+
+# -- resuming --
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda steps: WarmupCosineLR(sgd(1.0), total_steps=steps, warmup_steps=1),
+        lambda steps: WarmupDecayLR(sgd(1.0), total_steps=steps, warmup_steps=2),
+        lambda steps: OneCycleLR(sgd(1.0), total_steps=steps, cycle_momentum=False),
+    ],
+    ids=["cosine", "warmup_decay", "onecycle"],
+)
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_resumed_run_may_be_longer(make: Callable[[int], LRScheduler], complete: bool) -> None:
+    """Also where the file has the arguments of the shorter one, as torch's schedulers save theirs."""
+    short, longer = make(4), make(20)
+    run(short, 4)
+    state = {k: v for k, v in vars(short).items() if k != "optimizer"} if complete else short.state_dict()
+    longer.load_state_dict(state)
+    longer.optimizer.load_state_dict(short.optimizer.state_dict())
+    longer.step()
+    assert run(longer, 10) == pytest.approx(run(make(20), 15)[5:])
