@@ -34,7 +34,11 @@ from lightning_zero.precision import ZeroPrecision
 from lightning_zero.registration import STRATEGIES
 
 _MIB = 2**20
-_CPU_ALLOCATOR = re.compile(r"CPUAllocator: (can't allocate memory|not enough memory)")
+# Of torch's host allocator, of pinned memory, of cuBLAS, and of mappings: none has a type of its own.
+_OUT_OF_MEMORY = re.compile(
+    r"CPUAllocator: (can't allocate memory|not enough memory)|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|Cannot allocate memory"
+)
 # As in the plan, and in its order.
 _HELD = ("parameters", "param_shards", "masters", "optimizer_state", "gradient_log", "buffers")
 
@@ -187,7 +191,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory of the device or of the host has run out, here or in what has led to the error."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    if isinstance(error, RuntimeError) and _CPU_ALLOCATOR.search(str(error)):
+    if isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)):
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True

@@ -182,6 +182,9 @@ class _TimedProfiler(Profiler):
         self._inner = inner
         self._timers = timers
 
+    def __del__(self) -> None:
+        """The base's tears down, which is for the inner one to do."""
+
     @override
     def start(self, action_name: str) -> None:
         self._inner.start(action_name)

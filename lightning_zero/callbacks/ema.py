@@ -25,15 +25,17 @@ class EMA(OnShards, EMAWeightAveraging):
     """Lightning's ``EMAWeightAveraging``, which keeps the average in shards under ``ZeroStrategy``.
 
     The average starts as the weights after the first update and becomes ``decay * average + (1 - decay) * weights``
-    with every further one. Validation runs with it; checkpoints hold it as ``state_dict`` and the weights in training
-    as ``current_model_state``; when training ends it replaces the weights. Lightning's callback resumes from these
-    checkpoints, and this one from its.
+    with every further one; integers, such as indices and counts, are copied. Validation runs with it; checkpoints hold
+    it as ``state_dict`` and the weights in training as ``current_model_state``; when training ends it replaces the
+    weights. Before the first update, and if there is none, the weights in training stand in all these places.
+    Lightning's callback resumes from these checkpoints, and this one from its.
 
     Under :class:`~lightning_zero.ZeroStrategy` each rank keeps the average of what it updates: of its shard of the
     weights, in the dtype of its fp32 masters where the weights have 16 bits, beside the optimizer state. Updates gather
     nothing. All ranks write checkpoints, each its shards; these resume at any stage and number of ranks. A skipped step
-    leaves the average alone, and an error in validation leaves the weights in training in the module. Under any other
-    strategy every rank keeps a whole copy of the module, as Lightning's callback does.
+    leaves the average alone. After an error in validation the shards are those of the weights in training, and so is
+    what is saved; the module shows them whole again when its strategy has released it. Under any other strategy every
+    rank keeps a whole copy of the module, as Lightning's callback does.
 
     Args:
         decay: weight of the average so far, from 0 to 1.
@@ -74,7 +76,16 @@ class EMA(OnShards, EMAWeightAveraging):
         return self._average_model if isinstance(self._average_model, _AverageOnShards) else None
 
     @override
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Whether a multiple of ``update_every_n_steps`` has come since: several optimizers step several at a time."""
+        if step_idx is None:
+            return False
+        before = max(self._latest_update_step, self.update_starting_at_step or 0) - 1
+        return step_idx // self.update_every_n_steps > before // self.update_every_n_steps
+
+    @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._latest_update_step = min(self._latest_update_step, trainer.global_step)  # that of an earlier Trainer
         if isinstance(trainer.strategy, ZeroStrategy):
             self._average_model = self._saved = None  # an earlier fit's average has replaced the weights
         else:
@@ -103,6 +114,8 @@ class EMA(OnShards, EMAWeightAveraging):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        if self._average_model is not None and not self._average_model.n_averaged:
+            checkpoint["state_dict"] = checkpoint["current_model_state"]
         if self._shards is not None and self._shards.shadow.swapped:  # a hook in validation saves
             average, weights, _ = _SAVED
             checkpoint[average], checkpoint[weights] = checkpoint[weights], checkpoint[average]
@@ -131,17 +144,26 @@ class EMA(OnShards, EMAWeightAveraging):
 
     @override
     def _swap_models(self, pl_module: pl.LightningModule) -> None:
-        if self._shards is None:
-            super()._swap_models(pl_module)
-        else:
+        assert self._average_model is not None
+        if not self._average_model.n_averaged:
+            return
+        if self._shards is not None:
             self._shards.swap()
+        else:
+            super()._swap_models(pl_module)
 
     @override
     def _copy_average_to_current(self, pl_module: pl.LightningModule) -> None:
-        if self._shards is None:
-            super()._copy_average_to_current(pl_module)
-        else:
+        assert self._average_model is not None
+        if not self._average_model.n_averaged:
+            rank_zero_warn(
+                f"EMA: the average was never updated (update_every_n_steps={self.update_every_n_steps}, "
+                f"update_starting_at_step={self.update_starting_at_step}); the weights stay as they were trained"
+            )
+        elif self._shards is not None:
             self._shards.replace_weights()
+        else:
+            super()._copy_average_to_current(pl_module)
 
 
 class _AverageOnShards:
@@ -166,10 +188,7 @@ class _AverageOnShards:
 
     def _average(self, average: Tensor, weights: Tensor) -> Tensor:
         """As Lightning's, to the bit, but in place: that takes a fraction of the time."""
-        fresh = (1 - self._decay) * weights
-        if average.is_floating_point():
-            return average.mul_(self._decay).add_(fresh)
-        return self._decay * average + fresh  # a count of batches: rounded down when it is kept
+        return average.mul_(self._decay).add_((1 - self._decay) * weights)
 
     def swap(self) -> None:
         self.shadow.swap()

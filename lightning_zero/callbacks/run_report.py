@@ -76,7 +76,7 @@ class RunReport(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._step = self._mark_step = trainer.global_step
-        self._mark_seconds = self._speed = 0.0
+        self._mark_seconds, self._speed = self.clock.seconds, 0.0
         self.clock.start()
 
     @override
@@ -111,6 +111,10 @@ class RunReport(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.clock.stop()
         self.measure(trainer, pl_module)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.clock.stop()
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -47,21 +47,20 @@ class Shadow:
             (store or bucket.placement.optimizer_store).zeros(bucket.layout.shard_numel, _dtype(bucket))
             for bucket in bucket_map.buckets
         ]
-        self._buffers = [
-            buffer.detach().to(store.device if store else buffer.device, copy=True)
-            for buffer in bucket_map.module.buffers()
-        ]
+        self._store = store
+        self._buffers: dict[str, Tensor] = {}
         self.update(follow)
 
     @property
     def buffers(self) -> dict[int, Tensor]:
         """The second values of the buffers, by id of the module's."""
-        live = self._map.module.buffers()
-        return {id(buffer): second for buffer, second in zip(live, self._buffers, strict=True)}
+        return {id(live): second for live, second in self._pairs()}
 
     @torch.no_grad()
     def update(self, rule: Rule, buffer_rule: Rule | None = None) -> None:
         """Second values become what a rule makes of them and the module's; padding may be among them.
+
+        Integers, such as indices and counts, are copied: what lies between two of them means nothing.
 
         Args:
             rule: element by element; of tensors of one shape, both on the shadow's device and in its dtype.
@@ -69,9 +68,9 @@ class Shadow:
         """
         self._map.absorb_edits()
         for bucket, second, start, stop in self._tiles():
-            second.copy_(rule(second, bucket.master.read(start, stop).to(second)))
-        for live, second in zip(self._map.module.buffers(), self._buffers, strict=True):
-            second.copy_((buffer_rule or rule)(second, live.detach().to(second)))
+            _apply(rule, second, bucket.master.read(start, stop))
+        for live, second in self._pairs():
+            _apply(buffer_rule or rule, second, live.detach())
 
     @torch.no_grad()
     def swap(self) -> None:
@@ -89,7 +88,7 @@ class Shadow:
         for bucket in self._map.buckets:
             bucket.publish(0, bucket.layout.shard_numel)
             bucket.mark_updated(range(len(bucket.parameters)))
-        for live, second in zip(self._map.module.buffers(), self._buffers, strict=True):
+        for live, second in self._pairs():
             before = live.detach().to(second.device, copy=True)
             live.detach().copy_(second)
             second.copy_(before)
@@ -112,7 +111,15 @@ class Shadow:
 
     def release(self) -> None:
         """Free everything."""
-        self.shards, self._buffers = [], []
+        self.shards, self._buffers = [], {}
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The module's buffers with their second values; one that is new, or has another shape, begins as a copy."""
+        for name, live in self._map.module.named_buffers():
+            if name not in self._buffers or self._buffers[name].shape != live.shape:
+                device = self._store.device if self._store else live.device
+                self._buffers[name] = live.detach().to(device, copy=True)
+            yield live, self._buffers[name]
 
     def _tiles(self) -> Iterator[tuple[Bucket, Tensor, int, int]]:
         """Pieces of the second values, with the bucket and the range of its shard that they belong to."""
@@ -121,6 +128,11 @@ class Shadow:
             for start in range(0, shard.numel(), tile):
                 stop = min(start + tile, shard.numel())
                 yield bucket, shard[start:stop], start, stop
+
+
+def _apply(rule: Rule, second: Tensor, live: Tensor) -> None:
+    averaged = second.is_floating_point() or second.is_complex()
+    second.copy_((rule if averaged else follow)(second, live.to(second)))
 
 
 def _dtype(bucket: Bucket) -> torch.dtype:

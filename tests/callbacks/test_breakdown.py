@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from helpers.ranks import RankPool, ranks
 from lightning import Callback
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 from rich.console import Console
 from strategy.fits import Lit, Recipe, fit, make_trainer
 from torch import Tensor
@@ -164,6 +165,20 @@ def fit_again_after_a_failure() -> None:
 
 def test_a_failed_fit_leaves_no_trace(pool1: RankPool) -> None:
     pool1.run(fit_again_after_a_failure)
+
+
+def fit_profiled(folder: str) -> str:
+    profiler = AdvancedProfiler(folder, "profile")
+    trainer = make_trainer("zero1", callbacks=[Breakdown()], profiler=profiler)
+    trainer.fit(Lit(Recipe(steps=1)))
+    assert trainer.profiler is profiler
+    return Path(folder, "fit-profile.txt").read_text()
+
+
+def test_the_trainers_profiler_still_writes_all(pool1: RankPool, tmp_path: Path) -> None:
+    (text,) = pool1.run(fit_profiled, str(tmp_path))
+    for action in ("run_training_batch", "training_step", "teardown"):
+        assert re.search(rf"^Profile stats for: .*{action}", text, re.MULTILINE), action
 
 
 def fit_under_ddp() -> int:

@@ -221,7 +221,8 @@ def test_a_report_that_fails_hides_no_error(pool1: RankPool) -> None:
 def test_errors_that_mean_it() -> None:
     wrapped = RuntimeError("rank 0 could not gather")
     wrapped.__cause__ = torch.OutOfMemoryError("a test's")
-    for error in (MemoryError(), OSError(errno.ENOMEM, "mmap"), wrapped):
+    pinned = RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+    for error in (MemoryError(), OSError(errno.ENOMEM, "mmap"), wrapped, pinned):
         assert is_out_of_memory(error)
     for error in (OSError(errno.ENOENT, "file"), RuntimeError("shape"), ValueError("memory")):
         assert not is_out_of_memory(error)

@@ -1,0 +1,29 @@
+"""`RunReport`: what it counts as training. Its files are tested with the examples."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_zero.callbacks import RunReport
+
+
+def test_a_second_fit_has_a_speed_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after one that ended in an error."""
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    report, trainer = RunReport(tmp_path, "zero2", step_size=10, unit="images"), SimpleNamespace(global_step=0)
+    some: Any = trainer
+    report.on_train_start(some, some)
+    now = 5.0
+    report.on_exception(some, some, RuntimeError())
+    now = 100.0
+    report.on_train_start(some, some)
+    now, report._step = 102.0, 4
+    report._measure_speed()
+    assert report._speed == 4 * 10 / 2
+    assert report.clock.seconds == 7.0
