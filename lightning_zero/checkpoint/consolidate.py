@@ -70,7 +70,7 @@ def _cast(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
         return _checked(name, value, dtype)
     like = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device="meta")
     assert isinstance(value.source, StoredSource)
-    return StoredTensor(_Cast(value.source, name, dtype), value.param, like)
+    return StoredTensor(_Cast(value.source, name, value.dtype, dtype), value.param, like)
 
 
 def _checked(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -86,6 +86,7 @@ class _Cast:
 
     source: StoredSource
     name: str
+    stored: torch.dtype
     dtype: torch.dtype
     live = False
 
@@ -96,5 +97,7 @@ class _Cast:
     def fetch(self, param: int) -> Tensor:
         return _checked(self.name, self.source.fetch(param), self.dtype)
 
-    def read_run(self, param: int, form: MemoryFormat, start: int, stop: int) -> Tensor:
-        return _checked(self.name, self.source.read_run(param, form, start, stop), self.dtype)
+    def read_run(self, param: int, form: MemoryFormat, start: int, into: Tensor) -> None:
+        values = torch.empty(into.numel(), dtype=self.stored)
+        self.source.read_run(param, form, start, values)
+        into.copy_(_checked(self.name, values, self.dtype))

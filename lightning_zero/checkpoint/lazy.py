@@ -43,8 +43,8 @@ class Source(Protocol):
 class StoredSource(Source, Protocol):
     """A checkpoint on the disk."""
 
-    def read_run(self, param: int, form: MemoryFormat, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of its tensor ``param``, in the order of ``form``; 1-D."""
+    def read_run(self, param: int, form: MemoryFormat, start: int, into: Tensor) -> None:
+        """Fill ``into`` (1-D) with the elements of its tensor ``param`` from ``start`` on, in the order of ``form``."""
         ...
 
 
@@ -130,18 +130,21 @@ _METADATA = frozenset(
 class StoredTensor(LazyTensor):
     """A lazy tensor of a checkpoint that is loaded: the engine reads its runs, and nothing of them stays here."""
 
-    def read_run(self, form: MemoryFormat, start: int, stop: int) -> Tensor:
+    def read_run(self, form: MemoryFormat, start: int, into: Tensor) -> None:
         """See :class:`~lightning_zero.engine.memory_format.ReadableInRuns`."""
         if self.fetched is not None:
-            return form.flatten(self.fetched)[start:stop]
-        assert isinstance(self.source, StoredSource)
-        return self.source.read_run(self.param, form, start, stop)
+            form.read(self.fetched, start, into)
+        else:
+            assert isinstance(self.source, StoredSource)
+            self.source.read_run(self.param, form, start, into)
 
     def tiles(self, nbytes: int) -> Iterator[Tensor]:
         """The values in the order of memory, 1-D, so many bytes at a time."""
         form, size = MemoryFormat(self.shape, self.stride()), max(1, nbytes // self.element_size())
         for start in range(0, self.numel(), size):
-            yield self.read_run(form, start, min(start + size, self.numel()))
+            tile = torch.empty(min(size, self.numel() - start), dtype=self.dtype)
+            self.read_run(form, start, tile)
+            yield tile
 
     def whole(self) -> Tensor:
         """The values, of which nothing stays here."""

@@ -34,19 +34,21 @@ class Pieces:
 
     def fetch(self, param: int) -> Tensor:
         """The whole, put together; contiguous, on the CPU."""
-        return self._run(0, self.form.numel()).view(self.form.shape)
+        whole = torch.empty(self.form.shape, dtype=self.form.dtype)
+        self._read(0, whole.view(-1))
+        return whole
 
-    def read_run(self, param: int, form: MemoryFormat, start: int, stop: int) -> Tensor:
+    def read_run(self, param: int, form: MemoryFormat, start: int, into: Tensor) -> None:
         """See :class:`~lightning_zero.checkpoint.lazy.StoredSource`."""
         if form == MemoryFormat.of(self.form):
-            return self._run(start, stop)
-        return form.flatten(self.fetch(param))[start:stop]
+            self._read(start, into)
+        else:
+            form.read(self.fetch(param), start, into)
 
-    def _run(self, start: int, stop: int) -> Tensor:
-        run, offset = torch.empty(stop - start, dtype=self.form.dtype), 0
+    def _read(self, start: int, into: Tensor) -> None:
+        stop, offset = start + into.numel(), 0
         for piece in self.pieces:
             low, high = max(start, offset), min(stop, offset + piece.numel())
             if low < high:
-                run[low - start : high - start].copy_(piece[low - offset : high - offset])
+                into[low - start : high - start].copy_(piece[low - offset : high - offset])
             offset += piece.numel()
-        return run

@@ -243,20 +243,24 @@ class Folder:
 
     def fetch(self, param: int) -> Tensor:
         stored = self._stored[param]
-        form = MemoryFormat.of(torch.empty(stored.shape, device="meta"))
-        return self.read_run(param, form, 0, stored.shape.numel()).view(stored.shape)
+        whole = torch.empty(stored.shape, dtype=stored.dtype)
+        self.read_run(param, MemoryFormat.of(whole), 0, whole.view(-1))
+        return whole
 
-    def read_run(self, param: int, form: MemoryFormat, start: int, stop: int) -> Tensor:
+    def read_run(self, param: int, form: MemoryFormat, start: int, into: Tensor) -> None:
         """See :class:`~lightning_zero.checkpoint.lazy.StoredSource`."""
         stored = self._stored[param]
-        run, position = torch.empty(stop - start, dtype=stored.dtype), 0
-        for box in boxes_of_run(form, start, stop):
+        # Straight into memory of the host that takes the bytes as they are.
+        straight = into.device.type == "cpu" and into.dtype == stored.dtype and into.is_contiguous()
+        run, position = into if straight else torch.empty(into.numel(), dtype=stored.dtype), 0
+        for box in boxes_of_run(form, start, start + into.numel()):
             values = view_as_box(run[position : position + box.numel], box, form)
             position += box.numel
             for part, info in stored.parts:
                 if both := box.intersection(part):
                     self._read(info, both.within(part), both.within(box).of(values))
-        return run
+        if run is not into:
+            into.copy_(run)
 
     def _read(self, info: Any, box: Box, into: Tensor) -> None:
         """Copy a box of a part that lies in one file; ``into`` has its sizes and the part's dtype."""

@@ -187,10 +187,10 @@ class Bucket:
                 pieces = self.placement.split_master(self.dtype).pieces
                 remainder, *high = (store.zeros(numel, dtype) for dtype in pieces)
                 self.master = SplitMaster(self.shard, high[0] if high else self.shard, remainder)
-                self.master.load(0, values)
+                self.master.keep(0, values.to("cpu", torch.float32))
             else:
                 self.master = CopyMaster(self.shard, values, ties="away")
-                self.master.write(0, numel)
+            self.master.write(0, numel)
             self.mark_updated(range(len(self.parameters)))
 
     def optimize(self) -> None:
@@ -385,8 +385,10 @@ class Bucket:
     def _load_master(self, index: int, values: Tensor) -> None:
         for segment in self.segments:
             if segment.param == index:
-                start = segment.param_start
-                self.master.load(segment.start, self.formats[index].run(values, start, start + segment.numel).detach())
+                into = self.master.read(segment.start, segment.stop)
+                self.formats[index].read(values, segment.param_start, into)
+                self.master.keep(segment.start, into)
+                self.master.write(segment.start, segment.stop)
 
     def gather_full(self, shard: Tensor) -> Tensor:
         """All-gather any 1-D tensor laid out as the shard; returns the full one (padded) on the device. Collective."""

@@ -53,10 +53,6 @@ class Master(Protocol):
         """Publish what was changed: derive the parameter shard from it."""
         ...
 
-    def load(self, start: int, values: Tensor) -> None:
-        """Overwrite the values from ``start`` on, and publish them."""
-        ...
-
     def tensors(self, start: int, stop: int) -> KernelTensors:
         """What a kernel on the host updates in place; :meth:`write` follows unless it has a ``copy_out``."""
         ...
@@ -93,9 +89,6 @@ class NoMaster:
 
     def write(self, start: int, stop: int) -> None:
         """Nothing to publish: the values are the shard's."""
-
-    def load(self, start: int, values: Tensor) -> None:
-        self._shard[start : start + values.numel()].copy_(values)
 
     def tensors(self, start: int, stop: int) -> KernelTensors:
         return KernelTensors(self._shard[start:stop])
@@ -160,11 +153,6 @@ class CopyMaster:
         away = self.ties == "away" and shard.dtype == torch.bfloat16
         shard.copy_(_rounded_away(values) if away else values)
 
-    def load(self, start: int, values: Tensor) -> None:
-        stop = start + values.numel()
-        self._values[start:stop].copy_(values)
-        self.write(start, stop)
-
     def tensors(self, start: int, stop: int) -> KernelTensors:
         self._updated.forget()
         # On the host the kernel writes the 16-bit shard in the same pass.
@@ -218,10 +206,6 @@ class SplitMaster:
     def write(self, start: int, stop: int) -> None:
         if self._high is not self._shard:
             self._shard[start:stop].copy_(self._high[start:stop])
-
-    def load(self, start: int, values: Tensor) -> None:
-        self.keep(start, values.detach().to("cpu", torch.float32).contiguous())
-        self.write(start, start + values.numel())
 
     def tensors(self, start: int, stop: int) -> KernelTensors:
         self._updated.forget()

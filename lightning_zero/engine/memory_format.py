@@ -17,8 +17,8 @@ from torch import Tensor
 class ReadableInRuns(Protocol):
     """A tensor whose values are somewhere else, such as in a file, where a part can be read without the rest."""
 
-    def read_run(self, form: MemoryFormat, start: int, stop: int) -> Tensor:
-        """As :meth:`MemoryFormat.run` of the tensor; ``form`` has its shape."""
+    def read_run(self, form: MemoryFormat, start: int, into: Tensor) -> None:
+        """As :meth:`MemoryFormat.read` of the tensor; ``form`` has its shape."""
         ...
 
 
@@ -49,8 +49,9 @@ class MemoryFormat:
             tensor = tensor.permute(self.order)
         return tensor.reshape(-1)
 
-    def run(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of :meth:`flatten`; of a tensor in a file no others are read."""
+    def read(self, tensor: Tensor, start: int, into: Tensor) -> None:
+        """Fill ``into`` (1-D) with the elements of :meth:`flatten` from ``start`` on; of a file no others are read."""
         if isinstance(tensor, ReadableInRuns) and tensor.shape == self.shape:
-            return tensor.read_run(self, start, stop)
-        return self.flatten(tensor)[start:stop]
+            tensor.read_run(self, start, into)
+        else:
+            into.copy_(self.flatten(tensor)[start : start + into.numel()].detach())

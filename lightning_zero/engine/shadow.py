@@ -105,9 +105,7 @@ class Shadow:
         shard = self.shards[self._map.buckets.index(bucket)]
         for segment in bucket.segments:
             if segment.param == index:
-                start = segment.param_start
-                run = bucket.formats[index].run(values, start, start + segment.numel)
-                shard[segment.start : segment.stop].copy_(run.detach())
+                bucket.formats[index].read(values, segment.param_start, shard[segment.start : segment.stop])
 
     def release(self) -> None:
         """Free everything."""

@@ -60,15 +60,16 @@ class ShardState:
 
         What has one floating-point value per element becomes ``dtype``.
         """
-        start = segment.param_start
-
-        def cut(name: str, value: Any) -> Any:
+        names, scalars = [], {}
+        for name, value in state.items():
             if self._is_flat(name, value, self._numels[segment.param]):
-                run = self._formats[segment.param].run(value, start, start + segment.numel).detach()
-                return run.to(dtype) if name in self._per_element and run.is_floating_point() else run
-            return value.detach().clone() if isinstance(value, Tensor) else value
-
-        self.put(segment, {name: cut(name, value) for name, value in state.items()})
+                kind = dtype if name in self._per_element and value.is_floating_point() else value.dtype
+                into = self.zeros(name, kind)[segment.start : segment.stop]
+                self._formats[segment.param].read(value, segment.param_start, into)
+                names.append(name)
+            else:
+                scalars[name] = value.detach().clone() if isinstance(value, Tensor) else value
+        self.put_scalars(segment, scalars, tuple(names))
 
     def zeros(self, name: str, dtype: torch.dtype) -> Tensor:
         """The flat tensor called ``name``, made on first use."""

@@ -479,7 +479,8 @@ def split_master(dtype: torch.dtype, apart: bool) -> tuple[SplitMaster, Tensor]:
     shard = torch.zeros(len(VALUES), dtype=dtype)
     high = torch.zeros_like(shard) if apart else shard
     master = SplitMaster(shard, high, torch.zeros(len(VALUES), dtype=torch.int16))
-    master.load(0, torch.tensor(VALUES))
+    master.keep(0, torch.tensor(VALUES))
+    master.write(0, len(VALUES))
     return master, shard
 
 
