@@ -3,7 +3,7 @@
 from typing import Any
 
 import lightning as L
-from data import CLASSES
+from data import CLASSES, IGNORED
 from model import Classifier
 from pictures import draw_confusion, draw_predictions
 from torch import Tensor
@@ -27,7 +27,9 @@ class Report(RunReport):
         self, trainer: L.Trainer, model: Classifier, logits: Tensor, batch: Any, batch_idx: int, *_
     ) -> None:
         if batch_idx == 0:  # rank 0 has the first images of the data set
-            self.shown = (*(tensor.cpu() for tensor in batch), logits.softmax(dim=-1).cpu())
+            pixels, labels = batch
+            real = labels != IGNORED
+            self.shown = tuple(tensor[real].cpu() for tensor in (pixels, labels, logits.softmax(dim=-1)))
 
     def on_test_epoch_end(self, trainer: L.Trainer, model: Classifier) -> None:
         """Metrics without a scalar value, over all ranks."""

@@ -286,6 +286,18 @@ def test_unusable_sizes_are_refused(cifar10: SimpleNamespace, options: dict[str,
         cifar10.data.Synthetic(40, 5, **{"batch_size": 4, "val_fraction": 0.1, **options})
 
 
+# -- report --
+
+
+def test_images_that_only_fill_a_batch_are_not_shown(cifar10: SimpleNamespace, tmp_path: Path) -> None:
+    report = cifar10.report.Report(str(tmp_path), "test", 4)
+    batch = next(iter(cifar10.data.EvaluationBatches(images(cifar10, 5), 8)))
+    report.on_test_batch_end(None, None, torch.zeros(8, 10), batch, 0)
+    pixels, labels, probabilities = report.shown
+    assert (labels.tolist(), numbers([(pixels, labels)])) == ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
+    assert probabilities.shape == (5, 10)
+
+
 # -- options --
 
 
