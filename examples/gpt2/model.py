@@ -17,6 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from lightning_zero.hydra_app import build_optimizers
 
 
+class NotFiniteError(ValueError):
+    """A model that has diverged cannot be sampled."""
+
+
 class Attention(nn.Module):
     """Causal self-attention with several heads."""
 
@@ -141,15 +145,21 @@ class LanguageModel(L.LightningModule):
             top_k: Sample only so many of the likeliest tokens; None for all.
             vocab_size: Sample only the tokens below it; None for all.
             seed: Seed of the draws.
+
+        Raises:
+            NotFiniteError: The scores of the model are infinite or not a number.
         """
         generator = torch.Generator().manual_seed(seed)
         tokens = list(prompt)
         for _ in range(length):
             window = torch.tensor([tokens[-self.context :]], device=self.device)
             logits = self(window)[0, -1, :vocab_size].float().cpu()  # V
+            if not logits.isfinite().all():
+                raise NotFiniteError("The model's scores are infinite or not a number: it has diverged.")
+            scaled = (logits - logits.max()).double() / temperature  # fp32 has no quotient by the smallest temperatures
             if top_k is not None and top_k < len(logits):
-                logits[logits < logits.topk(top_k).values[-1]] = -math.inf
-            probabilities = torch.softmax(logits / temperature, dim=-1)
+                scaled[logits < logits.topk(top_k).values[-1]] = -math.inf
+            probabilities = torch.softmax(scaled, dim=-1).float()
             tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         return tokens[len(prompt) :]
 

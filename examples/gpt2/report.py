@@ -1,6 +1,7 @@
 """What a run leaves behind: loss curves, a summary and a sampled text."""
 
 import lightning as L
+from model import LanguageModel, NotFiniteError
 from tokenizer import Tokenizer
 
 from lightning_zero import gathered_parameters
@@ -31,9 +32,16 @@ class Report(RunReport):
         super().measure(trainer, model)
         model.eval()
         with gathered_parameters(model), trainer.precision_plugin.forward_context():
-            tokens = model.generate(self.tokenizer.encode(self.prompt.encode()).tolist(), **self.sampling)
+            self.sample = self.sampled(model)
         model.train()
-        self.sample = self.prompt + self.tokenizer.decode(tokens)
+
+    def sampled(self, model: LanguageModel) -> str:
+        """The prompt and what follows, or why there is none: a run that diverged leaves everything else."""
+        try:
+            tokens = model.generate(self.tokenizer.encode(self.prompt.encode()).tolist(), **self.sampling)
+        except NotFiniteError as error:
+            return f"No sample. {error}"
+        return self.prompt + self.tokenizer.decode(tokens)
 
     def write(self, trainer: L.Trainer) -> None:
         """Show and keep the sample as well, on rank 0."""

@@ -304,6 +304,23 @@ def test_top_k_leaves_the_likeliest(gpt2: SimpleNamespace) -> None:
     assert everything == model.generate([1], 10, top_k=1000, seed=3) != greedy
 
 
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}])
+def test_the_smallest_temperature_takes_the_likeliest(gpt2: SimpleNamespace, options: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model = gpt2.model.GPT(**NANO).eval()
+    greedy = model.generate([1], 10, top_k=1)
+    assert model.generate([1], 10, temperature=1e-40, **options) == greedy
+    assert model.generate([1], 10, temperature=1e-320, **options) == greedy
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_diverged_model_is_not_sampled(gpt2: SimpleNamespace, value: float) -> None:
+    model = gpt2.model.GPT(**NANO).eval()
+    torch.nn.init.constant_(model.ln_f.bias, value)
+    with pytest.raises(ValueError, match="scores are infinite or not a number: it has diverged"):
+        model.generate([1], 1)
+
+
 def test_the_model_loads_from_its_checkpoint(gpt2: SimpleNamespace, tmp_path: Path) -> None:
     model = gpt2.model.GPT(**NANO, optimizer=composed().optimizer)
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
@@ -878,6 +895,16 @@ def test_half_precision_trains_and_samples(pool1: RankPool, runs: Path) -> None:
     assert (summary["steps"], len(losses)) == (3, 3)
     assert summary["val_loss"] == pytest.approx(math.log(256), rel=0.05)
     assert (runs / "run" / "sample.txt").read_text().startswith("\n")
+
+
+@ranks(2)
+def test_a_diverged_run_leaves_everything_but_the_sample(pool: RankPool, runs: Path) -> None:
+    options = "strategy=zero3", "optimizer.lr=1e30", "trainer.max_steps=2"
+    pool.run(train_briefly, str(runs / "run"), pool.world_size, *options)
+    assert results(runs / "run")[0]["steps"] == 2
+    assert (runs / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (runs / "run" / "sample.txt").read_text().startswith("No sample. The model's scores")
+    assert (runs / "run" / "checkpoints" / "last.ckpt").is_file()
 
 
 def test_the_last_steps_are_validated(pool1: RankPool, runs: Path) -> None:
