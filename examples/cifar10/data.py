@@ -40,6 +40,9 @@ class Images(NamedTuple):
 class ShuffledBatches:
     """Training batches: each epoch is a permutation drawn from (seed, epoch); an incomplete last batch is left out.
 
+    An iteration goes on from the position, for as many batches as an epoch has. Lightning takes fewer where it is told
+    to (`limit_train_batches`), or where it resumes within an epoch: it counts them itself.
+
     Args:
         images: What to train on.
         batch_size: Images per optimizer step, over all ranks and micro-batches.
@@ -62,14 +65,20 @@ class ShuffledBatches:
         return len(self.images) // self.batch_size * self.accumulate
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        epoch, start = divmod(self.position, len(self))
-        order = list(range(len(self.images)))
-        random.Random(f"{self.seed}/{epoch}").shuffle(order)
-        for index in range(start, len(self)):
+        order: list[int] = []
+        for _ in range(len(self)):
+            epoch, index = divmod(self.position, len(self))
+            if index == 0 or not order:
+                order = self._order(epoch)
             self.position += 1
             step, part = divmod(index, self.accumulate)
             first = step * self.batch_size + (self.rank * self.accumulate + part) * self.micro_batch
             yield self.images.batch(torch.tensor(order[first : first + self.micro_batch]))
+
+    def _order(self, epoch: int) -> list[int]:
+        order = list(range(len(self.images)))
+        random.Random(f"{self.seed}/{epoch}").shuffle(order)
+        return order
 
     def state_dict(self) -> dict[str, int]:
         step, part = divmod(self.position, self.accumulate)

@@ -26,6 +26,9 @@ NOT_LIBRARY = {"__pycache__", "site-packages", "dist-packages", "test", "tests",
 class RandomWindows:
     """Random windows, drawn from a generator that is seeded by (seed, step): its state is the step.
 
+    An iteration goes on from the position, for as many batches as an epoch has. Lightning takes fewer where it is told
+    to (`limit_train_batches`), or where it resumes within an epoch: it counts them itself.
+
     Args:
         tokens: 1D uint8 or uint16, the text.
         context: Inputs per window.
@@ -59,7 +62,7 @@ class RandomWindows:
         return self.steps * self.accumulate
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for _ in range(len(self) - self.position % len(self)):
+        for _ in range(len(self)):
             step, part = divmod(self.position, self.accumulate)
             self.position += 1
             yield self._micro_batch(step, part)

@@ -17,12 +17,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from helpers.images import FILES, records, write_files
 from helpers.ranks import RankPool, ranks
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_zero import load_from_checkpoint
@@ -255,8 +257,57 @@ def test_every_epoch_has_an_order_of_its_own_and_goes_on_from_its_state(cifar10:
     assert begun.state_dict() == {"step": 1, "micro_batch": 1}
     resumed = cifar10.data.ShuffledBatches(data, 8, 1, accumulate=2)
     resumed.load_state_dict(begun.state_dict())
-    assert seen + numbers(resumed) == epochs[0]
-    assert numbers(resumed) == epochs[1]
+    everything = epochs[0] + epochs[1]
+    rest = numbers(resumed)
+    assert len(rest) == 40
+    assert seen + rest == everything[: len(seen) + 40]
+
+
+class Recorder(L.LightningModule):
+    """Keeps which images every batch has held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.seen.append(numbers([batch]))
+        return self.weight * 1
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trained_on(loader: Any, limit: int | None, folder: Path, start: Path | None = None) -> list[list[int]]:
+    """The batches of three epochs under Lightning, which leaves a checkpoint of every step."""
+    model = Recorder()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=3,
+        limit_train_batches=limit,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)],
+    )
+    trainer.fit(model, loader, ckpt_path=start, weights_only=True)
+    return model.seen
+
+
+@pytest.mark.parametrize("limit", [None, 4])
+def test_every_epoch_is_as_long_as_lightning_wants_it_also_when_resumed(
+    cifar10: SimpleNamespace, tmp_path: Path, limit: int | None
+) -> None:
+    def loader() -> Any:
+        return cifar10.data.ShuffledBatches(images(cifar10, 40), 8, 1)
+
+    seen = trained_on(loader(), limit, tmp_path)
+    assert len(seen) == 3 * (limit or 5)
+    second = [number for batch in seen[5:10] for number in batch]  # permutation, wherever the epochs begin
+    assert sorted(second) == list(range(40))
+    for step in (3, limit or 5, 6):
+        assert trained_on(loader(), limit, tmp_path, tmp_path / f"step={step}.ckpt") == seen[step:]
 
 
 @pytest.mark.parametrize(("count", "world_size"), [(12, 1), (13, 2), (3, 2), (25, 3)])
