@@ -43,12 +43,17 @@ def saved_checkpoint(trainer: L.Trainer) -> str | None:
 
 def check_options(cfg: DictConfig) -> None:
     """Refuse what would fail only after ranks are started."""
-    seed, path = cfg.seed, cfg.ckpt_path
+    seed, path, method = cfg.seed, cfg.ckpt_path, cfg.strategy.get("start_method", "popen")
     if type(seed) is not int or not 0 <= seed < 2**32:
         raise ConfigError(f"seed={seed!r} must be an integer from 0 to 4294967295, such as 42: change seed.")
     if path not in (None, "last", "hpc") and "://" not in str(path) and not is_checkpoint(Path(str(path))):
         raise ConfigError(
             f"ckpt_path={path!r} must be an existing file or sharded folder, or null to start anew: change ckpt_path."
+        )
+    if method != "popen":
+        raise ConfigError(
+            f"strategy.start_method={method} keeps the results in the processes that it starts, and this one reports "
+            "them: leave strategy.start_method at popen, or start the ranks by torchrun."
         )
 
 

@@ -28,6 +28,10 @@ RULES = {
         "an integer of at least 1, or null for all",
     ),
     "checkpoint": (is_checkpoint, "an existing file or sharded folder"),
+    "start_method": (
+        lambda method: method in (None, "popen"),
+        "popen (or start the ranks by torchrun): the others keep the results in the processes that they start",
+    ),
     "ckpt_path": (is_resumable, "an existing file or sharded folder, or null to start anew"),
 }
 

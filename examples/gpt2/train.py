@@ -15,7 +15,8 @@ from report import Report
 from lightning_zero import hydra_main
 from lightning_zero.hydra_app import ConfigError, build_trainer, micro_batch_size
 
-CHECKED = "seed", "ckpt_path", "sample.prompt", "sample.length", "sample.temperature", "sample.top_k"
+SAMPLE = "sample.prompt", "sample.length", "sample.temperature", "sample.top_k"
+CHECKED = "seed", "ckpt_path", "strategy.start_method", *SAMPLE
 
 
 @hydra_main(config_name="train", config_path="conf")

@@ -359,6 +359,7 @@ def test_images_that_only_fill_a_batch_are_not_shown(cifar10: SimpleNamespace, t
         ("seed=-1", "seed=-1 must be an integer from 0"),
         ("ckpt_path=/nope.ckpt", "ckpt_path='/nope.ckpt' must be an existing file or sharded folder, or null to"),
         ("ckpt_path=/", "ckpt_path='/' must be an existing file or sharded folder"),
+        ("strategy.start_method=spawn", r"start_method=spawn keeps the results in .* at popen, or .* by torchrun"),
     ],
 )
 def test_unusable_options_are_refused_at_once(

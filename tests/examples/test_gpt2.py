@@ -594,6 +594,7 @@ def test_unusable_token_files_are_refused(
         ("ckpt_path=/nope.ckpt", "ckpt_path='/nope.ckpt' must be an existing file or sharded folder, or null to"),
         ("ckpt_path=", "ckpt_path='' must be an existing file"),
         ("ckpt_path=/", "ckpt_path='/' must be an existing file"),
+        ("strategy.start_method=fork", r"start_method='fork' must be popen \(or start the ranks by torchrun\): the"),
     ],
 )
 def test_unusable_options_are_refused_at_once(
