@@ -14,14 +14,23 @@ HUB = "openai-community/gpt2"
 # The names under which GPT-2's vocabulary and merges are found: transformers', OpenAI's.
 FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
+# GPT-2 splits every text between what is no white space and the blank or newline after it, and between a letter and a
+# digit. In UTF-8 no character is torn there: what follows is ASCII.
+WIDE_SPACES = b"".join(b"(?<!%b)" % chr(code).encode() for code in range(0x80, 0x3001) if chr(code).isspace())
+LAST_CUT = re.compile(rb".*(?:[!-~\x80-\xff]" + WIDE_SPACES + rb"(?=[ \n])|[A-Za-z](?=[0-9]))", re.DOTALL)
+
 
 class Tokenizer(Protocol):
     """Text to tokens and back."""
 
     vocab_size: int
 
-    def encode(self, text: bytes) -> Tensor:
+    def encode(self, text: bytes | bytearray) -> Tensor:
         """The tokens of a text: 1D, uint8 or uint16."""
+        ...
+
+    def last_cut(self, text: bytearray, start: int) -> int:
+        """The last place where both parts of a text have the tokens of the whole; 0: none in what `start` begins."""
         ...
 
     def decode(self, tokens: list[int]) -> str: ...
@@ -32,8 +41,11 @@ class Bytes:
 
     vocab_size = 256
 
-    def encode(self, text: bytes) -> Tensor:
+    def encode(self, text: bytes | bytearray) -> Tensor:
         return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+
+    def last_cut(self, text: bytearray, start: int) -> int:
+        return len(text)
 
     def decode(self, tokens: list[int]) -> str:
         return bytes(tokens).decode(errors="replace")
@@ -58,8 +70,12 @@ class GPT2:
         self._bpe = ByteLevelBPETokenizer(str(vocabulary), str(merges))
         self.vocab_size = self._bpe.get_vocab_size()
 
-    def encode(self, text: bytes) -> Tensor:
+    def encode(self, text: bytes | bytearray) -> Tensor:
         return torch.tensor(self._bpe.encode(text.decode(errors="replace")).ids, dtype=torch.uint16)
+
+    def last_cut(self, text: bytearray, start: int) -> int:
+        cut = LAST_CUT.match(text, max(0, start - 1))
+        return cut.end() if cut else 0
 
     def decode(self, tokens: list[int]) -> str:
         return self._bpe.decode(tokens, skip_special_tokens=False)
@@ -98,17 +114,14 @@ def download() -> Path:
 
 
 def encode_blocks(tokenizer: Tokenizer, file: BinaryIO, block: int = BLOCK) -> Iterator[tuple[int, Tensor]]:
-    """A file's tokens piece by piece, with the bytes that each piece stands for.
-
-    GPT-2 splits a text between a letter or digit and the white space after it, whatever else there is: pieces that
-    end there have the tokens of the whole text. (Their bytes are ASCII, so that no character is torn.)
-    """
-    rest = b""
+    """A file's tokens piece by piece, with the bytes that each piece stands for; together those of the whole text."""
+    rest = bytearray()
     while data := file.read(block):
+        searched = len(rest)
         rest += data
-        if cut := re.match(rb".*\w(?=[ \n])", rest, re.DOTALL):
-            yield cut.end(), tokenizer.encode(rest[: cut.end()])
-            rest = rest[cut.end() :]
+        if cut := tokenizer.last_cut(rest, searched):
+            yield cut, tokenizer.encode(rest[:cut])
+            del rest[:cut]
     yield len(rest), tokenizer.encode(rest)
 
 

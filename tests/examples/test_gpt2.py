@@ -8,6 +8,7 @@ import importlib
 import io
 import json
 import math
+import random
 import re
 import subprocess
 import sys
@@ -489,6 +490,40 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(gpt2: SimpleNamespace, voc
     assert torch.equal(torch.cat([tokens for _, tokens in pieces]), bpe.encode(PROSE))
     assert sum(size for size, _ in pieces) == len(PROSE)
     assert len(pieces) > 10 or block > 50
+
+
+@pytest.mark.parametrize("block", [1, 5, 64])
+@pytest.mark.parametrize(
+    ("text", "longest"),
+    [
+        ("中文很长。\n" * 40, 16 + 64),
+        ("d41d8cd98f00b204e9800998ecf8427e" * 40, 8 + 64),
+        ("了\u3000\n  x1's2\u2003 \u00a0\n\n\u2028\nÀ\n\t !' 's\x85 \n" * 20, 40 + 64),
+    ],
+    ids=["chinese", "hexadecimal", "spaces"],
+)
+def test_pieces_stay_short_without_a_blank_after_a_letter(
+    gpt2: SimpleNamespace, vocab: str, text: str, longest: int, block: int
+) -> None:
+    bpe = gpt2.tokenizer.load_tokenizer("gpt2", vocab)
+    pieces = list(gpt2.tokenizer.encode_blocks(bpe, io.BytesIO(text.encode()), block))
+    assert torch.equal(torch.cat([tokens for _, tokens in pieces]), bpe.encode(text.encode()))
+    assert max(size for size, _ in pieces) <= longest
+
+
+def test_damaged_characters_are_the_same_in_pieces(gpt2: SimpleNamespace, vocab: str) -> None:
+    bpe = gpt2.tokenizer.load_tokenizer("gpt2", vocab)
+    draw = random.Random(0)
+    parts = "中\u3000\u00a0é".encode()
+    text = bytes(draw.choice(parts + b" \n\ta1's") for _ in range(2000))
+    pieces = [tokens for _, tokens in gpt2.tokenizer.encode_blocks(bpe, io.BytesIO(text), 16)]
+    assert len(pieces) > 50
+    assert torch.equal(torch.cat(pieces), bpe.encode(text))
+
+
+def test_bytes_are_encoded_block_by_block(gpt2: SimpleNamespace) -> None:
+    blocks = gpt2.tokenizer.encode_blocks(gpt2.tokenizer.Bytes(), io.BytesIO(TEXT), 1000)
+    assert [size for size, _ in blocks] == [1000, 1000, 1000, 0]
 
 
 def test_byte_pairs_are_those_of_transformers_and_decode_to_the_text(gpt2: SimpleNamespace, vocab: str) -> None:
