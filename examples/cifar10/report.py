@@ -32,9 +32,10 @@ class Report(RunReport):
             self.shown = tuple(tensor[real].cpu() for tensor in (pixels, labels, logits.softmax(dim=-1)))
 
     def on_test_epoch_end(self, trainer: L.Trainer, model: Classifier) -> None:
-        """Metrics without a scalar value, over all ranks."""
-        self.class_accuracy = model.class_accuracy.compute().tolist()
+        """Metrics without a scalar value, over all ranks; a class without test images has no accuracy."""
         self.confusion = model.confusion.compute().cpu()
+        accuracies = zip(model.class_accuracy.compute().tolist(), self.confusion.sum(dim=1).tolist(), strict=True)
+        self.class_accuracy = [round(accuracy, 4) if count else None for accuracy, count in accuracies]
 
     def on_test_end(self, trainer: L.Trainer, model: Classifier) -> None:
         self.test_loss, self.test_accuracy = (
@@ -43,7 +44,7 @@ class Report(RunReport):
 
     def summary(self, trainer: L.Trainer) -> dict[str, Any]:
         """The key figures with the test's."""
-        by_class = {name: round(value, 4) for name, value in zip(CLASSES, self.class_accuracy, strict=True)}
+        by_class = dict(zip(CLASSES, self.class_accuracy, strict=True))
         test = {"test_accuracy": self.test_accuracy, "test_loss": self.test_loss, "class_accuracy": by_class}
         return {**test, **super().summary(trainer)}
 
@@ -51,7 +52,7 @@ class Report(RunReport):
         """Accuracy of each class and of all test images, as lines."""
         counts = self.confusion.sum(dim=1).tolist()
         rows = [*zip(CLASSES, counts, self.class_accuracy, strict=True), ("all", sum(counts), self.test_accuracy)]
-        lines = [f"{name:<12}{count:>7}{accuracy:>10.1%}" for name, count, accuracy in rows]
+        lines = [f"{name:<12}{count:>7}{'-' if part is None else f'{part:.1%}':>10}" for name, count, part in rows]
         return "\n".join([f"{'class':<12}{'images':>7}{'accuracy':>10}", *lines])
 
     def write(self, trainer: L.Trainer) -> None:

@@ -349,6 +349,20 @@ def test_images_that_only_fill_a_batch_are_not_shown(cifar10: SimpleNamespace, t
     assert probabilities.shape == (5, 10)
 
 
+def test_a_class_without_test_images_has_no_accuracy(cifar10: SimpleNamespace, tmp_path: Path) -> None:
+    model = cifar10.model.Classifier("tutorial")
+    labels = torch.tensor([0, 1, 1])
+    for metric in (model.class_accuracy, model.confusion):
+        metric.update(torch.eye(10)[[0, 1, 2]], labels)
+    report = cifar10.report.Report(str(tmp_path), "test", 4)
+    report.on_test_epoch_end(None, model)
+    assert report.class_accuracy == [1.0, 0.5] + [None] * 8
+    report.test_accuracy = 2 / 3
+    lines = [line.split() for line in report.table().splitlines()]
+    assert lines[1:4] == [["airplane", "1", "100.0%"], ["automobile", "2", "50.0%"], ["bird", "0", "-"]]
+    assert lines[-1] == ["all", "3", "66.7%"]
+
+
 # -- options --
 
 
@@ -437,7 +451,7 @@ def test_a_run_leaves_its_results(
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["last.ckpt"]
 
     printed = capsys.readouterr().out
-    rows = dict(re.findall(r"^(\w+) +(\d+) +[\d.]+%$", printed, re.MULTILINE))
+    rows = dict(re.findall(r"^(\w+) +(\d+) +(?:[\d.]+%|-)$", printed, re.MULTILINE))
     assert list(rows) == [*cifar10.data.CLASSES, "all"]
     assert rows["all"] == "21"
     assert printed.count("summary.json:") == 1  # by rank 0 only
@@ -455,8 +469,8 @@ def test_metrics_count_every_image_once(pool: RankPool, cifar10: SimpleNamespace
     assert summary["test_loss"] == pytest.approx(torch.nn.functional.nll_loss(probabilities.log(), labels).item())
     for number, name in enumerate(cifar10.data.CLASSES):
         of_class = right[labels == number]
-        expected = of_class.float().mean().item() if len(of_class) else 0.0
-        assert summary["class_accuracy"][name] == pytest.approx(expected, abs=1e-4)
+        expected = pytest.approx(of_class.float().mean().item(), abs=1e-4) if len(of_class) else None
+        assert summary["class_accuracy"][name] == expected
     assert summary["val_loss"] is not None
 
 
