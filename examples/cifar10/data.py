@@ -141,8 +141,7 @@ class ImageData(L.LightningDataModule):
     ) -> None:
         super().__init__()
         for name, value in {"batch_size": batch_size, "eval_batch_size": eval_batch_size}.items():
-            if value < 1:
-                raise ValueError(f"data.{name}={value} must be at least 1: set data.{name} to a positive number.")
+            check_positive(name, value)
         if not 0 <= val_fraction < 1:
             raise ValueError(
                 f"data.val_fraction={val_fraction} must be at least 0 and below 1, such as 0.1: change it."
@@ -175,6 +174,12 @@ class ImageData(L.LightningDataModule):
         return EvaluationBatches(images, self.eval_batch_size, self.trainer.global_rank, self.trainer.world_size)
 
 
+def check_positive(name: str, value: int) -> None:
+    """Refuse a count that is not positive, by the name of its option."""
+    if value < 1:
+        raise ValueError(f"data.{name}={value} must be at least 1: set data.{name} to a positive number.")
+
+
 class CIFAR10(ImageData):
     """CIFAR-10 in the binary version, with any number of records per file. `options` are those of `ImageData`.
 
@@ -197,6 +202,8 @@ class Synthetic(ImageData):
     """Ten coloured patterns under noise, for a trial without files. `options` are those of `ImageData`."""
 
     def __init__(self, train_images: int, test_images: int, seed: int = 0, **options) -> None:
+        for name, value in {"train_images": train_images, "test_images": test_images}.items():
+            check_positive(name, value)
         generator = torch.Generator().manual_seed(seed)
         patterns = 255 * torch.rand(len(CLASSES), 3, 4, 4, generator=generator)
         patterns = patterns.repeat_interleave(8, dim=2).repeat_interleave(8, dim=3)  # 10 3 32 32

@@ -50,6 +50,9 @@ def check_options(cfg: DictConfig) -> None:
         raise ConfigError(
             f"ckpt_path={path!r} must be an existing file or sharded folder, or null to start anew: change ckpt_path."
         )
+    for limit in ("limit_test_batches", "limit_predict_batches"):
+        if cfg.trainer.get(limit) == 0:
+            raise ConfigError(f"trainer.{limit}=0 leaves nothing to report: set it to 1 or more, or leave it out.")
     if method != "popen":
         raise ConfigError(
             f"strategy.start_method={method} keeps the results in the processes that it starts, and this one reports "

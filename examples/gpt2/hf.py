@@ -1,6 +1,6 @@
 """`GPT2LMHeadModel` of `transformers`, unchanged, in the place of our own model: any module works."""
 
-from model import LanguageModel, check_sizes
+from model import LanguageModel, check_dropout, check_sizes
 from omegaconf import DictConfig
 from torch import Tensor
 
@@ -22,6 +22,7 @@ class HFGPT2(LanguageModel):
     ) -> None:
         super().__init__(context, optimizer, scheduler)
         check_sizes(n_layer=n_layer, n_head=n_head, n_embd=n_embd, context=context, vocab_size=vocab_size)
+        check_dropout(dropout)
         try:
             from transformers import GPT2Config, GPT2LMHeadModel
         except ImportError:

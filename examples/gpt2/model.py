@@ -195,6 +195,7 @@ class GPT(LanguageModel):
     ) -> None:
         super().__init__(context, optimizer, scheduler)
         check_sizes(n_layer=n_layer, n_head=n_head, n_embd=n_embd, context=context, vocab_size=vocab_size)
+        check_dropout(dropout)
         check_offload(activation_checkpointing, activation_offload)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
         self.dropout = dropout
@@ -241,6 +242,12 @@ def check_sizes(**sizes: int) -> None:
     n_embd, n_head = sizes["n_embd"], sizes["n_head"]
     if n_embd % n_head:
         raise ValueError(f"model.n_embd={n_embd} must be a multiple of model.n_head={n_head}: change one.")
+
+
+def check_dropout(dropout: float) -> None:
+    """Refuse what is no probability, and to drop everything."""
+    if not 0 <= dropout < 1:
+        raise ValueError(f"model.dropout={dropout} must be at least 0 and below 1, such as 0.1: change model.dropout.")
 
 
 def check_offload(activation_checkpointing: bool, activation_offload: bool) -> None:

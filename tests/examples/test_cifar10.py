@@ -328,13 +328,17 @@ def test_evaluation_sees_every_image_once(cifar10: SimpleNamespace, count: int, 
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"eval_batch_size": -1}, "eval_batch_size=-1 must be at least 1"),
         ({"batch_size": 37}, r"batch_size=37 must be at most 36, the number of training images"),
+        ({"train_images": -1}, r"data\.train_images=-1 must be at least 1: set data\.train_images to a positive"),
+        ({"test_images": 0}, r"data\.test_images=0 must be at least 1"),
         ({"val_fraction": 1.0}, r"val_fraction=1\.0 must be at least 0 and below 1, such as 0\.1"),
         ({"val_fraction": -0.1}, r"val_fraction=-0\.1 must be at least 0"),
     ],
 )
 def test_unusable_sizes_are_refused(cifar10: SimpleNamespace, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        cifar10.data.Synthetic(40, 5, **{"batch_size": 4, "val_fraction": 0.1, **options})
+        cifar10.data.Synthetic(
+            **{"train_images": 40, "test_images": 5, "batch_size": 4, "val_fraction": 0.1, **options}
+        )
 
 
 # -- report --
@@ -373,6 +377,8 @@ def test_a_class_without_test_images_has_no_accuracy(cifar10: SimpleNamespace, t
         ("seed=-1", "seed=-1 must be an integer from 0"),
         ("ckpt_path=/nope.ckpt", "ckpt_path='/nope.ckpt' must be an existing file or sharded folder, or null to"),
         ("ckpt_path=/", "ckpt_path='/' must be an existing file or sharded folder"),
+        ("+trainer.limit_test_batches=0", r"trainer\.limit_test_batches=0 leaves nothing to report: set it to 1 or"),
+        ("+trainer.limit_predict_batches=0", r"trainer\.limit_predict_batches=0 leaves nothing to report"),
         ("strategy.start_method=spawn", r"start_method=spawn keeps the results in .* at popen, or .* by torchrun"),
     ],
 )

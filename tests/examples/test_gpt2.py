@@ -133,6 +133,14 @@ def test_a_width_that_heads_do_not_divide_is_refused(gpt2: SimpleNamespace, targ
         getattr(getattr(gpt2, module), cls)(**{**NANO, "n_head": 3})
 
 
+@pytest.mark.parametrize("dropout", [-0.1, 1.5])
+@pytest.mark.parametrize("target", ["model.GPT", "hf.HFGPT2"])
+def test_a_dropout_that_is_no_probability_is_refused(gpt2: SimpleNamespace, target: str, dropout: float) -> None:
+    module, cls = target.split(".")
+    with pytest.raises(ValueError, match=rf"model\.dropout={dropout} must be at least 0 and below 1, such as 0\.1"):
+        getattr(getattr(gpt2, module), cls)(**NANO, dropout=dropout)
+
+
 def test_output_and_input_embedding_are_one_parameter(gpt2: SimpleNamespace) -> None:
     model = gpt2.model.GPT(**NANO)
     assert model.lm_head.weight is model.wte.weight
