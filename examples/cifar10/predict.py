@@ -15,27 +15,40 @@ from model import Classifier
 from omegaconf import DictConfig
 from pictures import draw_predictions
 from torch import Tensor
-from train import check_options
+from train import check_options, is_checkpoint
 
 from lightning_zero import hydra_main, load_from_checkpoint
-from lightning_zero.hydra_app import build_trainer
+from lightning_zero.hydra_app import ConfigError, build_trainer
 
 
 @hydra_main(config_name="predict", config_path="conf")
 def main(cfg: DictConfig) -> None:
     """Predict, and write a table and a picture."""
     check_options(cfg)
+    check_checkpoint(str(cfg.ckpt_path))
     data = instantiate(cfg.data)
     model = load_from_checkpoint(Classifier, cfg.ckpt_path)  # it knows its network
     trainer = build_trainer(cfg)
     batches = trainer.predict(model, data)
     if trainer.is_global_zero:
         probabilities = torch.cat(batches)[: len(data.test)].cpu()  # the rest only filled the last batches
-        write_table(data.test.labels, probabilities, Path(cfg.run_dir, "predictions.csv"))
-        pixels, labels = data.test.batch(torch.arange(len(data.test)))
+        pixels, labels = data.test.batch(torch.arange(len(probabilities)))  # limit_predict_batches leaves out some
+        write_table(labels, probabilities, Path(cfg.run_dir, "predictions.csv"))
         draw_predictions(pixels, labels, probabilities, Path(cfg.run_dir, "predictions.png"))
         print(f"{(probabilities.argmax(dim=1) == labels).float().mean():.1%} of {len(labels)} images are right.")
         print(f"\n{cfg.run_dir}")
+
+
+def check_checkpoint(path: str) -> None:
+    """Refuse a checkpoint that names no network; one on a server is not looked at."""
+    if "://" in path:
+        return
+    if not is_checkpoint(Path(path)):
+        raise ConfigError(f"ckpt_path={path} must be an existing file or sharded folder: change ckpt_path.")
+    file = Path(path, "meta.pt") if Path(path).is_dir() else path
+    checkpoint = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    if "network" not in checkpoint.get("hyper_parameters", {}):
+        raise ConfigError(f"ckpt_path={path} does not name a network: expected a checkpoint of train.py.")
 
 
 def write_table(labels: Tensor, probabilities: Tensor, path: Path) -> None:

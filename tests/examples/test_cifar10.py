@@ -503,6 +503,24 @@ def test_predictions_come_from_the_checkpoint_in_order(
     assert (tmp_path / "predicted" / "predictions.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_part_of_the_images_can_be_predicted(pool1: RankPool, cifar10: SimpleNamespace, tmp_path: Path) -> None:
+    network = cifar10.model.Classifier("tutorial")
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.strategy.connect(network)
+    trainer.save_checkpoint(tmp_path / "some.ckpt")
+    options = f"ckpt_path={tmp_path}/some.ckpt", "+trainer.limit_predict_batches=2"
+    pool1.run(run_briefly, str(tmp_path / "predicted"), 1, *options, script="predict")
+    assert len((tmp_path / "predicted" / "predictions.csv").read_text().splitlines()) == 1 + 2 * 4
+
+
+def test_predicting_from_another_programs_checkpoint_is_refused(cifar10: SimpleNamespace, tmp_path: Path) -> None:
+    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
+    messages = {f"{tmp_path}/other.ckpt": r"does not name a network: expected", "last": "must be an existing file"}
+    for path, message in messages.items():
+        with pytest.raises(ValueError, match=message):
+            cifar10.predict.main.__wrapped__(composed("data=synthetic", f"ckpt_path={path}", primary="predict"))
+
+
 def test_without_checkpoints_the_weights_at_the_end_are_tested(pool1: RankPool, tmp_path: Path) -> None:
     pool1.run(run_briefly, str(tmp_path / "run"), 1, "trainer.enable_checkpointing=false")
     assert 0 <= results(tmp_path / "run")[0]["test_accuracy"] <= 1
