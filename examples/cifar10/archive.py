@@ -63,7 +63,7 @@ def download(root: Path, url: str, md5: str) -> None:
             for chunk in read_from(url, root):
                 digest.update(chunk)
                 file.write(chunk)
-        if digest.hexdigest() != md5:
+        if digest.hexdigest() != md5.lower():
             raise ValueError(
                 f"{url}: the download has MD5 {digest.hexdigest()}, expected {md5}: it is damaged or another file. "
                 "Try again, or download it by other means and name its unpacked folder by data.root=..."
@@ -94,6 +94,11 @@ def unpack(archive: Path, folder: Path) -> None:
     folder.mkdir()
     with tarfile.open(archive) as tar:
         members = {Path(member.name).name: member for member in tar if member.isfile()}
+        if missing := [name for name in FILES if name not in members]:
+            raise ValueError(
+                f"The archive has no {missing[0]}: expected CIFAR-10's binary version with {', '.join(FILES)}. "
+                "Change data.url and data.md5."
+            )
         for name in FILES:
             source = tar.extractfile(members[name])
             (folder / name).write_bytes(source.read())

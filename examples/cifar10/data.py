@@ -191,7 +191,7 @@ class CIFAR10(ImageData):
     """
 
     def __init__(self, root: str, url: str, md5: str, **options) -> None:
-        folder = Path(root).expanduser()
+        folder = Path(root).expanduser().resolve()  # a link stays one
         prepare(folder, url, md5)
         parts = [read_records(folder / name) for name in TRAIN_FILES]
         train = Images(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))

@@ -167,6 +167,23 @@ def test_a_damaged_download_is_refused_and_leaves_nothing(
     assert [path.name for path in root.parent.iterdir()] == [".cifar-10.lock"]
 
 
+def test_a_link_to_an_empty_folder_is_filled_and_the_checksum_may_be_in_capitals(
+    cifar10: SimpleNamespace, official: SimpleNamespace, tmp_path: Path
+) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    assert len(read(cifar10, tmp_path / "link", official.url, official.md5.upper()).test) == 13
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in (tmp_path / "target").iterdir()) == sorted(FILES)
+
+
+def test_an_archive_without_one_of_the_files_is_refused(cifar10: SimpleNamespace, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "other.tar.gz", "w:gz") as tar:
+        tar.addfile(tarfile.TarInfo("data_batch_1.bin"))
+    with pytest.raises(ValueError, match=r"archive has no data_batch_2\.bin: expected .*data\.url and data\.md5"):
+        cifar10.archive.unpack(tmp_path / "other.tar.gz", tmp_path / "files")
+
+
 def test_without_network_and_files_the_error_names_the_ways_out(cifar10: SimpleNamespace, tmp_path: Path) -> None:
     message = r"absent has no CIFAR-10, and http://127\.0\.0\.1:9/.* \(.*refused.*data\.root=.*data=synthetic"
     with pytest.raises(ValueError, match=message):
