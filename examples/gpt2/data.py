@@ -221,7 +221,7 @@ class TextData(WindowedData):
     """A text file or a folder of them; the last tenth is held out. `options` are those of `WindowedData`."""
 
     def __init__(self, path: str, **options) -> None:
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         super().__init__(**options)
 
     def read(self) -> tuple[Tensor, Tensor]:
@@ -243,7 +243,7 @@ class TokenData(WindowedData):
     """
 
     def __init__(self, path: str, **options) -> None:
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         super().__init__(**options)
 
     def read(self) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from lightning_zero.hydra_app import ConfigError
 def main(cfg: DictConfig) -> None:
     """Print the prompt and what follows."""
     check_options(cfg, "checkpoint", "prompt", "length", "temperature", "top_k", "seed")
-    path = Path(cfg.checkpoint)
+    path = Path(cfg.checkpoint).expanduser()
     parameters = hyperparameters(path)
     tokenizer = load_tokenizer(parameters["tokenizer"], cfg.vocab)
     model: LanguageModel = load_from_checkpoint(get_class(parameters["target"]), path)

@@ -27,7 +27,7 @@ RULES = {
         lambda k: k is None or (type(k) is int and k > 0),
         "an integer of at least 1, or null for all",
     ),
-    "checkpoint": (is_checkpoint, "an existing file or sharded folder"),
+    "checkpoint": (lambda path: is_checkpoint(Path(str(path)).expanduser()), "an existing file or sharded folder"),
     "start_method": (
         lambda method: method in (None, "popen"),
         "popen (or start the ranks by torchrun): the others keep the results in the processes that they start",

@@ -22,7 +22,7 @@ from lightning_zero.hydra_app import ConfigError
 @hydra_main(config_name="prepare", config_path="conf")
 def main(cfg: DictConfig) -> None:
     """Write both files and print how many tokens they have."""
-    text, folder = Path(cfg.text), Path(cfg.folder)
+    text, folder = Path(cfg.text).expanduser(), Path(cfg.folder).expanduser()
     if not text.is_file() or not text.stat().st_size:
         raise ConfigError(f"text={cfg.text} must be a file with text: change text.")
     tokenizer = load_tokenizer(cfg.tokenizer, cfg.vocab)

@@ -46,6 +46,6 @@ class Report(RunReport):
     def write(self, trainer: L.Trainer) -> None:
         """Show and keep the sample as well, on rank 0."""
         if trainer.is_global_zero:
-            (self.run_dir / "sample.txt").write_text(self.sample)
+            (self.run_dir / "sample.txt").write_text(self.sample, encoding="utf-8")
             print(f"\nsample.txt:\n{self.sample}")
         super().write(trainer)

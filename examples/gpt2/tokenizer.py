@@ -69,6 +69,10 @@ class GPT2:
         vocabulary, merges = vocabulary_files(Path(vocab).expanduser() if vocab else download())
         self._bpe = ByteLevelBPETokenizer(str(vocabulary), str(merges))
         self.vocab_size = self._bpe.get_vocab_size()
+        if (largest := max(self._bpe.get_vocab().values(), default=0)) > 65_535:
+            raise ValueError(
+                f"{vocabulary} has the token {largest}, but uint16 ends at 65535: use a smaller vocabulary."
+            )
 
     def encode(self, text: bytes | bytearray) -> Tensor:
         return torch.tensor(self._bpe.encode(text.decode(errors="replace")).ids, dtype=torch.uint16)

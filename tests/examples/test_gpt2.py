@@ -567,6 +567,27 @@ def test_a_missing_vocabulary_is_an_error_that_says_what_to_do(
         gpt2.tokenizer.load_tokenizer("gpt3")
 
 
+def test_a_vocabulary_beyond_uint16_is_refused(gpt2: SimpleNamespace, vocab: str, tmp_path: Path) -> None:
+    entries = json.loads((Path(vocab) / "vocab.json").read_text())
+    (tmp_path / "vocab.json").write_text(json.dumps({**entries, "unlikely": 65_536}))
+    (tmp_path / "merges.txt").write_bytes((Path(vocab) / "merges.txt").read_bytes())
+    with pytest.raises(ValueError, match=r"vocab\.json has the token 65536, but uint16 ends at 65535: use a smaller"):
+        gpt2.tokenizer.GPT2(str(tmp_path))
+
+
+def test_a_tilde_is_the_home_folder(gpt2: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "text").write_bytes(TEXT)
+    with initialize_config_dir(str(EXAMPLE / "conf"), version_base="1.3"):
+        gpt2.prepare.main.__wrapped__(compose("prepare", ["text='~/text'", "folder='~/tokens'"]))
+    options = {"context": 8, "batch_size": 4, "epoch_steps": 2}
+    text, tokens = gpt2.data.TextData("~/text", **options), gpt2.data.TokenData("~/tokens", **options)
+    assert torch.equal(text.train.int(), tokens.train.int())
+    torch.save({}, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match="does not name a model and a tokenizer"):
+        generated(gpt2, "'~/other.ckpt'")
+
+
 @pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
 def test_prepared_tokens_are_those_of_the_text(
     gpt2: SimpleNamespace, vocab: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer: str
@@ -833,7 +854,7 @@ def test_every_strategy_trains_and_samples_as_ddp_does(
     assert (runs / strategy / "sample.txt").read_text() == (ddp_run / "sample.txt").read_text()
 
 
-def generated(gpt2: SimpleNamespace, checkpoint: Path, *overrides: str) -> None:
+def generated(gpt2: SimpleNamespace, checkpoint: Path | str, *overrides: str) -> None:
     with initialize_config_dir(str(EXAMPLE / "conf"), version_base="1.3"):
         cfg = compose("generate", [f"checkpoint={checkpoint}", "length=5", *overrides])
     gpt2.generate.main.__wrapped__(cfg)
