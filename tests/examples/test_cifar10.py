@@ -498,7 +498,7 @@ def test_metrics_count_every_image_once(pool: RankPool, cifar10: SimpleNamespace
 
 
 @ranks(2)
-@pytest.mark.parametrize("container", ["full", "sharded"])
+@pytest.mark.parametrize("container", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_predictions_come_from_the_checkpoint_in_order(
     pool: RankPool, cifar10: SimpleNamespace, tmp_path: Path, container: str
 ) -> None:
