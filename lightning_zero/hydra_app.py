@@ -270,10 +270,12 @@ def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "T
     """The Trainer that the groups `trainer strategy precision logger callbacks` describe.
 
     Args:
-        cfg: A configuration with these groups.
+        cfg: A configuration with these groups. Where `trainer.enable_checkpointing`, `enable_progress_bar` or
+            `enable_model_summary` is null, a group of callbacks that is not empty decides: Lightning adds none then.
         callbacks: The application's own callbacks, which come before those of the group.
     """
     from hydra.utils import instantiate
+    from lightning.pytorch.callbacks import LearningRateMonitor
     from lightning.pytorch.strategies import DDPStrategy
 
     from lightning_zero.multirun import why_not_in_sweep
@@ -281,15 +283,15 @@ def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "T
     _check_sizes(cfg.trainer)
     strategy = instantiate(cfg.strategy, _convert_="all")
     loggers = build_group(cfg.logger)
-    switched_off = _switched_off(cfg.trainer, loggers)
     everything = [*callbacks, *build_group(cfg.callbacks)]
-    everything = [callback for callback in everything if not isinstance(callback, switched_off)]
+    if not loggers:  # Lightning would refuse it
+        everything = [callback for callback in everything if not isinstance(callback, LearningRateMonitor)]
     trainer: Trainer = instantiate(
         cfg.trainer,
         strategy=strategy,
         logger=loggers,
-        callbacks=everything,
         _convert_="all",
+        **_flags_and_callbacks(cfg, everything),
         **_precision_arguments(cfg.precision, strategy),
     )
     if isinstance(trainer.strategy, DDPStrategy) and (reason := why_not_in_sweep(trainer.strategy)):
@@ -304,17 +306,25 @@ def _check_sizes(trainer: "DictConfig") -> None:
             raise ConfigError(f"trainer.{name}={value} must be at least {least}.")
 
 
-def _switched_off(trainer: "DictConfig", loggers: list[Any]) -> tuple[type, ...]:
-    """Callbacks that Lightning would refuse, or run against the trainer's flag."""
-    from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar
+def _flags_and_callbacks(cfg: "DictConfig", callbacks: list["Callback"]) -> dict[str, Any]:
+    """Arguments of the trainer that agree: Lightning refuses a callback against its flag, or adds one of its own.
 
-    flags = {
+    A flag that is false leaves its callbacks out. One that is null goes by whether there are any, but an empty group
+    stands for those of Lightning.
+    """
+    from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
+
+    kinds: dict[str, type] = {
         "enable_checkpointing": Checkpoint,
         "enable_progress_bar": ProgressBar,
         "enable_model_summary": ModelSummary,
     }
-    off: list[type] = [kind for flag, kind in flags.items() if trainer.get(flag) is False]
-    return (*off, LearningRateMonitor) if not loggers else tuple(off)
+    flags = {flag: cfg.trainer.get(flag, True) for flag in kinds}
+    for flag, kind in kinds.items():
+        if flags[flag] is None:
+            flags[flag] = not cfg.callbacks or any(isinstance(callback, kind) for callback in callbacks)
+    off = tuple(kind for flag, kind in kinds.items() if not flags[flag])
+    return {**flags, "callbacks": [callback for callback in callbacks if not isinstance(callback, off)]}
 
 
 def build_group(group: "DictConfig") -> list[Any]:

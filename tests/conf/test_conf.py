@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,14 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, ModelSummary, ProgressBar
+from lightning.pytorch.callbacks import (
+    Callback,
+    Checkpoint,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelSummary,
+    ProgressBar,
+)
 from lightning.pytorch.loggers import CSVLogger
 from omegaconf import DictConfig, OmegaConf
 from torch.nn.parallel import DistributedDataParallel
@@ -283,6 +290,22 @@ def test_the_trainer_switches_callbacks_off(composed: Compose, flag: str, kind: 
 
     assert found("false") == []
     assert len(found("true")) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("checkpoint", Checkpoint), ("progress_bar", ProgressBar), ("model_summary", ModelSummary)]
+)
+def test_the_group_switches_callbacks_off(composed: Compose, name: str, kind: type[Callback]) -> None:
+    def found(*overrides: str, mine: Sequence[Callback] = ()) -> int:
+        trainer = build_trainer(composed(*overrides), callbacks=mine)
+        return sum(isinstance(callback, kind) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+    default, off = "callbacks=default", f"callbacks.{name}=null"
+    assert found(default) == found("callbacks=none") == 1
+    assert found(default, off) == found(default, f"~callbacks.{name}") == 0
+    mine = [c for c in build_group(composed(default).callbacks) if isinstance(c, kind)]
+    assert found(default, off, mine=mine) == 1
+    assert found(default, off, f"trainer.enable_{name.replace('checkpoint', 'checkpointing')}=true") == 1
 
 
 def test_anything_the_trainer_takes_can_be_added(composed: Compose) -> None:
