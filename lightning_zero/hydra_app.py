@@ -280,6 +280,7 @@ def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "T
 
     from lightning_zero.multirun import why_not_in_sweep
 
+    _check_groups(cfg.trainer)
     _check_sizes(cfg.trainer)
     strategy = instantiate(cfg.strategy, _convert_="all")
     loggers = build_group(cfg.logger)
@@ -297,6 +298,14 @@ def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "T
     if isinstance(trainer.strategy, DDPStrategy) and (reason := why_not_in_sweep(trainer.strategy)):
         raise ConfigError(reason)  # ours has refused by itself
     return trainer
+
+
+def _check_groups(trainer: "DictConfig") -> None:
+    """Refuse arguments of the Trainer that come from other groups: they would have no effect."""
+    for name in ("strategy", "precision", "plugins", "logger", "callbacks"):
+        if name in trainer:
+            group = "precision" if name == "plugins" else name
+            raise ConfigError(f"trainer.{name} has no effect: the group {group!r} says it. Use {group}=... instead.")
 
 
 def _check_sizes(trainer: "DictConfig") -> None:
