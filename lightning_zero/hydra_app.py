@@ -54,7 +54,9 @@ def hydra_main(config_name: str, config_path: str | None = None) -> Callable[["T
             # Lightning's own use of APIs that newer torch deprecates: nothing a user could change.
             warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
             warnings.filterwarnings("ignore", message=".*nn.functional.all_gather is deprecated")
-            _join_run_folder()
+            if _runs_task():
+                _move_overrides_last()
+                _join_run_folder()
             main = hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)
             _run_with_clear_errors(main(_prepared(task)), task, functools.partial(_groups, task, config_path))
 
@@ -92,25 +94,44 @@ def _torchrun_store() -> Any:
 
 
 def _publish_run_folder() -> None:
-    """Tell the other ranks of torchrun which folder rank 0 writes to."""
+    """Tell the other ranks of torchrun which folder rank 0 writes to, as an override."""
     from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
 
     store = _torchrun_store()
     if store is not None and os.environ["RANK"] == "0":
-        store.set(_RUN_DIR_KEY, HydraConfig.get().runtime.output_dir)
+        hydra = HydraConfig.get()
+        key, folder = ("sweep", hydra.sweep.dir) if hydra.mode == RunMode.MULTIRUN else ("run", hydra.run.dir)
+        path = str(Path(hydra.runtime.cwd, folder)).replace("'", r"\'")
+        store.set(_RUN_DIR_KEY, f"hydra.{key}.dir='{path}'")
 
 
 def _join_run_folder() -> None:
     """Make the other ranks of torchrun use rank 0's folder: their own clock would name another one.
 
-    Lightning's launcher gives the ranks that it starts the same three overrides.
+    Lightning's launcher gives the ranks that it starts the same three overrides. The last of a key counts.
     """
     store = _torchrun_store()
     if store is None or os.environ["RANK"] == "0":
         return
-    folder = store.get(_RUN_DIR_KEY).decode().replace("'", r"\'")
     name = f"hydra.job.name=train_rank_{os.environ['RANK']}"
-    sys.argv += [f"hydra.run.dir='{folder}'", name, "hydra.output_subdir=null"]
+    sys.argv += [store.get(_RUN_DIR_KEY).decode(), name, "hydra.output_subdir=null"]
+
+
+def _move_overrides_last() -> None:
+    """Put flags first: Hydra takes overrides in one piece only, and ranks get more of them appended."""
+    from hydra._internal.utils import get_args
+
+    overrides = get_args().overrides
+    sys.argv[1:] = [*(word for word in sys.argv[1:] if word not in overrides), *overrides]
+
+
+def _runs_task() -> bool:
+    """Whether the command line runs the task, and does not just print something."""
+    from hydra._internal.utils import get_args
+
+    args = get_args()
+    return not (args.help or args.hydra_help or args.cfg or args.info or args.shell_completion)
 
 
 # -- errors -------------------------------------------------------------------------------------------------

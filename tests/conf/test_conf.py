@@ -7,6 +7,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.conf import HydraConf
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from lightning.pytorch.callbacks import (
     Callback,
@@ -352,6 +355,53 @@ def test_every_default_has_a_comment(path: str) -> None:
         key, _, value = line.strip().partition(":")
         structural = not value.strip() or key in ("_target_", "{}") or line.strip() == "- _self_"
         assert structural or " # " in line, line
+
+
+# -- ranks of torchrun --
+
+
+@pytest.fixture
+def run_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[HydraConf]]:
+    """Run one rank of an application with a command line; returns Hydra's configuration of each job."""
+    with (folder / "main.yaml").open("a") as file:
+        file.write("hydra: {run: {dir: 'rank_${oc.env:RANK}'}, sweep: {dir: 'rank_${oc.env:RANK}'}}\n")
+    store = torch.distributed.HashStore()
+    store.set_timeout(timedelta(seconds=0.2))
+    monkeypatch.setattr("lightning_zero.hydra_app._torchrun_store", lambda: store)
+    monkeypatch.chdir(folder)
+
+    def run(rank: int, *words: str) -> list[HydraConf]:
+        seen: list[HydraConf] = []
+        monkeypatch.setattr(sys, "argv", ["main.py", *words])
+        monkeypatch.setenv("RANK", str(rank))
+        hydra_main(config_name="main", config_path=str(folder))(lambda cfg: seen.append(HydraConfig.get()))()
+        return seen
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run_dir=x", "hydra.run.dir='rank ${oc.env:RANK}'", "--config-dir", "experiment"],
+        ["--config-dir", "experiment", "--multirun", "run_dir=x"],
+        ["run_dir=x", "hydra.mode=MULTIRUN", "hydra.sweep.dir='rank ${oc.env:RANK}'", "--run"],
+    ],
+)
+def test_ranks_of_torchrun_share_a_folder(run_rank: Callable[..., list[HydraConf]], words: list[str]) -> None:
+    first, second = run_rank(0, *words), run_rank(1, *words)
+    assert [job.runtime.output_dir for job in first] == [job.runtime.output_dir for job in second]
+    assert [job.job.name for job in second] == ["train_rank_1"]
+
+
+@pytest.mark.parametrize("words", [["-c", "job"], ["--info", "searchpath"], ["-h"], ["--hydra-help"], ["--version"]])
+def test_a_rank_that_only_prints_waits_for_no_other(run_rank: Callable[..., list[HydraConf]], words: list[str]) -> None:
+    code = None
+    try:
+        assert run_rank(1, *words) == []
+    except SystemExit as end:
+        code = end.code
+    assert not code
 
 
 # -- mistakes --
