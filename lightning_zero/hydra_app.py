@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import OptimizerLRScheduler
     from omegaconf import DictConfig
 
+    Options = dict[str, list[str]]  # by group
     Task = Callable[[DictConfig], Any]
 
 _RUN_DIR_KEY = "run_dir"
@@ -137,7 +138,7 @@ def _runs_task() -> bool:
 # -- errors -------------------------------------------------------------------------------------------------
 
 
-def _run_with_clear_errors(main: Callable[[], None], task: "Task", groups: Callable[[], list[str]]) -> None:
+def _run_with_clear_errors(main: Callable[[], None], task: "Task", groups: Callable[[], "Options"]) -> None:
     """Run `main`; a configuration error becomes a message, any other keeps the frames below `task` only."""
     from hydra.errors import HydraException
 
@@ -150,23 +151,25 @@ def _run_with_clear_errors(main: Callable[[], None], task: "Task", groups: Calla
     except ConfigError as error:
         sys.exit(str(error))
     except HydraException as error:
-        if (message := explain(error, groups())) is None:
+        if (message := explain(error, list(groups()))) is None:
             raise
         sys.exit(message)
     except Exception as error:
+        if message := _explain_no_choice(error, groups):
+            sys.exit(message)
         error.__traceback__ = _frames_from(task, error)
         raise
     finally:
         del os.environ["HYDRA_FULL_ERROR"], os.environ[_CLEAR_ERRORS]
 
 
-def _groups(task: "Task", config_path: str | None) -> list[str]:
-    """Names of the groups that the application can choose from."""
+def _groups(task: "Task", config_path: str | None) -> "Options":
+    """The groups that the application can choose from."""
     from hydra import initialize_config_dir, initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
 
     if config_path is None:
-        return []
+        return {}
     if config_path.startswith("pkg://"):
         opened: Any = initialize_config_module(config_path.removeprefix("pkg://"), version_base="1.3")
     else:
@@ -176,9 +179,9 @@ def _groups(task: "Task", config_path: str | None) -> list[str]:
         return _groups_of(GlobalHydra.instance().config_loader())
 
 
-def _groups_of(loader: "ConfigLoader") -> list[str]:
+def _groups_of(loader: "ConfigLoader") -> "Options":
     names = [name for name in loader.list_groups("") if name not in ("hydra", "schema")]
-    return [name for name in names if loader.get_group_options(name)]
+    return {name: options for name in names if (options := loader.get_group_options(name))}
 
 
 def _frames_from(task: "Task", error: Exception) -> TracebackType | None:
@@ -257,6 +260,32 @@ def _explain_option(error: "MissingConfigException", groups: Sequence[str]) -> s
     if group and group not in groups:
         return f"{group}: no such group.{_closest(group, groups)}\nThe groups are: {', '.join(groups)}"
     return str(error)
+
+
+def _explain_no_choice(error: Exception, groups: Callable[[], "Options"]) -> str | None:
+    """What to choose where the command line takes a group that the task reads out, or sets it to null."""
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+
+    if isinstance(error, ConfigAttributeError | ConfigKeyError):
+        unchosen = [str(error.full_key)]
+    elif str(error).startswith("Config group override must be"):
+        unchosen = _given_without_name()
+    else:
+        return None
+    for group, options in groups().items():
+        if group in unchosen:
+            return f"{group}: no option is chosen.\n{group} can be: {', '.join(options)}"
+    return None
+
+
+def _given_without_name() -> list[str]:
+    """Keys that the command line sets to what names no option, as null."""
+    from hydra._internal.utils import get_args
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    overrides = OverridesParser.create().parse_overrides(get_args().overrides)
+    single = [o for o in overrides if not (o.is_delete() or o.is_sweep_override())]
+    return [o.key_or_group for o in single if not isinstance(o.value(), str | list | dict)]
 
 
 def _explain_key(cause: Any, groups: Sequence[str]) -> str:
@@ -358,9 +387,18 @@ def _flags_and_callbacks(cfg: "DictConfig", callbacks: list["Callback"]) -> dict
 
 
 def build_group(group: "DictConfig") -> list[Any]:
-    """An object for every entry of a group of named objects; an entry set to null is left out."""
-    from hydra.utils import instantiate
+    """An object for every entry of a group of named objects; an entry set to null is left out.
 
+    Raises:
+        ConfigError: An entry is something else.
+    """
+    from hydra.utils import instantiate
+    from omegaconf import DictConfig
+
+    for name, node in group.items():
+        if node is not None and not (isinstance(node, DictConfig) and "_target_" in node):
+            key = group._get_full_key(str(name))
+            raise ConfigError(f"{key}={node} must be null, or keys of which `_target_` names a class.")
     return [instantiate(node, _convert_="all") for node in group.values() if node is not None]
 
 
