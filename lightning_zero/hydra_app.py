@@ -405,21 +405,34 @@ def build_group(group: "DictConfig") -> list[Any]:
 def _precision_arguments(cfg: "DictConfig", strategy: "Strategy") -> dict[str, Any]:
     """Our plugin goes with our strategies; others take the name as their flag and nothing else."""
     from hydra.utils import instantiate
+    from omegaconf import OmegaConf
 
     from lightning_zero import ZeroStrategy
 
     if isinstance(strategy, ZeroStrategy):
         return {"plugins": [instantiate(cfg, _convert_="all")]}
-    ours = {k: v for k, v in cfg.items() if k not in ("_target_", "precision")}
     # A loss scaler at its defaults stands for the one that any other strategy has of its own.
-    plain = {**asdict(PrecisionConf()), "scaler": asdict(DynamicLossScalerConf())}
-    changed = {k: v for k, v in ours.items() if v is not None and v != plain[str(k)]}
-    if changed:
+    plain = asdict(PrecisionConf(precision=cfg.precision, scaler=DynamicLossScalerConf()))
+    own = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(own, dict)
+    if changed := _changed(own, plain):
         raise ConfigError(
             f"precision has {changed}, which {type(strategy).__name__} does not know: "
             "leave these keys at their defaults or choose a zero strategy."
         )
     return {"precision": cfg.precision}
+
+
+def _changed(values: dict[Any, Any], plain: dict[str, Any]) -> dict[str, Any]:
+    """The values that are not null and differ from the plain ones; of mappings, what differs inside."""
+    changed = {}
+    for key, value in values.items():
+        default = plain.get(key)
+        if isinstance(value, dict) and isinstance(default, dict):
+            value = _changed(value, default) or None
+        if value is not None and value != default:
+            changed[key] = value
+    return changed
 
 
 def micro_batch_size(batch_size: int, world_size: int, accumulate: int) -> int:

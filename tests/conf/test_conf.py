@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -34,7 +35,14 @@ import lightning_zero
 from lightning_zero import DynamicLossScaler, StaticLossScaler, ZeroPrecision, ZeroStrategy
 from lightning_zero.callbacks import EMA, Breakdown, MemoryReport
 from lightning_zero.config import SCHEMAS, DynamicLossScalerConf, Store, StrategyConf
-from lightning_zero.hydra_app import build_group, build_optimizers, build_trainer, hydra_main, micro_batch_size
+from lightning_zero.hydra_app import (
+    ConfigError,
+    build_group,
+    build_optimizers,
+    build_trainer,
+    hydra_main,
+    micro_batch_size,
+)
 from lightning_zero.optim import CPUOptimizer
 from lightning_zero.optim.native import Numbers
 from lightning_zero.registration import STRATEGIES
@@ -608,6 +616,11 @@ def test_a_batch_that_does_not_divide_ends_the_program_with_a_message(
 def test_precision_settings_of_ours_are_refused_elsewhere(composed: Compose) -> None:
     with pytest.raises(ValueError, match=r"reduce_dtype.*DDPStrategy does not know"):
         build_trainer(composed("strategy=ddp", "precision.reduce_dtype=float32"))
+
+
+def test_a_refused_loss_scaler_is_named_by_what_differs(composed: Compose) -> None:
+    with pytest.raises(ConfigError, match=re.escape("precision has {'scaler': {'hysteresis': 4}}, which")):
+        build_trainer(composed("strategy=ddp", "precision=fp16", "precision.scaler.hysteresis=4"))
 
 
 def test_no_scheduler_wins_over_an_experiments_values() -> None:
