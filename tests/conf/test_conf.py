@@ -470,7 +470,10 @@ def run_app(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
         (["run_dir=x", "~logger"], ["logger: no option is chosen.", "logger can be: csv, none, tensorboard"]),
         (["run_dir=x", "~callbacks"], ["callbacks: no option is chosen."]),
         (["run_dir=x", "~precision"], ["precision: no option is chosen.", "precision can be: bf16"]),
-        (["run_dir=null", "strategy=null"], ["strategy: no option is chosen.", "strategy can be: ddp, zero0"]),
+        (
+            ["~experiment", "run_dir=null", "strategy=null"],
+            ["strategy: no option is chosen.", "strategy can be: ddp, zero0"],
+        ),
         (["run_dir=x", "+callbacks.x=5"], ["callbacks.x=5 must be null, or keys of which `_target_` names a class"]),
         (["run_dir=x", "callbacks=default", "callbacks.checkpoint=5"], ["callbacks.checkpoint=5 must be null"]),
         (["run_dir=x", "+callbacks.x.y=5"], ["callbacks.x={'y': 5} must be null"]),
