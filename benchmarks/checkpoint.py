@@ -11,14 +11,15 @@ Before each load the state is filled with zeros, and freed memory goes back to t
 has none; afterwards the sums of the state must be what they were.
 
 - ddp: Lightning's `ddp`, one file that rank 0 writes; every rank reads all of it.
-- fsdp2: `fully_shard` of every layer, `get_state_dict` and `torch.distributed.checkpoint`, which flushes its files.
+- fsdp2: `fully_shard` of every layer, `get_state_dict` and `torch.distributed.checkpoint`.
 - deepspeed: `save_checkpoint` and `load_checkpoint` of its engine, ZeRO stage 2.
 - ours: `full`, one file, and `sharded`, a folder, with and without checksums. Without them nothing is verified, and
   `full` writes none; DCP's writer, which `sharded` uses as `fsdp2` does, always does. For `async` the time is also
   taken until training goes on.
 - raw: both ranks write and read plain bytes, as many as the state has, a half each: what the disk does at that time.
 
-`ddp` and `deepspeed` do not flush what they write: `fsync` of all their files and folders is added to the save.
+Peers do not flush all that they write (`fsdp2` its files, but no folder): `fsync` of all their files and folders is
+added to the save.
 DeepSpeed is left out where it is not installed.
 """
 
@@ -211,6 +212,7 @@ class FSDP2(Contestant):
 
     def save(self, folder: Path) -> None:
         dcp.save(self._state_dict(), storage_writer=dcp.FileSystemWriter(folder, sync_files=True))
+        flush(folder)
 
     def load(self, folder: Path) -> None:
         state = self._state_dict()
