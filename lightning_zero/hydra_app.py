@@ -199,6 +199,8 @@ def _check_added(cfg: "DictConfig") -> None:
     from hydra.types import RunMode
     from omegaconf import OmegaConf
 
+    if not GlobalHydra().is_initialized():
+        return  # a job that is run again, as it was composed
     loader, hydra = GlobalHydra.instance().config_loader(), HydraConfig.get()
     overrides = OverridesParser.create().parse_overrides(list(hydra.overrides.task))
     choices = [override for override in overrides if loader.get_group_options(override.key_or_group)]
@@ -330,9 +332,10 @@ def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "T
 
     from lightning_zero.multirun import why_not_in_sweep
 
-    _check_groups(cfg.trainer)
     _check_sizes(cfg.trainer)
     strategy = instantiate(cfg.strategy, _convert_="all")
+    precision = _precision_arguments(cfg.precision, strategy)
+    _check_groups(cfg.trainer, {"strategy", "precision", "logger", "callbacks", *precision})
     loggers = build_group(cfg.logger)
     everything = [*callbacks, *build_group(cfg.callbacks)]
     if not loggers:  # Lightning would refuse it
@@ -343,16 +346,16 @@ def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "T
         logger=loggers,
         _convert_="all",
         **_flags_and_callbacks(cfg, everything),
-        **_precision_arguments(cfg.precision, strategy),
+        **precision,
     )
     if isinstance(trainer.strategy, DDPStrategy) and (reason := why_not_in_sweep(trainer.strategy)):
         raise ConfigError(reason)  # ours has refused by itself
     return trainer
 
 
-def _check_groups(trainer: "DictConfig") -> None:
+def _check_groups(trainer: "DictConfig", given: Iterable[str]) -> None:
     """Refuse arguments of the Trainer that come from other groups: they would have no effect."""
-    for name in ("strategy", "precision", "plugins", "logger", "callbacks"):
+    for name in given:
         if name in trainer:
             group = "precision" if name == "plugins" else name
             raise ConfigError(f"trainer.{name} has no effect: the group {group!r} says it. Use {group}=... instead.")

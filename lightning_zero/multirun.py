@@ -27,7 +27,7 @@ def why_not_in_sweep(strategy: DDPStrategy) -> str | None:
         f"  torchrun --nproc_per_node {strategy.num_processes} train.py --multirun ...\n"
         "or give every job a command of its own:\n"
         f"  for s in zero1 zero2; do python train.py strategy=$s trainer.devices={strategy.num_processes}; done\n"
-        "or set strategy.start_method=spawn, or use one rank per job"
+        "or use one rank per job or, where the script needs no results of the ranks, strategy.start_method=spawn"
     )
 
 

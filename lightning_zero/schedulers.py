@@ -1,6 +1,7 @@
 """Learning-rate schedules counted in optimizer steps.
 
-A resumed run goes on at the saved step, by its own arguments: with a larger ``total_steps`` the schedule is longer.
+A resumed run goes on at the saved step, by its own arguments: with a larger ``total_steps`` the schedule is longer. Its
+first step still has the saved rate, and the optimizer's groups keep what was saved: base rates, peaks, momenta.
 """
 
 import math
@@ -202,7 +203,7 @@ class OneCycleLR(_KeepsArguments, lr_scheduler.OneCycleLR):
         last_epoch: Index of the last step taken; -1 starts anew.
     """
 
-    _arguments = frozenset({"total_steps", "_schedule_phases"})  # peaks are in the optimizer's groups
+    _arguments = frozenset({"total_steps", "_schedule_phases", "_anneal_func_type", "cycle_momentum", "use_beta1"})
 
     def __init__(
         self,

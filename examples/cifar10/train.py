@@ -53,7 +53,7 @@ def check_options(cfg: DictConfig) -> None:
     for limit in ("limit_test_batches", "limit_predict_batches"):
         if cfg.trainer.get(limit) == 0:
             raise ConfigError(f"trainer.{limit}=0 leaves nothing to report: set it to 1 or more, or leave it out.")
-    if method != "popen":
+    if method not in (None, "popen"):
         raise ConfigError(
             f"strategy.start_method={method} keeps the results in the processes that it starts, and this one reports "
             "them: leave strategy.start_method at popen, or start the ranks by torchrun."

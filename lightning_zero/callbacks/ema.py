@@ -116,7 +116,7 @@ class EMA(OnShards, EMAWeightAveraging):
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         if self._average_model is not None and not self._average_model.n_averaged:
             checkpoint["state_dict"] = checkpoint["current_model_state"]
-        if self._shards is not None and self._shards.shadow.swapped:  # a hook in validation saves
+        if self._shards is not None and self._shards.shadow.swapped:  # in validation, or when training has ended
             average, weights, _ = _SAVED
             checkpoint[average], checkpoint[weights] = checkpoint[weights], checkpoint[average]
 
@@ -161,7 +161,7 @@ class EMA(OnShards, EMAWeightAveraging):
                 f"update_starting_at_step={self.update_starting_at_step}); the weights stay as they were trained"
             )
         elif self._shards is not None:
-            self._shards.replace_weights()
+            self._shards.swap()  # and not copied: a save that follows still has the weights in training
         else:
             super()._copy_average_to_current(pl_module)
 
@@ -192,14 +192,7 @@ class _AverageOnShards:
 
     def swap(self) -> None:
         self.shadow.swap()
-        self._show()
-
-    def replace_weights(self) -> None:
-        self.shadow.write()
-        self._show()
-
-    def _show(self) -> None:
-        """Let the ranks see each other's shards, and rank 0's buffers."""
+        # The ranks see each other's shards, and rank 0's buffers.
         self._engine.sync_buffers()
         self._engine.settle()
 

@@ -135,6 +135,7 @@ class Draft:
             os.close(self.file)  # another run took it for a leftover before it was locked
         if folder:
             os.write(self.file, os.fsencode(path.name))  # for who finds it complete, without its name
+            os.fsync(self.file)
 
     def complete(self) -> None:
         """Give it its name, which removes what had it before. All of it must be on the disk."""
@@ -204,7 +205,10 @@ def recover(path: Path) -> None:
 
 
 def recover_all(folder: Path) -> None:
-    """As :func:`recover`, for every name in a folder. Ranks of a node take turns: all find the same afterwards."""
+    """As :func:`recover`, for every name in a folder. Ranks of a node take turns: all find the same afterwards.
+
+    Another node may look while this one renames, and find nothing yet.
+    """
     if not folder.is_dir():
         return
     file = os.open(folder, os.O_RDONLY)
@@ -219,8 +223,8 @@ def recover_all(folder: Path) -> None:
 
 
 def _recover_draft(draft: Path) -> None:
-    if is_sharded(draft) and (name := _what_is_locked(draft)).exists():
-        recover(draft.with_name(os.fsdecode(name.read_bytes())))
+    if is_sharded(draft) and (lock := _what_is_locked(draft)).exists() and (name := lock.read_bytes()):
+        recover(draft.with_name(os.fsdecode(name)))
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -94,12 +94,6 @@ class Shadow:
             second.copy_(before)
         self.swapped = not self.swapped
 
-    def write(self) -> None:
-        """The module's values become the second ones; as :meth:`swap` otherwise."""
-        self.swap()
-        self.update(follow)
-        self.swapped = False
-
     def load(self, bucket: Bucket, index: int, values: Tensor) -> None:
         """Overwrite the second values of parameter ``index`` of ``bucket`` from whole ones of its shape."""
         shard = self.shards[self._map.buckets.index(bucket)]
@@ -116,7 +110,8 @@ class Shadow:
         for name, live in self._map.module.named_buffers():
             if name not in self._buffers or self._buffers[name].shape != live.shape:
                 device = self._store.device if self._store else live.device
-                self._buffers[name] = live.detach().to(device, copy=True)
+                with torch.inference_mode(False):  # updates follow, outside of validation's
+                    self._buffers[name] = live.detach().to(device, copy=True)
             yield live, self._buffers[name]
 
     def _tiles(self) -> Iterator[tuple[Bucket, Tensor, int, int]]:

@@ -535,6 +535,25 @@ def test_nothing_is_said_of_whole_copies(pool: RankPool) -> None:
     assert not any("copy" in message or "sharding" in message for message in said)
 
 
+def fit_and_save_at_the_end(name: str, path: str) -> Weights:
+    """The weights in training after the last step; what is saved then is in the file."""
+    recorder = Recorder()
+    trainer = make_trainer(name, callbacks=[make_average(name), recorder])
+    trainer.fit(Lit(MOMENTUM))
+    trainer.save_checkpoint(path)
+    return recorder.weights[-1]
+
+
+@ranks(2)
+@names
+def test_a_save_after_the_end_has_the_weights_in_training(pool: RankPool, name: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    last = pool.run(fit_and_save_at_the_end, name, str(path))[0]
+    saved = torch.load(path, weights_only=True)
+    assert_same(plain(saved["current_model_state"]), last)
+    assert_same(plain(saved["state_dict"]), pool.run(fit_averaged, name, MOMENTUM, Lit, {})[0].weights)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("decay", 1.5), ("decay", -0.1), ("update_every_n_steps", 0), ("update_starting_at_step", -1)],

@@ -33,7 +33,7 @@ import lightning_zero
 from lightning_zero import CheckpointError
 from lightning_zero.checkpoint import load
 from lightning_zero.checkpoint.boxes import Box, boxes_of_run, view_as_box
-from lightning_zero.checkpoint.saving import Draft, recover, remove_leftovers
+from lightning_zero.checkpoint.saving import META, METADATA, Draft, recover, recover_all, remove_leftovers
 from lightning_zero.cli import app
 from lightning_zero.engine.memory_format import MemoryFormat
 from lightning_zero.registration import STRATEGIES
@@ -372,6 +372,17 @@ def test_the_last_checkpoint_is_found_where_its_save_was_killed(pool2: RankPool,
     os.close(draft.file)
     assert pool2.run(resume_last, str(tmp_path)) == [RECIPE.steps] * 2
     assert files_in(tmp_path) == {"last.ckpt"}
+
+
+def test_a_draft_that_lost_the_name_to_take_is_left_alone(tmp_path: Path) -> None:
+    """As after a loss of power, where the file system wrote the name last."""
+    draft = Draft(tmp_path / "last.ckpt", folder=True)
+    for name in (META, METADATA):
+        (draft.temporary / name).touch()
+    (draft.temporary / "lock").write_bytes(b"")
+    os.close(draft.file)
+    recover_all(tmp_path)
+    assert draft.temporary.is_dir()
 
 
 def save_apart(strategy: Any, path: str) -> list[str]:

@@ -28,6 +28,7 @@ from lightning.pytorch.callbacks import (
     ProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from omegaconf import DictConfig, OmegaConf
 from torch.nn.parallel import DistributedDataParallel
 
@@ -614,6 +615,11 @@ def test_a_batch_that_does_not_divide_ends_the_program_with_a_message(
     monkeypatch.setattr(sys, "argv", ["main.py", f"hydra.run.dir={folder}/run", "run_dir=x"])
     with pytest.raises(SystemExit, match=r"^data\.batch_size=16 cannot be split evenly over 3 ranks"):
         hydra_main(config_name="main", config_path=str(folder))(lambda cfg: micro_batch_size(16, 3, 1))()
+
+
+def test_plugins_go_with_other_strategies(composed: Compose) -> None:
+    plugins = "+trainer.plugins=[{_target_: lightning.pytorch.plugins.io.AsyncCheckpointIO}]"
+    assert isinstance(build_trainer(composed("strategy=ddp", plugins)).strategy.checkpoint_io, AsyncCheckpointIO)
 
 
 def test_precision_settings_of_ours_are_refused_elsewhere(composed: Compose) -> None:
