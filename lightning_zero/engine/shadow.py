@@ -110,8 +110,7 @@ class Shadow:
         for name, live in self._map.module.named_buffers():
             if name not in self._buffers or self._buffers[name].shape != live.shape:
                 device = self._store.device if self._store else live.device
-                with torch.inference_mode(False):  # updates follow, outside of validation's
-                    self._buffers[name] = live.detach().to(device, copy=True)
+                self._buffers[name] = live.detach().to(device, copy=True)
             yield live, self._buffers[name]
 
     def _tiles(self) -> Iterator[tuple[Bucket, Tensor, int, int]]:
