@@ -13,9 +13,8 @@ has none; afterwards the sums of the state must be what they were.
 - ddp: Lightning's `ddp`, one file that rank 0 writes; every rank reads all of it.
 - fsdp2: `fully_shard` of every layer, `get_state_dict` and `torch.distributed.checkpoint`.
 - deepspeed: `save_checkpoint` and `load_checkpoint` of its engine, ZeRO stage 2.
-- ours: `full`, one file, and `sharded`, a folder, with and without checksums. Without them nothing is verified, and
-  `full` writes none; DCP's writer, which `sharded` uses as `fsdp2` does, always does. For `async` the time is also
-  taken until training goes on.
+- ours: `full`, one file, and `sharded`, a folder, with and without checksums, which are written and verified. (Peers
+  write those of `torch.save`, and verify none.) For `async` the time is also taken until training goes on.
 - raw: both ranks write and read plain bytes, as many as the state has, a half each: what the disk does at that time.
 
 Peers do not flush all that they write (`fsdp2` its files, but no folder): `fsync` of all their files and folders is
@@ -314,6 +313,15 @@ def forget(folder: Path) -> None:
                 os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def remember(folder: Path) -> None:
+    """Bring the files below ``folder`` into the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.read(TILE):
+                    pass
+
+
 def free_memory() -> None:
     """Give what this process has freed back to the system."""
     gc.collect()
@@ -370,8 +378,8 @@ def measure(contestant: Contestant, parent: Path) -> dict[str, float]:
         for cache in ("warm", "cold"):
             for values in contestant.state():
                 values.detach().zero_()
-            if cache == "cold" and rank == 0:
-                forget(folder)
+            if rank == 0:
+                (remember if cache == "warm" else forget)(folder)
             free_memory()
             dist.barrier()
             start = time.perf_counter()

@@ -7,12 +7,14 @@ them there, and their checksums into the archive, so that any tool can verify it
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -42,6 +44,10 @@ class Record(NamedTuple):
     @property
     def stop(self) -> int:
         return self.start + self.nbytes
+
+    def moved(self, offset: int) -> Record:
+        """The same in an archive that begins at ``offset``."""
+        return self._replace(start=self.start + offset, central=self.central + offset)
 
 
 def read_records(file: IO[bytes]) -> list[Record]:
@@ -91,6 +97,29 @@ def write_skeleton(path: Path, checkpoint: Any) -> dict[Record, UntypedStorage |
             file.seek(record.stop)
             assert not record.nbytes or file.read(len(_DESCRIPTOR)) == _DESCRIPTOR
     return missing
+
+
+class TensorArchive(NamedTuple):
+    """What :func:`torch.save` writes for one tensor: all bytes before its values, these, all bytes after them."""
+
+    before: bytes
+    values: Record
+    after: bytes
+
+
+@lru_cache(maxsize=1024)
+def archive_of_tensor(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> TensorArchive:
+    """The archive of a tensor that fills its memory; the checksum of its values is missing."""
+    memory = torch.UntypedStorage(math.prod(shape) * dtype.itemsize)  # nobody touches it
+    tensor = torch.empty(0, dtype=dtype).set_(memory, 0, shape, strides)
+    # A file with a hole, which is in memory.
+    with os.fdopen(os.memfd_create("tensor"), "w+b") as file, torch.serialization.skip_data():
+        torch.save(tensor, file)
+        (values,) = [record for record in read_records(file) if record.name == "data/0"]
+        file.seek(0)
+        before = file.read(values.start)
+        file.seek(values.stop)
+        return TensorArchive(before, values, file.read())
 
 
 def storages_of(checkpoint: Any) -> list[UntypedStorage]:
@@ -146,6 +175,17 @@ def read_at(file: int, buffer: memoryview, offset: int) -> None:
 def bytes_of(values: Tensor) -> memoryview:
     """The memory of a contiguous 1-D tensor on the CPU."""
     return values.detach().view(torch.uint8).numpy().data
+
+
+def data_of(tiles: Iterable[Tensor]) -> Iterator[memoryview]:
+    """The bytes of 1-D tensors on any device, one after the other."""
+    for tile in tiles:
+        yield bytes_of(tile.detach().to("cpu").contiguous())
+
+
+def host_copies(tiles: Iterable[Tensor]) -> list[Tensor]:
+    """What they are now, on the CPU."""
+    return [tile.detach().to("cpu", copy=True) for tile in tiles]
 
 
 def checksum_of(file: int, start: int, stop: int) -> int:

@@ -24,7 +24,7 @@ def begin(
         path: what is there is replaced when the new one is complete and on the disk.
         engine: holds the values of the lazy tensors; ``None``: there are none.
         world: all ranks.
-        checksums: of the file; a folder always has them.
+        checksums: write the CRC-32 of every tensor.
 
     Returns:
         What writes it; ``None``, with nothing written, where ranks would write one file and do not see it.

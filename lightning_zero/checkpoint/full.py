@@ -24,8 +24,9 @@ from torch.storage import UntypedStorage
 from lightning_zero.checkpoint.archive import (
     TILE,
     Record,
-    bytes_of,
     checksum_of,
+    data_of,
+    host_copies,
     read_records,
     storages_of,
     write_at,
@@ -128,9 +129,7 @@ class FullSave:
         self._pieces = [*_sharded_pieces(sharded, engine), *(skeleton.own_pieces() if skeleton is not None else ())]
 
     def hold(self) -> None:
-        self._pieces = [
-            piece._replace(tiles=[tile.detach().to("cpu", copy=True) for tile in piece.tiles]) for piece in self._pieces
-        ]
+        self._pieces = [piece._replace(tiles=host_copies(piece.tiles)) for piece in self._pieces]
 
     def write(self, world: Group) -> None:
         def write() -> list[_Part]:
@@ -210,8 +209,7 @@ def _sharded_pieces(sharded: Iterable[_Sharded], engine: Engine | None) -> Itera
 def _write(file: int, piece: _Piece, checksums: bool) -> _Part:
     record, offset, pieces = piece
     start, position, crc = record.start + offset, record.start + offset, 0
-    for tile in pieces:
-        data = bytes_of(tile.detach().to("cpu").contiguous())
+    for data in data_of(pieces):
         write_at(file, data, position)
         crc = zlib.crc32(data, crc) if checksums else 0
         position += data.nbytes

@@ -2,7 +2,8 @@
 
 No rank needs to see what another one writes. Tensors are in DCP's files, under ``model`` and ``optimizer_0``,
 ``optimizer_1`` ..., as Lightning's FSDP strategy has them; the rest is in ``meta.pt``, which is written last. Planning
-and writing are DCP's; how ranks agree, and how the folder gets its name, is as for the file.
+and the format are DCP's; how tensors are written, a tile at a time, how ranks agree, and how the folder gets its name,
+is as for the file.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -27,7 +30,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.nn import Parameter
 
+from lightning_zero.checkpoint.archive import (
+    TILE,
+    Record,
+    archive_of_tensor,
+    data_of,
+    host_copies,
+    write_at,
+    write_checksums,
+)
 from lightning_zero.checkpoint.boxes import Box, boxes_of_run, view_as_box
 from lightning_zero.checkpoint.full import fetch_for_first, lazy_tensors
 from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor
@@ -48,7 +61,7 @@ def begin(
         path: what is there is replaced when the new folder is complete and on the disk.
         engine: holds the values of the lazy tensors; ``None``: there are none.
         world: all ranks.
-        checksums: are always written, by torch.
+        checksums: write the CRC-32 of every tensor; otherwise it is 0.
 
     Returns:
         What writes it.
@@ -86,7 +99,8 @@ def begin(
             return writer.prepare_global_plan(every), metadata, writer.save_id
 
         every, metadata, writer.save_id = on_first(world, plan_all, what)
-        return ShardedSave(path, folder, planner, writer, every[world.rank], metadata, aliases, meta)
+        items = planner.items(every[world.rank])
+        return ShardedSave(path, folder, items, writer, metadata, aliases, meta, checksums)
     except BaseException:
         folder.close()
         raise
@@ -99,22 +113,24 @@ class ShardedSave:
         self,
         path: Path,
         folder: _Folder,
-        planner: _Planner,
+        items: Iterable[_Item],
         writer: _Writer,
-        plan: SavePlan,
         metadata: Metadata,
         aliases: Mapping[str, str],
         meta: bytes,
+        checksums: bool,
     ) -> None:
         self.spread = folder.spread
-        self.path, self._folder, self._meta = path, folder, meta
-        self._planner, self._writer, self._plan, self._metadata = planner, writer, plan, metadata
-        self._aliases = aliases
+        self.path, self._folder, self._items, self._meta = path, folder, items, meta
+        self._writer, self._metadata, self._aliases, self._checksums = writer, metadata, aliases, checksums
 
     def hold(self) -> None:
-        self._planner.hold(self._plan)
+        self._items = [item._replace(tiles=host_copies(item.tiles)) for item in self._items]
 
     def write(self, world: Group) -> None:
+        def write() -> list[WriteResult]:
+            return self._writer.write_items(self._items, f"__{world.rank}_0{DEFAULT_SUFFIX}", self._checksums)
+
         def complete() -> None:
             if (draft := self._folder.draft) is not None:
                 self._writer.finish(self._metadata, [*results, self._copies(results)])
@@ -127,11 +143,7 @@ class ShardedSave:
                 draft.complete()
 
         try:
-            results: list[list[WriteResult]] = together(
-                world,
-                lambda: self._writer.write_data(self._plan, self._planner).wait(),
-                f"write the checkpoint {self.path}",
-            )
+            results = together(world, write, f"write the checkpoint {self.path}")
             together(world, complete, f"complete the checkpoint {self.path}")
         finally:
             self.abandon()
@@ -210,7 +222,7 @@ class _Contents:
                     self.entries[name] = torch.empty(leaf.shape, dtype=leaf.dtype)
                 else:
                     shared.append((name, source_of(leaf, engine).key, leaf.param))
-            elif isinstance(leaf, Tensor) and (leaf.layout != torch.strided or leaf.is_quantized):
+            elif isinstance(leaf, Tensor) and not _is_plain(leaf):
                 self.entries[name] = _Whole(leaf)
         return shared
 
@@ -235,8 +247,13 @@ def _holds_tensors(tree: Any) -> bool:
     return isinstance(tree, Tensor)
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is nothing but its values."""
+    return type(tensor) in (Tensor, Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
+
+
 class _Whole:
-    """A tensor that DCP does not cut: it is pickled."""
+    """A tensor that is pickled."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -267,9 +284,36 @@ class _Parts:
             for offsets, (box, _) in self._boxes.items()
         ]
 
-    def read(self, offsets: torch.Size) -> Tensor:
-        box, start = self._boxes[offsets]
-        return view_as_box(self._values.read(start, start + box.numel), box, self._form)
+    def item(self, index: MetadataIndex) -> _Item:
+        """What to write of one of the boxes."""
+        assert index.offset is not None
+        box, start = self._boxes[index.offset]
+        form = view_as_box(torch.empty(box.numel, dtype=self._values.key.dtype, device="meta"), box, self._form)
+        return _Item.of(index, form, self._values.tiles(start, start + box.numel))
+
+
+class _Item(NamedTuple):
+    """What is in a rank's file under one of DCP's names.
+
+    Attributes:
+        name: that one.
+        before: the first bytes.
+        values: where, counted from there, those of ``tiles`` are; ``None``: there are none.
+        tiles: 1-D, one after the other.
+        after: the last bytes.
+    """
+
+    name: MetadataIndex
+    before: bytes | memoryview
+    values: Record | None = None
+    tiles: Iterable[Tensor] = ()
+    after: bytes = b""
+
+    @classmethod
+    def of(cls, name: MetadataIndex, form: Tensor, tiles: Iterable[Tensor]) -> _Item:
+        """A tensor with the shape, strides and dtype of ``form``."""
+        archive = archive_of_tensor(tuple(form.shape), form.stride(), form.dtype)
+        return cls(name, archive.before, archive.values, tiles, archive.after)
 
 
 class _Planner(DefaultSavePlanner):
@@ -278,40 +322,54 @@ class _Planner(DefaultSavePlanner):
     def __init__(self, contents: _Contents, coordinator: bool) -> None:
         super().__init__()
         self.state_dict, self.mappings, self.is_coordinator = contents.entries, contents.paths, coordinator
-        self._held: dict[MetadataIndex, Tensor | io.BytesIO] = {}
-        self._written: Tensor | None = None
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         entry = self.state_dict[index.fqn]
-        if isinstance(entry, _Whole):
-            return entry.tensor
-        if not isinstance(entry, _Parts):
-            return entry
-        assert index.offset is not None
-        return entry.read(index.offset)
+        return entry.tensor if isinstance(entry, _Whole) else entry
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        if self._written is not None:  # DCP's writer keeps every tensor until the last one is written
-            self._written.untyped_storage().resize_(0)
-        data = self._held.pop(write_item.index, None)
-        data = self._copy(write_item) if data is None else data
-        self._written = data if isinstance(data, Tensor) else None
-        return data
-
-    def hold(self, plan: SavePlan) -> None:
-        """Copy what ``plan`` writes."""
-        self._held = {item.index: self._copy(item) for item in plan.items}
-
-    def _copy(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        data: Tensor | io.BytesIO = super().resolve_data(write_item)
-        return data.detach().to("cpu", copy=True) if isinstance(data, Tensor) else data
+    def items(self, plan: SavePlan) -> Iterator[_Item]:
+        """What ``plan`` writes; each is looked up when its turn comes."""
+        for planned in plan.items:
+            entry, index = self.state_dict[planned.index.fqn], planned.index
+            if isinstance(entry, _Parts):
+                yield entry.item(index)
+            elif isinstance(data := self.resolve_data(planned), Tensor):
+                values = data.detach().resolve_conj().resolve_neg().contiguous()
+                yield _Item.of(index, values, values.view(-1).split(TILE // values.itemsize))
+            else:
+                yield _Item(index, data.getbuffer())
 
 
 class _Writer(FileSystemWriter):
-    """DCP's; what it writes does not name the folder, which will have another name."""
+    """DCP's, for files that are written as the one file is: a tile at a time, with checksums or without."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, per_thread_copy_ahead=0)  # one tensor at a time: see `_Planner.resolve_data`
+    def write_items(self, items: Iterable[_Item], name: str, checksums: bool) -> list[WriteResult]:
+        """Write ``items`` to the file ``name``, until they are on the disk; returns where they are."""
+        written, sums, end = [], {}, 0
+        file = os.open(Path(self.path) / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+        def write(data: bytes | memoryview) -> None:
+            nonlocal end
+            write_at(file, data, end)
+            end += len(data)
+
+        try:
+            for item in items:
+                start, crc = end, 0
+                write(item.before)
+                for data in data_of(item.tiles):
+                    write(data)
+                    crc = zlib.crc32(data, crc) if checksums else 0
+                write(item.after)
+                if item.values is not None:
+                    sums[item.values.moved(start)] = crc
+                written.append(WriteResult(item.name, end - start, _StorageInfo(name, start, end - start)))
+            if checksums:
+                write_checksums(file, sums)
+            os.fsync(file)
+        finally:
+            os.close(file)
+        return written
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id)

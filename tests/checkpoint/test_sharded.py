@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from strategy.fits import FEW, Fitted, Recipe, assert_same, make_trainer, slow_unless
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner, Result
 
 import lightning_zero
 from lightning_zero import CheckpointError
-from lightning_zero.checkpoint import load
+from lightning_zero.checkpoint import begin, load
+from lightning_zero.checkpoint.archive import TILE
 from lightning_zero.checkpoint.boxes import Box, boxes_of_run, view_as_box
 from lightning_zero.checkpoint.saving import META, METADATA, Draft, recover, recover_all, remove_leftovers
 from lightning_zero.cli import app
@@ -237,6 +241,72 @@ def test_load_from_checkpoint_to_a_device(pool1: RankPool, tmp_path: Path, strat
         module = lightning_zero.load_from_checkpoint(Named, tmp_path / "a.ckpt", map_location=location)
         assert {p.device.type for p in module.parameters()} == {device}
         assert module.hparams.width == 3
+
+
+# ------------------------------------------------------------------------------------------- one process, any weights
+
+
+class Tagged(Tensor):
+    """A tensor that is more than its values."""
+
+
+def make_weights() -> dict[str, Tensor]:
+    wide = torch.randn(1000, 1000)
+    weights = {str(dtype): torch.arange(2.0).to(dtype) for dtype in (torch.bfloat16, torch.bool, torch.complex64)}
+    return weights | {
+        "many tiles": torch.randn(TILE // 4 * 2 + 3),
+        "part": wide[3:5, ::2],
+        "tied": wide,
+        "tied too": wide,
+        "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "number": torch.tensor(5),
+        "nothing": torch.zeros(0, 3),
+        "parameter": nn.Parameter(torch.ones(3)),
+        "float8": torch.ones(4).to(torch.float8_e4m3fn),
+        "tagged": torch.randn(3).as_subclass(Tagged),
+        "sparse": torch.eye(3).to_sparse(),
+    }
+
+
+def plain(value: Tensor) -> Tensor:
+    return value.float() if value.dtype == torch.float8_e4m3fn else value.detach().to_dense().resolve_conj()
+
+
+def save_alone(tree: Any, path: Path, checksums: bool) -> None:
+    saving = begin("sharded", tree, path, None, ALONE, checksums)
+    assert saving is not None
+    saving.write(ALONE)
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_any_weights_are_what_torch_reads(checksums: bool, tmp_path: Path) -> None:
+    weights, folder = make_weights(), tmp_path / "a.ckpt"
+    save_alone({"state_dict": weights, "epoch": 3}, folder, checksums)
+    dcp_to_torch_save(folder, tmp_path / "one")
+    consolidated = torch.load(tmp_path / "one", weights_only=False)["model"]
+    for found in (load(folder, ALONE, weights_only=False)["state_dict"], consolidated):
+        assert found.keys() == weights.keys()
+        for key, value in weights.items():
+            assert (found[key].dtype, found[key].layout) == (value.dtype, value.layout)
+            assert isinstance(found[key], Tagged) == isinstance(value, Tagged)
+            assert torch.equal(plain(found[key]), plain(value)), key
+    assert (folder / "__0_0.distcp").stat().st_size < 24 << 20  # no tied tensor twice, no whole one for a part
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_its_archives_are_those_of_torch(checksums: bool, tmp_path: Path) -> None:
+    weights, folder = make_weights(), tmp_path / "a.ckpt"
+    save_alone({"state_dict": weights}, folder, checksums)
+    data = (folder / "__0_0.distcp").read_bytes()
+    written = load_metadata(folder).storage_data
+    assert {index.fqn for index in written} == {f"model.{key}" for key in weights}
+    for index, info in written.items():
+        with zipfile.ZipFile(io.BytesIO(data[info.offset :][: info.length])) as archive:
+            values = [record for record in archive.infolist() if "/data/" in record.filename and record.file_size]
+            by_torch = index.fqn in ("model.sparse", "model.tagged")
+            assert all(bool(record.CRC) == (checksums or by_torch) for record in values)
+            assert not checksums or archive.testzip() is None
 
 
 # --------------------------------------------------------------------------------------------------------------- faults
