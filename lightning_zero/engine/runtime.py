@@ -378,9 +378,10 @@ class Engine:
     def settle(self) -> None:
         """Finish updates and gathers, take over edits by user code: shards and whole parameters agree. Collective."""
         self._map.absorb_edits()
-        for bucket in self.buckets:
-            if bucket.state is BucketState.STALE:
-                bucket.unshard()
+        stale = [bucket for bucket in self.buckets if bucket.state is BucketState.STALE]
+        for act in (Bucket.begin_unshard, Bucket.unshard):  # nobody waits for one before the next is on its way
+            for bucket in stale:
+                act(bucket)
 
     def sync_buffers(self) -> None:
         """Give every rank rank 0's buffers (statistics of BatchNorm, which each rank gathers alone). Collective."""
