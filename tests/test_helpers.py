@@ -559,6 +559,21 @@ def test_a_slow_test_must_be_marked(guarded: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["*test_slow took 0.* s, the limit is 0.03 s*"])
 
 
+@pytest.mark.parametrize(("stolen", "failed"), [(200, 0), (0, 1)])
+def test_stolen_time_does_not_count(guarded: pytest.Pytester, stolen: int, failed: int, tmp_path: Path) -> None:
+    statistics = tmp_path / "stat"
+    begin, end = (f"cpu  0 0 0 0 0 0 0 9 0 0\ncpu0 0 0 0 0 0 0 0 {n} 0 0\nintr 5\n" for n in (7, 7 + stolen))
+    statistics.write_text(begin)
+    guarded.makeconftest(
+        (guarded.path / "conftest.py").read_text().replace('Path("/proc/stat")', f"Path({str(statistics)!r})")
+    )
+    guarded.makepyfile(
+        test_it=f"import pathlib, time\ndef test_it():\n    time.sleep(0.05)\n"
+        f"    pathlib.Path({str(statistics)!r}).write_text({end!r})\n"
+    )
+    guarded.runpytest_inprocess().assert_outcomes(passed=1 - failed, failed=failed)
+
+
 @pytest.mark.parametrize(("count", "allowed"), [(15, True), (16, False)])
 def test_few_tests_may_launch(guarded: pytest.Pytester, count: int, allowed: bool) -> None:
     guarded.makepyfile(
