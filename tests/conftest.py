@@ -71,7 +71,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     if timed and report.passed and report.duration - item.stash[STOLEN] > CALL_LIMIT:
         report.outcome = "failed"
         report.longrepr = (
-            f"{item.nodeid} took {report.duration:.2f} s, the limit is {CALL_LIMIT:g} s: "
+            f"{item.nodeid} took {report.duration:.2f} s, the limit is {CALL_LIMIT:g} s "
+            f"(and {item.stash[STOLEN]:.2f} s that the host took away): "
             "make it smaller or mark it slow"
         )
     return report

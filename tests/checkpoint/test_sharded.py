@@ -291,11 +291,11 @@ def test_any_weights_are_what_torch_reads(checksums: bool, tmp_path: Path) -> No
             assert (found[key].dtype, found[key].layout) == (value.dtype, value.layout)
             assert isinstance(found[key], Tagged) == isinstance(value, Tagged)
             assert torch.equal(plain(found[key]), plain(value)), key
-    assert (folder / "__0_0.distcp").stat().st_size < 24 << 20  # no tied tensor twice, no whole one for a part
+    assert (folder / "__0_0.distcp").stat().st_size < 21 << 20  # 20: no tied tensor twice, no whole one for a part
 
 
 @pytest.mark.parametrize("checksums", [True, False])
-def test_its_archives_are_those_of_torch(checksums: bool, tmp_path: Path) -> None:
+def test_checksums_are_right_or_left_out(checksums: bool, tmp_path: Path) -> None:
     weights, folder = make_weights(), tmp_path / "a.ckpt"
     save_alone({"state_dict": weights}, folder, checksums)
     data = (folder / "__0_0.distcp").read_bytes()
