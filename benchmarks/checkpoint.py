@@ -313,15 +313,6 @@ def forget(folder: Path) -> None:
                 os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def remember(folder: Path) -> None:
-    """Bring the files below ``folder`` into the page cache."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb", buffering=0) as file:
-                while file.read(TILE):
-                    pass
-
-
 def free_memory() -> None:
     """Give what this process has freed back to the system."""
     gc.collect()
@@ -378,8 +369,8 @@ def measure(contestant: Contestant, parent: Path) -> dict[str, float]:
         for cache in ("warm", "cold"):
             for values in contestant.state():
                 values.detach().zero_()
-            if rank == 0:
-                (remember if cache == "warm" else forget)(folder)
+            if cache == "cold" and rank == 0:
+                forget(folder)
             free_memory()
             dist.barrier()
             start = time.perf_counter()

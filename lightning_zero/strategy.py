@@ -867,8 +867,10 @@ class ZeroStrategy(DDPStrategy):
             for updater, state in zip(updaters, states, strict=True):
                 if updater is not None:
                     load(self.engine, updater, state)
-        self._rng = checkpoint.get(_checkpoint.rng.ENTRY)
-        if self._rng is not None and (note := _checkpoint.rng.note(self._rng, self.world_size)):
+        states = checkpoint.get(_checkpoint.rng.ENTRY)
+        # Copies, for they are still needed when the Trainer is done with the file, and views would keep it mapped.
+        self._rng = states and {name: state.clone() for name, state in states.items()}
+        if self._rng and (note := _checkpoint.rng.note(self._rng, self.world_size)):
             rank_zero_info(f"ZeroStrategy: {note}")
 
     def _updater_of(self, optimizer: Optimizer) -> ShardUpdater | None:

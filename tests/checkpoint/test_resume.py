@@ -156,6 +156,25 @@ def test_a_trainer_may_go_back_to_its_own_checkpoint(pool: RankPool, name: str, 
     assert_same(back[0].weights, whole[0].weights)
 
 
+class Mapped(Resumable):
+    """Notes, once everything is restored and before the first step, what files are mapped."""
+
+    def train_dataloader(self) -> Any:
+        self.notes += [line for line in Path("/proc/self/maps").read_text().splitlines() if ".ckpt" in line]
+        return super().train_dataloader()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+@ranks(2)
+@pytest.mark.parametrize("name", ["zero2_offload", "zero3"])
+def test_a_file_is_let_go_when_all_is_restored(pool: RankPool, name: str, tmp_path: Path) -> None:
+    """Mapped, it would keep its place on the disk when it is deleted, and whoever lets go of it would wait for that."""
+    path = str(tmp_path / "a.ckpt")
+    pool.run(run, name, RECIPE, steps=2, save=(2, path))
+    for resumed in pool.run(run, name, RECIPE, Mapped, steps=3, resume=path):
+        assert resumed.notes == []
+
+
 # --------------------------------------------------------------- ddp and other precisions; our names: test_matrix.py
 
 DOUBLE = Recipe(steps=3, dtype=torch.float64, scheduled=True, optimizer="adamw", options={"lr": 0.05})
