@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from helpers.ranks import REPRODUCIBLE, ForkServer, RankPool
 REPOSITORY = Path(__file__).resolve().parents[1]
 CALL_LIMIT = 5.0  # seconds for the call phase of a test without one of the markers below
 STATISTICS = Path("/proc/stat")  # of Linux
-STOLEN = pytest.StashKey[float]()
 UNTIMED = ("slow", "long", "launch", "gpu")
 MAX_LAUNCH = 15
 # Node ids without parameters that the limit does not apply to.
@@ -22,6 +22,13 @@ MAY_BE_SLOW = frozenset(
     # It imports lightning in a process of its own, and so torchmetrics, and so transformers where that is installed.
     ["tests/test_public.py::test_importing_the_package_imports_no_engine"]
 )
+
+
+class TooSlowError(pytest.fail.Exception):
+    """A test has passed, but not in time."""
+
+
+AGAIN = pytest.mark.flaky(reruns=1, only_rerun=TooSlowError)  # whoever else used the machine may be gone by then
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,10 +47,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             f"{len(launching)} tests are marked launch, at most {MAX_LAUNCH} may be: use a rank pool instead "
             f"(fixtures pool1, pool2, pool4)\n  {listed}"
         )
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+        if is_limited(item):
+            item.add_marker(AGAIN)
+
+
+def is_limited(item: pytest.Item) -> bool:
+    return item.nodeid.split("[")[0] not in MAY_BE_SLOW and not any(map(item.get_closest_marker, UNTIMED))
 
 
 def stolen_seconds() -> list[float]:
@@ -54,28 +66,18 @@ def stolen_seconds() -> list[float]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    before = stolen_seconds()
-    try:
-        return (yield)
-    finally:
-        lost = [after - start for start, after in zip(before, stolen_seconds(), strict=True)]
-        item.stash[STOLEN] = max(lost, default=0.0)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Fail a test whose call takes too long; neither fixtures, and so the start of the ranks, nor stolen time count."""
-    report = yield
-    marked = any(item.get_closest_marker(name) for name in UNTIMED)
-    timed = report.when == "call" and not marked and item.nodeid.split("[")[0] not in MAY_BE_SLOW
-    if timed and report.passed and report.duration - item.stash[STOLEN] > CALL_LIMIT:
-        report.outcome = "failed"
-        report.longrepr = (
-            f"{item.nodeid} took {report.duration:.2f} s, the limit is {CALL_LIMIT:g} s "
-            f"(and {item.stash[STOLEN]:.2f} s that the host took away): "
-            "make it smaller or mark it slow"
+    """Fail a test whose call takes too long twice; neither fixtures, which start ranks, nor stolen time count."""
+    stolen, start = stolen_seconds(), time.perf_counter()
+    result = yield
+    took = time.perf_counter() - start
+    lost = max((after - before for before, after in zip(stolen, stolen_seconds(), strict=True)), default=0.0)
+    if is_limited(item) and took - lost > CALL_LIMIT:
+        raise TooSlowError(
+            f"{item.nodeid} took {took:.2f} s, the limit is {CALL_LIMIT:g} s (and {lost:.2f} s that the host took "
+            "away): make it smaller or mark it slow",
+            pytrace=False,
         )
-    return report
+    return result
 
 
 @pytest.fixture(scope="session")

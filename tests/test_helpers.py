@@ -559,6 +559,16 @@ def test_a_slow_test_must_be_marked(guarded: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["*test_slow took 0.* s, the limit is 0.03 s*"])
 
 
+def test_a_test_that_is_slow_once_is_run_again(guarded: pytest.Pytester) -> None:
+    guarded.makepyfile(
+        test_it="import time\nruns = []\ndef test_it():\n    runs.append(0)\n    time.sleep(0.05 / len(runs) ** 4)\n"
+        "def test_wrong():\n    runs.append(0)\n    assert False, len(runs)\n"
+    )
+    result = guarded.runpytest_inprocess()
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*AssertionError: 3*"])
+
+
 @pytest.mark.parametrize(("stolen", "failed"), [(200, 0), (0, 1)])
 def test_stolen_time_does_not_count(guarded: pytest.Pytester, stolen: int, failed: int, tmp_path: Path) -> None:
     statistics = tmp_path / "stat"
