@@ -457,16 +457,18 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where checkpoints go; must be on a disk")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/checkpoint.json")
     options = parser.parse_args()
+    # First: what cannot be described need not be measured.
+    environment = describe() | {"file_system": file_system(options.folder)}
 
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=options.folder) as name:
         parent = Path(name)
         mp.start_processes(work, (free_port(), options, parent), nprocs=RANKS, start_method="spawn")
         seconds = json.loads((parent / "seconds.json").read_text())
+    if "deepspeed" in seconds:
+        environment["deepspeed"] = version("deepspeed")
     found = summary(seconds)
     result = {
-        "environment": describe()
-        | {"file_system": file_system(options.folder)}
-        | ({"deepspeed": version("deepspeed")} if "deepspeed" in seconds else {}),
+        "environment": environment,
         "parameters": sum(p.numel() for p in Model(options.parameters).parameters()),
         "ranks": RANKS,
         "summary": found,
