@@ -19,11 +19,11 @@ from strategy.fits import (
     Lit,
     Recipe,
     assert_same,
-    every_name,
     full_batch_loss,
     make_trainer,
+    more_names,
+    more_names_and_sizes,
     observe,
-    one_or_two_ranks,
     slow_unless,
     state_of,
 )
@@ -43,9 +43,8 @@ def weights_in(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
     return {name.removeprefix("model."): value for name, value in checkpoint["state_dict"].items()}
 
 
-@one_or_two_ranks
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-@every_name
+@more_names_and_sizes
 def test_a_file_holds_whole_named_full_precision_state(
     pool: RankPool, name: str, precision: str, tmp_path: Path
 ) -> None:
@@ -73,7 +72,7 @@ def test_a_file_holds_whole_named_full_precision_state(
 
 
 @ranks(2)
-@every_name
+@more_names
 def test_tied_parameters_are_stored_once(pool: RankPool, name: str, tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
     pool.run(save_at_end, name, RECIPE, path)
@@ -83,7 +82,7 @@ def test_tied_parameters_are_stored_once(pool: RankPool, name: str, tmp_path: Pa
 
 
 @ranks(2)
-@every_name
+@more_names
 def test_frozen_parameters_and_buffers_are_stored(pool: RankPool, name: str, tmp_path: Path) -> None:
     path, recipe = str(tmp_path / "a.ckpt"), dataclasses.replace(RECIPE, model="frozen")
     pool.run(save_at_end, name, recipe, path, module=WithBuffers)
@@ -120,7 +119,7 @@ class WithBuffers(Resumable):
 
 
 @ranks(2)
-@every_name
+@more_names
 def test_a_parameter_that_was_never_used_has_no_state(pool: RankPool, name: str, tmp_path: Path) -> None:
     path, recipe = str(tmp_path / "a.ckpt"), dataclasses.replace(RECIPE, model="optional")
     pool.run(save_at_end, name, recipe, path)
@@ -130,7 +129,7 @@ def test_a_parameter_that_was_never_used_has_no_state(pool: RankPool, name: str,
 
 
 @ranks(2)
-@every_name
+@more_names
 def test_plain_pytorch_goes_on_from_a_file(pool: RankPool, name: str, tmp_path: Path) -> None:
     """The weights, and the state in torch's own format, in a loop without this package."""
     path = str(tmp_path / "a.ckpt")
@@ -147,8 +146,7 @@ def test_plain_pytorch_goes_on_from_a_file(pool: RankPool, name: str, tmp_path: 
     optimizer.step()
 
 
-@one_or_two_ranks
-@every_name
+@more_names_and_sizes
 def test_load_from_checkpoint(pool: RankPool, name: str, tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
     results = pool.run(save_at_end, name, RECIPE, path)
@@ -175,7 +173,7 @@ def fit_and_keep(
 
 @ranks(2)
 @pytest.mark.parametrize(("mode", "kept"), [("min", {9, 12}), pytest.param("max", {3, 6}, marks=pytest.mark.slow)])
-@every_name
+@more_names
 def test_model_checkpoint_keeps_the_best_and_the_last(
     pool: RankPool, name: str, mode: str, kept: set[int], tmp_path: Path
 ) -> None:
@@ -305,7 +303,7 @@ def loaded_by_a_user(name: str, path: str, recipe: Recipe) -> dict[str, Tensor]:
 
 
 @ranks(2)
-@every_name
+@more_names
 def test_weights_loaded_by_hand_reach_the_masters(pool: RankPool, name: str, tmp_path: Path) -> None:
     path, recipe = str(tmp_path / "a.ckpt"), Recipe(optimizer="momentum")
     saved = pool.run(save_at_end, name, recipe, path)
@@ -321,8 +319,7 @@ def fit_evaluated_only(name: str, path: str, recipe: Recipe) -> tuple[float, dic
     return loss, state_of(trainer)
 
 
-@one_or_two_ranks
-@every_name
+@more_names_and_sizes
 def test_a_file_is_tested_without_a_fit(pool: RankPool, name: str, tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
     saved = pool.run(save_at_end, name, RECIPE, path)[0].weights

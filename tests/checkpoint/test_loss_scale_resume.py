@@ -6,6 +6,7 @@ Run as a script, this file trains and kills itself: `test_loss_scale_resume.py F
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import signal
@@ -28,8 +29,8 @@ from strategy.fits import (
     Recipe,
     assert_same,
     assert_same_states,
-    every_name,
     make_trainer,
+    more_names,
     observe,
     slow_unless,
 )
@@ -115,7 +116,7 @@ def plain_state(path: str) -> dict[str, Any]:
 
 
 @ranks(2)
-@every_name
+@more_names
 def test_a_run_saved_while_its_scale_falls_goes_on_as_if_never_stopped(
     pool: RankPool, name: str, tmp_path: Path
 ) -> None:
@@ -134,8 +135,7 @@ def test_a_run_saved_while_its_scale_falls_goes_on_as_if_never_stopped(
 
 @pytest.mark.slow
 @ranks(2)
-@pytest.mark.parametrize("name", FEW)
-@pytest.mark.parametrize("saved", range(1, STEPS))
+@pytest.mark.parametrize(("saved", "name"), list(zip(range(1, STEPS), itertools.cycle(FEW), strict=False)))
 def test_it_may_be_saved_after_any_step(pool: RankPool, name: str, saved: int, tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
     whole = pool.run(run, name, RECIPE, fp16(), save=(saved, path))
@@ -233,7 +233,7 @@ def test_precisions_with_and_without_a_scaler_take_turns(
 
 
 @ranks(1)
-@every_name
+@more_names
 def test_the_scale_of_lightnings_own_mixed_precision_goes_on(pool: RankPool, name: str, tmp_path: Path) -> None:
     path = str(tmp_path / "ddp.ckpt")
     (theirs,) = pool.run(run, "ddp", RECIPE, stock, save=(6, path), steps=6)

@@ -102,7 +102,10 @@ def resume(strategy: dict[str, Any], path: str) -> int:
 
 @pytest.mark.slow
 @ranks(2)
-@pytest.mark.parametrize(("name", "container"), [("zero3", "full"), ("zero3", "sharded"), ("zero2_offload", "sharded")])
+@pytest.mark.parametrize(
+    ("name", "container"),
+    [("zero3", "full"), ("zero3", "sharded"), pytest.param("zero2_offload", "sharded", marks=pytest.mark.long)],
+)
 def test_saving_and_loading_take_little_memory(pool: RankPool, name: str, container: str, tmp_path: Path) -> None:
     strategy, path = {**STRATEGIES[name], "checkpoint_format": container}, tmp_path / "a.ckpt"
     saved = pool.run_within(100, train_and_save, strategy, str(path))

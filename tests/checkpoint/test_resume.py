@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from strategy.fits import (
     StrategyArgument,
     assert_same,
     assert_same_states,
-    every_name,
-    every_name_and_size,
     halving,
     make_trainer,
+    more_names,
+    more_names_and_sizes,
     observe,
     slow_unless,
 )
@@ -91,11 +92,18 @@ def test_resuming_other_optimizers(pool: RankPool, name: str, optimizer: str, tm
 
 
 @pytest.mark.slow
-@ranks(1, 4)
-@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("optimizer", ["adamw", "adagrad", "momentum"])
-@every_name
+@pytest.mark.parametrize(
+    ("pool", "name", "precision", "optimizer"),
+    [
+        ((1, 4)[(i // 2 + j) % 2], name, precision, ("adamw", "adagrad", "momentum")[(i + j) % 3])
+        for (i, name), (j, precision) in itertools.product(
+            enumerate(SOME), enumerate(("32-true", "64-true", "bf16-mixed", "bf16-true"))
+        )
+    ],
+    indirect=["pool"],
+)
 def test_resuming_everything(pool: RankPool, name: str, optimizer: str, precision: str, tmp_path: Path) -> None:
+    """Every two settings meet."""
     recipe = dataclasses.replace(RECIPE, optimizer=optimizer, options={}, tail=1)
     check_resume(pool, tmp_path, name, recipe, 2, precision=precision, gradient_clip_val=0.5)
 
@@ -148,7 +156,7 @@ def resume_twice_in_one_process(name: str, path: str, recipe: Recipe) -> Fitted:
     return observe(trainer, lit)
 
 
-@every_name_and_size
+@more_names_and_sizes
 def test_a_trainer_may_go_back_to_its_own_checkpoint(pool: RankPool, name: str, tmp_path: Path) -> None:
     recipe = dataclasses.replace(RECIPE, micro=1)
     whole = pool.run(run, name, recipe, steps=4)
@@ -215,7 +223,7 @@ def test_ddp_and_ours_resume_from_each_other_on_other_ranks(
 
 
 @ranks(1)
-@every_name
+@more_names
 def test_ddp_resumes_bit_for_bit_from_ours_and_ours_from_its(pool: RankPool, name: str, tmp_path: Path) -> None:
     """On one rank nothing is summed: weights, Adam's state, the learning rate and the loader's place must all be right.
 

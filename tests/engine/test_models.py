@@ -88,17 +88,17 @@ def test_trains_as_in_torch(pool: RankPool, name: str) -> None:
 @pytest.mark.filterwarnings("ignore:LSTM with projections", "ignore:.*weight_norm. is deprecated")
 @ranks(4)
 # Of several ranks' bf16 gradients the sum is rounded once, in the reference after each addition.
-@pytest.mark.parametrize("name", [name for name in zoo.KINDS if name != "Dtypes"])
-def test_trains_as_in_torch_on_more_ranks(pool: RankPool, name: str) -> None:
-    check(pool, name, STAGES)
+@pytest.mark.parametrize(("number", "name"), list(enumerate(name for name in zoo.KINDS if name != "Dtypes")))
+def test_trains_as_in_torch_on_more_ranks(pool: RankPool, number: int, name: str) -> None:
+    check(pool, name, STAGES[number % 2 :: 2])
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:LSTM with projections", "ignore:.*weight_norm. is deprecated")
 @ranks(2)
-@pytest.mark.parametrize("name", zoo.KINDS)
-def test_trains_as_in_torch_with_state_on_the_host(pool: RankPool, name: str) -> None:
-    check(pool, name, (2, 3), offload=True)
+@pytest.mark.parametrize(("number", "name"), list(enumerate(zoo.KINDS)))
+def test_trains_as_in_torch_with_state_on_the_host(pool: RankPool, number: int, name: str) -> None:
+    check(pool, name, (2 + number % 2,), offload=True)
 
 
 # ------------------------------------------------------------------------------------------ what happens between steps

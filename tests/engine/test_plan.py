@@ -117,10 +117,13 @@ SETTINGS = list(itertools.product(STAGES, PRECISIONS, (False, True)))
 FEW = [(1, "bf16", False), (2, "fp32", True), (3, "fp32", False), (3, "bf16", True)]
 
 
-@ranks(2, slow=(4,))
 @pytest.mark.parametrize(
-    ("stage", "precision", "offload"),
-    [each if each in FEW else pytest.param(*each, marks=pytest.mark.slow) for each in SETTINGS],
+    ("pool", "stage", "precision", "offload"),
+    [
+        *(pytest.param(2, *each, marks=[] if each in FEW else pytest.mark.slow) for each in SETTINGS),
+        *(pytest.param(4, *each, marks=pytest.mark.slow) for each in FEW),
+    ],
+    indirect=["pool"],
 )
 def test_memory_follows_the_plan(pool: RankPool, stage: int, precision: str, offload: bool) -> None:
     native: driver.NativeOptimizer = "auto" if offload else "off"

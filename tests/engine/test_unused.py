@@ -34,7 +34,7 @@ def optional(setup: Setup, flagged: Flagged, optimizer: str = "adamw", **options
     return Case(setup, optimizer, "optional", flagged=flagged, **options)  # type: ignore[arg-type]
 
 
-@stages_on((3, 2), slow=[(0, 2), (1, 2), (2, 2), (1, 1), (3, 1)])
+@stages_on((3, 2), slow=[(1, 2), (1, 1)])
 @pytest.mark.parametrize("flagged", PATTERNS)
 def test_parameters_move_exactly_when_some_rank_uses_them(pool: RankPool, stage: int, flagged: Flagged) -> None:
     setup = Setup(stage, offload=stage > 1)
@@ -43,11 +43,13 @@ def test_parameters_move_exactly_when_some_rank_uses_them(pool: RankPool, stage:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("pool", "flagged"),
-    [(2, models.only_in_step_1), *((world, flagged) for world in (2, 4) for flagged in PATTERNS_OF_RANKS)],
+    ("pool", "flagged", "stage"),
+    [
+        *((2, models.only_in_step_1, stage) for stage in STAGES),
+        *((world, PATTERNS_OF_RANKS[(world // 2 + stage) % 2], stage) for world in (2, 4) for stage in STAGES),
+    ],
     indirect=["pool"],
 )
-@pytest.mark.parametrize("stage", STAGES)
 def test_every_optimizer_leaves_unused_parameters_alone(pool: RankPool, stage: int, flagged: Flagged) -> None:
     check_cases(
         pool,

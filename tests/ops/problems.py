@@ -233,11 +233,11 @@ def fresh(name: str) -> ModuleType:
 
 
 def digest(isa: str | None = None, count: int = 1003) -> str:
-    """A hash of what all kernels compute from fixed numbers; the same in every process."""
+    """A hash of what all rules compute from fixed numbers, in some layouts; the same in every process."""
     generator = torch.Generator().manual_seed(17)
     result = hashlib.sha256()
     for rule in RULES.values():
-        for layout in layouts(rule):
+        for layout in layouts(rule)[::5]:
             tensors = make_tensors(rule, layout, count, ordinary, generator)
             rule(tensors, step=3, isa=isa, copy_ties=MASTERS[layout.master].ties, seed=5, index=2**32 - 500)
             for tensor in tensors.values():

@@ -23,13 +23,12 @@ from strategy.fits import (
     Recipe,
     assert_same,
     assert_same_states,
-    every_name,
-    every_name_and_size,
     fit,
     is_native,
     main_names,
     make_trainer,
-    one_or_two_ranks,
+    more_names,
+    more_names_and_sizes,
     reference,
     slow_unless,
 )
@@ -436,9 +435,8 @@ def asked(flag: str, **options: Any) -> dict[str, Any]:
     return {"plugins": [ZeroPrecision(flag, scaler=scaler, **options)]}  # type: ignore[arg-type]
 
 
-@one_or_two_ranks
 @pytest.mark.parametrize("micro", slow_unless([2], [1, 2]))
-@every_name
+@more_names_and_sizes
 @pytest.mark.parametrize("flag", NUMBERS)
 def test_training_in_16_bits_equals_the_reference(pool: RankPool, flag: str, name: str, micro: int) -> None:
     recipe = Recipe(optimizer="momentum", micro=micro)
@@ -465,7 +463,7 @@ def test_adamw_in_16_bits_with_clipping(pool: RankPool, flag: str, name: str) ->
         assert difference.abs().median() < 1e-6
 
 
-@every_name_and_size
+@more_names_and_sizes
 @pytest.mark.parametrize("flag", ["bf16-true", "16-true"])
 def test_16_bits_without_masters_equal_the_reference(pool: RankPool, name: str, flag: str) -> None:
     recipe = Recipe(optimizer="momentum", dtype=TABLE[flag].linear)
@@ -475,7 +473,7 @@ def test_16_bits_without_masters_equal_the_reference(pool: RankPool, name: str, 
     assert_same(results[0].weights, reference(name, recipe, pool.world_size, **scale).weights)
 
 
-@every_name_and_size
+@more_names_and_sizes
 def test_small_updates_survive_in_masters(pool: RankPool, name: str) -> None:
     """Each is less than half a unit in the last place of a bf16 weight."""
     recipe = Recipe(optimizer="sgd", options={"lr": 1e-5}, steps=4)
@@ -489,7 +487,7 @@ def test_small_updates_survive_in_masters(pool: RankPool, name: str) -> None:
 
 
 @ranks(1)
-@every_name
+@more_names
 @pytest.mark.parametrize("flag", ["bf16-mixed", "16-mixed"])
 def test_fp32_parameters_under_autocast_are_lightnings_own_arithmetic(pool: RankPool, name: str, flag: str) -> None:
     recipe = Recipe(optimizer="momentum", micro=2)
@@ -503,7 +501,7 @@ def fit_stock(flag: str, recipe: Recipe) -> Fitted:
     return fit("ddp", recipe, plugins=[MixedPrecision(flag, "cpu", scaler)])  # type: ignore[arg-type]
 
 
-@every_name_and_size
+@more_names_and_sizes
 def test_float64_training_equals_the_reference(pool: RankPool, name: str) -> None:
     """A module of fp32 under `64-true` is trained in fp64 from its fp32 values."""
     recipe = Recipe(micro=2)

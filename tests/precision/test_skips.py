@@ -24,12 +24,12 @@ from strategy.fits import (
     StrategyArgument,
     assert_same,
     assert_same_states,
-    every_name,
-    every_name_and_size,
     fit,
     is_native,
     main_names,
     make_trainer,
+    more_names,
+    more_names_and_sizes,
     optimizer_state,
     reference,
     slow_unless,
@@ -162,14 +162,14 @@ def check_standstill(pool: RankPool, name: str, mode: str, **flags: Any) -> None
     assert_same_states(first.states[-1], without.states[-1])
 
 
-@every_name_and_size
+@more_names_and_sizes
 @pytest.mark.parametrize("mode", slow_unless(["16-mixed"], MODES))
 def test_a_skipped_step_leaves_no_trace(pool: RankPool, mode: str, name: str) -> None:
     check_standstill(pool, name, mode)
 
 
 @ranks(2)
-@every_name
+@more_names
 @pytest.mark.parametrize(("algorithm", "bound"), [pytest.param("norm", 0.3, marks=pytest.mark.slow), ("value", 0.01)])
 def test_clipping_does_not_hide_an_overflow(pool: RankPool, name: str, algorithm: str, bound: float) -> None:
     check_standstill(pool, name, "16-mixed", gradient_clip_val=bound, gradient_clip_algorithm=algorithm)
@@ -199,7 +199,7 @@ def test_one_micro_batch_of_three_skips_its_step(pool: RankPool, name: str, micr
 
 
 @ranks(2)
-@every_name
+@more_names
 def test_without_masters_the_parameters_stand_still_too(pool: RankPool, name: str) -> None:
     recipe = Recipe(steps=3, optimizer="momentum")
     plugin = ZeroPrecision("16-true", master_weights=False)
@@ -210,7 +210,7 @@ def test_without_masters_the_parameters_stand_still_too(pool: RankPool, name: st
 
 
 @ranks(2)
-@every_name
+@more_names
 def test_max_steps_counts_skipped_steps(pool: RankPool, name: str) -> None:
     recipe = Recipe(steps=6, optimizer="momentum")
     flags = flags_of("32-true") | {"max_steps": 3, "max_epochs": -1}
@@ -235,7 +235,7 @@ class NeverCleared(Planted):
 
 
 @ranks(2)
-@every_name
+@more_names
 @pytest.mark.parametrize("mode", slow_unless(["16-mixed"], ["16-mixed", "32-true"]))
 def test_a_skip_clears_the_gradients(pool: RankPool, name: str, mode: str) -> None:
     planted = functools.partial(NeverCleared, at=[(1, 1)])
@@ -272,7 +272,7 @@ def test_warnings_of_skips_that_no_scale_can_help_become_rare(pool: RankPool, na
 
 
 @ranks(2)
-@every_name
+@more_names
 @pytest.mark.parametrize("precision", slow_unless(["32-true"], ["32-true", "bf16-mixed"]))
 def test_nonfinite_gradients_may_be_applied(pool: RankPool, name: str, precision: str) -> None:
     strategy = strategy_of(name) | {"skip_nonfinite": False}
@@ -309,7 +309,7 @@ OVERFLOWS = (0, 1, 2, 5)
 TRACE = [2.0**10, 2.0**9, 2.0**8, 2.0**8, 2.0**9, 2.0**9, 2.0**9, 2.0**10]
 
 
-@every_name_and_size
+@more_names_and_sizes
 def test_the_scale_follows_the_overflows_with_one_warning_per_backoff(pool: RankPool, name: str) -> None:
     planted = functools.partial(Planted, at=[(n, n % pool.world_size) for n in OVERFLOWS])
     recipe = Recipe(steps=len(TRACE), optimizer="momentum")
@@ -325,7 +325,7 @@ def test_the_scale_follows_the_overflows_with_one_warning_per_backoff(pool: Rank
 
 
 @ranks(2)
-@every_name
+@more_names
 def test_an_fp32_run_is_the_same_at_any_scale(pool: RankPool, name: str) -> None:
     """Powers of two are exact: growing and falling scales must not show, on the step of a growth either."""
     recipe = Recipe(steps=6, optimizer="momentum", micro=2)
@@ -466,7 +466,7 @@ class ByEpoch(Planted):
 
 
 @ranks(2)
-@every_name
+@more_names
 def test_an_epochs_scheduler_steps_after_a_skip(pool: RankPool, name: str) -> None:
     recipe = Recipe(steps=2)
     flags = flags_of("16-mixed") | {"max_epochs": 3}
@@ -653,7 +653,7 @@ def column(folder: Path, name: str) -> list[float]:
 
 
 @ranks(2)
-@every_name
+@more_names
 def test_the_monitor_logs_norm_scale_and_skips(pool: RankPool, name: str, tmp_path: Path) -> None:
     recipe = Recipe(steps=len(TRACE), optimizer="momentum")
     planted = functools.partial(Planted, at=[(n, 1) for n in OVERFLOWS])
@@ -712,7 +712,7 @@ class TwoOptimizers(Planted):
 
 
 @ranks(2)
-@every_name
+@more_names
 def test_the_monitor_numbers_several_optimizers(pool: RankPool, name: str, tmp_path: Path) -> None:
     recipe = Recipe(steps=2, optimizer="sgd", options={"lr": 0.1})
     results = pool.run(monitored, name, recipe, TwoOptimizers, str(tmp_path))

@@ -38,19 +38,29 @@ def slow_unless(fast: Sequence[Any], values: Iterable[Any]) -> list[Any]:
     return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-# The fast tests run with a few names on two ranks; the slow ones with more, and on one rank as well.
-every_name = pytest.mark.parametrize("name", slow_unless(FEW, SOME))
+# The fast tests run with a few names on two ranks; the slow ones with one more, and on one rank as well.
+MORE = (*FEW, "zero3_offload")
+more_names = pytest.mark.parametrize("name", slow_unless(FEW, MORE))
 # What compares two fits, of the strategy and of `ddp`.
-main_names = pytest.mark.parametrize("name", slow_unless(("zero3",), SOME))
+main_names = pytest.mark.parametrize("name", slow_unless(("zero3",), MORE))
+
+
+def main_names_and(argument: str, value: Any, *others: Any) -> pytest.MarkDecorator:
+    """Every name with the first value, `zero3` with the others as well: slow but for the first of both."""
+    slow = [(name, value) for name in MORE if name != "zero3"] + [("zero3", other) for other in others]
+    cases = [("zero3", value), *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]
+    return pytest.mark.parametrize(("name", argument), cases)
+
+
 one_or_two_ranks = pytest.mark.parametrize(
     "pool", [pytest.param(1, marks=pytest.mark.slow), 2], indirect=True, ids=["1ranks", "2ranks"]
 )
 # One rank: where nothing is sharded.
-every_name_and_size = pytest.mark.parametrize(
+more_names_and_sizes = pytest.mark.parametrize(
     ("pool", "name"),
     [
-        *(pytest.param(2, name, marks=[] if name in FEW else pytest.mark.slow) for name in SOME),
-        *(pytest.param(1, name, marks=pytest.mark.slow) for name in ("zero1", "zero3")),
+        *(pytest.param(2, name, marks=[] if name in FEW else pytest.mark.slow) for name in MORE),
+        pytest.param(1, "zero3", marks=pytest.mark.slow),
     ],
     indirect=["pool"],
 )

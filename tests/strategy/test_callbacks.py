@@ -23,8 +23,8 @@ from strategy.fits import (
     Lit,
     Recipe,
     assert_same,
-    every_name_and_size,
     fit,
+    more_names_and_sizes,
     one_or_two_ranks,
     reduces_each,
     reference,
@@ -71,7 +71,7 @@ def fit_and_read(name: str, recipe: Recipe) -> dict[str, list[dict[str, Tensor]]
     return reader.seen
 
 
-@every_name_and_size
+@more_names_and_sizes
 def test_callbacks_never_read_stale_parameters(pool: RankPool, name: str) -> None:
     after = weights_after_each_step(name, MOMENTUM, pool.world_size)
     before = [MOMENTUM.make_model().state_dict(), *after[:-1]]
@@ -115,7 +115,7 @@ class Clamp(Callback):
                 parameter.clamp_(-0.3, 0.3)
 
 
-@every_name_and_size
+@more_names_and_sizes
 def test_parameters_changed_by_a_callback_stay_changed(pool: RankPool, name: str) -> None:
     recipe, world = MOMENTUM, pool.world_size
     model = recipe.make_model()
@@ -167,7 +167,7 @@ def test_early_stopping_stops_all_ranks_together(pool: RankPool, name: str) -> N
     assert [result.epochs for result in results] == [3, 3]
 
 
-@every_name_and_size
+@more_names_and_sizes
 def test_accumulation_may_be_scheduled(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum", steps=4)
     flat = [step[0] for step in recipe.batches(pool.world_size)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,13 +22,12 @@ from strategy.fits import (
     assert_close,
     assert_same,
     assert_same_states,
-    every_name,
-    every_name_and_size,
     fit,
     halving,
     is_native,
     main_names,
-    one_or_two_ranks,
+    more_names,
+    more_names_and_sizes,
     reference,
     slow_unless,
 )
@@ -73,7 +73,7 @@ def test_whole_ranks_hold_the_same_weights(pool: RankPool, name: str) -> None:
         assert_same(second, first)
 
 
-@every_name_and_size
+@more_names_and_sizes
 @pytest.mark.parametrize(
     ("flags", "options"),
     [
@@ -89,7 +89,7 @@ def test_trainer_clips_gradients(pool: RankPool, name: str, flags: dict[str, Any
     assert not torch.equal(clipped.weights["head.weight"], free.weights["head.weight"])
 
 
-@every_name_and_size
+@more_names_and_sizes
 def test_gradients_accumulate_and_the_last_step_may_be_short(pool: RankPool, name: str) -> None:
     recipe = Recipe(micro=3, steps=2, tail=1)
     results = pool.run(fit, name, recipe)
@@ -97,15 +97,14 @@ def test_gradients_accumulate_and_the_last_step_may_be_short(pool: RankPool, nam
     assert results[0].steps == 3
 
 
-@every_name_and_size
+@more_names_and_sizes
 def test_the_learning_rate_used_is_the_schedulers(pool: RankPool, name: str) -> None:
     recipe = Recipe(scheduled=True, steps=4)
     check(name, recipe, pool.run(fit, name, recipe))
 
 
-@one_or_two_ranks
 @pytest.mark.parametrize("model", ["mlp", "frozen", "optional"])
-@every_name
+@more_names_and_sizes
 def test_other_models_train_as_one_process_would(pool: RankPool, name: str, model: str) -> None:
     recipe = Recipe(model=model, optimizer="momentum", flagged=models.not_on_rank_0)
     check(name, recipe, pool.run(fit, name, recipe))
@@ -113,13 +112,15 @@ def test_other_models_train_as_one_process_would(pool: RankPool, name: str, mode
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("pool", "model"),
-    [(2, "frozen"), (1, "transformer"), (4, "optional")],
+    ("pool", "model", "optimizer", "name"),
+    [
+        (*((2, "frozen"), (1, "transformer"), (4, "optional"))[(i + j) % 3], optimizer, name)
+        for (i, optimizer), (j, name) in itertools.product(enumerate(sorted(models.OPTIMIZERS)), enumerate(SOME))
+    ],
     indirect=["pool"],
 )
-@pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
-@pytest.mark.parametrize("name", SOME)
 def test_every_optimizer_and_model(pool: RankPool, name: str, optimizer: str, model: str) -> None:
+    """Every two settings meet."""
     recipe = Recipe(model=model, optimizer=optimizer, micro=2, steps=3, tail=1, flagged=models.by_turns, scheduled=True)
     check(name, recipe, pool.run(fit, name, recipe, gradient_clip_val=0.3), clip_norm=0.3)
 
@@ -141,7 +142,7 @@ def only_first_of_step_1(step: int, micro: int, rank: int) -> bool:
 
 
 @ranks(1)
-@every_name
+@more_names
 def test_a_micro_batch_may_have_no_loss(pool: RankPool, name: str) -> None:
     recipe = Recipe(flagged=only_first_of_step_1, micro=2)
     check(name, recipe, pool.run(fit, name, recipe, SkipsFlagged), loss_fn=loss_or_nothing)
@@ -152,7 +153,7 @@ def step_1(step: int, micro: int, rank: int) -> bool:
 
 
 @ranks(1)
-@every_name
+@more_names
 def test_a_step_without_a_loss_changes_nothing(pool: RankPool, name: str) -> None:
     recipe = Recipe(flagged=step_1, optimizer="momentum")
     results = pool.run(fit, name, recipe, SkipsFlagged)
@@ -213,7 +214,7 @@ def own_parameters_loss(module: nn.Module, batch: Tensor) -> Tensor:
     return OwnParameters.training_step(module, batch, 0)  # type: ignore[arg-type]
 
 
-@every_name_and_size
+@more_names_and_sizes
 def test_the_modules_own_parameters_may_be_used_directly(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum")
     results = pool.run(fit, name, recipe, OwnParameters)
@@ -233,7 +234,7 @@ class SeededByRank(Lit):
 
 
 @ranks(2)
-@every_name
+@more_names
 def test_ranks_start_from_the_weights_of_rank_0(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum")
     results = pool.run(fit, name, recipe, SeededByRank)
@@ -279,7 +280,7 @@ class ReadsNorm(Lit):
         self.notes.append(self.trainer.strategy.grad_norm(optimizer))
 
 
-@every_name_and_size
+@more_names_and_sizes
 def test_the_gradient_norm_is_the_global_one(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum", micro=2)
     results = pool.run(fit, name, recipe, ReadsNorm)
@@ -296,7 +297,7 @@ class NotFinite(Lit):
         return super().training_step(batch, index) * (torch.inf if index == 1 and last else 1.0)
 
 
-@every_name_and_size
+@more_names_and_sizes
 def test_a_step_with_a_gradient_that_is_not_finite_is_skipped(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum")
     results = pool.run(fit, name, recipe, NotFinite, gradient_clip_val=0.3)
@@ -329,7 +330,7 @@ class NoOptimizer(Lit):
         return None
 
 
-@every_name_and_size
+@more_names_and_sizes
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers.*")
 def test_a_module_without_an_optimizer_runs(pool: RankPool, name: str) -> None:
     recipe = Recipe()

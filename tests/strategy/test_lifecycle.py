@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
@@ -18,17 +19,18 @@ from lightning import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.model_summary import summarize
 from strategy.fits import (
+    SOME,
     Fitted,
     Lit,
     Recipe,
     StrategyArgument,
     assert_same,
-    every_name,
-    every_name_and_size,
     fit,
     full_batch_loss,
     is_native,
     make_trainer,
+    more_names,
+    more_names_and_sizes,
     observe,
     one_or_two_ranks,
     reduces_each,
@@ -57,7 +59,7 @@ def loss_at(weights: dict[str, Tensor], recipe: Recipe, world: int) -> float:
     return full_batch_loss(weights, recipe, recipe.batches(world))
 
 
-@every_name_and_size
+@more_names_and_sizes
 def test_validation_inside_fit_sees_the_new_weights(pool: RankPool, name: str) -> None:
     world = pool.world_size
     results = pool.run(fit, name, MOMENTUM, limit_val_batches=None, val_check_interval=1, num_sanity_val_steps=1)
@@ -87,7 +89,7 @@ def evaluate_around_fit(name: str, recipe: Recipe) -> tuple[list[float], list[bo
     return losses, same, observe(trainer, lit)
 
 
-@every_name_and_size
+@more_names_and_sizes
 def test_evaluation_works_before_and_after_fit(pool: RankPool, name: str) -> None:
     world = pool.world_size
     results = pool.run(evaluate_around_fit, name, MOMENTUM)
@@ -113,7 +115,7 @@ def fit_repeatedly(name: str, recipe: Recipe, between: str | None) -> Fitted:
 
 
 @ranks(2)
-@every_name
+@more_names
 @pytest.mark.parametrize("between", slow_unless(["test"], [None, "test", "predict"]))
 def test_fit_runs_again(pool: RankPool, name: str, between: str | None) -> None:
     recipe = Recipe(optimizer="momentum", micro=2)
@@ -189,7 +191,7 @@ def train_head_then_all(name: str, recipe: Recipe) -> Fitted:
     return observe(trainer, lit)
 
 
-@every_name_and_size
+@more_names_and_sizes
 def test_a_second_fit_may_optimize_other_parameters(pool: RankPool, name: str) -> None:
     recipe, world = MOMENTUM, pool.world_size
     options: dict[str, Any] = {"loss_fn": models.next_token_loss, "reduce_each": reduces_each(name)}
@@ -208,7 +210,7 @@ def plain_module_after_fit(name: str, recipe: Recipe) -> dict[str, Tensor]:
         return {key: value.clone() for key, value in lit.model.state_dict().items()}
 
 
-@every_name_and_size
+@more_names_and_sizes
 def test_the_module_is_readable_after_fit(pool: RankPool, name: str) -> None:
     expected = reference(name, MOMENTUM, pool.world_size).weights
     for weights in pool.run(plain_module_after_fit, name, MOMENTUM):
@@ -330,7 +332,7 @@ def test_lightning_distributes_samples_and_reduces_what_is_logged(pool: RankPool
     assert [result.metrics["mean"] for result in results] == [3.5, 3.5]
 
 
-@every_name
+@more_names
 def test_a_name_makes_a_trainer(name: str) -> None:
     trainer = Trainer(strategy=name, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     strategy = trainer.strategy
@@ -350,9 +352,14 @@ def test_an_instance_makes_a_trainer() -> None:
 
 
 @pytest.mark.slow
-@ranks(2, 4)
-@every_name
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "rmsprop"])
+@pytest.mark.parametrize(
+    ("pool", "name", "optimizer"),
+    [
+        ((2, 4)[(i + j) % 2], name, optimizer)
+        for (i, name), (j, optimizer) in itertools.product(enumerate(SOME), enumerate(("adamw", "momentum", "rmsprop")))
+    ],
+    indirect=["pool"],
+)
 def test_two_fits_and_evaluation_with_every_optimizer(pool: RankPool, name: str, optimizer: str) -> None:
     recipe = Recipe(optimizer=optimizer, micro=2, tail=1)
     results = pool.run(fit_repeatedly, name, recipe, "test")

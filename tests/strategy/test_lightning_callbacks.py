@@ -30,9 +30,9 @@ from strategy.fits import (
     assert_same,
     fit,
     main_names,
+    main_names_and,
     make_trainer,
     observe,
-    slow_unless,
     state_of,
 )
 from torch import Tensor, nn
@@ -80,8 +80,7 @@ def fit_averaged(name: str, recipe: Recipe, kind: str = "ema", **flags: Any) -> 
 
 
 @ranks(2)
-@main_names
-@pytest.mark.parametrize("precision", slow_unless(["bf16-mixed"], ["32-true", "bf16-mixed", "bf16-true"]))
+@main_names_and("precision", "bf16-mixed", "32-true", "bf16-true")
 @pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
 def test_weight_averaging(pool: RankPool, name: str, precision: str) -> None:
     """Validation after every step swaps the average in and out again; training must not notice, nor the average.
@@ -95,8 +94,7 @@ def test_weight_averaging(pool: RankPool, name: str, precision: str) -> None:
 
 
 @ranks(2)
-@main_names
-@pytest.mark.parametrize("precision", slow_unless(["32-true"], ["32-true", "bf16-true"]))
+@main_names_and("precision", "32-true", "bf16-true")
 @pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
 def test_the_equally_weighted_average(pool: RankPool, name: str, precision: str) -> None:
     results = pool.run(fit_averaged, name, MOMENTUM, "swa", precision=precision)
@@ -152,8 +150,7 @@ class SavesAfterTheFirstEpoch(Callback):
 
 
 @ranks(2)
-@main_names
-@pytest.mark.parametrize("precision", slow_unless(["bf16-mixed"], ["32-true", "bf16-mixed"]))
+@main_names_and("precision", "bf16-mixed", "32-true")
 @pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
 def test_averaging_resumes(pool: RankPool, name: str, precision: str, tmp_path: Path) -> None:
     assert pool.run(fit_in_two_halves, name, MOMENTUM, str(tmp_path), precision)[0]
@@ -198,8 +195,7 @@ class Normed(Lit):
 
 
 @ranks(2)
-@main_names
-@pytest.mark.parametrize("model", slow_unless(["normed"], ["transformer", "normed"]))
+@main_names_and("model", "normed", "transformer")
 @pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
 def test_stochastic_weight_averaging(pool: RankPool, name: str, model: str) -> None:
     assert_same(pool.run(fit_swa, name, model)[0].weights, pool.run(fit_swa, DDP, model)[0].weights)
@@ -282,8 +278,7 @@ class OfTwoRanks(Backbone):
 DOUBLE = Recipe(optimizer="momentum", steps=4, dtype=torch.float64)
 
 
-@main_names
-@pytest.mark.parametrize("kind", ["backbone", "blocks"])
+@main_names_and("kind", "blocks", "backbone")
 @pytest.mark.filterwarnings("ignore:.*duplicate parameters", "ignore:.*already exist within another group")
 def test_finetuning(pool1: RankPool, pool2: RankPool, name: str, kind: str) -> None:
     expected = pool1.run(fit_finetuning, "auto", kind, OfTwoRanks)[0].weights
@@ -293,8 +288,7 @@ def test_finetuning(pool1: RankPool, pool2: RankPool, name: str, kind: str) -> N
     assert not torch.equal(actual["blocks.0.up.weight"], DOUBLE.make_model().blocks[0].up.weight)
 
 
-@main_names
-@pytest.mark.parametrize("kind", ["backbone", "blocks"])
+@main_names_and("kind", "blocks", "backbone")
 @pytest.mark.filterwarnings("ignore:.*duplicate parameters", "ignore:.*already exist within another group")
 def test_finetuning_in_one_process(pool1: RankPool, name: str, kind: str) -> None:
     expected, actual = pool1.run(fit_finetuning, "auto", kind)[0], pool1.run(fit_finetuning, name, kind)[0]
@@ -320,8 +314,7 @@ def fit_pruned(name: str, permanent: bool, path: str, **flags: Any) -> Fitted:
 
 
 @ranks(2)
-@main_names
-@pytest.mark.parametrize("permanent", slow_unless([True], [True, False]))
+@main_names_and("permanent", True, False)
 def test_pruning(pool: RankPool, name: str, permanent: bool, tmp_path: Path) -> None:
     paths = [str(tmp_path / f"{n}.ckpt") for n in ("ddp", "zero")]
     expected = pool.run(fit_pruned, DDP, permanent, paths[0])[0]

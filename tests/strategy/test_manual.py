@@ -20,12 +20,12 @@ from strategy.fits import (
     Recipe,
     assert_close,
     assert_same,
-    every_name_and_size,
     fit,
     halve,
     is_native,
     main_names,
     make_trainer,
+    more_names_and_sizes,
     observe,
     one_or_two_ranks,
     reference,
@@ -76,7 +76,7 @@ class ManualValueClipped(Manual):
         self.clip_gradients(optimizer, gradient_clip_val=0.02, gradient_clip_algorithm="value")
 
 
-@every_name_and_size
+@more_names_and_sizes
 @pytest.mark.parametrize("micro", slow_unless([2], [1, 2]))
 def test_one_optimizer_by_hand(pool: RankPool, name: str, micro: int) -> None:
     recipe = Recipe(micro=micro, scheduled=True)
@@ -86,7 +86,7 @@ def test_one_optimizer_by_hand(pool: RankPool, name: str, micro: int) -> None:
     assert results[0].steps == recipe.steps
 
 
-@every_name_and_size
+@more_names_and_sizes
 @pytest.mark.parametrize(
     ("module", "options"), [(ManualClipped, {"clip_norm": 0.3}), (ManualValueClipped, {"clip_value": 0.02})]
 )
@@ -108,7 +108,7 @@ class PlainBackward(Manual):
         optimizer.step()
 
 
-@every_name_and_size
+@more_names_and_sizes
 def test_a_plain_backward_call_trains_too(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum")
     results = pool.run(fit, name, recipe, PlainBackward)
@@ -130,7 +130,7 @@ class WithClosure(Manual):
         optimizer.step(closure=closure)
 
 
-@every_name_and_size
+@more_names_and_sizes
 def test_a_closure_may_be_given_by_hand(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum")
     results = pool.run(fit, name, recipe, WithClosure)
@@ -148,7 +148,7 @@ class Uneven(Manual):
         optimizer.step()
 
 
-@every_name_and_size
+@more_names_and_sizes
 def test_several_backwards_add_up(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum")
     results = pool.run(fit, name, recipe, Uneven)
@@ -259,7 +259,7 @@ def fit_gan(name: str, toggle: bool, dtype: torch.dtype) -> Fitted:
     return observe(trainer, gan)  # type: ignore[arg-type]
 
 
-@every_name_and_size
+@more_names_and_sizes
 @pytest.mark.parametrize("dtype", slow_unless([torch.float64], [torch.float64, torch.float32]))
 @pytest.mark.parametrize("toggle", [True, False])
 def test_a_gan_trains_as_in_plain_pytorch(pool: RankPool, name: str, toggle: bool, dtype: torch.dtype) -> None:
@@ -423,7 +423,7 @@ def fit_scaled(module: type[ScaledGan], name: str, scaler: LossScaler | None) ->
     return observe(trainer, gan)  # type: ignore[arg-type]
 
 
-@every_name_and_size
+@more_names_and_sizes
 @pytest.mark.parametrize("window", slow_unless([1], [1, 2]))
 def test_gradients_held_while_the_scale_grows_are_what_they_were(pool: RankPool, name: str, window: int) -> None:
     """The scale is a power of two, so that fp32 shows nothing of it."""
@@ -447,7 +447,7 @@ class Together(ScaledGan):
             self.notes.append(self.trainer.strategy.loss_scale)
 
 
-@every_name_and_size
+@more_names_and_sizes
 def test_two_steps_of_one_backward_share_its_scale(pool: RankPool, name: str) -> None:
     expected = pool.run(fit_scaled, Together, name, None)[0]
     results = pool.run(fit_scaled, Together, name, DynamicLossScaler(init_scale=2.0, window=1))

@@ -22,10 +22,10 @@ from strategy.fits import (
     Recipe,
     assert_as_ddp,
     assert_same,
-    every_name,
     fit,
     main_names,
     make_trainer,
+    more_names,
     observe,
     slow_unless,
     state_of,
@@ -185,7 +185,7 @@ class InPlaceLit(Lit):
 
 
 @ranks(2)
-@every_name
+@more_names
 def test_outputs_of_blocks_may_be_changed_in_place(pool: RankPool, name: str) -> None:
     assert_as_ddp(pool, name, InPlaceLit)
 
@@ -203,7 +203,7 @@ class Mixed(Lit):
 
 
 @ranks(2)
-@every_name
+@more_names
 def test_groups_may_keep_different_state(pool: RankPool, name: str, tmp_path: Path) -> None:
     expected, actual = pool.run(fit, DDP, MOMENTUM, Mixed), pool.run(fit, name, MOMENTUM, Mixed)
     assert_same(actual[0].weights, expected[0].weights)
@@ -234,7 +234,7 @@ def fit_twice(name: str) -> dict[str, Tensor]:
 
 
 @ranks(2)
-@every_name
+@more_names
 def test_the_same_optimizer_goes_on_in_a_second_fit(pool: RankPool, name: str) -> None:
     assert_same(pool.run(fit_twice, name)[0], pool.run(fit_twice, DDP)[0])
 
@@ -251,7 +251,7 @@ class Swaps(Lit):
 
 
 @ranks(2)
-@every_name
+@more_names
 def test_a_groups_parameters_may_be_exchanged(pool: RankPool, name: str) -> None:
     assert_as_ddp(pool, name, Swaps, max_epochs=2)
 
@@ -284,7 +284,7 @@ def save_after_another(name: str, path: str) -> None:
 
 
 @ranks(2)
-@every_name
+@more_names
 def test_a_trainer_that_lost_its_module_says_so_when_it_saves(pool: RankPool, name: str, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="another Trainer has taken over this module"):
         pool.run(save_after_another, name, str(tmp_path / "a.ckpt"))
@@ -456,7 +456,7 @@ class SharedClipped(Lit):
 
 
 @ranks(2)
-@every_name
+@more_names
 def test_gradients_that_optimizers_share_are_clipped_for_all_of_them(pool: RankPool, name: str) -> None:
     expected, actual = pool.run(fit, DDP, MOMENTUM, SharedClipped), pool.run(fit, name, MOMENTUM, SharedClipped)
     torch.testing.assert_close(actual[0].weights, expected[0].weights, rtol=1e-5, atol=1e-7)
@@ -574,7 +574,7 @@ class ValueThenNormAsks(ValueThenNorm):
 
 
 @ranks(2)
-@every_name
+@more_names
 def test_the_last_norm_is_that_before_clipping(pool: RankPool, name: str) -> None:
     quiet, asking = (pool.run(fit, name, MOMENTUM, m)[0].notes for m in (ValueThenNorm, ValueThenNormAsks))
     assert asking == quiet
