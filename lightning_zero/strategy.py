@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import functools
 import inspect
@@ -818,7 +819,9 @@ class ZeroStrategy(DDPStrategy):
             ]
             if changed:
                 rank_zero_info(f"ZeroStrategy: resharding {checkpoint_path}: {', '.join(changed)}")
-        return loaded
+        # Their tensors, a learning rate for one, are kept by who gets them: views would keep the file mapped.
+        kept = ("lr_schedulers", _checkpoint.rng.ENTRY)
+        return loaded | {entry: copy.deepcopy(loaded[entry]) for entry in kept if entry in loaded}
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -867,9 +870,7 @@ class ZeroStrategy(DDPStrategy):
             for updater, state in zip(updaters, states, strict=True):
                 if updater is not None:
                     load(self.engine, updater, state)
-        states = checkpoint.get(_checkpoint.rng.ENTRY)
-        # Copies, for they are still needed when the Trainer is done with the file, and views would keep it mapped.
-        self._rng = states and {name: state.clone() for name, state in states.items()}
+        self._rng = checkpoint.get(_checkpoint.rng.ENTRY)
         if self._rng and (note := _checkpoint.rng.note(self._rng, self.world_size)):
             rank_zero_info(f"ZeroStrategy: {note}")
 

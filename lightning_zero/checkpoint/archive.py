@@ -23,8 +23,10 @@ from torch import Tensor
 from torch.storage import TypedStorage, UntypedStorage
 
 from lightning_zero.checkpoint.lazy import LazyTensor, placeholders
+from lightning_zero.engine.stores import HostStore
 
 TILE = 1 << 23  # bytes that are read, written and summed up at a time
+_MAPPED = 1 << 20  # bytes of a copy that has a mapping of its own: there may be only so many
 
 # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT: sections 4.3.7, 4.3.9, 4.3.12
 _LOCAL_HEADER, _CENTRAL_HEADER = 30, 46
@@ -111,7 +113,7 @@ class TensorArchive(NamedTuple):
 def archive_of_tensor(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> TensorArchive:
     """The archive of a tensor that fills its memory; the checksum of its values is missing."""
     memory = torch.UntypedStorage(math.prod(shape) * dtype.itemsize)  # nobody touches it
-    tensor = torch.empty(0, dtype=dtype).set_(memory, 0, shape, strides)
+    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(memory, 0, shape, strides)
     # A file with a hole, which is in memory.
     with os.fdopen(os.memfd_create("tensor"), "w+b") as file, torch.serialization.skip_data():
         torch.save(tensor, file)
@@ -185,7 +187,14 @@ def data_of(tiles: Iterable[Tensor]) -> Iterator[memoryview]:
 
 def host_copies(tiles: Iterable[Tensor]) -> list[Tensor]:
     """What they are now, on the CPU."""
-    return [tile.detach().to("cpu", copy=True) for tile in tiles]
+    return [_host_copy(tile.detach()) for tile in tiles]
+
+
+def _host_copy(tile: Tensor) -> Tensor:
+    if tile.nbytes < _MAPPED:
+        return tile.to("cpu", copy=True)
+    # The C allocator might keep the memory of a freed copy of the whole state.
+    return HostStore().zeros(tile.numel(), tile.dtype).copy_(tile)
 
 
 def checksum_of(file: int, start: int, stop: int) -> int:

@@ -360,9 +360,12 @@ class _Writer(FileSystemWriter):
                 for data in data_of(item.tiles):
                     write(data)
                     crc = zlib.crc32(data, crc) if checksums else 0
-                write(item.after)
                 if item.values is not None:
-                    sums[item.values.moved(start)] = crc
+                    values = item.values.moved(start)
+                    if end != values.stop:
+                        raise ValueError(f"{item.name.fqn} has {end - values.start} bytes, not {values.nbytes}")
+                    sums[values] = crc
+                write(item.after)
                 written.append(WriteResult(item.name, end - start, _StorageInfo(name, start, end - start)))
             if checksums:
                 write_checksums(file, sums)

@@ -179,7 +179,8 @@ def load_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapp
     keys, optimizer = check_optimizer_state_dict(engine, updater, saved), updater.optimizer
     updater.clear()
     for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        group.update({k: v for k, v in old.items() if k not in ("params", "param_names")})
+        # Copies, as in `load_state_dict`: a tensor, such as the learning rate may be, is a view of the file.
+        group.update(copy.deepcopy({k: v for k, v in old.items() if k not in ("params", "param_names")}))
     # As in `load_state_dict`: the class has the last word, AdamW on Adam's hyperparameters.
     optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
     for group in optimizer.param_groups:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint.resuming import Resumable, SaveAfter, run
+from checkpoint.test_contents import resident
 from checkpoint.test_full import ALONE, Derived, files_in
 from checkpoint.test_sharded import assert_equal_trees
 from helpers.ranks import RankPool, ranks
@@ -19,12 +20,32 @@ from strategy.fits import FEW, Recipe, make_trainer, slow_unless
 
 from lightning_zero import CheckpointError
 from lightning_zero.checkpoint import load
+from lightning_zero.checkpoint.archive import TILE, host_copies
 from lightning_zero.checkpoint.saving import Draft
 from lightning_zero.registration import STRATEGIES
 
 RECIPE = Recipe(optimizer="adamw", steps=4, options={"lr": 0.05})
 formats = pytest.mark.parametrize("container", ["full", "sharded"])
 few_names = pytest.mark.parametrize("name", slow_unless(("zero2_offload",), FEW))
+
+
+def hold_and_let_go(nbytes: int) -> tuple[int, int]:
+    """By how much memory has grown while there is a copy of so many bytes, and afterwards."""
+    for _ in range(2):  # the C allocator keeps blocks as large as those that it has seen freed
+        torch.ones(TILE // 4)
+    values, start = torch.ones(nbytes // 4), resident()
+    held = host_copies(values.split(TILE // 4))
+    above = [torch.ones(100) for _ in range(2000)]  # what training allocates meanwhile
+    held_bytes = resident() - start
+    del held
+    return held_bytes, resident() - start - 400 * len(above)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_a_copy_gives_its_memory_back(pool1: RankPool) -> None:
+    held, left = pool1.run(hold_and_let_go, 16 * TILE)[0]
+    assert held >= 16 * TILE
+    assert left < TILE
 
 
 class Gate(Callback):

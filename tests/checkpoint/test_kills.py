@@ -17,6 +17,7 @@ from helpers.ranks import RankError, RankPool, ranks
 from strategy.fits import Recipe, make_trainer
 
 from lightning_zero.checkpoint import load, saving
+from lightning_zero.checkpoint.archive import archive_of_tensor
 from lightning_zero.registration import STRATEGIES
 
 RECIPE = Recipe(model="mlp", optimizer="momentum", steps=3)
@@ -38,6 +39,7 @@ def fit_and_die(container: str, path: str, victims: tuple[int, ...], event: int)
     Returns how many there were.
     """
     seen = 0
+    archive_of_tensor.cache_clear()  # as in a new process, such as the one that takes the place of a killed one
 
     def counted(act: Callable[..., Any]) -> Callable[..., Any]:
         def counting(*args: Any, **kwargs: Any) -> Any:

@@ -178,8 +178,9 @@ class Mapped(Resumable):
 def test_a_file_is_let_go_when_all_is_restored(pool: RankPool, name: str, tmp_path: Path) -> None:
     """Mapped, it would keep its place on the disk when it is deleted, and whoever lets go of it would wait for that."""
     path = str(tmp_path / "a.ckpt")
-    pool.run(run, name, RECIPE, steps=2, save=(2, path))
-    for resumed in pool.run(run, name, RECIPE, Mapped, steps=3, resume=path):
+    recipe = dataclasses.replace(RECIPE, options={"lr": torch.tensor(0.05)})
+    pool.run(run, name, recipe, steps=2, save=(2, path))
+    for resumed in pool.run(run, name, recipe, Mapped, steps=3, resume=path):
         assert resumed.notes == []
 
 

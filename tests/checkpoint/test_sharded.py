@@ -30,11 +30,13 @@ from safetensors.torch import load_file
 from strategy.fits import FEW, Fitted, Recipe, assert_same, make_trainer, slow_unless
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from typer.testing import CliRunner, Result
 
 import lightning_zero
 from lightning_zero import CheckpointError
 from lightning_zero.checkpoint import begin, load
+from lightning_zero.checkpoint import sharded as sharded_folder
 from lightning_zero.checkpoint.archive import TILE
 from lightning_zero.checkpoint.boxes import Box, boxes_of_run, view_as_box
 from lightning_zero.checkpoint.saving import META, METADATA, Draft, recover, recover_all, remove_leftovers
@@ -291,6 +293,19 @@ def test_any_weights_are_what_torch_reads(checksums: bool, tmp_path: Path) -> No
             assert isinstance(found[key], Tagged) == isinstance(value, Tagged)
             assert torch.equal(plain(found[key]), plain(value)), key
     assert (folder / "__0_0.distcp").stat().st_size < 21 << 20  # 20: no tied tensor twice, no whole one for a part
+
+
+def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
+    weights = {"w": torch.arange(5.0)}
+    with torch.device("meta"):
+        save_alone({"state_dict": weights}, tmp_path / "a.ckpt", True)
+    assert torch.equal(load(tmp_path / "a.ckpt", ALONE)["state_dict"]["w"], weights["w"])
+
+
+def test_a_tensor_with_too_few_values_is_not_written(tmp_path: Path) -> None:
+    item = sharded_folder._Item.of(MetadataIndex("w"), torch.empty(5, device="meta"), [torch.ones(4)])
+    with pytest.raises(ValueError, match="w has 16 bytes, not 20"):
+        sharded_folder._Writer(tmp_path).write_items([item], "file", checksums=False)
 
 
 @pytest.mark.parametrize("checksums", [True, False])
