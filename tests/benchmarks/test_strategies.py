@@ -42,6 +42,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch, pool2: RankPool, tmp_path: Path) 
     return run
 
 
+@pytest.mark.slow
 def test_gpt2(benchmark: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text").write_bytes(bytes(range(256)) * 10)
     options = "--strategies", "zero2", "ddp", "--precisions", "fp32"
