@@ -337,8 +337,8 @@ def sample(stage: int, world: int) -> list[Case]:
 
 
 def most(stage: int, world: int) -> list[Case]:
-    """Cases that walk through the matrix, more of them on two ranks."""
-    return matrix(stage, world)[stage :: (3 if world == 2 else 11)]
+    """Cases that walk through the matrix, by steps prime to its sides; more of them on two ranks."""
+    return matrix(stage, world)[stage :: (5 if world == 2 else 11)]
 
 
 def grows_after_two(case: Case) -> list[float]:
