@@ -41,7 +41,7 @@ class Setup:
     native: NativeOptimizer = "off"
     precision: MixedPrecisionPolicy = UNCHANGED
     units: tuple[str, ...] | None = None
-    bucket_size_mb: float = 0.001  # several buckets also at stages 0-2
+    bucket_size_mb: float = 0.0003  # several buckets also at stages 0-2
     shard_size: int | None = None
     persistence_numel: int = 0
     max_live_numel: int | None = None

@@ -66,7 +66,7 @@ def unit_names(root: nn.Module, patterns: Sequence[str | type[nn.Module]] | None
 
 
 def test_repeated_blocks_are_units() -> None:
-    assert unit_names(models.make_model("transformer")) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert unit_names(models.TinyTransformer(depth=3)) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def test_a_model_without_repeated_blocks_has_no_units() -> None:
@@ -160,14 +160,14 @@ def test_every_parameter_is_in_one_bucket(model: str, stage: int, size: int) -> 
 
 
 def test_parameters_sharded_by_unit_share_no_bucket() -> None:
-    buckets = buckets_of(models.make_model("transformer"), 3)
+    buckets = buckets_of(models.TinyTransformer(depth=3), 3)
     assert [bucket.units for bucket in buckets] == [[ROOT], ["blocks.0"], ["blocks.1"], ["blocks.2"]]
     assert names_of(buckets[0]) == ["tokens.weight", "positions.weight", "norm.weight", "norm.bias"]
     assert all(name.startswith("blocks.0.") for name in names_of(buckets[1]))
 
 
 def test_whole_parameters_fill_buckets_in_forward_order() -> None:
-    root = models.make_model("transformer")
+    root = models.TinyTransformer(depth=3)
     (packed,) = buckets_of(root, 2)
     assert packed.units == [ROOT, "blocks.0", "blocks.1", "blocks.2"]
     block = sum(p.numel() for p in root.blocks[0].parameters()) * 4
@@ -178,7 +178,7 @@ def test_whole_parameters_fill_buckets_in_forward_order() -> None:
 
 
 def test_a_parameter_that_units_share_is_the_roots() -> None:
-    root = models.make_model("transformer")
+    root = models.TinyTransformer(depth=3)
     root.blocks[2].up.weight = root.blocks[0].up.weight
     names = [names_of(bucket) for bucket in buckets_of(root)]
     assert "blocks.0.up.weight" in names[0]

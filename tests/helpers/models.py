@@ -56,11 +56,11 @@ class Block(nn.Module):
 class TinyTransformer(nn.Module):
     """Repeated blocks between an embedding and a head that share their weight."""
 
-    def __init__(self, adapter: bool = False) -> None:
+    def __init__(self, adapter: bool = False, depth: int = 2) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCAB, WIDTH)
         self.positions = nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(adapter) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(adapter) for _ in range(depth))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.tokens.weight

@@ -316,7 +316,7 @@ def fit_inductor(name: str, recipe: Recipe) -> Fitted:
 
 def test_units_are_found_behind_wrappers() -> None:
     blocks, model = CompiledBlocks(RECIPE), CompiledModel(RECIPE)
-    names = [f"model.blocks.{i}" for i in range(3)]
+    names = ["model.blocks.0", "model.blocks.1"]
     for patterns in (None, ["Block"], [models.Block], ["model.blocks.*"]):
         units = find_units(blocks, patterns)
         assert [unit.name for unit in units] == names

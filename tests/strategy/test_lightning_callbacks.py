@@ -245,7 +245,7 @@ class ByBlocks(BaseFinetuning):
         self.freeze(pl_module.backbone, train_bn=False)
 
     def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
-        if 1 <= epoch <= 3:
+        if 1 <= epoch <= 2:
             self.unfreeze_and_add_param_group(pl_module.backbone.blocks[epoch - 1], optimizer, initial_denom_lr=2)
         if epoch == 3:
             self.freeze(pl_module.backbone.blocks[0])
@@ -300,7 +300,7 @@ def test_finetuning_in_one_process(pool1: RankPool, name: str, kind: str) -> Non
 
 def fit_pruned(name: str, permanent: bool, path: str, **flags: Any) -> Fitted:
     lit = Lit(MOMENTUM)
-    chosen = [(lit.model.blocks[0].up, "weight"), (lit.model.blocks[2].project, "weight"), (lit.model.norm, "bias")]
+    chosen = [(lit.model.blocks[0].up, "weight"), (lit.model.blocks[1].project, "weight"), (lit.model.norm, "bias")]
     pruning = ModelPruning(
         "l1_unstructured",
         parameters_to_prune=chosen,
