@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,29 @@ def test_what_cannot_be_sent_is_an_error(pool1: RankPool) -> None:
         pool1.run(lambda: None)
     with pytest.raises(RankError, match=r"rank 0: .*pickle"):
         pool1.run(unpicklable_result)
+
+
+class Circle:
+    """Only the garbage collector frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+CIRCLES: weakref.WeakSet[Circle] = weakref.WeakSet()
+
+
+def remember(circle: Circle) -> None:
+    CIRCLES.add(circle)
+
+
+def count_circles() -> int:
+    return len(CIRCLES)
+
+
+def test_ranks_let_go_of_arguments(pool1: RankPool) -> None:
+    pool1.run(remember, Circle())
+    assert pool1.run(count_circles) == [0]
 
 
 def leave_a_mess() -> None:

@@ -132,8 +132,9 @@ def answer(job: Job, spec: RankSpec) -> bytes:
         function: Any = load_module(job.module, job.path)
         for name in job.qualname.split("."):
             function = getattr(function, name)
-        args, kwargs = pickle.loads(job.arguments)
         with clean_state(spec, job):
+            # Not before: what the freeze in there catches keeps alive all that comes to refer to it.
+            args, kwargs = pickle.loads(job.arguments)
             return pickle.dumps(("result", pickle.dumps(function(*args, **kwargs))))
     except BaseException as error:  # noqa: BLE001  (whatever a test raises, SystemExit too, is its answer)
         text = "".join(traceback.format_exception(error))
