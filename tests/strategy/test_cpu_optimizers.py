@@ -196,8 +196,11 @@ def test_without_offloading_the_cpu_is_the_device(pool: RankPool, name: str) -> 
     trained, expected = (pool.run(train, each, RECIPE, Lit, "bf16-mixed", 3) for each in (name, "zero2_offload"))
     if name in ("zero2", "zero3"):
         assert_same_fits(trained, expected)
-    else:  # micro-batches are summed before they are reduced
-        torch.testing.assert_close(trained[0].weights, expected[0].weights, rtol=0.05, atol=0.02)
+    else:  # Micro-batches are summed before they are reduced; by Adam's step a sign that rounding decides counts whole.
+        start = RECIPE.make_model().state_dict()
+        apart = torch.cat([(trained[0].weights[n] - w).flatten() for n, w in expected[0].weights.items()])
+        moved = torch.cat([(w - start[n]).flatten() for n, w in expected[0].weights.items()])
+        assert apart.norm() < 0.1 * moved.norm()
 
 
 @ranks(2)

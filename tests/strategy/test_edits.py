@@ -63,7 +63,7 @@ def clamp(lit: Edited) -> None:
 
 def reset(lit: Edited) -> None:
     torch.manual_seed(3)
-    for module in (lit.model.blocks[1].up, lit.model.blocks[2].norm1, lit.model.positions):
+    for module in (lit.model.blocks[1].up, lit.model.blocks[0].norm1, lit.model.positions):
         module.reset_parameters()
 
 

@@ -180,7 +180,7 @@ class FullBackward(Hooked):
             self.model,
             self.model.blocks[0],
             self.model.blocks[1].up,
-            self.model.blocks[2],
+            self.model.norm,
             self.model.head,
         ):
             module.register_full_backward_pre_hook(self.note)

@@ -45,7 +45,7 @@ def add_group(lit: AtBatch2) -> None:
 
 
 def extend_group(lit: AtBatch2) -> None:
-    lit.trainer.optimizers[0].param_groups[0]["params"] += list(lit.model.blocks[2].parameters())
+    lit.trainer.optimizers[0].param_groups[0]["params"] += list(lit.model.blocks[1].parameters())
 
 
 def exchange_groups(lit: AtBatch2) -> None:
@@ -211,7 +211,7 @@ class Overlapping(Lit):
     def configure_optimizers(self) -> Any:
         blocks = self.model.blocks
         first = SGD([*blocks[0].parameters(), *blocks[1].parameters()], lr=0.1, momentum=0.9)
-        second = SGD([*blocks[1].parameters(), *blocks[2].parameters()], lr=0.2, momentum=0.5)
+        second = SGD([*blocks[1].parameters(), *self.model.norm.parameters()], lr=0.2, momentum=0.5)
         return [first, second]
 
 
