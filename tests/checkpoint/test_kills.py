@@ -14,6 +14,7 @@ import torch
 from checkpoint.resuming import Resumable, SaveAfter, save_at_end
 from checkpoint.test_full import ALONE, files_in
 from helpers.ranks import RankError, RankPool, ranks
+from lightning import Callback, LightningModule, Trainer
 from strategy.fits import Recipe, make_trainer
 
 from lightning_zero.checkpoint import load, saving
@@ -114,14 +115,21 @@ def test_random_kills(pool: RankPool, tmp_path: Path) -> None:
         assert load(path, ALONE)["global_step"] >= 1
 
 
-class SaveAlways(SaveAfter):
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+class SaveUntilKilled(Callback):
+    """Saves after every batch; on the victims, for some seconds."""
+
+    def __init__(self, path: str, victims: tuple[int, ...], seconds: float) -> None:
+        self.path, self.victims, self.seconds = path, victims, seconds
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Not before: who waits for a rank that never comes to a new process group waits for torch's timeout.
+        if trainer.global_rank in self.victims:
+            signal.setitimer(signal.ITIMER_REAL, self.seconds)  # by default its signal ends the process at once
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         trainer.save_checkpoint(self.path)
 
 
-def save_until_killed(container: str, path: str, victims: tuple[int, ...], seconds: float) -> None:
-    trainer = make_trainer(strategy(container), callbacks=[SaveAlways(0, path)], max_epochs=-1)
-    if trainer.global_rank in victims:
-        signal.setitimer(signal.ITIMER_REAL, seconds + 0.05)  # its default action is to end the process
-        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+def save_until_killed(container: str, *args: Any) -> None:
+    trainer = make_trainer(strategy(container), callbacks=[SaveUntilKilled(*args)], max_epochs=-1)
     trainer.fit(Resumable(RECIPE))
