@@ -171,6 +171,8 @@ def clean_state(spec: RankSpec, job: Job) -> Iterator[None]:
     # All ranks have answered the job before: none can still be inside a collective of the old group.
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    if job.number % 100 == 0:
+        gc.unfreeze()  # what was still in use when it was frozen: an engine keeps threads, which wake up often
     gc.collect()
     gc.freeze()  # what a job imported stays, too: torch.compile and transformers alone have 100,000 objects
     torch.distributed.init_process_group(
