@@ -466,7 +466,8 @@ def test_adamw_in_16_bits_with_clipping(pool: RankPool, flag: str, name: str) ->
 class PowersOfTwo(Recipe):
     """Momentum whose rates multiply 16-bit values without rounding.
 
-    torch rounds such a product only in what is left of a tensor after whole vectors: others would depend on the shards.
+    torch rounds such a product only in what is left of a tensor after whole vectors, so that it matters where a shard
+    ends.
     """
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
