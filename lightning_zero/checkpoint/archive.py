@@ -12,7 +12,6 @@ import os
 import pickle
 import struct
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -21,11 +20,13 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.storage import TypedStorage, UntypedStorage
+from zlib_ng.zlib_ng import crc32
 
 from lightning_zero.checkpoint.lazy import LazyTensor, placeholders
 from lightning_zero.engine.stores import HostStore
 
-TILE = 1 << 23  # bytes that are read, written and summed up at a time
+TILE = 1 << 23  # bytes that are read or written at a time
+_CACHED = 1 << 19  # bytes that are read to be summed up: they are still in the core's cache then
 _MAPPED = 1 << 20  # bytes of a copy that has a mapping of its own: there may be only so many
 
 # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT: sections 4.3.7, 4.3.9, 4.3.12
@@ -198,14 +199,14 @@ def _host_copy(tile: Tensor) -> Tensor:
 
 
 def checksum_of(file: int, start: int, stop: int) -> int:
-    """CRC-32 of the file's bytes ``[start, stop)``, read a tile at a time."""
-    crc, buffer = 0, bytearray(min(TILE, stop - start))
+    """CRC-32 of the file's bytes ``[start, stop)``."""
+    crc, buffer = 0, bytearray(min(_CACHED, stop - start))
     view = memoryview(buffer)
     while start < stop:
-        read = os.preadv(file, [view[: min(TILE, stop - start)]], start)
+        read = os.preadv(file, [view[: stop - start]], start)
         if not read:
             raise EOFError(f"the file ends at {start}, before {stop}")
-        crc, start = zlib.crc32(view[:read], crc), start + read
+        crc, start = crc32(view[:read], crc), start + read
     return crc
 
 

@@ -12,7 +12,6 @@ import errno
 import os
 import pickle
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.storage import UntypedStorage
+from zlib_ng.zlib_ng import crc32, crc32_combine
 
 from lightning_zero.checkpoint.archive import (
     TILE,
@@ -33,7 +33,6 @@ from lightning_zero.checkpoint.archive import (
     write_checksums,
     write_skeleton,
 )
-from lightning_zero.checkpoint.crc32 import combine
 from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor, placeholders
 from lightning_zero.checkpoint.mapped import load_mapped
@@ -211,7 +210,7 @@ def _write(file: int, piece: _Piece, checksums: bool) -> _Part:
     start, position, crc = record.start + offset, record.start + offset, 0
     for data in data_of(pieces):
         write_at(file, data, position)
-        crc = zlib.crc32(data, crc) if checksums else 0
+        crc = crc32(data, crc) if checksums else 0
         position += data.nbytes
     return _Part(record.name, start, position - start, crc)
 
@@ -234,7 +233,7 @@ def _combined(parts: Iterable[_Part]) -> int:
     """The CRC-32 of adjacent parts, in any order."""
     crc = 0
     for part in sorted(parts, key=lambda part: part.start):
-        crc = combine(crc, part.crc, part.nbytes)
+        crc = crc32_combine(crc, part.crc, part.nbytes)
     return crc
 
 

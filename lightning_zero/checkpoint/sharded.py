@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import io
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.nn import Parameter
+from zlib_ng.zlib_ng import crc32
 
 from lightning_zero.checkpoint.archive import (
     TILE,
@@ -359,7 +359,7 @@ class _Writer(FileSystemWriter):
                 write(item.before)
                 for data in data_of(item.tiles):
                     write(data)
-                    crc = zlib.crc32(data, crc) if checksums else 0
+                    crc = crc32(data, crc) if checksums else 0
                 if item.values is not None:
                     values = item.values.moved(start)
                     if end != values.stop:
