@@ -8,6 +8,7 @@ import itertools
 import os
 import resource
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ import torch
 import torch.distributed as dist
 from checkpoint.resuming import Resumable, save_at_end
 from helpers.ranks import RankPool, ranks
+from hypothesis import given
+from hypothesis import strategies as st
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from strategy.fits import FEW, Lit, Recipe, assert_same, make_trainer, more_names, slow_unless, state_of
 from torch import Tensor, nn
 from torch.optim import SGD
+from zlib_ng.zlib_ng import crc32_combine
 
 from lightning_zero import CheckpointError
 from lightning_zero.checkpoint import archive, begin, full, load, rng, shards
@@ -154,6 +158,30 @@ def test_a_flipped_bit_outside_of_tensors_is_found(tmp_path: Path) -> None:
     save({"state_dict": {"weight": torch.zeros(3)}, "note": "abcdefg"}, path)
     flip(path, path.read_bytes().index(b"abcdefg") + 3)
     with pytest.raises(CheckpointError, match=r"the checksum of data.pkl"):
+        load(path, ALONE)
+
+
+LONG = bytes(torch.randint(256, (2 * archive._CACHED + 1000,), dtype=torch.uint8).tolist())
+
+
+@given(st.lists(st.integers(0, len(LONG)), min_size=2, max_size=4).map(sorted))
+def test_checksums_of_parts_make_up_zlibs(edges: list[int]) -> None:
+    with os.fdopen(os.memfd_create("long"), "w+b", buffering=0) as file:
+        file.write(LONG)
+        crc = 0
+        for start, stop in itertools.pairwise(edges):
+            crc = crc32_combine(crc, archive.checksum_of(file.fileno(), start, stop), stop - start)
+        assert crc == zlib.crc32(LONG[edges[0] : edges[-1]])
+        with pytest.raises(EOFError, match=rf"the file ends at {len(LONG)}, before {len(LONG) + 1}"):
+            archive.checksum_of(file.fileno(), edges[0], len(LONG) + 1)
+
+
+def test_a_flipped_bit_far_into_a_tensor_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    save({"state_dict": {"weight": torch.randn(archive._CACHED)}}, path)
+    assert load(path, ALONE)["state_dict"]["weight"].shape == (archive._CACHED,)
+    flip(path, record(path, "data/0").stop - 1)
+    with pytest.raises(CheckpointError, match=r"the checksum of \['state_dict'\]\['weight'\]"):
         load(path, ALONE)
 
 
