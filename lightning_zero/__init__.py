@@ -8,25 +8,27 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_zero.registration import register
+from lightning_zero.integration.advice import provide_advice
+from lightning_zero.integration.names import register
 from lightning_zero.version import __version__
 
 if TYPE_CHECKING:
     from lightning_zero.checkpoint import CheckpointError
-    from lightning_zero.engine import (
-        CollectiveError,
+    from lightning_zero.config import hydra_main
+    from lightning_zero.engine import full_grad, full_optimizer_state, full_param, gathered_parameters
+    from lightning_zero.integration.loading import load_from_checkpoint
+    from lightning_zero.integration.precision import ZeroPrecision
+    from lightning_zero.integration.strategy import ZeroStrategy
+    from lightning_zero.sharding import CollectiveError
+    from lightning_zero.update import (
+        CPUSGD,
+        CPUAdagrad,
+        CPUAdam,
+        CPUAdamW,
+        CPULion,
         DynamicLossScaler,
         StaticLossScaler,
-        full_grad,
-        full_optimizer_state,
-        full_param,
-        gathered_parameters,
     )
-    from lightning_zero.hydra_app import hydra_main
-    from lightning_zero.loading import load_from_checkpoint
-    from lightning_zero.optim import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion
-    from lightning_zero.precision import ZeroPrecision
-    from lightning_zero.strategy import ZeroStrategy
 
 __all__ = [
     "CPUSGD",
@@ -50,26 +52,27 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CPUAdagrad": "lightning_zero.optim",
-    "CPUAdam": "lightning_zero.optim",
-    "CPUAdamW": "lightning_zero.optim",
-    "CPULion": "lightning_zero.optim",
-    "CPUSGD": "lightning_zero.optim",
+    "CPUAdagrad": "lightning_zero.update",
+    "CPUAdam": "lightning_zero.update",
+    "CPUAdamW": "lightning_zero.update",
+    "CPULion": "lightning_zero.update",
+    "CPUSGD": "lightning_zero.update",
     "CheckpointError": "lightning_zero.checkpoint",
-    "CollectiveError": "lightning_zero.engine",
-    "DynamicLossScaler": "lightning_zero.engine",
-    "StaticLossScaler": "lightning_zero.engine",
-    "ZeroPrecision": "lightning_zero.precision",
-    "ZeroStrategy": "lightning_zero.strategy",
+    "CollectiveError": "lightning_zero.sharding",
+    "DynamicLossScaler": "lightning_zero.update",
+    "StaticLossScaler": "lightning_zero.update",
+    "ZeroPrecision": "lightning_zero.integration.precision",
+    "ZeroStrategy": "lightning_zero.integration.strategy",
     "full_grad": "lightning_zero.engine",
     "full_optimizer_state": "lightning_zero.engine",
     "full_param": "lightning_zero.engine",
     "gathered_parameters": "lightning_zero.engine",
-    "hydra_main": "lightning_zero.hydra_app",
-    "load_from_checkpoint": "lightning_zero.loading",
+    "hydra_main": "lightning_zero.config",
+    "load_from_checkpoint": "lightning_zero.integration.loading",
 }
 
 register()
+provide_advice()
 
 
 def __getattr__(name: str) -> Any:

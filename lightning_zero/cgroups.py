@@ -1,6 +1,6 @@
-"""What the control groups of this process allow it (a container's limits), in both versions of their interface.
+"""Limits of the control groups of this process (a container's limits), in both versions of their interface.
 
-Read from `/proc` and `/sys`, which lie under a `root`; None where a system has no control groups.
+They are read from `/proc` and `/sys`, which lie under a `root`; None where a system has no control groups.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NO_LIMIT = 1 << 60  # bytes: version 1 of control groups writes "none" as the l
 
 
 def read_text(path: Path) -> str | None:
-    """A small file's text, or None where it does not exist or may not be read."""
+    """Reads a small file's text; None where it does not exist or may not be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -24,7 +24,7 @@ def read_text(path: Path) -> str | None:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | Unlimited | None:
-    """Cores' worth of time that the control groups of this process allow, the smallest of all levels."""
+    """Reads how many cores' time the control groups of this process allow, the smallest of all levels."""
 
     def quota(folder: Path) -> float | Unlimited | None:
         unified = read_text(folder / "cpu.max")
@@ -43,7 +43,7 @@ def cpu_quota(root: Path = Path("/")) -> float | Unlimited | None:
 
 
 def memory_limit(root: Path = Path("/")) -> int | Unlimited | None:
-    """Bytes that the control groups of this process allow, the smallest of all levels."""
+    """Reads how many bytes the control groups of this process allow, the smallest of all levels."""
 
     def limit(folder: Path) -> int | Unlimited | None:
         text = read_text(folder / "memory.max")
@@ -68,7 +68,7 @@ def _smallest(
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's control groups, innermost first.
+    """Yields the folders of this process's control groups, innermost first.
 
     Inside a container the path may lead outside of what is mounted; the mount itself then is the innermost.
     """

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_zero.torch_private import SCHEDULE_OF_ONE_CYCLE
+
 
 class _KeepsArguments(LRScheduler):
     """Leaves its arguments out of what is saved, and keeps its own when it loads what torch's schedulers save."""
@@ -122,7 +124,7 @@ class WarmupLR(_KeepsArguments):
         super().__init__(optimizer, last_epoch)
 
     def factor(self, step: int) -> float:
-        """How far between minimum and maximum the learning rate of `step` lies, from 0 to 1."""
+        """Position of the learning rate of `step` between minimum and maximum, from 0 to 1."""
         index = max(0, step - 1)
         if index >= self.warmup_steps:
             return self.after_warmup(index)
@@ -203,7 +205,7 @@ class OneCycleLR(_KeepsArguments, lr_scheduler.OneCycleLR):
         last_epoch: Index of the last step taken; -1 starts anew.
     """
 
-    _arguments = frozenset({"total_steps", "_schedule_phases", "_anneal_func_type", "cycle_momentum", "use_beta1"})
+    _arguments = frozenset({"total_steps", *SCHEDULE_OF_ONE_CYCLE, "cycle_momentum", "use_beta1"})
 
     def __init__(
         self,

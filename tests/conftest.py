@@ -13,7 +13,8 @@ import torch
 from helpers.ranks import REPRODUCIBLE, ForkServer, RankPool
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-CALL_LIMIT = 5.0  # seconds for the call phase of a test without one of the markers below
+# Seconds for the call phase of a test without one of the markers below, on cores that no other worker uses.
+CALL_LIMIT = 5.0 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 STATISTICS = Path("/proc/stat")  # of Linux
 UNTIMED = ("slow", "long", "launch", "gpu")
 MAX_LAUNCH = 15

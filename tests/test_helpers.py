@@ -212,9 +212,16 @@ def import_path() -> list[str]:
     return sys.path
 
 
-def test_ranks_import_from_where_the_tests_do(pool1: RankPool) -> None:
-    (path,) = pool1.run(import_path)
-    assert path == [str(Path(entry).absolute()) for entry in sys.path if entry]
+def test_ranks_import_from_where_the_tests_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [str(Path(entry).absolute()) for entry in sys.path if entry]
+    monkeypatch.syspath_prepend("added-by-a-test")
+    server = ForkServer(preload=())
+    pool = RankPool(1, server)
+    pool.start()
+    (path,) = pool.run(import_path)
+    pool.close()
+    server.close()
+    assert path == expected
 
 
 def test_ranks_end_with_the_tests(tmp_path: Path) -> None:
@@ -573,6 +580,7 @@ def guarded(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
     pytester.makeconftest(source)
     pytester.makeini("[pytest]\nmarkers =\n  slow\n  gpu\n  launch\n  long\n")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
     return pytester
 
 

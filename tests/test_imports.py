@@ -3,36 +3,57 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from lightning_zero.advice import Case, advice
+
 PACKAGE = Path(__file__).resolve().parents[1] / "lightning_zero"
 # From the top down: a part imports parts below it (or itself).
 ORDER = (
-    ("cli", "hydra_app"),
+    ("cli",),
     ("callbacks", "config"),
-    (
-        "strategy",
-        "memory",
-        "registration",
-    ),  # names are registered without importing the class; it unregisters itself by them
-    ("precision", "whole_weights", "schedulers", "loading"),
-    ("standstill", "multirun"),
+    ("integration", "schedulers"),
+    ("tools",),
     ("checkpoint",),
-    ("optim",),
+    ("planning",),
     ("engine",),
+    ("update",),
+    ("sharding",),
+    ("storage",),
     ("ops",),
-    ("cgroups", "version"),
+    ("advice", "cgroups", "torch_private", "version"),
 )
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
-FACADE = {"hydra_app"}  # may import public names from the package itself
+# The modules of a part from the top down, "" for its `__init__`: a module imports modules of lower levels.
+INSIDE = {
+    "checkpoint": (
+        ("",),
+        ("background", "file", "folder"),
+        ("folder_reader", "state"),
+        ("shards",),
+        ("archive",),
+        ("boxes", "commit", "lazy", "rng", "tiles"),
+        ("errors",),
+    ),
+    "tools": (("",), ("consolidate", "deepspeed", "export"), ("deepspeed_runs",), ("contents",)),
+}
+APART = {"checkpoint": [{"file", "folder"}, {"file", "folder_reader"}]}  # containers do not know each other
+FACADE = {"config"}  # may import public names from the package itself
+LIGHTNING = ("cli", "callbacks", "config", "integration", "schedulers")  # the floors that know Lightning
 # What needs no collective: is there a process group, and how large is it?
 QUERIES = frozenset("is_available is_initialized get_rank get_world_size is_gloo_available is_nccl_available".split())
 STORES = frozenset("PrefixStore TCPStore".split())
 FORMATS = "torch.distributed.checkpoint."  # files
+# Words of a user of Lightning or Hydra, which messages of the floors below take from `lightning_zero.advice`.
+ADVICE = re.compile(
+    r"\bzero[0-3]|\bTrainer\b|LightningModule|\btrainer\.|\bstrategy[.=]|\bconfigure_(model|optimizers)\b|\bckpt_path\b"
+    r"|\bmanual_backward\b|\bon_before_\w+|\boffload_(optimizer|params)\b|\bprecision='"
+)
 
 
 class Import(NamedTuple):
@@ -74,8 +95,29 @@ def wrong_imports(source: str, part: str) -> list[str]:
                 legal = target == part or LEVEL[target] >= LEVEL[part]
             if not legal:
                 wrong.append(f"line {line}: {part} imports {name}")
-        elif part in ("engine", "ops", "optim") and root in ("lightning", "pytorch_lightning", "hydra", "omegaconf"):
+        elif part not in LIGHTNING and root in ("lightning", "pytorch_lightning", "hydra", "omegaconf"):
             wrong.append(f"line {line}: {part} imports {name}")
+    return wrong
+
+
+def module_of(path: Path) -> str:
+    """The first folder or module below a part; "" for the part's own `__init__`, or for a part of one module."""
+    below = path.relative_to(PACKAGE).parts[1:]
+    first = below[0].removesuffix(".py") if below else ""
+    return "" if first == "__init__" else first
+
+
+def wrong_imports_inside(source: str, part: str, module: str) -> list[str]:
+    """Imports of ``module`` that do not go to a lower level of its ``part``, or to one from which it stays apart."""
+    level = {name: number for number, names in enumerate(INSIDE[part]) for name in names}
+    wrong = []
+    for name, line in imports(source):
+        package, other, target, *_ = [*name.split("."), "", "", ""]
+        if (package, other) != ("lightning_zero", part):
+            continue
+        target = target if target in level else ""  # a name in the `__init__`
+        if level[target] <= level[module] or {module, target} in APART.get(part, []):
+            wrong.append(f"line {line}: {module or part} imports {name}")
     return wrong
 
 
@@ -110,45 +152,100 @@ def stages_compared(source: str) -> set[str]:
     return found
 
 
+def texts(source: str) -> Iterator[str]:
+    """Text in the code, without docstrings; parts of an f-string one by one, parts of an implicit sum together."""
+    tree = ast.parse(source)
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef
+    docstrings = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and _starts(node)}  # type: ignore[attr-defined]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.value
+
+
+def _starts(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> bool:
+    return bool(node.body) and isinstance(node.body[0], ast.Expr)
+
+
 def test_every_part_has_a_place() -> None:
     assert {part for path in files() if (part := part_of(path)) not in ("", "conf")} == set(LEVEL)
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_run_downward(path: Path) -> None:
-    source, part = path.read_text(), part_of(path)
-    assert not part or not wrong_imports(source, part)
+def test_imports_run_downward() -> None:
+    parts = {path: part for path in files() if (part := part_of(path))}
+    found = {path.name: wrong for path, part in parts.items() if (wrong := wrong_imports(path.read_text(), part))}
+    assert found == {}
+
+
+@pytest.mark.parametrize("part", INSIDE)
+def test_imports_inside_a_part_run_downward(part: str) -> None:
+    paths = [path for path in files() if part_of(path) == part]
+    assert sorted(map(module_of, paths)) == sorted(name for names in INSIDE[part] for name in names)
+    wrong = {
+        module: wrong_imports_inside(path.read_text(), part, module) for path in paths for module in [module_of(path)]
+    }
+    assert {module: found for module, found in wrong.items() if found} == {}
 
 
 def test_only_one_module_communicates() -> None:
     found = {str(path.relative_to(PACKAGE)): communication(path.read_text()) for path in files()}
-    assert [name for name, uses in found.items() if uses] == ["engine/collectives.py"]
+    assert [name for name, uses in found.items() if uses] == ["sharding/collectives.py"]
 
 
 def test_no_stage_is_compared_outside_the_policies() -> None:
-    """But where the strategy checks what it was given."""
+    """But where the options of the strategy are checked."""
     found = {str(path.relative_to(PACKAGE)): stages_compared(path.read_text()) for path in files()}
     assert {name: functions for name, functions in found.items() if functions} == {
-        "engine/policies.py": {"from_stage"},
-        "strategy.py": {"__init__", "_check_shard_size", "_check_stores"},
+        "sharding/policies.py": {"from_stage"},
+        "integration/options.py": {"__post_init__", "_check_shard_size", "_check_stores", "replicates"},
     }
+
+
+def test_messages_below_integration_leave_advice_to_it() -> None:
+    below = [path for path in files() if LEVEL.get(part_of(path), 0) > LEVEL["tools"]]
+    found = [text for path in below for text in texts(path.read_text()) if ADVICE.search(text)]
+    assert found == []
+
+
+def test_every_case_has_advice() -> None:
+    assert all(advice(case) for case in Case)
+
+
+def test_advice_in_a_message_is_found() -> None:
+    source = 'def f():\n    """A strategy=..."""\n    raise ValueError(f\'{x} is wrong; use strategy=zero2\')'
+    assert [text for text in texts(source) if ADVICE.search(text)] == [" is wrong; use strategy=zero2"]
 
 
 @pytest.mark.parametrize(
     ("part", "source"),
     [
         ("engine", "import lightning.pytorch as pl"),
-        ("engine", "def f():\n    from lightning_zero.optim import make_updater"),
-        ("engine", "from lightning_zero import optim"),
-        ("engine", "import lightning_zero.strategy"),
-        ("ops", "from lightning_zero.engine import Bucket"),
-        ("optim", "if TYPE_CHECKING:\n    from lightning_zero.checkpoint import state"),
-        ("strategy", "from lightning_zero.callbacks import GradientMonitor"),
+        ("engine", "def f():\n    from lightning_zero.planning import plan"),
+        ("engine", "from lightning_zero import planning"),
+        ("storage", "import lightning_zero.integration.strategy"),
+        ("ops", "from lightning_zero.sharding import Bucket"),
+        ("update", "if TYPE_CHECKING:\n    from lightning_zero.checkpoint import state"),
+        ("sharding", "from lightning_zero.update import make_updater"),
+        ("checkpoint", "from lightning_zero.tools import export"),
+        ("integration", "from lightning_zero.callbacks import GradientMonitor"),
         ("engine", "from lightning_zero import gathered_parameters"),
     ],
 )
 def test_upward_imports_are_found(part: str, source: str) -> None:
     assert wrong_imports(source, part)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("folder", "from lightning_zero.checkpoint.file import FileSave"),
+        ("file", "from lightning_zero.checkpoint import archive, folder_reader"),
+        ("lazy", "import lightning_zero.checkpoint.tiles"),
+        ("state", "def f():\n    from lightning_zero.checkpoint import CheckpointError"),
+        ("errors", "from lightning_zero.checkpoint import rng"),
+    ],
+)
+def test_upward_imports_inside_a_part_are_found(module: str, source: str) -> None:
+    assert wrong_imports_inside(source, "checkpoint", module)
 
 
 @pytest.mark.parametrize(

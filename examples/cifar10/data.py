@@ -14,7 +14,7 @@ import torch
 from archive import TEST_FILE, TRAIN_FILES, prepare, read_records
 from torch import Tensor
 
-from lightning_zero.hydra_app import micro_batch_size
+from lightning_zero.config import micro_batch_size
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 IGNORED = -100  # label of an image that only fills a batch; cross_entropy and the metrics leave it out

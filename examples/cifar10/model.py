@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
-from lightning_zero.hydra_app import build_optimizers
+from lightning_zero.config import build_optimizers
 
 
 class TutorialNet(nn.Module):

@@ -18,7 +18,7 @@ from torch import Tensor
 from train import check_options, is_checkpoint
 
 from lightning_zero import hydra_main, load_from_checkpoint
-from lightning_zero.hydra_app import ConfigError, build_trainer
+from lightning_zero.config import ConfigError, build_trainer
 
 
 @hydra_main(config_name="predict", config_path="conf")

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from report import Report
 
 from lightning_zero import hydra_main
-from lightning_zero.hydra_app import ConfigError, build_trainer, micro_batch_size
+from lightning_zero.config import ConfigError, build_trainer, micro_batch_size
 
 
 @hydra_main(config_name="train", config_path="conf")

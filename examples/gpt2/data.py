@@ -15,7 +15,7 @@ import torch
 from tokenizer import encode, load_tokenizer
 from torch import Tensor
 
-from lightning_zero.hydra_app import micro_batch_size
+from lightning_zero.config import micro_batch_size
 
 VAL_TOKENS = 4096  # of a validation batch; each has a score for every entry of the vocabulary
 IGNORED = -100  # target of a position beyond the end of the text; cross_entropy leaves it out

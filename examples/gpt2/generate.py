@@ -13,7 +13,7 @@ from options import check_options
 from tokenizer import load_tokenizer
 
 from lightning_zero import hydra_main, load_from_checkpoint
-from lightning_zero.hydra_app import ConfigError
+from lightning_zero.config import ConfigError
 
 
 @hydra_main(config_name="generate", config_path="conf")

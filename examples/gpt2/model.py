@@ -14,7 +14,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.hydra_app import build_optimizers
+from lightning_zero.config import build_optimizers
 
 
 class NotFiniteError(ValueError):

@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_zero.hydra_app import ConfigError
+from lightning_zero.config import ConfigError
 
 
 def is_checkpoint(path: Any) -> bool:

@@ -16,7 +16,7 @@ from tokenizer import Tokenizer, encode_blocks, load_tokenizer
 from tqdm import tqdm
 
 from lightning_zero import hydra_main
-from lightning_zero.hydra_app import ConfigError
+from lightning_zero.config import ConfigError
 
 
 @hydra_main(config_name="prepare", config_path="conf")

@@ -13,7 +13,7 @@ from options import check_options
 from report import Report
 
 from lightning_zero import hydra_main
-from lightning_zero.hydra_app import ConfigError, build_trainer, micro_batch_size
+from lightning_zero.config import ConfigError, build_trainer, micro_batch_size
 
 SAMPLE = "sample.prompt", "sample.length", "sample.temperature", "sample.top_k"
 CHECKED = "seed", "ckpt_path", "strategy.start_method", *SAMPLE

@@ -1,4 +1,4 @@
-"""What the time of a training step is spent on."""
+"""A breakdown of the time of training steps into phases."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_zero.engine import Phase, Timers
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.integration.strategy import ZeroStrategy
+from lightning_zero.storage import Phase, Timers
 
 Times = Mapping[Phase, float]
 
@@ -27,7 +27,7 @@ class Breakdown(pl.Callback):
     validation. Each moment counts for one phase, the innermost, so that phases add up to the step's wall time:
 
     * ``forward``, ``backward``: the model's own computation.
-    * ``reduce``: gradients are collected, added up and kept; ``gather``: parameters are made whole. Both without:
+    * ``reduce``: gradients are collected, added up and kept; ``gather``: parameters are unsharded. Both without:
     * ``wait``: for what other ranks send. The fastest rank waits longest. (On CUDA: of the stream that computes.)
     * ``host copy``: shards, gradients and masters to and from host memory; batches to the device.
     * ``optimizer``: norms, clipping, update.
@@ -141,7 +141,7 @@ class Breakdown(pl.Callback):
 
 
 def table_of(everyone: Sequence[Times], steps: int) -> Table:
-    """A row for each phase: its mean over ranks, the share of that, and what the ranks differ by.
+    """Makes a row for each phase: its mean over ranks, the share of that, and what the ranks differ by.
 
     Args:
         everyone: mean seconds per step by phase, of each rank.
@@ -168,7 +168,7 @@ def _cells(seconds: Sequence[float], total: float) -> list[str]:
 
 
 def _phase_of(action_name: str) -> Phase | None:
-    """The phase of an action of Lightning's loops that no hook surrounds."""
+    """Returns the phase of an action of Lightning's loops that no hook surrounds."""
     if action_name == "[_TrainingEpochLoop].train_dataloader_next":
         return Phase.DATA
     return Phase.HOST_COPY if action_name.endswith(".batch_to_device") else None
@@ -183,7 +183,7 @@ class _TimedProfiler(Profiler):
         self._timers = timers
 
     def __del__(self) -> None:
-        """The base's tears down, which is for the inner one to do."""
+        """Does nothing: the base's tears down, which is for the inner profiler to do."""
 
     @override
     def start(self, action_name: str) -> None:

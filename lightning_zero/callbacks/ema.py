@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_zero import checkpoint as _checkpoint
-from lightning_zero.engine import DeviceStore, Engine, HostStore, Store, follow
-from lightning_zero.strategy import ZeroStrategy
-from lightning_zero.whole_weights import OnShards
+from lightning_zero.engine import Engine, follow
+from lightning_zero.integration.patches import OnShards
+from lightning_zero.integration.strategy import ZeroStrategy
+from lightning_zero.storage import DeviceStore, HostStore, TensorStore
 
 _SAVED = ("state_dict", "current_model_state", "averaging_state")  # a checkpoint's entries, by Lightning's names
 
@@ -34,8 +35,8 @@ class EMA(OnShards, EMAWeightAveraging):
     weights, in the dtype of its fp32 masters where the weights have 16 bits, beside the optimizer state. Updates gather
     nothing. All ranks write checkpoints, each its shards; these resume at any stage and number of ranks. A skipped step
     leaves the average alone. After an error in validation the shards are those of the weights in training, and so is
-    what is saved; the module shows them whole again when its strategy has released it. Under any other strategy every
-    rank keeps a whole copy of the module, as Lightning's callback does.
+    what is saved; the module shows them in full again when its strategy has released it. Under any other strategy every
+    rank keeps a full copy of the module, as Lightning's callback does.
 
     Args:
         decay: weight of the average so far, from 0 to 1.
@@ -103,7 +104,7 @@ class EMA(OnShards, EMAWeightAveraging):
             self._saved = None
         self._average_model = average  # type: ignore[assignment]  # it has what Lightning's hooks use
 
-    def _store(self, strategy: ZeroStrategy) -> Store | None:
+    def _store(self, strategy: ZeroStrategy) -> TensorStore | None:
         if self._device is None:
             return None
         device = torch.device(self._device)
@@ -167,7 +168,7 @@ class EMA(OnShards, EMAWeightAveraging):
 
 
 class _AverageOnShards:
-    """What Lightning's hooks use of an ``AveragedModel``, over a shadow of the engine.
+    """The part of an ``AveragedModel`` that Lightning's hooks use, over a shadow of the engine.
 
     Args:
         engine: of the module.
@@ -176,7 +177,7 @@ class _AverageOnShards:
         store: where the average rests.
     """
 
-    def __init__(self, engine: Engine, decay: float, use_buffers: bool, store: Store | None) -> None:
+    def __init__(self, engine: Engine, decay: float, use_buffers: bool, store: TensorStore | None) -> None:
         self.shadow = engine.make_shadow(store)
         self.n_averaged = 0
         self._engine, self._decay, self._use_buffers = engine, decay, use_buffers
@@ -187,7 +188,7 @@ class _AverageOnShards:
         self.n_averaged += 1
 
     def _average(self, average: Tensor, weights: Tensor) -> Tensor:
-        """As Lightning's, to the bit, but in place: that takes a fraction of the time."""
+        """Average as Lightning does, to the bit, but in place: that takes a fraction of the time."""
         return average.mul_(self._decay).add_((1 - self._decay) * weights)
 
     def swap(self) -> None:

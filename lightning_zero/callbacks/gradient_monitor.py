@@ -7,8 +7,8 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_zero.precision import ZeroPrecision
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.integration.precision import ZeroPrecision
+from lightning_zero.integration.strategy import ZeroStrategy
 
 
 class GradientMonitor(pl.Callback):

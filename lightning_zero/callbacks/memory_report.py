@@ -10,9 +10,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from rich.console import Console, RenderableType
 from typing_extensions import override
 
-from lightning_zero.engine import Plan
-from lightning_zero.memory import Memory, Remedy
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.integration.strategy import ZeroStrategy
+from lightning_zero.planning import Plan
+from lightning_zero.planning.memory import Memory, Remedy
 
 
 class MemoryReport(pl.Callback):

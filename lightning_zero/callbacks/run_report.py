@@ -1,4 +1,4 @@
-"""What a run leaves behind: loss curves and a summary of what was measured."""
+"""A report of a run: its loss curves and a summary of what was measured."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RunReport(pl.Callback):
         self.step_size, self.speed_name, self.loss_unit = step_size, f"{unit}_per_second", loss_unit
         self.train_curve: list[tuple[int, float]] = []  # optimizer step, loss of the global batch
         self.val_curve: list[tuple[int, float]] = []
-        self.clock = Stopwatch()  # runs in training, stands still in validation
+        self.clock = Stopwatch()  # runs in training, is stopped in validation
         self.peak_memory = 0  # bytes, the largest of all ranks
 
     @property
@@ -118,19 +118,19 @@ class RunReport(pl.Callback):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Without a step to train, Lightning leaves out `on_train_end`."""
+        """Finishes a fit without a step to train, for which Lightning leaves out `on_train_end`."""
         if not self.peak_memory:
             if pl_module.device != trainer.strategy.root_device:  # Lightning's strategies leave it on the host
                 pl_module.to(trainer.strategy.root_device)
             self.measure(trainer, pl_module)
 
     def measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """What is measured at the end of a fit, while the ranks are still together; to be extended."""
+        """Measures, at the end of a fit while the ranks are still together; to be extended."""
         peak = torch.tensor(peak_memory(pl_module.device), device=pl_module.device)
         self.peak_memory = int(trainer.strategy.reduce(peak, reduce_op="max"))
 
     def summary(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """Key figures, to be extended; those of training or validation are None where there was none."""
+        """Collects key figures, to be extended; those of training or validation are None where there was none."""
         last = [loss for _, loss in self.train_curve[-LAST:]]
         trained = len(self.train_curve) * self.step_size
         return {
@@ -144,7 +144,7 @@ class RunReport(pl.Callback):
         }
 
     def write(self, trainer: pl.Trainer) -> None:
-        """Put plot and summary into the run folder and show them, on rank 0; to be extended."""
+        """Writes plot and summary to the run folder and shows them, on rank 0; to be extended."""
         if not trainer.is_global_zero:
             return
         summary = self.summary(trainer)
@@ -155,7 +155,7 @@ class RunReport(pl.Callback):
         print(f"\n{self.run_dir}")
 
     def plot(self, path: Path) -> None:
-        """The curves of both losses as a picture."""
+        """Draws the curves of both losses."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -175,12 +175,12 @@ class RunReport(pl.Callback):
 
 
 def running_means(values: Sequence[float]) -> list[float]:
-    """For each value the mean of the last ones, itself included: of `LAST`, or of fewer at the start."""
+    """Averages, for each value, the last ones with itself: `LAST` of them, or fewer at the start."""
     return [fmean(values[max(0, end - LAST) : end]) for end in range(1, len(values) + 1)]
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most memory this process held so far: of the GPU if it trains on one, else resident on the host."""
+    """Reads the most memory that this process held so far: of the GPU if it trains on one, else of the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

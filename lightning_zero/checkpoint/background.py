@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
-from lightning_zero.checkpoint.saving import Save, together
-from lightning_zero.engine import Group
+from lightning_zero.checkpoint.commit import Save
+from lightning_zero.checkpoint.errors import together
+from lightning_zero.sharding import Group
+from lightning_zero.storage import Executor
 
 log = logging.getLogger(__name__)
 
@@ -17,16 +20,18 @@ class Background:
 
     Args:
         world: all ranks, in a group that nothing else uses.
+        executor: copies what will be written to host memory.
     """
 
-    def __init__(self, world: Group) -> None:
+    def __init__(self, world: Group, executor: Executor) -> None:
         self._world = world
+        self._copier = executor
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._written: Future[None] | None = None
         self._afterwards: list[Future[None]] = []
 
     def start(self, save: Save, world: Group) -> None:
-        """Copy what ``save`` writes and begin to write it, once the one before has ended. Collective.
+        """Take a snapshot of what ``save`` writes and begin to write it, once the one before has ended. Collective.
 
         Args:
             save: has begun.
@@ -37,7 +42,7 @@ class Background:
         """
         try:
             self.wait()
-            together(world, save.hold, "copy the checkpoint to host memory")
+            together(world, partial(save.hold, self._copier), "copy the checkpoint to host memory")
         except BaseException:
             save.abandon()
             raise

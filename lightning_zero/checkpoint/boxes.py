@@ -1,7 +1,7 @@
-"""Runs of a tensor's elements as boxes: pure functions.
+"""Slices of a tensor's elements as boxes: pure functions.
 
-A shard holds a run of a parameter's elements in the order of memory; ``torch.distributed.checkpoint`` knows boxes.
-The run ``[4, 20)`` of 4 rows x 6 columns is three of them:
+A shard holds a slice of a parameter's elements in the order of memory; ``torch.distributed.checkpoint`` knows boxes.
+The slice ``[4, 20)`` of 4 rows x 6 columns is three of them:
 
     .  .  .  .  |4  5|
     |6  7  8  9  10 11
@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_zero.engine.memory_format import MemoryFormat
+from lightning_zero.sharding.memory_format import MemoryFormat
 
 
 class Box(NamedTuple):
-    """A part of a tensor.
+    """An N-dimensional part of a tensor.
 
     Attributes:
-        offsets: its first element, by dimension.
+        offsets: of its first element, by dimension.
         sizes: its shape.
     """
 
@@ -36,15 +36,15 @@ class Box(NamedTuple):
         return math.prod(self.sizes)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This part of ``tensor``, sharing memory."""
+        """The box in ``tensor``, sharing memory."""
         return tensor[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))]
 
     def within(self, other: Box) -> Box:
-        """The same part, counted inside ``other``, which contains it."""
+        """The same box, counted inside ``other``, which contains it."""
         return Box(tuple(a - b for a, b in zip(self.offsets, other.offsets, strict=True)), self.sizes)
 
     def intersection(self, other: Box) -> Box | None:
-        """What both contain."""
+        """The box of the elements that both contain; ``None``: there are none."""
         starts = tuple(map(max, self.offsets, other.offsets))
         stops = [
             min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -53,17 +53,17 @@ class Box(NamedTuple):
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
 
-def boxes_of_run(form: MemoryFormat, start: int, stop: int) -> Iterator[Box]:
+def boxes_of_slice(form: MemoryFormat, start: int, stop: int) -> Iterator[Box]:
     """The boxes that make up elements ``[start, stop)``, in their order; at most two for every dimension, less one."""
     inverse = sorted(range(len(form.order)), key=form.order.__getitem__)
     for box in _row_major(tuple(form.shape[dim] for dim in form.order), start, stop):
         yield Box(tuple(box.offsets[i] for i in inverse), tuple(box.sizes[i] for i in inverse))
 
 
-def view_as_box(run: Tensor, box: Box, form: MemoryFormat) -> Tensor:
+def view_as_box(values: Tensor, box: Box, form: MemoryFormat) -> Tensor:
     """A box's elements (1-D, in the order of ``form``) in its shape, sharing memory."""
     inverse = sorted(range(len(form.order)), key=form.order.__getitem__)
-    return run.view([box.sizes[dim] for dim in form.order]).permute(inverse)
+    return values.view([box.sizes[dim] for dim in form.order]).permute(inverse)
 
 
 def _row_major(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
@@ -75,11 +75,11 @@ def _row_major(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     row = math.prod(shape[1:])
 
     def inside(number: int, low: int, high: int) -> Iterator[Box]:
-        """Within one row."""
+        """The boxes within one row."""
         for box in _row_major(shape[1:], low - number * row, high - number * row):
             yield Box((number, *box.offsets), (1, *box.sizes))
 
-    first = -(-start // row)  # of the rows that are whole
+    first = -(-start // row)  # of the full rows
     yield from inside(first - 1, start, min(stop, first * row)) if start < first * row else ()
     last = stop // row
     if first < last:

@@ -1,11 +1,10 @@
-"""A tensor whose values are looked up when someone reads them: what a checkpoint holds before it is written.
+"""Tensors whose values are looked up when someone reads them, of which a checkpoint consists before it is written.
 
 Hooks of user code see an ordinary tensor: its shape and dtype cost nothing, anything else fetches the values first.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,14 +12,19 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.storage import TypedStorage
-from torch.utils._pytree import tree_map
 
-from lightning_zero.engine.memory_format import MemoryFormat
+from lightning_zero.sharding.memory_format import MemoryFormat
+from lightning_zero.torch_private import (
+    make_wrapper,
+    no_subclass_functions,
+    pickled_tensor,
+    storage_number,
+    tree_map,
+)
 
 
 class Source(Protocol):
-    """Where the values of lazy tensors come from, many tensors to a source.
+    """Holds, or knows who holds, the values of many lazy tensors.
 
     Attributes:
         key: tells it from all others.
@@ -35,7 +39,7 @@ class Source(Protocol):
         ...
 
     def fetch(self, param: int) -> Tensor:
-        """The values of its tensor ``param``, whole; perhaps from other ranks, which must fetch them too."""
+        """All values of its tensor ``param``; perhaps from other ranks, which must fetch them too."""
         ...
 
 
@@ -43,13 +47,13 @@ class Source(Protocol):
 class StoredSource(Source, Protocol):
     """A checkpoint on the disk."""
 
-    def read_run(self, param: int, form: MemoryFormat, start: int, into: Tensor) -> None:
+    def read_slice(self, param: int, form: MemoryFormat, start: int, into: Tensor) -> None:
         """Fill ``into`` (1-D) with the elements of its tensor ``param`` from ``start`` on, in the order of ``form``."""
         ...
 
 
 class LazyTensor(Tensor):
-    """Has the shape, strides, dtype and device of what ``source`` will give.
+    """A tensor with the shape, strides, dtype and device of the values that ``source`` will give.
 
     Once fetched a copy stays, so that changes in place do: the file gets it as it is then.
 
@@ -65,10 +69,7 @@ class LazyTensor(Tensor):
 
     @staticmethod
     def __new__(cls, source: Source, param: int, like: Tensor) -> Self:
-        device = torch.device("cpu") if like.is_meta else like.device
-        tensor: Self = Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
-        )
+        tensor = make_wrapper(cls, like, torch.device("cpu") if like.is_meta else like.device)
         tensor.source, tensor.param, tensor.fetched = source, param, None
         return tensor
 
@@ -87,7 +88,7 @@ class LazyTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_subclass_functions():
                 return func(*args, **kwargs or {})
         return func(*tree_map(_fetched, args), **tree_map(_fetched, kwargs or {}))
 
@@ -115,7 +116,7 @@ _ATTRIBUTES = "shape dtype device layout ndim is_meta requires_grad is_leaf grad
 _METHODS = (
     "size stride dim numel nelement element_size is_contiguous is_floating_point is_complex __len__ __hash__ __repr__"
 ).split()
-# What needs no values.
+# Attributes and functions that need no values.
 _METADATA = frozenset(
     [
         *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
@@ -128,60 +129,58 @@ _METADATA = frozenset(
 
 
 class StoredTensor(LazyTensor):
-    """A lazy tensor of a checkpoint that is loaded: the engine reads its runs, and nothing of them stays here."""
+    """A lazy tensor of a checkpoint that is loaded: the engine reads its slices, and nothing of them stays here."""
 
-    def read_run(self, form: MemoryFormat, start: int, into: Tensor) -> None:
-        """See :class:`~lightning_zero.engine.memory_format.ReadableInRuns`."""
+    def read_slice(self, form: MemoryFormat, start: int, into: Tensor) -> None:
+        """See :class:`~lightning_zero.sharding.memory_format.ReadableInSlices`."""
         if self.fetched is not None:
             form.read(self.fetched, start, into)
         else:
             assert isinstance(self.source, StoredSource)
-            self.source.read_run(self.param, form, start, into)
+            self.source.read_slice(self.param, form, start, into)
 
     def tiles(self, nbytes: int) -> Iterator[Tensor]:
         """The values in the order of memory, 1-D, so many bytes at a time."""
         form, size = MemoryFormat(self.shape, self.stride()), max(1, nbytes // self.element_size())
         for start in range(0, self.numel(), size):
             tile = torch.empty(min(size, self.numel() - start), dtype=self.dtype)
-            self.read_run(form, start, tile)
+            self.read_slice(form, start, tile)
             yield tile
 
-    def whole(self) -> Tensor:
-        """The values, of which nothing stays here."""
+    def full(self) -> Tensor:
+        """All values, of which nothing stays here."""
         return self.source.fetch(self.param) if self.fetched is None else self.fetched
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.copy_ and isinstance(args[1], StoredTensor):
-            # How a module loads it: all of them would stay, one after the other.
-            args = (args[0], args[1].whole(), *args[2:])
+            # A module loads this way: all of its values would stay, one tensor after the other.
+            args = (args[0], args[1].full(), *args[2:])
         return super().__torch_function__(func, types, args, kwargs)
 
 
 class Placeholders:
-    """Storages without memory that lazy tensors are pickled with, by what they stand for."""
+    """Storages without memory, with which lazy tensors are pickled, and the tensors that they stand for."""
 
     def __init__(self) -> None:
         self._storages: dict[tuple[Hashable, int], torch.UntypedStorage] = {}
         self._tensors: dict[int, LazyTensor] = {}  # by the storage
 
     def reduce(self, tensor: LazyTensor) -> Any:
-        """As :meth:`torch.Tensor.__reduce_ex__` of an ordinary tensor on the CPU."""
+        """Reduce ``tensor`` as an ordinary tensor on the CPU reduces itself."""
         key = (tensor.source.key, tensor.param)
         if key not in self._storages:
             self._storages[key] = torch.UntypedStorage(tensor.nbytes, device="meta")
-            self._tensors[self._storages[key]._cdata] = tensor
-        typed = TypedStorage(wrap_storage=self._storages[key], dtype=tensor.dtype, _internal=True)
-        typed._fake_device = torch.device("cpu")  # where `torch.load` will look for it
-        return torch._utils._rebuild_tensor_v2, (typed, 0, tensor.size(), tensor.stride(), False, OrderedDict())
+            self._tensors[storage_number(self._storages[key])] = tensor
+        return pickled_tensor(self._storages[key], tensor)
 
     def tensors(self) -> list[LazyTensor]:
-        """All that were pickled, each once."""
+        """All lazy tensors that were pickled, each once."""
         return list(self._tensors.values())
 
     def tensor(self, storage: torch.UntypedStorage) -> LazyTensor | None:
-        """What ``storage`` stands for; ``None``: it is an ordinary one."""
-        return self._tensors.get(storage._cdata)
+        """The tensor that ``storage`` stands for; ``None``: it is an ordinary storage."""
+        return self._tensors.get(storage_number(storage))
 
 
 _PLACEHOLDERS: ContextVar[Placeholders | None] = ContextVar("placeholders", default=None)

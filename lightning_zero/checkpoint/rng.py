@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_zero.engine import Group
+from lightning_zero.sharding import Group
 
 ENTRY = "lightning_zero_rng"  # the checkpoint's entry: by generator, [ranks, size of its state]
 
@@ -60,7 +60,7 @@ def restore(saved: Mapping[str, Tensor], rank: int, device: torch.device) -> Non
 
 
 def note(saved: Mapping[str, Tensor], ranks: int) -> str | None:
-    """What to tell the user of another number of ranks."""
+    """A message for a user of another number of ranks; ``None``: it is the same."""
     before = min(map(len, saved.values()), default=ranks)
     if before == ranks:
         return None

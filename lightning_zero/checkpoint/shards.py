@@ -1,19 +1,21 @@
-"""What ranks hold of the masters and the optimizer state, to be gathered, or written in parts."""
+"""The shards of masters and optimizer state that ranks hold, to be gathered, or written in slices."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.archive import TILE, tiles
+from lightning_zero.checkpoint.archive import lazy_tensors
 from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.checkpoint.lazy import LazyTensor
-from lightning_zero.engine import Bucket, Engine, Shadow
-from lightning_zero.optim import ShardUpdater
+from lightning_zero.checkpoint.tiles import TILE, tiles
+from lightning_zero.engine import Engine, Shadow
+from lightning_zero.sharding import Bucket
+from lightning_zero.update import ShardUpdater
 
 
 class Key(NamedTuple):
@@ -28,10 +30,10 @@ class Key(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A run of a tensor's elements, in the order in which they lie in memory, and where it is in this rank's shard."""
+    """A range of a parameter's elements, in the order of memory, which this rank owns."""
 
-    first: int
-    start: int
+    first: int  # in the parameter
+    start: int  # in this rank's shard
     stop: int
 
 
@@ -48,7 +50,7 @@ class ShardedValues:
 
     @property
     def live(self) -> bool:
-        """Whether parameters that are whole on every rank are the values."""
+        """Whether parameters that are unsharded on every rank are the values."""
         weights = self.key.optimizer is None and self.key.shadow is None
         return weights and not self.bucket.shards_params and self.bucket.dtype == self.key.dtype
 
@@ -62,7 +64,7 @@ class ShardedValues:
         )
 
     def fetch(self, param: int) -> Tensor:
-        """The values of parameter ``param``, whole: the live tensor, or a copy on the CPU. Collective unless live."""
+        """All values of parameter ``param``: the live tensor, or a copy on the CPU. Collective unless live."""
         if self.live:
             return self.bucket.parameters[param].detach()
         full = follow_first(self.engine, self.key)
@@ -88,15 +90,15 @@ class ShardedValues:
             return self.bucket.master.read(start, stop)
         updater = self.engine.updaters[self.key.optimizer]
         assert isinstance(updater, ShardUpdater)
-        return updater.state_of(self.bucket).zeros(self.key.state, self.key.dtype)[start:stop]
+        return updater.state_of(self.bucket).read(self.key.state, self.key.dtype, start, stop)
 
     def tiles(self, start: int, stop: int) -> Iterator[Tensor]:
-        """As :meth:`read`, a tile at a time."""
+        """Read ``[start, stop)`` of this rank's shard a tile at a time."""
         for low, high in tiles(start, stop, TILE // self.key.dtype.itemsize):
             yield self.read(low, high)
 
     def slices(self, param: int) -> Iterator[Slice]:
-        """What this rank is to write of parameter ``param``; replicas, which hold the same, share the work."""
+        """The slices of parameter ``param`` that this rank writes; replicas, which hold the same, share the work."""
         replica, numel = self.bucket.placement.mesh.replica, self.bucket.layout.shard_numel
         low, high = (numel * rank // replica.size for rank in (replica.rank, replica.rank + 1))
         for segment in self.bucket.segments:
@@ -106,14 +108,14 @@ class ShardedValues:
 
 
 def source_of(tensor: LazyTensor, engine: Engine | None) -> ShardedValues:
-    """Where the values of a tensor in a checkpoint of ``engine`` come from.
+    """The shards that hold the values of a tensor in a checkpoint of ``engine``.
 
     Raises:
         ValueError: from elsewhere.
     """
     source = tensor.source
     if not isinstance(source, ShardedValues) or source.engine is not engine:
-        raise ValueError(f"{tensor} belongs to another Trainer's strategy; put a clone into the checkpoint")
+        raise ValueError(f"{tensor} belongs to another engine; put a clone into the checkpoint")
     return source
 
 
@@ -153,3 +155,37 @@ def follow_first(engine: Engine, wanted: Key | None = None) -> Tensor | None:
         full = ShardedValues(engine, first).gather()
         if first == wanted:
             return full
+
+
+def fetch_for_first(checkpoint: Any, engine: Engine) -> None:
+    """Give rank 0 the values of all lazy tensors in its ``checkpoint``, for another writer than ours. Collective."""
+    if engine.placement.mesh.world.rank == 0:
+        sources: dict[Key, list[tuple[ShardedValues, LazyTensor]]] = {}
+        for tensor in lazy_tensors(checkpoint):
+            if isinstance(tensor.source, ShardedValues) and not tensor.source.live:
+                sources.setdefault(tensor.source.key, []).append((tensor.source, tensor))
+        for key, found in sources.items():
+            full = follow_first(engine, key)
+            assert full is not None
+            for source, tensor in found:
+                tensor.fetched = source.cut(full, tensor.param)
+    follow_first(engine)
+
+
+def full_on_first(state: dict[str, Any], engine: Engine) -> dict[str, Any]:
+    """A state dict of ordinary tensors. Collective.
+
+    Returns:
+        On rank 0 all of it; elsewhere without the tensors of which this rank holds a shard.
+    """
+    fetch_for_first(state, engine)
+    first = engine.placement.mesh.world.rank == 0
+
+    def resolve(tree: Any) -> Any:
+        if isinstance(tree, dict):
+            wanted = {k: v for k, v in tree.items() if first or not isinstance(v, LazyTensor) or v.source.live}
+            return {key: resolve(value) for key, value in wanted.items()}
+        return tree.fetch() if isinstance(tree, LazyTensor) else tree
+
+    resolved: dict[str, Any] = resolve(state)
+    return resolved

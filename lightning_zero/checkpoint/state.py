@@ -1,7 +1,8 @@
-"""Named, whole state: what a checkpoint holds, independent of stage, store and number of ranks.
+"""State by parameter name, unsharded: the contents of a checkpoint at any stage, store and number of ranks.
 
 Weights are the masters; optimizer state has torch's own format with parameter names in the place of indices, so that
-plain PyTorch loads it.
+plain PyTorch loads it. Whether the state that one optimizer saved is what another one needs is found out before
+anything is loaded.
 """
 
 from __future__ import annotations
@@ -14,14 +15,21 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.mapped import give_back_pages
-from lightning_zero.checkpoint.optimizer_kind import KIND, WEIGHTS_ALONE, check_kind
+from lightning_zero.advice import Case, advice
+from lightning_zero.checkpoint.archive import give_back_pages
 from lightning_zero.checkpoint.shards import Key, ShardedValues, masters
-from lightning_zero.engine import Bucket, Engine, Shadow
-from lightning_zero.engine.compiled import names_of, plain_name, plain_names
-from lightning_zero.optim import ShardUpdater
+from lightning_zero.engine import Engine, Shadow
+from lightning_zero.sharding import Bucket
+from lightning_zero.sharding.compiled import names_of, plain_name, plain_names
+from lightning_zero.torch_private import load_hooks
+from lightning_zero.update import ShardUpdater
 
 StateDict = dict[str, Any]
+KIND = "class"  # an optimizer state dict's entry: the name of the optimizer's class; torch's own has none
+# Counted by some optimizers, for some dtypes of their state, and 0 for those that do not find it; what a CPU optimizer
+# keeps of the weights, which come with the module.
+_NOT_COMPARED = {"step", "master", "remainder"}
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}  # may not run where names are looked up
 
 
 def module_state_dict(engine: Engine, shadow: Shadow | None = None) -> StateDict:
@@ -51,7 +59,7 @@ def _detached(value: Any) -> Any:
 
 
 def load_module_state_dict(engine: Engine, state: Mapping[str, Any], strict: bool = True) -> None:
-    """Overwrite parameters, masters and buffers from whole tensors. Every rank must have them all. Collective.
+    """Overwrite parameters, masters and buffers from unsharded tensors. Every rank must have them all. Collective.
 
     Raises:
         RuntimeError: for missing or unexpected keys (``strict``) or another shape.
@@ -100,7 +108,7 @@ def _load_parameters(
 def _run_load_hooks(module: nn.Module, state: StateDict) -> None:
     """Let the modules' own hooks rename keys in ``state``, as :meth:`torch.nn.Module.load_state_dict` does."""
     for name, child in module.named_modules():
-        for hook in child._load_state_dict_pre_hooks.values():
+        for hook in load_hooks(child):
             hook(state, f"{name}." if name else "", {}, True, [], [], [])
 
 
@@ -146,7 +154,7 @@ def check_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Map
     if len(saved["param_groups"]) != len(optimizer.param_groups):
         raise ValueError(
             f"the checkpoint has {len(saved['param_groups'])} parameter groups for {name}, which has "
-            f"{len(optimizer.param_groups)}; configure the same groups, {WEIGHTS_ALONE}"
+            f"{len(optimizer.param_groups)}; configure the same groups, {_alone()}"
         )
     numbers = _numbers(engine.module, optimizer, saved)
     keys: dict[int, Any] = {}  # by parameter id: its key in the saved state
@@ -160,18 +168,18 @@ def check_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Map
             differing = f": {', '.join(sorted(own.keys() ^ given.keys())[:5])}" if by_name else ""
             raise ValueError(
                 f"parameter group {number} of {name} has {len(own)} parameters, in the checkpoint "
-                f"{len(given)}{differing}; configure the same groups, {WEIGHTS_ALONE}"
+                f"{len(given)}{differing}; configure the same groups, {_alone()}"
             )
         fitting = given if by_name else own
         keys.update((id(own[key]), saved_as) for key, saved_as in zip(fitting, old["params"], strict=True))
-    check_kind(updater, saved, keys, names)
+    _check_kind(updater, saved, keys, names)
     return keys
 
 
 def load_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapping[str, Any]) -> None:
-    """Restore hyperparameters and this rank's part of the state, from our format or plain torch's.
+    """Restore hyperparameters and this rank's shard of the state, from our format or plain torch's.
 
-    Every rank must have the whole state dict.
+    Every rank must have the full state dict.
 
     Raises:
         ValueError: as :func:`check_optimizer_state_dict`, before anything has changed.
@@ -221,3 +229,72 @@ def _fits(state: Mapping[str, Any] | None, parameter: Tensor) -> bool:
 
 def _parameter_names(module: nn.Module) -> dict[int, str]:
     return {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
+
+
+def _check_kind(
+    updater: ShardUpdater, saved: Mapping[str, Any], keys: Mapping[int, Any], names: Mapping[int, str]
+) -> None:
+    """Raise unless an optimizer can go on with a state dict whose groups match its own.
+
+    One of its own class can. Of another, or an unknown one (plain torch's), the state must have the names that this
+    optimizer's has under the saved hyperparameters: Adam's fits AdamW and the CPU optimizers.
+
+    Args:
+        updater: drives the optimizer.
+        saved: the state dict.
+        keys: of the saved state, by id of the parameter.
+        names: of the parameters, by id.
+
+    Raises:
+        ValueError: says what differs.
+    """
+    optimizer, kind = updater.optimizer, saved.get(KIND)
+    name = type(optimizer).__name__
+    for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        states = [(p, saved["state"][keys[id(p)]]) for p in group["params"] if keys.get(id(p)) in saved["state"]]
+        for parameter, state in states:
+            _check_shapes(updater, parameter, state, names[id(parameter)])
+        if kind == name:
+            continue
+        writer = kind or "the optimizer that wrote the checkpoint"
+        rule = group | {key: value for key, value in old.items() if key not in _IMPLEMENTATION}
+        needed = updater.state_names(rule) - _NOT_COMPARED if states else frozenset()
+        for parameter, state in states:
+            found = {key for key, value in state.items() if isinstance(value, Tensor)} - _NOT_COMPARED
+            if found != needed:
+                raise ValueError(
+                    f"{writer} keeps {_listed(found)} of {names[id(parameter)]}, {name} keeps {_listed(needed)}; "
+                    f"configure the optimizer that was saved, {_alone()}"
+                )
+        # Before the first step there is no state to tell.
+        if kind is not None and (missing := {key for key in _hyperparameters(optimizer.defaults) if key not in old}):
+            raise ValueError(
+                f"{writer} has no {_listed(missing)}, which {name} needs; configure the optimizer that was saved, "
+                f"{_alone()}"
+            )
+
+
+def _check_shapes(updater: ShardUpdater, parameter: Parameter, state: Mapping[str, Any], name: str) -> None:
+    for key in sorted(updater.per_element & state.keys()):
+        value = state[key]
+        if isinstance(value, Tensor) and value.shape != parameter.shape:
+            raise ValueError(
+                f"{key} of {name} has shape {tuple(value.shape)} in the checkpoint, the parameter "
+                f"{tuple(parameter.shape)}; configure the groups in the order in which they were saved, {_alone()}"
+            )
+
+
+def _hyperparameters(defaults: Mapping[str, Any]) -> list[str]:
+    """Hyperparameters of the update rule; others choose between implementations, and versions of torch add some."""
+    return [
+        key for key, value in defaults.items() if isinstance(value, int | float | tuple) and not isinstance(value, bool)
+    ]
+
+
+def _listed(names: set[str] | frozenset[str]) -> str:
+    return ", ".join(sorted(names)) or "no state"
+
+
+def _alone() -> str:
+    """The remedy for state that does not fit."""
+    return advice(Case.STATE_DOES_NOT_FIT, default="or load the weights alone")

@@ -1,6 +1,7 @@
 """The command `lightning-zero`.
 
-Every verb has a module of its own, imported when the verb runs: help needs neither torch nor what the others need.
+Every verb has a module of its own, imported when the verb runs: help needs neither torch nor what the others need. The
+docstrings of the verbs are their help, whose lines are printed as they are here: 78 columns at most.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ def _doctor(
 ) -> None:
     """Check that the installed package works on this machine.
 
-    Runs every CPU kernel on every instruction set against torch, and reports threads, memory limits, versions and GPUs.
-    The exit code is 1 when something does not work; advice alone leaves it 0.
+    It compares every CPU kernel on every instruction set with torch, and
+    reports threads, memory limits, versions and GPUs. The exit code is 1 when
+    something does not work; advice alone leaves it 0.
     """
     from lightning_zero.cli.doctor import run
 
@@ -58,8 +60,9 @@ def _inspect(
 ) -> None:
     """Show what a checkpoint holds.
 
-    Tensors, optimizer state, parameter groups, the step, and the world that wrote it. Reads no tensor, runs no code of
-    the file, and needs none of the classes it was written with.
+    It lists tensors, optimizer state, parameter groups, the step, and the world
+    that wrote the checkpoint. It reads no tensor, runs no code of the file, and
+    needs none of the classes that it was written with.
     """
     from lightning_zero.cli.inspect import run
 
@@ -69,23 +72,27 @@ def _inspect(
 @app.command("export")
 def _export(
     path: _Checkpoint,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go.", show_default=False)],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The folder that the files are written to.", show_default=False)
+    ],
     layout: Annotated[
         _Format,
         typer.Option("--format", help="hf is safetensors and the config.json that from_pretrained needs."),
     ] = _Format.safetensors,
     dtype: Annotated[
-        _Dtype | None, typer.Option(help="Of floating-point tensors.", show_default="as in the checkpoint")
+        _Dtype | None, typer.Option(help="The dtype of floating-point tensors.", show_default="as in the checkpoint")
     ] = None,
     strip_prefix: Annotated[
         str,
         typer.Option(
             metavar="PREFIX",
-            help="Beginning that names lose, such as model.; other names are left out. auto: what all have in common.",
+            help="A prefix to strip, such as model.; names without it are left out. auto: the prefix that all have.",
             show_default=False,
         ),
     ] = "",
-    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of one file, such as 5GB or 512MiB.")] = "5GB",
+    max_shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="The largest size of a file, such as 5GB or 512MiB.")
+    ] = "5GB",
     config: Annotated[
         Path | None,
         typer.Option(
@@ -98,8 +105,9 @@ def _export(
 ) -> None:
     """Write the weights of a checkpoint as safetensors.
 
-    Tensor by tensor, in memory for the largest one; compared with the checkpoint bit by bit before the files get their
-    names. Tied weights are stored once.
+    Tensors are written one by one, in memory for the largest one, and compared
+    with the checkpoint bit by bit before the files get their names. Tied weights
+    are stored once.
     """
     from lightning_zero.cli.export import run
 
@@ -121,13 +129,13 @@ def _consolidate(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A sharded checkpoint.", show_default=False)],
     path: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.", show_default=False)],
     dtype: Annotated[
-        _Dtype | None, typer.Option(help="Of floating-point weights.", show_default="as in the checkpoint")
+        _Dtype | None, typer.Option(help="The dtype of floating-point weights.", show_default="as in the checkpoint")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
 ) -> None:
     """Write a sharded checkpoint, this package's or FSDP's, into one ordinary file.
 
-    All checksums are compared first. Takes memory for a few MiB of it at a time.
+    All checksums are compared first. It takes memory for a few MiB at a time.
     """
     from lightning_zero.cli.consolidate import run
 
@@ -138,17 +146,23 @@ def _consolidate(
 def _convert_deepspeed(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="FOLDER", help="That DeepSpeed has written, such as last.ckpt/.", show_default=False),
+        typer.Argument(
+            metavar="FOLDER", help="A folder that DeepSpeed has written, such as last.ckpt/.", show_default=False
+        ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint file.", show_default=False)],
     trust: Annotated[
-        bool, typer.Option("--trust", help="Read the folder's pickles, which can run any program: know their author.")
+        bool,
+        typer.Option(
+            "--trust", help="Read the folder's pickles, which can run any program. Use it for authors that you trust."
+        ),
     ] = False,
 ) -> None:
     """Turn a ZeRO folder of DeepSpeed (stage 1, 2 or 3) into one checkpoint file.
 
-    With fp32 weights, optimizer state by parameter name, loss scale and Lightning's own entries. Any machine will do:
-    memory for little more than a piece of a tensor, and no DeepSpeed.
+    The file has fp32 weights, optimizer state by parameter name, the loss scale
+    and Lightning's own entries. Any machine will do: it needs memory for little
+    more than a piece of a tensor, and no DeepSpeed.
     """
     from lightning_zero.cli.convert_deepspeed import run
 
@@ -156,5 +170,5 @@ def _convert_deepspeed(
 
 
 def main() -> None:
-    """Run the command line of this process."""
+    """Runs the command line of this process."""
     app()

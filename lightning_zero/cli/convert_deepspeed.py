@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_zero.checkpoint.deepspeed import convert
 from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.cli.text import complain, number, size
+from lightning_zero.tools.deepspeed import convert
 
 
 def run(folder: Path, out: Path, *, trust: bool) -> int:
-    """Convert, and print what is in the file; returns the exit code."""
+    """Converts, and prints what is in the file; returns the exit code."""
     try:
         converted = convert(folder, out, trust=trust)
     except (CheckpointError, OSError) as error:

@@ -1,4 +1,4 @@
-"""`lightning-zero doctor`: whether the installed package works on this machine, and what would make it work better.
+"""`lightning-zero doctor`: checks whether the package works on this machine, and advises what would make it better.
 
 `--json` prints one object. Within a schema version fields are added, never renamed or removed; null means that a fact
 is unknown here, "unlimited" that there is no limit; a name that ends in `_bytes` counts bytes.
@@ -112,7 +112,7 @@ class Kernels:
 
 @dataclass(slots=True)
 class Report:
-    """Everything that was found; the attributes are the fields of `--json`."""
+    """All facts and findings; the attributes are the fields of `--json`."""
 
     kernels: Kernels | None
     checks: list[Check]
@@ -132,7 +132,7 @@ class Report:
 
 
 def run(*, as_json: bool = False) -> int:
-    """Print the report; returns the exit code."""
+    """Prints the report; returns the exit code."""
     report = examine()
     if as_json:
         print(json.dumps(report.as_dict(), indent=2))
@@ -143,7 +143,7 @@ def run(*, as_json: bool = False) -> int:
 
 
 def examine(root: Path = Path("/")) -> Report:
-    """Collect all facts and run all checks; facts about the system are read under `root`."""
+    """Collects all facts and runs all checks; facts about the system are read under `root`."""
     findings: list[Finding] = []
     torch = kernels = accelerators = None
     checks: list[Check] = []
@@ -176,7 +176,7 @@ def examine(root: Path = Path("/")) -> Report:
 
 
 def _import_kernels(findings: list[Finding]) -> tuple[ModuleType | None, bool]:
-    """`lightning_zero.ops`, and whether this environment lets it be imported.
+    """Imports `lightning_zero.ops`, and tells whether this environment lets it be imported.
 
     Where a variable forbids that, the module is imported without it: the kernels can be checked all the same.
     """
@@ -339,7 +339,7 @@ def _judge_accelerators(report: Report) -> Iterator[Finding]:
 
 
 def render(report: Report, marks: Mapping[str, str]) -> RenderableType:
-    """The report for people; marks tell the states apart without colour."""
+    """Renders the report for people; marks tell the states apart without colour."""
     parts: list[RenderableType] = []
     sections: dict[str, list[RenderableType]] = {
         "kernels": _render_kernels(report, marks),
@@ -365,7 +365,7 @@ def render(report: Report, marks: Mapping[str, str]) -> RenderableType:
 
 
 def _marked(marks: Mapping[str, str], state: str, markup: str) -> RenderableType:
-    """A mark, and beside it text of any number of lines."""
+    """Renders a mark, and beside it text of any number of lines."""
     row = Table.grid(padding=(0, 1))
     row.add_column(no_wrap=True)
     row.add_column(overflow="fold")

@@ -9,8 +9,8 @@ import torch
 import typer
 
 from lightning_zero.checkpoint.errors import CheckpointError
-from lightning_zero.checkpoint.export import Layout, export
 from lightning_zero.cli.text import complain, number, size
+from lightning_zero.tools.export import Layout, export
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -28,7 +28,7 @@ def run(
     config: Path | None,
     overwrite: bool,
 ) -> int:
-    """Export, and print what became of the weights; returns the exit code."""
+    """Exports, and prints what was written; returns the exit code."""
     limit = parse_size(max_shard_size)
     if config is not None and layout != "hf":
         raise typer.BadParameter("only --format hf writes a configuration", param_hint="--config")
@@ -68,7 +68,7 @@ def _list(what: str, names: list[str]) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes in a text such as "5GB" (10**9) or "512MiB" (2**20).
+    """Reads the number of bytes in a text such as "5GB" (10**9) or "512MiB" (2**20).
 
     Raises:
         typer.BadParameter: it is none, or is 0.

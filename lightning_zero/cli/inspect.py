@@ -1,10 +1,10 @@
-"""`lightning-zero inspect`: what a checkpoint file holds.
+"""`lightning-zero inspect`: the contents of a checkpoint.
 
 `--json` prints one object. Within a schema version fields are added, never renamed or removed; null means that the
 checkpoint does not say. A name that ends in `bytes` counts bytes.
 
 - `schema`: 1
-- everything else: see `lightning_zero.checkpoint.contents.Contents`
+- everything else: see `lightning_zero.tools.contents.Contents`
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lightning_zero.checkpoint.contents import Contents, OptimizerInfo, describe
 from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.cli.text import complain, facts_table, number, size
+from lightning_zero.tools.contents import Contents, OptimizerInfo, describe
 
 SCHEMA = 1
 
 
 def run(path: Path, *, as_json: bool = False) -> int:
-    """Print what the checkpoint holds; returns the exit code."""
+    """Prints what the checkpoint holds; returns the exit code."""
     try:
         contents = describe(path)
     except (CheckpointError, OSError) as error:
@@ -42,7 +42,7 @@ def run(path: Path, *, as_json: bool = False) -> int:
 
 
 def render(contents: Contents) -> RenderableType:
-    """The contents for people."""
+    """Renders the contents for people."""
     parts: list[RenderableType] = [facts_table(_facts(contents)), ""]
     parts += [
         Text(f"Weights: {_weights(contents)}", style="bold"),

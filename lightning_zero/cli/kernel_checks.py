@@ -1,7 +1,7 @@
-"""Every kernel executed once and compared: with torch in fp64, between instruction sets, between numbers of threads.
+"""Comparisons of every kernel: with torch in fp64, between instruction sets, between numbers of threads.
 
-What "equal to torch" means. The reference computes in fp64 from the same inputs; "terms" is what it gives from their
-magnitudes, so that cancellation is no excuse and no error.
+The tolerances say what "equal to torch" means. The reference computes in fp64 from the same inputs; "terms" is what it
+gives from their magnitudes, so that cancellation is no excuse and no error.
 
 - fp32 state: within 2^-22 of its terms. bf16 state, which is rounded stochastically: within one bf16 neighbour of that.
 - parameters: within 2 fp32 ulp plus 2^-21 of the update's terms; 2^-6 with bf16 state, on whose rounding the update
@@ -53,7 +53,7 @@ class Check:
 
 
 class Layout(NamedTuple):
-    """In which formats an update's tensors are."""
+    """Formats of an update's tensors."""
 
     name: str
     grad: torch.dtype = _FLOAT32
@@ -148,7 +148,7 @@ RULES = (
 
 
 class _Case:
-    """One rule on one layout: inputs, and what the reference makes of them."""
+    """One rule on one layout: the inputs, and the results that the reference computes from them."""
 
     def __init__(self, rule: Rule, layout: Layout, count: int) -> None:
         self.rule, self.layout = rule, layout
@@ -172,7 +172,7 @@ class _Case:
         }
 
     def expect(self) -> None:
-        """Compute the reference and the tolerances; only a case that is compared with torch needs them."""
+        """Computes the reference and the tolerances; only a case that is compared with torch needs them."""
         param, grad = self.param.double(), self.grad.double() * GRAD_SCALE
         states = [state.double() for state in self.states.values()]
         scales = [state.abs() for state in states]
@@ -188,7 +188,7 @@ class _Case:
         } | {"param": 2.0 * _spacing(param, _FLOAT32) + relative * update}
 
     def run(self, ops: ModuleType, isa: str, threads: int | None = None) -> dict[str, Tensor]:
-        """What the kernel makes of the inputs, by name."""
+        """Runs the kernel on copies of the inputs; returns the results by name."""
         results = {name: state.clone() for name, state in self.states.items()}
         options: dict[str, Any] = {"isa": isa, "threads": threads}
         call: dict[str, Any] = {"grad": self.grad.clone(), "grad_scale": GRAD_SCALE, "seed": 5, "index": 11}
@@ -225,7 +225,7 @@ class _Case:
 
 
 def _spacing(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance between neighbours in `dtype` at these numbers."""
+    """Returns the distance between neighbours in `dtype` at these numbers."""
     return torch.ldexp(torch.full_like(values, torch.finfo(dtype).eps), torch.frexp(values).exponent - 1)
 
 
@@ -240,7 +240,7 @@ def _difference(results: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> 
 
 
 def _attempt(kernel: str, case: str, isa: str, against: str, compare: Callable[[], tuple[bool, str]]) -> Check:
-    """The check that `compare` makes; an error that a kernel raises is a failure."""
+    """Makes the check that `compare` runs; an error that a kernel raises is a failure."""
     try:
         passed, detail = compare()
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
@@ -249,7 +249,7 @@ def _attempt(kernel: str, case: str, isa: str, against: str, compare: Callable[[
 
 
 def check_kernels(ops: ModuleType, isas: Sequence[str]) -> list[Check]:
-    """Run all checks.
+    """Runs all checks.
 
     Args:
         ops: the module `lightning_zero.ops`.
@@ -329,7 +329,7 @@ def _check_splits(ops: ModuleType, isa: str) -> Iterator[Check]:
 
 
 def _check_threads(ops: ModuleType, isa: str) -> Iterator[Check]:
-    """One thread against all, or against two where there is one: an update, a split (with it) and a sum."""
+    """Compares one thread with all, or with two where there is one: in an update, a split (with it) and a sum."""
     threads = max(2, ops.get_num_threads())
     names = f"{threads} threads", isa, "threads"
     rule = next(rule for rule in RULES if rule.name == "adamw")

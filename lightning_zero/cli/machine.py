@@ -1,6 +1,7 @@
-"""What this process may use of the machine: cores, memory, limits.
+"""Cores, memory and limits of the machine, as this process sees them.
 
-Read from `/proc` and `/sys`; a fact that a system does not have is None. Every function takes the `root` these lie in.
+They are read from `/proc` and `/sys`; a fact that a system does not have is None. Every function takes the `root` that
+these lie in.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Machine:
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
-    """Collect the facts; files are looked for under `root`."""
+    """Collects the facts; files are looked for under `root`."""
     memory = _memory(root)
     return Machine(
         system=f"{platform.system()} {platform.release()}",
@@ -72,7 +73,7 @@ def _cpu(root: Path) -> str | None:
 
 
 def _memory(root: Path) -> dict[str, int]:
-    """The lines of `/proc/meminfo` in bytes."""
+    """Reads the lines of `/proc/meminfo`, in bytes."""
     lines = re.findall(r"^(\w+):\s+(\d+) kB$", read_text(root / "proc/meminfo") or "", re.MULTILINE)
     return {name: int(kilobytes) * 1024 for name, kilobytes in lines}
 

@@ -1,4 +1,8 @@
-"""What is installed: packages with the versions that this one needs, torch's build, GPUs and what reaches them."""
+"""Installed software: packages with the versions that this one needs, torch's build, GPUs and what reaches them.
+
+`torch.utils.collect_env` is not used: it cannot be imported where torch is broken, which the doctor must be able to
+say, and it answers with the text of `pip list`, `lscpu` and `nvidia-smi`, seconds later, in place of facts.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +89,7 @@ class Accelerators:
         devices: the GPUs.
         nccl: version of NCCL in torch.
         gloo: whether torch has gloo.
-        messages: what torch said while it looked.
+        messages: warnings and errors of torch while it looked.
     """
 
     available: bool
@@ -97,7 +101,7 @@ class Accelerators:
 
 
 def read_packages() -> list[Package]:
-    """Python, this package, its requirements and its optional peers, with what it says of their versions."""
+    """Lists Python, this package, its requirements and its optional peers, with what it says of their versions."""
     python = platform.python_version()
     try:
         info = metadata.metadata(DISTRIBUTION)
@@ -137,7 +141,7 @@ def _package(name: str, required: SpecifierSet, *, version: str | None = None, o
 
 
 def read_torch() -> Torch:
-    """The build of torch, which is imported.
+    """Reads the build of torch, which is imported.
 
     Raises:
         ImportError, OSError: it, or a library it needs, cannot be loaded.
@@ -154,7 +158,7 @@ def read_torch() -> Torch:
 
 
 def read_accelerators(root: Path = Path("/")) -> Accelerators:
-    """GPUs, driver and communication libraries; no context is made on a GPU."""
+    """Reads GPUs, driver and communication libraries; no context is made on a GPU."""
     import torch
 
     devices: list[Device] = []
@@ -188,7 +192,7 @@ def read_accelerators(root: Path = Path("/")) -> Accelerators:
 
 
 def describe_extension() -> list[str]:
-    """What lies where the compiled extension should, a sentence each, and what is wrong with it if that shows."""
+    """Describes each file where the compiled extension should be, and what is wrong with it if that shows."""
     folders = _extension_folders()
     files = _extension_files(folders)
     if not files:
@@ -197,7 +201,7 @@ def describe_extension() -> list[str]:
 
 
 def extension_is_cut_short() -> bool:
-    """Whether loading the extension would end the process: the system maps a library without looking at its length."""
+    """Tells whether loading the extension would end the process: the system maps a library of any length."""
     return any(_fits(file) and _describe_library(file) == _CUT_SHORT for file in _extension_files(_extension_folders()))
 
 
@@ -211,7 +215,7 @@ def _extension_files(folders: list[Path]) -> list[Path]:
 
 
 def _fits(file: Path) -> bool:
-    """Whether this Python would take the file for the extension."""
+    """Tells whether this Python would take the file for the extension."""
     return any(file.name == f"_C{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
 
 

@@ -1,4 +1,4 @@
-"""How facts and errors are shown to people."""
+"""Facts and errors as text for people."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 
 
 def size(count: int | str | None) -> str:
-    """A number of bytes in a unit that suits it; words stay, None is "unknown"."""
+    """Writes a number of bytes in a unit that suits it; words stay, None is "unknown"."""
     if not isinstance(count, int):
         return count or "unknown"
     value, unit = float(count), "B"
@@ -23,12 +23,12 @@ def size(count: int | str | None) -> str:
 
 
 def number(count: int, noun: str) -> str:
-    """So many of them: "1 tensor", "2 tensors"."""
+    """Writes a number with its noun: "1 tensor", "2 tensors"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def facts_table(facts: Mapping[str, str]) -> RenderableType:
-    """A line for each fact, its name before it."""
+    """Renders a line for each fact, its name before it."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -38,6 +38,6 @@ def facts_table(facts: Mapping[str, str]) -> RenderableType:
 
 
 def complain(error: Exception) -> int:
-    """Print an error and what to do about it; returns the exit code."""
+    """Prints an error and what to do about it; returns the exit code."""
     print(f"error: {error}", file=sys.stderr)
     return 1

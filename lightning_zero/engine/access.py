@@ -1,4 +1,4 @@
-"""What user code reads and writes of a sharded module."""
+"""Functions by which user code reads and writes a sharded module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.engine.runtime import Engine, engines
-from lightning_zero.engine.sharded_init import whole_inside
+from lightning_zero.sharding.sharded_init import unsharded_inside
 
 
 def engines_of(module: nn.Module) -> list[Engine]:
@@ -23,7 +23,7 @@ def engines_of(module: nn.Module) -> list[Engine]:
 def gathered_parameters(
     module_or_params: nn.Module | Parameter | Iterable[Parameter], writeback: bool = False
 ) -> Iterator[None]:
-    """Hold parameters whole inside the context; a collective call that all ranks must make.
+    """Hold parameters unsharded inside the context; a collective call that all ranks must make.
 
     Where nothing is sharded it does nothing. Inside, the module may run any number of forward passes, a different
     number on each rank. Parameters that were initialized in shards and are in no engine yet keep every change.
@@ -41,12 +41,12 @@ def gathered_parameters(
     with contextlib.ExitStack() as stack:
         for engine in _engines_with(parameters):
             stack.enter_context(engine.gathered(parameters, writeback))
-        stack.enter_context(whole_inside(parameters))
+        stack.enter_context(unsharded_inside(parameters))
         yield
 
 
 def full_param(parameter: Parameter) -> Tensor:
-    """A copy of ``parameter``, whole and at full precision: the master's values. Collective.
+    """A copy of ``parameter``, in full and at full precision: the master's values. Collective.
 
     To change parameters, use :func:`gathered_parameters`.
 
@@ -88,7 +88,7 @@ def full_optimizer_state(parameter: Parameter, optimizer: Optimizer | None = Non
         optimizer: whose state, where several update the parameter.
 
     Returns:
-        Per-element state as whole tensors in the parameter's shape, on the device where the model computes, and
+        Per-element state as full tensors in the parameter's shape, on the device where the model computes, and
         scalars as the optimizer keeps them; empty before the parameter's first update.
 
     Raises:
@@ -102,7 +102,7 @@ def full_optimizer_state(parameter: Parameter, optimizer: Optimizer | None = Non
         updater
         for updater in engine.updaters
         if any(p is parameter for group in updater.optimizer.param_groups for p in group["params"])
-        and (optimizer is None or updater.optimizer is getattr(optimizer, "_optimizer", optimizer))
+        and (optimizer is None or updater.optimizer in (optimizer, getattr(optimizer, "optimizer", None)))
     ]
     if len(updaters) != 1:
         whose = "of those attached" if optimizer is None else f"that is this {type(optimizer).__name__}"

@@ -3,8 +3,8 @@
     forward    stage 3: each unit gathers before and frees after (``hooks.py``), the next one ahead (``prefetch.py``)
     backward   gradients are reduced in one order on all ranks (``reducer.py``)
     flush      after the outermost backward: whatever has not been reduced, with zeros for what was unused here
-    step       one small all-reduce; every rank then knows norm, overflow and used parameters (``owned_gradients.py``)
-               and updates its shards (``optimizers.py``)
+    step       one small all-reduce; every rank then knows norm, overflow and used parameters (``clipping.py``)
+               and updates its shards (``attached.py``)
     settle     gathers what the update made stale
 
 Every rank issues the same collectives in the same order, whichever of its parameters were used.
@@ -23,31 +23,36 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from lightning_zero.engine.bucket import Bucket, BucketState
-from lightning_zero.engine.bucket_map import BucketMap
-from lightning_zero.engine.buffers import broadcast_buffers, convert_buffers
-from lightning_zero.engine.compiled import Handle
-from lightning_zero.engine.freed import without_freed_checks
-from lightning_zero.engine.gradient_scale import GradientScale
-from lightning_zero.engine.hooks import UnshardHooks
-from lightning_zero.engine.installation import GradientHooks, install_refresh_hooks, install_unshard_hooks
-from lightning_zero.engine.loss_scaler import LossScaleError, LossScaler
-from lightning_zero.engine.optimizers import AttachedOptimizers, Updater
-from lightning_zero.engine.owned_gradients import GradientStats, OwnedGradients
-from lightning_zero.engine.partition import check_initialized, check_same, partition
-from lightning_zero.engine.placement import Placement
-from lightning_zero.engine.prefetch import Prefetcher
-from lightning_zero.engine.reducer import Reducer
 from lightning_zero.engine.shadow import Shadow
-from lightning_zero.engine.stores import Store
-from lightning_zero.engine.takeover import give_back_module, parameters_of, take_over_module
-from lightning_zero.engine.timers import Phase, Timers, timed
+from lightning_zero.sharding.bucket import Bucket, BucketState
+from lightning_zero.sharding.bucket_map import BucketMap
+from lightning_zero.sharding.buffers import broadcast_buffers, convert_buffers
+from lightning_zero.sharding.compiled import Handle
+from lightning_zero.sharding.freed import without_freed_checks
+from lightning_zero.sharding.gradients import BucketGradients
+from lightning_zero.sharding.hooks import GradientHooks, UnshardHooks, install_refresh_hooks, install_unshard_hooks
+from lightning_zero.sharding.partition import check_initialized, check_same, partition
+from lightning_zero.sharding.placement import BucketPlacement
+from lightning_zero.sharding.prefetch import Prefetcher
+from lightning_zero.sharding.reducer import Reducer
+from lightning_zero.storage import TensorStore
+from lightning_zero.storage.timers import Phase, Timers, timed
+from lightning_zero.torch_private import has_post_step_hooks, note_step
+from lightning_zero.update.attached import (
+    AttachedOptimizers,
+    Updater,
+    attach_module,
+    detach_module,
+    parameters_of,
+)
+from lightning_zero.update.clipping import GradientClipping, GradientStats
+from lightning_zero.update.gradient_scale import GradientScale
+from lightning_zero.update.loss_scaler import LossScaleError, LossScaler
 
 
 class StepOutcome(NamedTuple):
-    """What became of an optimizer's last step."""
+    """The outcome of an optimizer's last step."""
 
     grad_norm: float  # global L2 norm of the unscaled, averaged gradients before clipping; inf or nan where one is
     skipped: bool
@@ -55,6 +60,9 @@ class StepOutcome(NamedTuple):
 
 class Engine:
     """Shards a module's parameters, gradients and optimizer state over the ranks of a mesh.
+
+    It is the one face of the floors below: its many public methods are the events of a training, and what is read and
+    written of sharded tensors; each passes on to the object whose job it is.
 
     Attributes:
         module: as it was given.
@@ -67,17 +75,20 @@ class Engine:
 
     Args:
         module: fully initialized on every rank; rank 0's parameters and buffers are broadcast. Parameters that
-            :func:`~lightning_zero.engine.sharded_init.sharded_init` left in shards are whole one at a time at stage 3.
+            :func:`~lightning_zero.sharding.sharded_init.sharded_init` left in shards are unsharded one at a time at
+            stage 3.
         placement: process groups, policies, device and stores.
         optimized: parameters that optimizers will update (others may join later); ``None`` means all that require a
             gradient.
-        units: see :func:`~lightning_zero.engine.partition.find_units`.
+        units: see :func:`~lightning_zero.sharding.partition.find_units`.
         bucket_size_mb: size, in 2^20 bytes, up to which small units share a bucket at stages 0-2.
         scaler: chooses the factor of :meth:`scale_loss`; ``None``: no scaling. All optimizers share it.
         skip_nonfinite: skip the step, on all ranks, when a gradient is not finite; with a scaler that always happens.
-        persistence_numel: parameters with at most so many elements stay whole at stage 3.
-        max_live_numel: units are not gathered ahead beyond so many elements in whole units at stage 3.
+        persistence_numel: parameters with at most so many elements stay unsharded at stage 3.
+        max_live_numel: units are not gathered ahead beyond so many elements in unsharded units at stage 3.
         check_steps: number of first optimizer steps in which ranks compare notes before each collective.
+        detect_data_edits: find what user code wrote through ``parameter.data`` outside of ``gathered`` at stages 0 to
+            2, at the cost of two passes over the shard and a wait for the device in every step.
 
     Raises:
         CollectiveError: where the ranks hold different modules.
@@ -86,7 +97,7 @@ class Engine:
     def __init__(
         self,
         module: nn.Module,
-        placement: Placement,
+        placement: BucketPlacement,
         optimized: Iterable[Parameter] | None = None,
         units: Sequence[str | type[nn.Module]] | None = None,
         bucket_size_mb: float = 25.0,
@@ -95,6 +106,7 @@ class Engine:
         persistence_numel: int = 0,
         max_live_numel: int | None = None,
         check_steps: int = 10,
+        detect_data_edits: bool = False,
     ) -> None:
         self.module = module
         self.placement = placement
@@ -111,10 +123,10 @@ class Engine:
         self._steps_to_check = check_steps
         placement.mesh.check(check_steps > 0)
         convert_buffers(module, placement)
-        self._map = BucketMap(module, specs, placement)  # masters are made here, before anything is cast
-        self._reducer = Reducer(self.buckets, placement.sharding)
+        self._map = BucketMap(module, specs, placement, detect_data_edits)  # makes masters, before anything is cast
+        self._reducer = Reducer(self._map.gradients, placement.sharding)
         self._optimizers = AttachedOptimizers(self._map)
-        self._gradients = OwnedGradients(self._map, self._optimizers, self._scale, placement)
+        self._clipping = GradientClipping(self._map, self._optimizers, self._scale, placement)
         self._prefetcher = Prefetcher([self._map.own(unit) for unit in unit_list], max_live_numel)
         self._gradient_hooks = GradientHooks(self._map, self._on_gradient)
         self._refresh_hooks: list[Handle] = []
@@ -124,22 +136,22 @@ class Engine:
         else:
             self._refresh_hooks = install_refresh_hooks(self._map, unit_list)
         for submodule in module.modules():
-            take_over_module(submodule, self)
+            attach_module(submodule, self)
         self.number = next(_NUMBERS)
         _ENGINES.add(self)
 
     @property
     def timers(self) -> Timers:
-        """What a step's time is spent on, while they run."""
+        """Timers of the phases of a step, while they run."""
         return self.placement.mesh.timers
 
     # ----------------------------------------------------------------------------------------- forward and backward
 
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Around one forward pass of the module: the root's parameters are whole inside.
+        """Around one forward pass of the module: the root's parameters are unsharded inside.
 
-        With gradients enabled they stay whole until the flush after backward, else they are freed at the end.
+        With gradients enabled they stay so until the flush after backward, else they are freed at the end.
         """
         for bucket in self._map.root:
             bucket.unshard()
@@ -165,8 +177,8 @@ class Engine:
     def _adopt_scale(self) -> None:
         """Before a backward: everything held and everything to come has the scaler's current scale."""
         if (factor := self._scale.adopt()) != 1.0:
-            for bucket in self.buckets:
-                bucket.scale_gradients(factor)
+            for gradients in self._map.gradients:
+                gradients.scale(factor)
 
     @without_freed_checks
     def begin_backward(self, eager: bool = True) -> None:
@@ -177,7 +189,7 @@ class Engine:
         """
         self._optimizers.admit()
         self._gradient_hooks.come_last()
-        self._gradients.begin_backward()
+        self._clipping.begin_backward()
         self._adopt_scale()
         self._scale.begin_backward()
         self._reducer.begin(eager)
@@ -187,11 +199,11 @@ class Engine:
         if not self._reducer.in_backward:  # `loss.backward()` by user code: reduced when it steps
             self._scale.check_loss()
             self.begin_backward(eager=False)
-        self._reducer.mark_ready(self.buckets[number], index)
+        self._reducer.mark_ready(self._map.gradients[number], index)
 
     def _end_unit(self, buckets: Sequence[Bucket]) -> None:
         """Stage 3: all backward of a unit has run."""
-        self._reducer.end_unit(buckets)
+        self._reducer.end_unit([self._map.gradients_of(bucket) for bucket in buckets])
         for bucket in buckets:
             bucket.reshard()
 
@@ -232,11 +244,11 @@ class Engine:
 
     def _forget_steps(self) -> None:
         self._outcomes = {}
-        self._gradients.forget()
+        self._clipping.forget()
 
     @property
     def updaters(self) -> list[Updater]:
-        """Those attached, in the order given."""
+        """The attached updaters, in the order given."""
         return self._optimizers.updaters
 
     def adopt_state(self, optimizer: Optimizer) -> None:
@@ -245,35 +257,37 @@ class Engine:
 
     @without_freed_checks
     def zero_grad(self, parameters: Iterable[Parameter], set_to_none: bool = True) -> None:
-        """Clear gradients of ``parameters``, whole ones and owned slices.
+        """Clear gradients of ``parameters``, unsharded and sharded.
 
         Args:
             parameters: any; those that are not the module's are cleared as torch does.
             set_to_none: as in torch: ``False`` makes them zeros, which optimizers still apply.
         """
-        self._gradients.clear(parameters, set_to_none)
+        self._clipping.clear(parameters, set_to_none)
 
     @without_freed_checks
     def stats(self, optimizer: Optimizer) -> GradientStats:
         """Norm, overflow and used parameters of the averaged gradients of ``optimizer``. Collective, then cached."""
-        self._flush_pending()
-        return self._gradients.stats(optimizer)
+        self._measure()
+        return self._clipping.stats(optimizer)
 
-    def _flush_pending(self) -> None:
-        """What user code began by ``loss.backward()`` is reduced when somebody asks for it."""
-        if self._reducer.in_backward:
+    def _measure(self, clamped: bool = False) -> None:
+        """Reduce what is not reduced yet, and make norms known; see :meth:`GradientClipping.measure`. Collective."""
+        if self._reducer.in_backward:  # user code began it by `loss.backward()`
             self.flush()
+        while left_over := self._clipping.measure(clamped):
+            self._reducer.reduce_left_over(left_over)
 
     @torch.no_grad()
     @without_freed_checks
     def full_grad(self, parameter: Parameter) -> Tensor | None:
-        """The whole averaged gradient of one of the module's parameters; see :func:`full_grad`. Collective."""
-        self._flush_pending()
-        return self._gradients.full(parameter)
+        """The full averaged gradient of one of the module's parameters; see :func:`full_grad`. Collective."""
+        self._measure()
+        return self._clipping.full(parameter)
 
     @torch.no_grad()
     def full_param(self, parameter: Parameter) -> Tensor:
-        """One of the module's parameters, whole and at full precision. Collective."""
+        """The full values of one of the module's parameters, at full precision. Collective."""
         bucket = self._map[parameter]
         self._map.absorb_edits()
         full = bucket.gather_full(bucket.master.read(0, bucket.layout.shard_numel))
@@ -282,8 +296,8 @@ class Engine:
     @without_freed_checks
     def grad_norm(self, optimizer: Optimizer) -> float:
         """The global L2 norm of the averaged gradients of ``optimizer`` as they are now, clipped or not. Collective."""
-        self._flush_pending()
-        return self._gradients.norm(optimizer)
+        self._measure(clamped=True)
+        return self._clipping.norm(optimizer)
 
     @without_freed_checks
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> float:
@@ -291,15 +305,15 @@ class Engine:
 
         As :func:`torch.nn.utils.clip_grad_norm_`, over all shards. The factor is applied inside the update. Collective.
         """
-        self._flush_pending()
-        return self._gradients.clip_norm_(optimizer, max_norm)
+        self._measure(clamped=True)
+        return self._clipping.clip_norm_(optimizer, max_norm)
 
     @without_freed_checks
     def clip_grad_value_(self, optimizer: Optimizer, clip_value: float) -> None:
         """Clamp every averaged gradient of ``optimizer`` to ``[-clip_value, clip_value]``, where it is. Collective."""
         if self.stats(optimizer).found_inf and self.skip_nonfinite:
             return  # the step will be skipped: a clamp must not hide why
-        self._gradients.clip_value_(optimizer, clip_value)
+        self._clipping.clip_value_(optimizer, clip_value)
 
     @timed(Phase.OPTIMIZER)
     def step(self, optimizer: Optimizer) -> bool:
@@ -313,9 +327,9 @@ class Engine:
         """
         stats = self.stats(optimizer)
         self._count_checked()
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask for
+        note_step(optimizer)
         skipped = stats.found_inf and self.skip_nonfinite
-        self._outcomes[id(optimizer)] = StepOutcome(self._gradients.unclipped_norm(optimizer), skipped)
+        self._outcomes[id(optimizer)] = StepOutcome(self._clipping.unclipped_norm(optimizer), skipped)
         if skipped:
             self._skip(optimizer)
         else:
@@ -334,8 +348,8 @@ class Engine:
     def _update(self, optimizer: Optimizer, used_anywhere: frozenset[int]) -> None:
         self._map.absorb_edits()
         used = [p for p in parameters_of(optimizer) if id(p) in used_anywhere]
-        self._optimizers.update(optimizer, used, self._gradients.factor(optimizer))
-        if optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
+        self._optimizers.update(optimizer, used, self._clipping.factor(optimizer))
+        if has_post_step_hooks(optimizer):
             self.settle()  # they may read parameters
 
     def _skip(self, optimizer: Optimizer) -> None:
@@ -343,7 +357,7 @@ class Engine:
         try:
             falls = self._scale.judge(found_inf=True)
         except LossScaleError as error:
-            names = self._gradients.nonfinite_names(optimizer)
+            names = self._clipping.nonfinite_names(optimizer)
             raise LossScaleError(f"{error}. Not finite: the gradient of {names}") from None
         if falls:
             self._warn(
@@ -352,7 +366,7 @@ class Engine:
             )
         # Where no lower scale can help, the data or the model is at fault. Ever more rarely: it may be every step.
         elif self._scale.at_minimum and self.skipped_steps & (self.skipped_steps - 1) == 0:
-            names = self._gradients.nonfinite_names(optimizer)
+            names = self._clipping.nonfinite_names(optimizer)
             self._warn(
                 f"skipped a step of {type(optimizer).__name__} on all ranks: inf or nan in the gradient of {names} "
                 f"(steps skipped so far: {self.skipped_steps}; the next warning comes when they are twice as many)"
@@ -369,14 +383,14 @@ class Engine:
         return self._scale.next
 
     def last_step(self, optimizer: Optimizer) -> StepOutcome | None:
-        """What became of the last step of ``optimizer``; ``None`` before the first one since it was attached."""
+        """The outcome of the last step of ``optimizer``; ``None`` before the first one since it was attached."""
         return self._outcomes.get(id(optimizer))
 
     # -------------------------------------------------------------------------------------------------- consistency
 
     @timed(Phase.GATHER)
     def settle(self) -> None:
-        """Finish updates and gathers, take over edits by user code: shards and whole parameters agree. Collective."""
+        """Finish updates and gathers, take over edits by user code: shards and parameters agree. Collective."""
         self._map.absorb_edits()
         stale = [bucket for bucket in self.buckets if bucket.state is BucketState.STALE]
         for act in (Bucket.begin_unshard, Bucket.unshard):  # nobody waits for one before the next is on its way
@@ -391,7 +405,7 @@ class Engine:
     def gathered(
         self, parameters: Iterable[Parameter], writeback: bool = False, full_precision: bool = False
     ) -> Iterator[None]:
-        """Hold ``parameters`` whole inside the context, on all ranks. Collective, on entry and on exit.
+        """Hold ``parameters`` unsharded inside the context, on all ranks. Collective, on entry and on exit.
 
         In-place changes that torch's version counter sees are taken over on exit; each rank must make the same.
 
@@ -407,12 +421,12 @@ class Engine:
             bucket.pins += 1
             if not full_precision:
                 bucket.unshard()
-        widened = [bucket for bucket in buckets if full_precision and bucket.widen()]
+        masters_shown = [bucket for bucket in buckets if full_precision and bucket.unshard_full_precision()]
         try:
             yield
         finally:
-            for bucket in widened:
-                bucket.narrow(writeback)
+            for bucket in masters_shown:
+                bucket.end_full_precision(writeback)
             for bucket in buckets:
                 bucket.pins -= 1
                 if bucket.state is BucketState.GATHERED:
@@ -422,7 +436,7 @@ class Engine:
                         bucket.absorb_edits(everything=True)
                 bucket.reshard()
 
-    def make_shadow(self, store: Store | None = None) -> Shadow:
+    def make_shadow(self, store: TensorStore | None = None) -> Shadow:
         """Second values of all weights and buffers, which begin as copies of them. The same call on all ranks.
 
         Args:
@@ -438,7 +452,7 @@ class Engine:
         self._forget_steps()
         self._optimizers.detach()
         for module in self.module.modules():
-            give_back_module(module)
+            detach_module(module)
         self._gradient_hooks.remove()
         for hooks in (*self._refresh_hooks, *self._unshard_hooks):
             hooks.remove()
@@ -450,15 +464,19 @@ class Engine:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """In forward order; none after :meth:`release`."""
+        """All buckets in forward order; none after :meth:`release`."""
         return self._map.buckets
+
+    def gradients_of(self, bucket: Bucket) -> BucketGradients:
+        """The gradients of one of the buckets."""
+        return self._map.gradients_of(bucket)
 
     def bucket_of(self, parameter: Tensor) -> Bucket | None:
         """The bucket that holds ``parameter``, or ``None``."""
         return self._map.holder(parameter)
 
     def holds(self, parameters: Iterable[Parameter]) -> bool:
-        """Whether all ``parameters`` are the module's."""
+        """Tell whether all ``parameters`` are the module's."""
         return all(self._map.holder(p) is not None for p in parameters)
 
 
@@ -467,5 +485,5 @@ _NUMBERS = itertools.count()
 
 
 def engines() -> list[Engine]:
-    """Those that hold parameters, in the order of their making: the same on all ranks."""
+    """All engines that hold parameters, in the order of their making: the same on all ranks."""
     return sorted(_ENGINES, key=lambda engine: engine.number)

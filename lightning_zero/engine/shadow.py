@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.bucket import Bucket
-from lightning_zero.engine.bucket_map import BucketMap
-from lightning_zero.engine.stores import Store
+from lightning_zero.sharding.bucket import Bucket
+from lightning_zero.sharding.bucket_map import BucketMap
+from lightning_zero.storage import Lane, Memory, TensorStore, Ticket
 
 # The second values, which it may change in place, and the module's: what the second ones become.
 Rule = Callable[[Tensor, Tensor], Tensor]
@@ -39,7 +40,7 @@ class Shadow:
         store: where the values rest; ``None``: where optimizer state does, and buffers where the module has them.
     """
 
-    def __init__(self, bucket_map: BucketMap, number: int, store: Store | None = None) -> None:
+    def __init__(self, bucket_map: BucketMap, number: int, store: TensorStore | None = None) -> None:
         self._map = bucket_map
         self.number = number
         self.swapped = False
@@ -48,6 +49,8 @@ class Shadow:
             for bucket in bucket_map.buckets
         ]
         self._store = store
+        self._memory: Memory = (store or bucket_map.placement.optimizer_store).memory
+        self._buffers_memory: Memory = store.memory if store else "device"
         self._buffers: dict[str, Tensor] = {}
         self.update(follow)
 
@@ -67,10 +70,38 @@ class Shadow:
             buffer_rule: for buffers; ``None``: the same.
         """
         self._map.absorb_edits()
-        for bucket, second, start, stop in self._tiles():
-            _apply(rule, second, bucket.master.read(start, stop))
+        executor, work = self._map.placement.executor, list[Ticket]()
+        for bucket, shard in zip(self._map.buckets, self.shards, strict=True):
+            job = partial(self._update_shard, bucket, shard, rule)
+            work.append(executor.submit(job, _lane(self._memory), f"the second values of {bucket.name}"))
+        job = partial(self._update_buffers, buffer_rule or rule)
+        work.append(executor.submit(job, _lane(self._buffers_memory), "the second values of buffers"))
+        for ticket in work:
+            ticket.wait()
+
+    def _update_shard(self, bucket: Bucket, shard: Tensor, rule: Rule) -> None:
+        for second, start, stop in _tiles(shard):
+            _apply(rule, second, self._taken(bucket, bucket.master.read(start, stop), second))
+
+    def _update_buffers(self, rule: Rule) -> None:
         for live, second in self._pairs():
-            _apply(buffer_rule or rule, second, live.detach())
+            _apply(rule, second, self._buffer_taken(live, second))
+
+    def _taken(self, bucket: Bucket, live: Tensor, second: Tensor) -> Tensor:
+        """Values of a master, to be read where the second ones are."""
+        if live.device.type == second.device.type:
+            return live
+        copy = torch.empty_like(live, device=second.device)
+        bucket.placement.move(copy, live, (bucket.placement.optimizer_store.memory, self._memory), bucket.name).wait()
+        return copy
+
+    def _buffer_taken(self, live: Tensor, second: Tensor) -> Tensor:
+        """A buffer of the module, to be read where its second value is."""
+        if live.device.type == second.device.type:
+            return live.detach()
+        copy = torch.empty_like(live, device=second.device)
+        self._map.placement.move(copy, live.detach(), ("device", self._buffers_memory), "a buffer").wait()
+        return copy
 
     @torch.no_grad()
     def swap(self) -> None:
@@ -80,22 +111,27 @@ class Shadow:
         them: a split master of fp16 rounds what is not in fp16's range of normal numbers.
         """
         self._map.absorb_edits()
-        for bucket, second, start, stop in self._tiles():
-            live = bucket.master.read(start, stop)
-            before = live.to(second.device, copy=True)
-            bucket.master.keep(start, live.copy_(second))
-            second.copy_(before)
+        for bucket, shard in zip(self._map.buckets, self.shards, strict=True):
+            memories = self._memory, bucket.placement.optimizer_store.memory
+            for second, start, stop in _tiles(shard):
+                live = bucket.master.read(start, stop)
+                before = self._taken(bucket, live, second)
+                before = before.clone() if before is live else before
+                bucket.placement.move(live, second, memories, bucket.name).wait()
+                bucket.master.keep(start, live)
+                second.copy_(before)
         for bucket in self._map.buckets:
             bucket.publish(0, bucket.layout.shard_numel)
             bucket.mark_updated(range(len(bucket.parameters)))
         for live, second in self._pairs():
-            before = live.detach().to(second.device, copy=True)
-            live.detach().copy_(second)
+            before = self._buffer_taken(live, second)
+            before = before.clone() if before.data_ptr() == live.data_ptr() else before
+            self._map.placement.move(live.detach(), second, (self._buffers_memory, "device"), "a buffer").wait()
             second.copy_(before)
         self.swapped = not self.swapped
 
     def load(self, bucket: Bucket, index: int, values: Tensor) -> None:
-        """Overwrite the second values of parameter ``index`` of ``bucket`` from whole ones of its shape."""
+        """Overwrite the second values of parameter ``index`` of ``bucket`` from full ones of its shape."""
         shard = self.shards[self._map.buckets.index(bucket)]
         for segment in bucket.segments:
             if segment.param == index:
@@ -113,13 +149,17 @@ class Shadow:
                 self._buffers[name] = live.detach().to(device, copy=True)
             yield live, self._buffers[name]
 
-    def _tiles(self) -> Iterator[tuple[Bucket, Tensor, int, int]]:
-        """Pieces of the second values, with the bucket and the range of its shard that they belong to."""
-        for bucket, shard in zip(self._map.buckets, self.shards, strict=True):
-            tile = _HOST_TILE if shard.device.type == "cpu" else _DEVICE_TILE
-            for start in range(0, shard.numel(), tile):
-                stop = min(start + tile, shard.numel())
-                yield bucket, shard[start:stop], start, stop
+
+def _tiles(shard: Tensor) -> Iterator[tuple[Tensor, int, int]]:
+    """Pieces of the second values of a bucket, with the range of its shard that they belong to."""
+    tile = _HOST_TILE if shard.device.type == "cpu" else _DEVICE_TILE
+    for start in range(0, shard.numel(), tile):
+        stop = min(start + tile, shard.numel())
+        yield shard[start:stop], start, stop
+
+
+def _lane(memory: Memory) -> Lane:
+    return Lane.HOST if memory == "host" else Lane.COMPUTE
 
 
 def _apply(rule: Rule, second: Tensor, live: Tensor) -> None:
@@ -128,5 +168,5 @@ def _apply(rule: Rule, second: Tensor, live: Tensor) -> None:
 
 
 def _dtype(bucket: Bucket) -> torch.dtype:
-    """Of the master, also of one that the bucket will only have when an optimizer takes its parameters."""
+    """The dtype of the master, also of one that the bucket will only have when an optimizer takes its parameters."""
     return bucket.placement.master(bucket.dtype, bucket.dtype, optimized=True).dtype

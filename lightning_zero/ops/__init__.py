@@ -18,20 +18,10 @@ except ImportError as error:
         "folder on sys.path hide the installed one."
     ) from error
 
+from lightning_zero.ops.arrays import join_, split_, sum_of_squares, zero_
 from lightning_zero.ops.isa import compiled_isas, isa, supported_isas
-from lightning_zero.ops.kernels import (
-    Options,
-    Ties,
-    adagrad_,
-    adamw_,
-    join_,
-    lion_,
-    sgd_,
-    split_,
-    sum_of_squares,
-    zero_,
-)
 from lightning_zero.ops.threads import bind_threads, get_num_threads, set_num_threads, share_cores
+from lightning_zero.ops.updates import Options, Ties, adagrad_, adamw_, lion_, sgd_
 
 __all__ = [
     "Options",

@@ -10,15 +10,15 @@ _ISA = _C.resolve_isa(os.environ.get("LIGHTNING_ZERO_ISA", ""))
 
 
 def isa() -> str:
-    """The instruction set that the kernels use: `LIGHTNING_ZERO_ISA`, or the fastest this machine runs."""
+    """Returns the instruction set that the kernels use: `LIGHTNING_ZERO_ISA`, or the fastest this machine runs."""
     return _ISA
 
 
 def compiled_isas() -> tuple[str, ...]:
-    """Instruction sets in this binary, slowest first."""
+    """Lists the instruction sets in this binary, slowest first."""
     return tuple(_C.compiled_isas())
 
 
 def supported_isas() -> tuple[str, ...]:
-    """Those of `compiled_isas` that this CPU and operating system run."""
+    """Lists those of `compiled_isas` that this CPU and operating system run."""
     return tuple(_C.supported_isas())

@@ -1,4 +1,4 @@
-"""How many threads the kernels take, and on which cores."""
+"""The number of threads that the kernels take, and the cores that these are bound to."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lightning_zero.ops import _C
 
 
 def _cores() -> int:
-    """Cores that this process may use: by affinity and by the quota of its control groups (a container's limit)."""
+    """Counts the cores that this process may use, by its affinity and by the quota of its control groups."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     return max(1, min(cores, int(quota))) if isinstance(quota, float) else cores
 
 
 def positive(name: str, value: int) -> int:
-    """`value` itself, an int >= 1; raises TypeError or ValueError otherwise."""
+    """Returns `value`, an int >= 1; raises TypeError or ValueError otherwise."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} has type {type(value).__name__}; expected int")
     if value < 1:
@@ -27,7 +27,7 @@ def positive(name: str, value: int) -> int:
 
 
 class _Threads:
-    """How many threads a kernel takes: what was asked for, or this process's share of the cores it may run on."""
+    """Number of threads of a kernel: what was asked for, or this process's share of the cores that it may run on."""
 
     def __init__(self, environment: str) -> None:
         if environment and not environment.isdecimal():
@@ -45,12 +45,12 @@ _THREADS = _Threads(os.environ.get("LIGHTNING_ZERO_NUM_THREADS", ""))
 
 
 def get_num_threads() -> int:
-    """The number of threads that a kernel takes at most; small arrays take fewer."""
+    """Returns the number of threads that a kernel takes at most; small arrays take fewer."""
     return _THREADS.number
 
 
 def set_num_threads(threads: int | None) -> None:
-    """Take this many threads from now on; `None`: the process's share of the cores it may run on.
+    """Sets the number of threads from now on; `None`: the process's share of the cores that it may run on.
 
     Raises:
         TypeError: not an int.
@@ -60,7 +60,7 @@ def set_num_threads(threads: int | None) -> None:
 
 
 def share_cores(processes: int, number: int = 0) -> None:
-    """Tell how many processes of this machine run kernels at the same time; the default is one.
+    """Tells the kernels how many processes of this machine run kernels at the same time; the default is one.
 
     Cores that `LIGHTNING_ZERO_CORES` names for all of them are shared out too.
 
@@ -80,7 +80,7 @@ def share_cores(processes: int, number: int = 0) -> None:
 
 
 def bind_threads(cores: Sequence[int] | None) -> None:
-    """Bind the kernels' threads to cores, in turn; `None`: to none. The calling thread, which takes part, stays free.
+    """Binds the kernels' threads to cores, in turn; `None`: to none. The calling thread, which takes part, stays free.
 
     Args:
         cores: numbers of cores that this process may run on.
@@ -95,7 +95,7 @@ def bind_threads(cores: Sequence[int] | None) -> None:
 
 
 def _cores_named(text: str) -> list[int]:
-    """`"0-2,5"` as [0, 1, 2, 5]."""
+    """Reads numbers and ranges of cores: `"0-2,5"` means [0, 1, 2, 5]."""
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
         raise ValueError(f"LIGHTNING_ZERO_CORES={text!r} must be numbers and ranges such as '0-3,8', or unset")
     cores: list[int] = []

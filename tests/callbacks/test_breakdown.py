@@ -25,8 +25,9 @@ from torch.utils.data import DataLoader
 
 from lightning_zero.callbacks import Breakdown
 from lightning_zero.callbacks.breakdown import table_of
-from lightning_zero.engine import GradientLog, Group, Phase
-from lightning_zero.optim.update import ShardUpdater
+from lightning_zero.sharding import Group
+from lightning_zero.storage import InlineExecutor, Phase
+from lightning_zero.update.updaters import ShardUpdater
 
 PAUSE = 0.015  # seconds by which each part is slowed down
 LATE = 0.04  # by which rank 1 is
@@ -74,9 +75,9 @@ def slow(*methods: tuple[type, str]) -> Iterator[None]:
 def fit_slowed(name: str) -> tuple[dict[Phase, float], int, str]:
     breakdown, out = Breakdown(), io.StringIO()
     updates = [(kind, "update") for kind in ShardUpdater.__subclasses__()]
-    log = (GradientLog, "add")  # it rests in host memory
+    copy = (InlineExecutor, "commit")  # it rests in host memory
     with (
-        slow((Group, "reduce_scatter"), (Group, "begin_all_gather_"), log, *updates),
+        slow((Group, "reduce_scatter"), (Group, "begin_all_gather_"), copy, *updates),
         contextlib.redirect_stdout(out),
     ):
         fit(name, Recipe(micro=2, steps=3), SlowLit, callbacks=[breakdown])

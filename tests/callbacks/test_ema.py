@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_zero.callbacks import EMA
-from lightning_zero.checkpoint.contents import read_checkpoint
-from lightning_zero.registration import STRATEGIES
+from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.tools.contents import read_checkpoint
 
 Weights = dict[str, Tensor]
 names = pytest.mark.parametrize("name", slow_unless(["zero3"], ["zero2_offload", "zero3"]))

@@ -19,10 +19,9 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroPrecision
 from lightning_zero.callbacks import MemoryReport
-from lightning_zero.engine import Bytes, Plan, plan
-from lightning_zero.memory import Memory, Remedy, held_by, is_out_of_memory, planned_parts
-from lightning_zero.optim import choose_updater
-from lightning_zero.registration import STRATEGIES
+from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.planning import Bytes, Plan, plan
+from lightning_zero.planning.memory import Memory, Remedy, held_by, is_out_of_memory, planned_parts
 
 WIDTH = 160
 PRECISIONS = {"bf16": "bf16-mixed", "bf16_true": "bf16-true"}
@@ -70,9 +69,9 @@ def report(options: dict[str, Any], micro: int = 1, precision: str | None = None
     assert callback.plan is not None
     engine, strategy, model = trainer.strategy.engine, trainer.strategy, Blocks()
     same = ("bucket_size_mb", "persistence_numel", "max_live_numel")
-    arguments = {name: getattr(strategy, name) for name in same}
+    arguments = {name: getattr(strategy.options, name) for name in same}
     optimizers = [model.configure_optimizers()]
-    expected = plan(model, engine.placement, optimizers, choose_updater, micro_batches=micro, **arguments)
+    expected = plan(model, engine.placement, optimizers, micro_batches=micro, **arguments)
     return Reported(callback.plan, expected, callback.remedies, held_by(engine), out.getvalue())
 
 
@@ -194,7 +193,7 @@ def test_it_is_not_printed_for_other_errors(pool1: RankPool) -> None:
 
 
 def fail_while_sharding(error: BaseException) -> str:
-    with mock.patch("lightning_zero.strategy.Engine", side_effect=error):
+    with mock.patch("lightning_zero.integration.strategy.Engine", side_effect=error):
         return fail_with(error)
 
 

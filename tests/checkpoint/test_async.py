@@ -20,9 +20,10 @@ from strategy.fits import FEW, Recipe, make_trainer, slow_unless
 
 from lightning_zero import CheckpointError
 from lightning_zero.checkpoint import load
-from lightning_zero.checkpoint.archive import TILE, host_copies
-from lightning_zero.checkpoint.saving import Draft
-from lightning_zero.registration import STRATEGIES
+from lightning_zero.checkpoint.commit import Draft
+from lightning_zero.checkpoint.tiles import TILE, snapshot
+from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.storage import InlineExecutor
 
 RECIPE = Recipe(optimizer="adamw", steps=4, options={"lr": 0.05})
 formats = pytest.mark.parametrize("container", ["full", "sharded"])
@@ -34,7 +35,7 @@ def hold_and_let_go(nbytes: int) -> tuple[int, int]:
     for _ in range(2):  # the C allocator keeps blocks as large as those that it has seen freed
         torch.ones(TILE // 4)
     values, start = torch.ones(nbytes // 4), resident()
-    held = host_copies(values.split(TILE // 4))
+    held = snapshot(values.split(TILE // 4), InlineExecutor())
     above = [torch.ones(100) for _ in range(2000)]  # what training allocates meanwhile
     held_bytes = resident() - start
     del held
@@ -167,7 +168,7 @@ def test_the_older_one_stays_until_the_newer_is_complete(pool: RankPool, contain
 def save_elsewhere(strategy: dict[str, Any], path: str) -> list[str]:
     warned: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_zero.strategy.rank_zero_warn", warned.append)
+        patch.setattr("lightning_zero.integration.checkpointing.rank_zero_warn", warned.append)
         trainer = make_trainer(strategy, callbacks=[SaveAfter(1, path)], plugins=[Derived()])
         trainer.fit(Resumable(RECIPE))
     return warned

@@ -22,7 +22,7 @@ from strategy.fits import DDP, Lit, Recipe, slow_unless
 
 from lightning_zero import DynamicLossScaler, ZeroPrecision
 from lightning_zero.checkpoint import CheckpointError
-from lightning_zero.checkpoint.contents import Group, StateInfo, describe, plain, read_checkpoint
+from lightning_zero.tools.contents import ParameterGroup, StateInfo, describe, plain, read_checkpoint
 
 RECIPE = Recipe(optimizer="adamw", options={"lr": 0.05})
 
@@ -105,8 +105,8 @@ def test_state_of_every_kind_is_described(tmp_path: Path) -> None:
     )
     contents = describe(path)
     assert contents.optimizers[0].groups == [
-        Group([0, 1], {"lr": 0.1, "betas": [0.9, 0.5], "foreach": None}),
-        Group(["w"], {"lr": 0.2}),
+        ParameterGroup([0, 1], {"lr": 0.1, "betas": [0.9, 0.5], "foreach": None}),
+        ParameterGroup(["w"], {"lr": 0.2}),
     ]
     assert contents.optimizers[0].state == [
         StateInfo("step", 2, ["float32", "number"], 4),
@@ -261,7 +261,7 @@ def test_no_tensor_is_read(tmp_path: Path) -> None:
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from lightning_zero.checkpoint.contents import describe
+from lightning_zero.tools.contents import describe
 from lightning_zero.checkpoint.errors import CheckpointError
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 limit = pages * resource.getpagesize() + (64 << 20)

@@ -25,10 +25,11 @@ from strategy.fits import Fitted, assert_same, assert_same_states, slow_unless
 from torch import Tensor
 
 from lightning_zero import DynamicLossScaler
-from lightning_zero.checkpoint import CheckpointError, deepspeed
-from lightning_zero.checkpoint.contents import describe
-from lightning_zero.checkpoint.deepspeed import convert
-from lightning_zero.checkpoint.pieces import Pieces
+from lightning_zero.checkpoint import CheckpointError
+from lightning_zero.tools import deepspeed_runs as runs
+from lightning_zero.tools.contents import describe
+from lightning_zero.tools.deepspeed import convert
+from lightning_zero.tools.deepspeed_runs import SlicedSource
 
 BUFFERS = {"scale", "count"}
 FROZEN = {name for name, parameter in Buffered(RECIPE).named_parameters() if not parameter.requires_grad}
@@ -83,7 +84,7 @@ LAYOUTS = {
 def test_every_layout_becomes_the_checkpoint_that_it_was_made_of(
     original: dict[str, Any], layout: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Pieces, "fetch", pytest.fail)  # no tensor is put together in memory
+    monkeypatch.setattr(SlicedSource, "fetch", pytest.fail)  # no tensor is put together in memory
     folder = write(tmp_path / "last.ckpt", original, layout)
     convert(folder, tmp_path / "out" / "a.ckpt", trust=True)
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["a.ckpt"]
@@ -367,7 +368,7 @@ def test_the_folders_of_these_tests_are_laid_out_like_deepspeeds(folders: Path, 
     theirs = folders / case / "checkpoint"
     assert sorted(file.name for file in ours.iterdir()) == sorted(file.name for file in theirs.iterdir())
     for file in ours.iterdir():
-        assert_same_trees(deepspeed._load(file), deepspeed._load(theirs / file.name), file.name)
+        assert_same_trees(runs.load(file), runs.load(theirs / file.name), file.name)
 
 
 def assert_same_trees(ours: Any, theirs: Any, place: str) -> None:
@@ -386,7 +387,7 @@ def assert_same_trees(ours: Any, theirs: Any, place: str) -> None:
     elif isinstance(ours, Tensor):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), place
         assert torch.equal(ours.where(ours == ours, 0), theirs.where(ours == ours, 0)), place
-    elif isinstance(ours, deepspeed.Remains):
+    elif isinstance(ours, runs.Remains):
         assert (ours.name, ours.args) == (theirs.name, theirs.args), place
     else:
         assert ours == theirs, place

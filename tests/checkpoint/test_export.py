@@ -23,8 +23,8 @@ from strategy.third_party_fits import Lit
 from torch import Tensor
 
 from lightning_zero.checkpoint import CheckpointError
-from lightning_zero.checkpoint import export as module
-from lightning_zero.checkpoint.export import export
+from lightning_zero.tools import export as module
+from lightning_zero.tools.export import export
 
 SAVERS = pytest.mark.parametrize("name", slow_unless(("zero3",), ("zero1", "zero3", "zero3_offload", DDP)))
 
@@ -185,8 +185,8 @@ def test_a_file_is_what_the_library_writes(tmp_path: Path) -> None:
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
 
 
-def test_large_tensors_are_converted_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PIECE", 7)
+def test_large_tensors_are_converted_in_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TILE", 7)
     state = {"a": torch.randn(10, 9), "b": torch.randn(9, 10).T, "c": torch.randn(14)}
     export(write(tmp_path / "a.ckpt", state), tmp_path / "out", dtype=torch.bfloat16)
     assert_bits(tensors_in(tmp_path / "out"), {name: value.bfloat16().contiguous() for name, value in state.items()})
@@ -359,7 +359,7 @@ MEMORY = """
 import sys
 from pathlib import Path
 import torch
-from lightning_zero.checkpoint.export import export
+from lightning_zero.tools.export import export
 
 def resident():
     for line in open("/proc/self/status"):
@@ -367,20 +367,20 @@ def resident():
             return int(line.split()[1]) * 1024
 
 class Peak:
-    # looks at every piece that is written or compared
+    # looks at every tile that is written or compared
     def __init__(self): self.bytes = 0
     def __call__(self, original):
-        def pieces(entry):
-            for piece in original(entry):
+        def tiles(entry):
+            for tile in original(entry):
                 self.bytes = max(self.bytes, resident())
-                yield piece
-        return pieces
+                yield tile
+        return tiles
 
-from lightning_zero.checkpoint import export as module
+from lightning_zero.tools import export as module
 torch.set_num_threads(1)
 torch.ones(1 << 20).bfloat16()  # what torch itself takes once
 peak = Peak()
-module.Entry.pieces = peak(module.Entry.pieces)
+module.Entry.tiles = peak(module.Entry.tiles)
 before = resident()
 exported = export(Path(sys.argv[1]), Path(sys.argv[2]), dtype=torch.bfloat16, max_shard_bytes=40 << 20)
 print(peak.bytes - before, exported.bytes)

@@ -27,8 +27,9 @@ from torch.optim import SGD
 from zlib_ng.zlib_ng import crc32_combine
 
 from lightning_zero import CheckpointError
-from lightning_zero.checkpoint import archive, begin, full, load, rng, shards
-from lightning_zero.engine import Group
+from lightning_zero.checkpoint import archive, begin, load, rng, shards, tiles
+from lightning_zero.checkpoint import file as file_container
+from lightning_zero.sharding import Group
 
 RECIPE = Recipe(optimizer="adamw", steps=2, options={"lr": 0.05})
 ALONE = Group()
@@ -68,7 +69,7 @@ def make_tree() -> dict[str, Any]:
         "tied": matrix,
         "view": matrix[3:5, ::2],
         "transposed": matrix.t(),
-        "many tiles": torch.randn(archive.TILE // 4 * 2 + 3),
+        "many tiles": torch.randn(tiles.TILE // 4 * 2 + 3),
         "bf16": torch.randn(7).bfloat16(),
         "bool": torch.tensor([True, False]),
         "complex": torch.randn(3, dtype=torch.complex64),
@@ -161,7 +162,7 @@ def test_a_flipped_bit_outside_of_tensors_is_found(tmp_path: Path) -> None:
         load(path, ALONE)
 
 
-LONG = bytes(torch.randint(256, (2 * archive._CACHED + 1000,), dtype=torch.uint8).tolist())
+LONG = bytes(torch.randint(256, (2 * tiles._CACHED + 1000,), dtype=torch.uint8).tolist())
 
 
 @given(st.lists(st.integers(0, len(LONG)), min_size=2, max_size=4).map(sorted))
@@ -170,16 +171,16 @@ def test_checksums_of_parts_make_up_zlibs(edges: list[int]) -> None:
         file.write(LONG)
         crc = 0
         for start, stop in itertools.pairwise(edges):
-            crc = crc32_combine(crc, archive.checksum_of(file.fileno(), start, stop), stop - start)
+            crc = crc32_combine(crc, tiles.checksum_of(file.fileno(), start, stop), stop - start)
         assert crc == zlib.crc32(LONG[edges[0] : edges[-1]])
         with pytest.raises(EOFError, match=rf"the file ends at {len(LONG)}, before {len(LONG) + 1}"):
-            archive.checksum_of(file.fileno(), edges[0], len(LONG) + 1)
+            tiles.checksum_of(file.fileno(), edges[0], len(LONG) + 1)
 
 
 def test_a_flipped_bit_far_into_a_tensor_is_found(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    save({"state_dict": {"weight": torch.randn(archive._CACHED)}}, path)
-    assert load(path, ALONE)["state_dict"]["weight"].shape == (archive._CACHED,)
+    save({"state_dict": {"weight": torch.randn(tiles._CACHED)}}, path)
+    assert load(path, ALONE)["state_dict"]["weight"].shape == (tiles._CACHED,)
     flip(path, record(path, "data/0").stop - 1)
     with pytest.raises(CheckpointError, match=r"the checksum of \['state_dict'\]\['weight'\]"):
         load(path, ALONE)
@@ -231,18 +232,18 @@ def save_counted(strategy: Any, path: str, **flags: Any) -> tuple[int, int]:
     trainer = make_trainer(strategy, **flags)
     trainer.fit(Resumable(RECIPE))
     sizes: list[int] = []
-    write_at, gather = full.write_at, rng.gather
+    write_at, gather = tiles.write_at, rng.gather
 
     def counted(file: int, data: memoryview, offset: int) -> None:
         sizes.append(data.nbytes)
         write_at(file, data, offset)
 
-    full.write_at, full.TILE, shards.TILE = counted, 1 << 10, 1 << 10
+    tiles.write_at, file_container.TILE, shards.TILE = counted, 1 << 10, 1 << 10
     rng.gather = lambda *_: {}  # rank 0 writes them all, which for so small a model is most of the file
     try:
         trainer.save_checkpoint(path)
     finally:
-        full.write_at, full.TILE, shards.TILE, rng.gather = write_at, archive.TILE, archive.TILE, gather
+        tiles.write_at, file_container.TILE, shards.TILE, rng.gather = write_at, tiles.TILE, tiles.TILE, gather
     return sum(sizes), max(sizes)
 
 
@@ -278,7 +279,7 @@ def save_seen_by_one(name: str, path: str) -> list[str]:
     Path.exists = lambda self: dist.get_rank() == 0 and exists(self)  # type: ignore[method-assign, assignment]
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lightning_zero.strategy.rank_zero_warn", warned.append)
+            patch.setattr("lightning_zero.integration.checkpointing.rank_zero_warn", warned.append)
             trainer.save_checkpoint(path)
     finally:
         Path.exists = exists  # type: ignore[method-assign]
@@ -370,7 +371,7 @@ def test_a_tilde_is_the_home_folder(pool: RankPool, tmp_path: Path) -> None:
 def resume_and_say(strategy: Any, path: str) -> list[str]:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_zero.strategy.rank_zero_info", said.append)
+        patch.setattr("lightning_zero.integration.checkpointing.rank_zero_info", said.append)
         make_trainer(strategy, max_epochs=2).fit(Resumable(RECIPE), ckpt_path=path)
     return said
 

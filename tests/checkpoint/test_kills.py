@@ -17,9 +17,9 @@ from helpers.ranks import RankError, RankPool, ranks
 from lightning import Callback, LightningModule, Trainer
 from strategy.fits import Recipe, make_trainer
 
-from lightning_zero.checkpoint import load, saving
+from lightning_zero.checkpoint import commit, load
 from lightning_zero.checkpoint.archive import archive_of_tensor
-from lightning_zero.registration import STRATEGIES
+from lightning_zero.integration.names import STRATEGIES
 
 RECIPE = Recipe(model="mlp", optimizer="momentum", steps=3)
 CONTAINERS = {
@@ -61,8 +61,8 @@ def fit_and_die(container: str, path: str, victims: tuple[int, ...], event: int)
             (Path, "rename"),
             (Path, "unlink"),
             (Path, "write_bytes"),
-            (saving, "_exchange"),
-            (saving.shutil, "rmtree"),
+            (commit, "_exchange"),
+            (commit.shutil, "rmtree"),
         ):
             patch.setattr(owner, name, counted(getattr(owner, name)))
         trainer = make_trainer(strategy(container), callbacks=[SaveAfter(2, path)])

@@ -37,7 +37,7 @@ from strategy.fits import (
 from torch import Tensor
 
 from lightning_zero import DynamicLossScaler, StaticLossScaler, ZeroPrecision
-from lightning_zero.engine import LossScaler
+from lightning_zero.update import LossScaler
 
 START = 2.0**10
 RULES: dict[str, Any] = {"init_scale": START, "window": 3, "hysteresis": 2}

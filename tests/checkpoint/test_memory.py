@@ -14,7 +14,7 @@ from strategy.fits import make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_zero.registration import STRATEGIES
+from lightning_zero.integration.names import STRATEGIES
 
 LAYERS, WIDTH = 25, 3500  # 306M parameters
 LARGEST = WIDTH * WIDTH * 4 * 3  # bytes of a parameter and its state

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from lightning_zero import CPUAdagrad, CPUAdam, CPUAdamW, CPULion
-from lightning_zero.checkpoint.optimizer_kind import KIND, WEIGHTS_ALONE
+from lightning_zero.checkpoint.state import KIND
+from lightning_zero.integration.advice import WEIGHTS_ALONE
 
 RECIPE = Recipe(steps=2)
 Make = Callable[[Any], Optimizer]

@@ -36,13 +36,13 @@ from typer.testing import CliRunner, Result
 import lightning_zero
 from lightning_zero import CheckpointError
 from lightning_zero.checkpoint import begin, load
-from lightning_zero.checkpoint import sharded as sharded_folder
-from lightning_zero.checkpoint.archive import TILE
-from lightning_zero.checkpoint.boxes import Box, boxes_of_run, view_as_box
-from lightning_zero.checkpoint.saving import META, METADATA, Draft, recover, recover_all, remove_leftovers
+from lightning_zero.checkpoint import folder as folder_container
+from lightning_zero.checkpoint.boxes import Box, boxes_of_slice, view_as_box
+from lightning_zero.checkpoint.commit import META, METADATA, Draft, recover, recover_all, remove_leftovers
+from lightning_zero.checkpoint.tiles import TILE
 from lightning_zero.cli import app
-from lightning_zero.engine.memory_format import MemoryFormat
-from lightning_zero.registration import STRATEGIES
+from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.sharding.memory_format import MemoryFormat
 
 
 def sharded(name: str, **options: Any) -> dict[str, Any]:
@@ -64,12 +64,12 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 
 @given(tensors(), st.data())
-def test_boxes_make_up_a_run_in_its_order(tensor: Tensor, data: st.DataObject) -> None:
+def test_boxes_make_up_a_slice_in_its_order(tensor: Tensor, data: st.DataObject) -> None:
     form = MemoryFormat.of(tensor)
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, tensor.numel())] * 2)))
-    run, boxes = form.flatten(tensor)[start:stop], list(boxes_of_run(form, start, stop))
+    values, boxes = form.flatten(tensor)[start:stop], list(boxes_of_slice(form, start, stop))
     assert len(boxes) <= max(1, 2 * tensor.dim() - 1)
-    for box, part in zip(boxes, run.split([box.numel for box in boxes]), strict=True):
+    for box, part in zip(boxes, values.split([box.numel for box in boxes]), strict=True):
         assert torch.equal(view_as_box(part, box, form), box.of(tensor))
 
 
@@ -303,9 +303,9 @@ def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_tensor_with_too_few_values_is_not_written(tmp_path: Path) -> None:
-    item = sharded_folder._Item.of(MetadataIndex("w"), torch.empty(5, device="meta"), [torch.ones(4)])
+    item = folder_container._Item.of(MetadataIndex("w"), torch.empty(5, device="meta"), [torch.ones(4)])
     with pytest.raises(ValueError, match="w has 16 bytes, not 20"):
-        sharded_folder._Writer(tmp_path).write_items([item], "file", checksums=False)
+        folder_container._Writer(tmp_path).write_items([item], "file", checksums=False)
 
 
 @pytest.mark.parametrize("checksums", [True, False])
@@ -396,7 +396,7 @@ def test_each_container_replaces_the_other(pool: RankPool, tmp_path: Path) -> No
 def save_without_exchange(strategy: Any, path: str, fatal: bool) -> None:
     """On a file system that cannot swap two names; or killed between two renames."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_zero.checkpoint.saving._exchange", lambda *_: False)
+        patch.setattr("lightning_zero.checkpoint.commit._exchange", lambda *_: False)
         trainer = make_trainer(strategy)
         trainer.fit(Resumable(RECIPE))
         if fatal and dist.get_rank() == 0:
@@ -477,7 +477,7 @@ def save_apart(strategy: Any, path: str) -> list[str]:
     is_dir = Path.is_dir
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "is_dir", lambda self: is_dir(self) and (own in self.parents or self == own))
-        patch.setattr("lightning_zero.strategy.rank_zero_warn", warned.append)
+        patch.setattr("lightning_zero.integration.checkpointing.rank_zero_warn", warned.append)
         trainer.save_checkpoint(own / "a.ckpt")
     return warned
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import pickle
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -35,18 +36,12 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_zero
 from lightning_zero import DynamicLossScaler, StaticLossScaler, ZeroPrecision, ZeroStrategy
 from lightning_zero.callbacks import EMA, Breakdown, MemoryReport
-from lightning_zero.config import SCHEMAS, DynamicLossScalerConf, Store, StrategyConf
-from lightning_zero.hydra_app import (
-    ConfigError,
-    build_group,
-    build_optimizers,
-    build_trainer,
-    hydra_main,
-    micro_batch_size,
-)
-from lightning_zero.optim import CPUOptimizer
-from lightning_zero.optim.native import Numbers
-from lightning_zero.registration import STRATEGIES
+from lightning_zero.config import ConfigError, build_optimizers, build_trainer, hydra_main, micro_batch_size
+from lightning_zero.config.builders import build_group
+from lightning_zero.config.schemas import SCHEMAS, DynamicLossScalerConf, Store, StrategyConf
+from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.update import CPUOptimizer
+from lightning_zero.update.native import Numbers
 
 CONF = Path(str(resources.files("lightning_zero.conf")))
 GROUPS = ("strategy", "precision", "optimizer", "scheduler", "trainer", "logger", "callbacks")
@@ -326,15 +321,31 @@ def test_anything_the_trainer_takes_can_be_added(composed: Compose) -> None:
 
 # -- schemas --
 
+# Arguments with defaults other than the constructor's, which has none for some of them.
+OTHER_DEFAULTS = {
+    "strategy/ddp": {"gradient_as_bucket_view", "bucket_cap_mb"},
+    "loss_scaler/static": {"scale"},
+    "scheduler/cosine": {"total_steps", "warmup_steps", "min_lr_ratio"},
+    "scheduler/warmup_decay": {"total_steps"},
+    "scheduler/onecycle": {"total_steps"},
+}
+
 
 @pytest.mark.parametrize("path", SCHEMAS)
 def test_schemas_agree_with_what_they_configure(path: str) -> None:
-    fields = {field.name for field in dataclasses.fields(SCHEMAS[path]) if not field.name.startswith("_")}
-    module, _, name = SCHEMAS[path]._target_.rpartition(".")
-    parameters = inspect.signature(getattr(import_module(module), name).__init__).parameters.keys()
+    values = dataclasses.asdict(SCHEMAS[path]())
+    module, _, name = values["_target_"].rpartition(".")
+    parameters = dict(inspect.signature(getattr(import_module(module), name).__init__).parameters)
     if path == "strategy/ddp":  # passes the rest on
-        parameters |= inspect.signature(DistributedDataParallel.__init__).parameters.keys()
-    assert fields <= parameters
+        parameters |= inspect.signature(DistributedDataParallel.__init__).parameters
+    differing = set()
+    for option, value in values.items():
+        if not option.startswith("_"):
+            default = parameters[option].default
+            plain = str(default).removeprefix("torch.") if isinstance(default, torch.dtype) else default
+            if plain != (tuple(value) if isinstance(value, list) else value):
+                differing.add(option)
+    assert differing == OTHER_DEFAULTS.get(path, set())
 
 
 @pytest.mark.parametrize(
@@ -351,9 +362,16 @@ def test_stores_reach_the_strategy_as_plain_text(composed: Compose) -> None:
     store = composed("strategy=zero2_offload").strategy.offload_optimizer
     assert store == "cpu"
     assert f"{store!r} {store}" == "'cpu' cpu"
-    strategy = build_trainer(composed("strategy=zero2_offload")).strategy
-    assert type(strategy.offload_optimizer) is type(strategy.offload_params) is str  # a checkpoint holds them
+    options = build_trainer(composed("strategy=zero2_offload")).strategy.options
+    assert type(options.offload_optimizer) is type(options.offload_params) is str  # a checkpoint holds them
     assert StrategyConf().offload_params is Store.none
+
+
+@each_option("strategy")
+def test_a_configuration_can_be_pickled(composed: Compose, group: str, option: str) -> None:
+    node = composed(f"{group}={option}")[group]  # with the model that keeps it, for ranks that are spawned
+    restored = pickle.loads(pickle.dumps(node))
+    assert (restored, OmegaConf.get_type(restored)) == (node, OmegaConf.get_type(node))
 
 
 @pytest.mark.parametrize("path", [f"{group}/{option}" for group in GROUPS for option in options(group)])
@@ -376,7 +394,7 @@ def run_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., lis
         file.write("hydra: {run: {dir: 'rank_${oc.env:RANK}'}, sweep: {dir: 'rank_${oc.env:RANK}'}}\n")
     store = torch.distributed.HashStore()
     store.set_timeout(timedelta(seconds=0.2))
-    monkeypatch.setattr("lightning_zero.hydra_app._torchrun_store", lambda: store)
+    monkeypatch.setattr("lightning_zero.config.application._torchrun_store", lambda: store)
     monkeypatch.chdir(folder)
 
     def run(rank: int, *words: str) -> list[HydraConf]:
@@ -444,8 +462,9 @@ def run_app(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
         (["precision=fp8"], ["precision=fp8: no such option", "bf16_true, fp16, fp16_static, fp16_true, fp32, fp64"]),
         (
             ["strategy.offload_optimizer=gpu"],
-            ["strategy.offload_optimizer", "expected one of [none, cpu, nvme]"],
+            ["strategy.offload_optimizer", "expected one of [none, cpu]"],
         ),
+        (["strategy.start_method=thread"], ["strategy.start_method", "one of [popen, spawn, fork, forkserver]"]),
         (["strategy.shard_size=two"], ["strategy.shard_size: Value 'two'", "Integer"]),
         (["optimizer.lr=fast"], ["optimizer.lr: Value 'fast'", "Float"]),
         (["optimizer=sgd", "optimizer.betas=[0,0]"], ["optimizer.betas: no such key", "momentum"]),
@@ -579,7 +598,7 @@ def test_a_sweep_over_several_ranks_is_refused(
 def test_a_sweep_whose_ranks_start_otherwise_is_not_refused(
     composed: Compose, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr("lightning_zero.multirun._in_sweep", lambda: True)
+    monkeypatch.setattr("lightning_zero.integration.launchers._in_sweep", lambda: True)
     overrides = ["trainer.devices=2"]
     if how == "spawn":
         overrides.append("strategy.start_method=spawn")

@@ -12,7 +12,7 @@ import torch
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_zero.config import WarmupType
+from lightning_zero.config.schemas import WarmupType
 from lightning_zero.schedulers import OneCycleLR, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 

@@ -59,7 +59,7 @@ def fit(folder: str) -> None:
     strategy, precision = instantiate(cfg.strategy), instantiate(cfg.precision)
     assert isinstance(strategy, ZeroStrategy)
     assert isinstance(precision, ZeroPrecision)
-    assert (strategy.stage, strategy.offload_optimizer, precision.precision) == (2, "cpu", "16-mixed")
+    assert (strategy.stage, strategy.options.offload_optimizer, precision.precision) == (2, "cpu", "16-mixed")
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = Trainer(
         accelerator="cpu",
@@ -98,9 +98,18 @@ from hydra import compose, initialize_config_dir
 with initialize_config_dir(sys.argv[1], version_base="1.3"):
     assert compose("config") == {"x": 1}
 assert "hydra_plugins.lightning_zero" in sys.modules
-assert not sys.modules.keys() & {"torch", "numpy", "lightning", "lightning_zero.ops", "lightning_zero.strategy"}
+heavy = {"torch", "numpy", "lightning", "lightning_zero.ops", "lightning_zero.integration.strategy"}
+assert not sys.modules.keys() & heavy
 """
     subprocess.run([sys.executable, "-c", script, str(app)], check=True, timeout=60)
+
+
+def test_importing_the_configuration_package_imports_the_standard_library_only() -> None:
+    heavy = ["hydra", "lightning", "numpy", "omegaconf", "torch"]
+    script = (
+        f"import sys, lightning_zero.config, lightning_zero.config.schemas\nassert not sys.modules.keys() & {heavy}"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 @pytest.mark.slow

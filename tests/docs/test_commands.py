@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -258,7 +259,7 @@ def save_checkpoints(folder: Path) -> None:
     trainer = make_trainer("zero3", max_epochs=1)
     trainer.fit(Language(config))
     for container in ("full", "sharded"):
-        trainer.strategy.checkpoint_format = container
+        trainer.strategy._options = replace(trainer.strategy.options, checkpoint_format=container)
         trainer.save_checkpoint(folder / container)
 
 

@@ -18,7 +18,7 @@ from helpers.pages import PAGES, ROOT, blocks, text_of
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 import lightning_zero.callbacks
-from lightning_zero.config import StrategyConf
+from lightning_zero.config.schemas import StrategyConf
 
 
 def named(dotted: str) -> Any:

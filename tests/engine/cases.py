@@ -18,7 +18,7 @@ from helpers.reference import Batches, Trained, train_reference
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.engine.partition import is_norm
+from lightning_zero.sharding.partition import is_norm
 
 STEPS = 4
 TIMEOUT = 30.0  # a lost collective hangs: it should cost less than the pool's own limit

@@ -13,19 +13,12 @@ from helpers.reference import LossFunction, OptimizerFactory, Trained
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.engine import (
-    DeviceStore,
-    Engine,
-    HostStore,
-    LossScaler,
-    Mesh,
-    MixedPrecisionPolicy,
-    Placement,
-    ShardingPolicy,
-)
-from lightning_zero.engine.memory_format import MemoryFormat
-from lightning_zero.optim import ShardUpdater, make_updater
-from lightning_zero.optim.update import NativeOptimizer
+from lightning_zero.engine import Engine
+from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardingPolicy
+from lightning_zero.sharding.memory_format import MemoryFormat
+from lightning_zero.storage import DeviceStore, HostStore
+from lightning_zero.update import LossScaler, ShardUpdater, make_updater
+from lightning_zero.update.updaters import NativeOptimizer
 
 CPU = torch.device("cpu")
 UNCHANGED = MixedPrecisionPolicy()
@@ -46,6 +39,7 @@ class Setup:
     persistence_numel: int = 0
     max_live_numel: int | None = None
     check_steps: int = 0
+    detect_data_edits: bool = False
 
 
 class Meshes:
@@ -70,11 +64,11 @@ class Session(NamedTuple):
     updater: ShardUpdater
 
 
-def make_placement(setup: Setup, mesh: Mesh | None = None) -> Placement:
+def make_placement(setup: Setup, mesh: Mesh | None = None) -> BucketPlacement:
     """`mesh` is a new one by default: a collective call."""
     optimizer_store = HostStore() if setup.offload else DeviceStore(CPU)
     shared = setup.stage == 3 and setup.offload_params
-    return Placement(
+    return BucketPlacement(
         mesh or Meshes().of(setup),
         ShardingPolicy.from_stage(setup.stage),
         setup.precision,
@@ -104,6 +98,7 @@ def make_engine(
         persistence_numel=setup.persistence_numel,
         max_live_numel=setup.max_live_numel,
         check_steps=setup.check_steps,
+        detect_data_edits=setup.detect_data_edits,
         scaler=scaler,
         skip_nonfinite=skip_nonfinite,
     )

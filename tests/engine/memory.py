@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.engine.stores import host
+from lightning_zero.storage import host
 
 
 class Mapping(mmap.mmap):

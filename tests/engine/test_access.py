@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_zero import full_grad, full_optimizer_state, full_param, gathered_parameters
-from lightning_zero.engine import Mesh, MixedPrecisionPolicy, StaticLossScaler, engines_of
+from lightning_zero.engine import engines_of
+from lightning_zero.sharding import Mesh, MixedPrecisionPolicy
+from lightning_zero.update import StaticLossScaler
 
 STEPS = 2
 MICRO = 2

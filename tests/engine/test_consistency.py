@@ -15,7 +15,7 @@ from helpers import models
 from helpers.ranks import RankError, RankPool, ranks
 from torch import Tensor, nn
 
-from lightning_zero.engine import Mesh
+from lightning_zero.sharding import Mesh
 
 TIMEOUT = 3.0  # seconds
 SOON = 2.0  # seconds after the timeout

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_zero.engine import FlatLayout, Run, Segment, runs, tiles
+from lightning_zero.sharding import FlatLayout, Run, Segment, runs, tiles
 
 
 @st.composite

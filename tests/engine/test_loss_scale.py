@@ -38,16 +38,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from lightning_zero.engine import (
-    DynamicLossScaler,
-    Engine,
-    LossScaleError,
-    LossScaler,
-    Mesh,
-    MixedPrecisionPolicy,
-    StaticLossScaler,
-)
-from lightning_zero.optim import make_updater
+from lightning_zero.engine import Engine
+from lightning_zero.sharding import Mesh, MixedPrecisionPolicy
+from lightning_zero.update import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler, make_updater
 
 STAGES = (0, 1, 2, 3)
 SCALE = 1024.0
@@ -218,13 +211,15 @@ def check_skipped(session: Session, before: dict[str, Tensor]) -> None:
 
 
 def held_gradients(engine: Engine) -> list[str]:
-    """Where a gradient is left, whole, partly summed or owned, or marked as received."""
+    """Where a gradient is left, unsharded, summed or sharded, or marked as received."""
     left = []
     for bucket in engine.buckets:
-        kept = {"owned": not bucket.gradients.empty, "partial": bucket._partial is not None}
-        kept |= {"window": bucket._window is not None, "received": any(bucket.received)}
-        kept |= {name: p.grad is not None for name, p in zip(bucket.names, bucket.parameters, strict=True)}
-        left += [f"{bucket.name}: {name}" for name, there in kept.items() if there]
+        gradients = engine.gradients_of(bucket)
+        left += [f"{bucket.name}: {part.name}" for part in gradients.held]
+        left += [f"{bucket.name}: received"] * any(gradients.received)
+        left += [
+            f"{bucket.name}: {n}" for n, p in zip(bucket.names, bucket.parameters, strict=True) if p.grad is not None
+        ]
     return left
 
 

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_zero import DynamicLossScaler, StaticLossScaler
-from lightning_zero.engine import LossScaleError, LossScaler
+from lightning_zero.update import LossScaleError, LossScaler
 
 RAISED = -1.0  # ends a trace
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero import checkpoint
-from lightning_zero.engine import Mesh, gathered_parameters
+from lightning_zero.engine import gathered_parameters
+from lightning_zero.sharding import Mesh
 
 STAGES = (1, 2, 3)
 STEPS = 4

@@ -17,7 +17,7 @@ from engine.driver import Setup, assert_close
 from helpers import models
 from helpers.ranks import RankPool, ranks
 
-from lightning_zero.engine import MixedPrecisionPolicy
+from lightning_zero.sharding import MixedPrecisionPolicy
 
 STAGES = (0, 1, 2, 3)
 CLIP = 0.3  # below all norms of these models' gradients

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_zero.engine import Mesh, MixedPrecisionPolicy, ShardingPolicy, find_units
-from lightning_zero.engine.partition import ROOT, BucketSpec, is_norm, make_buckets
+from lightning_zero.sharding import Mesh, MixedPrecisionPolicy, ShardingPolicy, find_units
+from lightning_zero.sharding.partition import ROOT, BucketSpec, is_norm, make_buckets
 
 KEEP = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

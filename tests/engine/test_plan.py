@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import itertools
 import weakref
@@ -20,8 +19,13 @@ from helpers import models
 from helpers.ranks import RankPool, ranks
 from torch import Tensor, nn
 
-from lightning_zero.engine import Bucket, DeviceStore, Mesh, MixedPrecisionPolicy, Plan, plan
-from lightning_zero.optim import CPUAdamW, choose_updater, make_updater
+from lightning_zero.planning import Bytes, Plan, plan
+from lightning_zero.planning.account import Account
+from lightning_zero.sharding import BucketGradients, Mesh, MixedPrecisionPolicy
+from lightning_zero.sharding.prefetch import Prefetcher
+from lightning_zero.sharding.reducer import Reducer
+from lightning_zero.storage import DeviceStore
+from lightning_zero.update import CPUAdamW, make_updater
 
 STAGES = (0, 1, 2, 3)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -60,11 +64,10 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 def planned(
     model: nn.Module, setup: Setup, mesh: Mesh, optimizers: Sequence[torch.optim.Optimizer], **options: Any
 ) -> Plan:
-    choose = functools.partial(choose_updater, native=setup.native)
     placement = driver.make_placement(setup, mesh)
     same = ("units", "bucket_size_mb", "persistence_numel", "max_live_numel")
     options = {name: getattr(setup, name) for name in same} | options
-    return plan(model, placement, optimizers, choose, **options)
+    return plan(model, placement, optimizers, native_optimizer=setup.native, **options)
 
 
 # ----------------------------------------------------------------------------------------------------------- memory
@@ -150,14 +153,14 @@ def test_whole_gradients_are_gone_once_their_bucket_is_reduced(stage: int, monke
     setup = Setup(stage, bucket_size_mb=BUCKET_SIZE_MB)
     session = driver.start(Deep(), models.optimizer_factory("adamw"), setup, Mesh.single())
     reduced: list[tuple[int, int]] = []  # gradients before, and those alive after
-    reduce = Bucket.reduce
+    reduce = BucketGradients.reduce
 
-    def observed(bucket: Bucket, last: bool) -> None:
-        gradients = [weakref.ref(p.grad.untyped_storage()) for p in bucket.parameters if p.grad is not None]
-        reduce(bucket, last)
+    def observed(held: BucketGradients, last: bool) -> None:
+        gradients = [weakref.ref(p.grad.untyped_storage()) for p in held.bucket.parameters if p.grad is not None]
+        reduce(held, last)
         reduced.append((len(gradients), sum(reference() is not None for reference in gradients)))
 
-    monkeypatch.setattr(Bucket, "reduce", observed)
+    monkeypatch.setattr(BucketGradients, "reduce", observed)
     driver.backward(session.engine, loss_of(session.model, torch.ones(1, INPUT)))
     assert len(reduced) == len(session.engine.buckets) > 2
     assert all(before and not after for before, after in reduced)
@@ -208,7 +211,7 @@ def test_a_device_that_is_not_there() -> None:
     absent = placement._replace(device=meta, optimizer_store=DeviceStore(meta), param_store=DeviceStore(meta))
     model = Deep()
     optimizers = [torch.optim.AdamW(model.parameters())]
-    here, there = (plan(model, where, optimizers, choose_updater) for where in (placement, absent))
+    here, there = (plan(model, where, optimizers) for where in (placement, absent))
     assert here.held == there.held
     assert there.held.device < there.peak.device <= here.peak.device
     assert there.buckets[0].reduce_buffer.device < here.buckets[0].reduce_buffer.device
@@ -229,10 +232,80 @@ def test_what_cannot_be_planned() -> None:
     placement = driver.make_placement(Setup(), Mesh.single())
     with pytest.raises(ValueError, match="micro_batches=0 must be at least 1"):
         plan(model, placement, micro_batches=0)
-    with pytest.raises(ValueError, match="choose_updater"):
-        plan(model, placement, [torch.optim.SGD(model.parameters())])
     with pytest.raises(ValueError, match=r"bucket_size_mb=0\.0 must be greater than 0"):
         plan(model, placement, bucket_size_mb=0.0)
+
+
+# ----------------------------------------------------------------------------------------------- the runtime's order
+
+
+def wide_blocks() -> nn.Module:
+    """Blocks of one size, each a bucket, and a small root."""
+    return Deep(8)
+
+
+def test_the_plan_reduces_in_the_order_of_the_reducer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched in forward order, all buckets would wait for the first one, which is complete at the end of backward."""
+    model, setup = wide_blocks(), Setup(2, bucket_size_mb=0.1)
+    options = (model, setup, Mesh.imagined(2), [torch.optim.SGD(model.parameters())])
+    expected, begin = planned(*options), Reducer.begin
+
+    def begin_in_forward_order(reducer: Reducer, eager: bool) -> None:
+        begin(reducer, eager)
+        reducer._pending.reverse()
+
+    monkeypatch.setattr(Reducer, "begin", begin_in_forward_order)
+    other = planned(*options)
+    # The largest bucket, the root's, is complete last. In its reduction all other gradients are there now; none was.
+    root, *others = expected.buckets
+    assert root.reduce_buffer.device > max(row.reduce_buffer.device for row in others)
+    assert other.peak.device - expected.peak.device == sum(row.gradients.device for row in others) > 0
+    assert (other.sent, other.calls, other.held) == (expected.sent, expected.calls, expected.held)
+
+
+def test_the_plan_gathers_what_the_prefetcher_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, setup = wide_blocks(), Setup(3)
+    options = (model, setup, Mesh.imagined(2), [torch.optim.SGD(model.parameters())])
+    expected, begin_next = planned(*options), Prefetcher._begin_next
+
+    def begin_next_two(prefetcher: Prefetcher) -> None:
+        position = prefetcher._next
+        begin_next(prefetcher)
+        prefetcher._next = min(position + 1, len(prefetcher._expected[True]))
+        begin_next(prefetcher)
+        prefetcher._next = position
+
+    monkeypatch.setattr(Prefetcher, "_begin_next", begin_next_two)
+    other = planned(*options)
+    assert other.peak.device - expected.peak.device == expected.buckets[-1].parameters.device
+    monkeypatch.setattr(Prefetcher, "_begin_next", lambda _: None)
+    other = planned(*options)
+    assert expected.peak.device - other.peak.device == expected.buckets[-1].parameters.device
+    assert planned(*options, max_live_numel=0).peak == other.peak
+
+
+def test_a_plan_leaves_the_groups_of_an_engine_alone() -> None:
+    model, mesh = Deep(1), Mesh.imagined(2)
+    assert planned(model, Setup(3), mesh, [torch.optim.SGD(model.parameters())]).sent
+    assert not mesh.world.sent
+    assert not mesh.shard.calls
+
+
+def test_what_is_recorded_is_held_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps on paper leave what the plan says is held."""
+    seen: list[Bytes] = []
+    give = Account.give
+
+    def noted(account: Account, amount: Bytes) -> None:
+        give(account, amount)
+        seen.append(account.now)
+
+    monkeypatch.setattr(Account, "give", noted)
+    for stage, precision, k in itertools.product(STAGES, PRECISIONS.values(), (1, 2)):
+        model, setup = Deep(1), Setup(stage, offload=True, precision=precision)
+        mesh = Mesh.imagined(1 if stage == 0 else 2, 2)
+        result = planned(model, setup, mesh, [torch.optim.AdamW(model.parameters())], micro_batches=k)
+        assert seen[-1] == result.held
 
 
 # ---------------------------------------------------------------------------------------------------------- traffic

@@ -14,7 +14,7 @@ from engine.driver import Session, Setup
 from helpers.ranks import RankPool, ranks
 from torch import Tensor, nn
 
-from lightning_zero.engine import Bucket, BucketState, Mesh, MixedPrecisionPolicy
+from lightning_zero.sharding import Bucket, BucketState, Mesh, MixedPrecisionPolicy
 
 WIDTH = 8
 BLOCKS = 5

@@ -22,17 +22,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.engine import (
-    Bucket,
-    Engine,
-    FreedParameter,
-    HostStore,
-    Mesh,
-    MixedPrecisionPolicy,
-    engines_of,
-    gathered_parameters,
-)
-from lightning_zero.optim import make_updater
+from lightning_zero.engine import Engine, engines_of, gathered_parameters
+from lightning_zero.sharding import Bucket, FreedParameter, Mesh, MixedPrecisionPolicy
+from lightning_zero.storage import HostStore
+from lightning_zero.update import make_updater
+from lightning_zero.update.view import UpdateView
 
 STAGES = (0, 1, 2, 3)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -91,7 +85,7 @@ def test_reduction_overlaps_with_backward(stage: int) -> None:
     loss = models.next_token_loss(session.model, batch())
     engine.begin_backward()
     loss.backward()
-    reduced = [bucket for bucket in engine.buckets if not bucket.gradients.empty]
+    reduced = [bucket for bucket in engine.buckets if not engine.gradients_of(bucket).sharded.empty]
     assert len(reduced) >= len(engine.buckets) - 1 >= 2
     engine.flush()
 
@@ -291,7 +285,7 @@ def check_gathered() -> None:
     assert all(map(is_freed, engine.buckets))
 
 
-def test_gathered_parameters_are_whole_inside_the_context(pool2: RankPool) -> None:
+def test_gathered_parameters_are_unsharded_inside_the_context(pool2: RankPool) -> None:
     pool2.run(check_gathered)
 
 
@@ -320,15 +314,29 @@ def test_edits_of_gathered_parameters_are_kept(pool: RankPool, stage: int, offlo
     pool.run(check_edits, Setup(stage, offload=offload))
 
 
-def check_hidden_edits_are_lost() -> None:
-    session = started(Setup(3))
+def check_hidden_edits_are_lost(setup: Setup) -> None:
+    session = started(setup)
     with gathered_parameters(session.model):
         session.model.norm.weight.data.fill_(7.0)
-    assert_equal(driver.copy_of_parameters(session.engine), make_model("transformer").state_dict())
+    assert_equal(driver.finish(session).weights, make_model("transformer").state_dict())
 
 
-def test_edits_through_data_need_writeback(pool2: RankPool) -> None:
-    pool2.run(check_hidden_edits_are_lost)
+@pytest.mark.parametrize("setup", [Setup(1, offload=True), Setup(2, offload=True), Setup(3)])
+def test_edits_through_data_need_writeback(pool2: RankPool, setup: Setup) -> None:
+    pool2.run(check_hidden_edits_are_lost, setup)
+
+
+def check_hidden_edits_are_found(setup: Setup) -> None:
+    session = started(setup)
+    expected = make_model("transformer").state_dict()
+    session.model.norm.weight.data.fill_(7.0)
+    expected["norm.weight"].fill_(7.0)
+    assert_equal(driver.finish(session).weights, expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_edits_through_data_are_found_on_demand(pool2: RankPool, stage: int) -> None:
+    pool2.run(check_hidden_edits_are_found, Setup(stage, offload=stage > 0, detect_data_edits=True))
 
 
 def check_edits_derive_only_their_masters() -> None:
@@ -871,11 +879,11 @@ def test_hyperparameters_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) 
     seen: list[float] = []
     update = type(session.updater).update
 
-    def delayed(self: Any, bucket: Bucket, segments: Any, groups: dict[int, dict[str, Any]], scale: float) -> None:
+    def delayed(self: Any, view: UpdateView) -> None:
         for group in session.optimizer.param_groups:
             group["lr"] = 99.0
-        seen.extend(group["lr"] for group in groups.values())
-        update(self, bucket, segments, groups, scale)
+        seen.extend(group["lr"] for group in view.groups.values())
+        update(self, view)
 
     monkeypatch.setattr(type(session.updater), "update", delayed)
     forward_backward(session)

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_zero import CPUAdamW
-from lightning_zero.engine import DeviceStore, Engine, Mesh, MixedPrecisionPolicy
+from lightning_zero.engine import Engine
 from lightning_zero.engine.shadow import Shadow
-from lightning_zero.optim.native import MasterLayout
+from lightning_zero.sharding import Mesh, MixedPrecisionPolicy
+from lightning_zero.storage import DeviceStore
+from lightning_zero.update.native import MasterLayout
 
 Weights = dict[str, Tensor]
 

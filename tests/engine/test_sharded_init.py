@@ -23,17 +23,16 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.utils import parametrizations
 
-from lightning_zero.engine import (
-    Engine,
+from lightning_zero.engine import Engine, gathered_parameters
+from lightning_zero.sharding import (
     Group,
-    HostStore,
     MixedPrecisionPolicy,
     ShardedInit,
     ShardedParameter,
-    gathered_parameters,
-    make_whole,
     sharded_init,
+    unshard_parameters,
 )
+from lightning_zero.storage import HostStore
 
 
 class OwnAndChildren(nn.Module):
@@ -214,7 +213,7 @@ def compare(names: Sequence[str]) -> dict[str, str]:
         whole = [n for n, p in model.named_parameters() if p.numel() and not isinstance(p, ShardedParameter)]
         if whole and name not in WHOLE_LATER:
             wrong[name] = f"whole at the end: {whole}"
-        make_whole(model.parameters())
+        unshard_parameters(model.parameters())
         if description(model) != description(expected):
             wrong[name] = f"{description(model)} is not {description(expected)}"
         for key, value in expected.state_dict().items():
@@ -244,7 +243,7 @@ def test_parameters_are_those_of_ordinary_initialization(pool: RankPool, names: 
 def peak_of(name: str) -> tuple[int, int]:
     """The most bytes of whole parameters, and those of the largest module's own parameters."""
     model, context = in_shards(Meshes().of(Setup()), KINDS[name])
-    assert context.whole_bytes == 0
+    assert context.unsharded_bytes == 0
     return context.peak_bytes, max(sum(p.nbytes for p in m.parameters(recurse=False)) for m in model.modules())
 
 
@@ -265,6 +264,17 @@ def test_a_rank_keeps_its_shard_and_nothing_else(pool2: RankPool) -> None:
     sizes = [-(-p.numel() // 2) * 4 for p in KINDS["transformer"]().parameters()]
     for found in pool2.run(memory_of_shards):
         assert found == [(0, size) for size in sizes]
+
+
+def forms_of_a_device(name: str) -> bool:
+    with sharded_init(Meshes().of(Setup()), torch.device(name), HostStore()), torch.device(name):
+        layer = nn.Linear(3, 3)
+    return isinstance(layer.weight, ShardedParameter)
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu:0"])
+def test_a_device_is_meant_with_and_without_its_index(name: str, pool2: RankPool) -> None:
+    assert pool2.run(forms_of_a_device, name) == [True, True]
 
 
 # -------------------------------------------------------------------------------------------------------- training
@@ -333,7 +343,7 @@ def test_replicas_of_shard_groups(pool4: RankPool) -> None:
     check_trials(pool4, [Trial(HALF_SHARD, seeded=False)])
 
 
-def whole_bytes_of_engine() -> tuple[int, int]:
+def unsharded_bytes_of_engine() -> tuple[int, int]:
     """The most bytes of whole parameters and buckets while an engine is made, and those of the largest parameter."""
     mesh = Meshes().of(Setup(stage=3))
     model, _ = in_shards(mesh, KINDS["mlp"])
@@ -350,7 +360,7 @@ def whole_bytes_of_engine() -> tuple[int, int]:
 
 
 def test_an_engine_gathers_one_parameter_at_a_time(pool2: RankPool) -> None:
-    for peak, largest in pool2.run(whole_bytes_of_engine):
+    for peak, largest in pool2.run(unsharded_bytes_of_engine):
         assert peak == largest
 
 
@@ -402,7 +412,7 @@ def edits() -> list[bool]:
         found = {name: value.clone() for name, value in inside.items()}
         del inside
     assert all(isinstance(p, ShardedParameter) for p in model.parameters())
-    make_whole(duplicate.parameters())
+    unshard_parameters(duplicate.parameters())
     expected["layers.0.weight"].fill_(1)
     expected["layers.2.weight"].mul_(2)
     return [torch.equal(found[k], v) and torch.equal(duplicate.state_dict()[k], v) for k, v in expected.items()]
@@ -433,7 +443,7 @@ def fail_and_go_on() -> bool:
     assert before == (Parameter.__new__, Parameter.__deepcopy__, nn.Module.__init__)
     assert type(nn.Linear(2, 2).weight) is Parameter
     model, _ = in_shards(mesh, KINDS["mlp"])
-    make_whole(model.parameters())
+    unshard_parameters(model.parameters())
     return torch.equal(model.layers[0].weight, seeded(KINDS["mlp"]).layers[0].weight)
 
 
@@ -473,7 +483,7 @@ def transformers_models() -> list[str]:
         assert model.lm_head.weight is model.get_input_embeddings().weight
         assert all(isinstance(p, ShardedParameter) for p in model.parameters())
         assert context.peak_bytes < 2 * max(p.nbytes for p in model.parameters())
-        make_whole(model.parameters())
+        unshard_parameters(model.parameters())
         wrong += [name for name, value in model.state_dict().items() if not torch.equal(value, expected[name])]
     return wrong
 

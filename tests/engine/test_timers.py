@@ -8,8 +8,9 @@ import time
 import pytest
 import torch
 
-from lightning_zero.engine import Mesh, Phase, Timers
-from lightning_zero.engine.timers import timed
+from lightning_zero.sharding import Mesh
+from lightning_zero.storage import Phase, Timers
+from lightning_zero.storage.timers import timed
 
 CPU = torch.device("cpu")
 

@@ -36,8 +36,9 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import DynamicLossScaler, StaticLossScaler, ZeroPrecision, ZeroStrategy
 from lightning_zero.checkpoint import rng
-from lightning_zero.engine import Group, HostStore
-from lightning_zero.registration import STRATEGIES
+from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.sharding import Group
+from lightning_zero.storage import HostStore
 
 pytestmark = pytest.mark.gpu
 

@@ -14,17 +14,11 @@ from engine.driver import Session
 from helpers.ranks import RankPool, ranks
 from torch import Tensor, nn
 
-from lightning_zero.engine import (
-    DeviceStore,
-    Engine,
-    HostStore,
-    Mesh,
-    MixedPrecisionPolicy,
-    Placement,
-    ShardingPolicy,
-    plan,
-)
-from lightning_zero.optim import choose_updater, make_updater
+from lightning_zero.engine import Engine
+from lightning_zero.planning import plan
+from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardingPolicy
+from lightning_zero.storage import DeviceStore, HostStore
+from lightning_zero.update import make_updater
 
 pytestmark = pytest.mark.gpu
 
@@ -48,13 +42,13 @@ class Deep(nn.Module):
         return x
 
 
-def make_placement(stage: int, offload: bool, precision: MixedPrecisionPolicy) -> Placement:
+def make_placement(stage: int, offload: bool, precision: MixedPrecisionPolicy) -> BucketPlacement:
     store = HostStore(pin=True) if offload else DeviceStore(CUDA)
     policy = ShardingPolicy.from_stage(stage)
-    return Placement(Mesh.single(), policy, precision, CUDA, store, store if stage == 3 else DeviceStore(CUDA))
+    return BucketPlacement(Mesh.single(), policy, precision, CUDA, store, store if stage == 3 else DeviceStore(CUDA))
 
 
-def start(placement: Placement) -> Session:
+def start(placement: BucketPlacement) -> Session:
     model = Deep()
     optimizer = torch.optim.AdamW(model.parameters())
     engine = Engine(model, placement, bucket_size_mb=BUCKET_SIZE_MB)
@@ -67,7 +61,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
-def batch_of(placement: Placement) -> Tensor:
+def batch_of(placement: BucketPlacement) -> Tensor:
     return torch.ones(1, WIDTH, device=CUDA, dtype=placement.precision.param_dtype or torch.float32)
 
 
@@ -80,7 +74,7 @@ def measure(stage: int, offload: bool, precision: str) -> dict[str, Any]:
     with torch.device("meta"):
         outline = Deep()
     optimizers = [torch.optim.AdamW(outline.parameters())]
-    planned = plan(outline, placement, optimizers, choose_updater, bucket_size_mb=BUCKET_SIZE_MB, micro_batches=2)
+    planned = plan(outline, placement, optimizers, bucket_size_mb=BUCKET_SIZE_MB, micro_batches=2)
     before = torch.cuda.memory_allocated()
     session = start(placement)
     torch.cuda.reset_peak_memory_stats()

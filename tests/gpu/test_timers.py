@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_zero.engine import Phase, Timers
+from lightning_zero.storage import Phase, Timers
 
 pytestmark = pytest.mark.gpu
 

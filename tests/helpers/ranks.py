@@ -40,6 +40,9 @@ REPRODUCIBLE = {
 PRELOAD = ("numpy", "torch", "torch.distributed", "pytest", "lightning.pytorch", "lightning_zero")
 START_TIMEOUT = 120.0
 GRACE = 2.0  # seconds that the other ranks get to answer once one has failed
+# The tests' own path as it is before any test adds to it (tests of the examples do), and no working folder: both
+# sides import the same installed package, whichever test is the first to start the fork server.
+IMPORT_PATH = tuple(str(Path(entry).absolute()) for entry in sys.path if entry)
 
 
 def ranks(*world_sizes: int, slow: Sequence[int] = ()) -> pytest.MarkDecorator:
@@ -102,9 +105,7 @@ class ForkServer:
                 env=server_environment(),
                 start_new_session=True,
             )
-        # The tests' own path, and no working folder: both sides import the same installed package.
-        path = [str(Path(entry).absolute()) for entry in sys.path if entry]
-        ours.sendall(json.dumps([path, self._preload]).encode())
+        ours.sendall(json.dumps([IMPORT_PATH, self._preload]).encode())
         if ours.recv(64) != b"ready":
             self.close()
             raise RuntimeError("the fork server of the rank pools did not start; its error is above")

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR
 from torch.utils.data import DataLoader
 
 from lightning_zero import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion, ops
-from lightning_zero.optim.cpu import CPUOptimizer
+from lightning_zero.update.cpu import CPUOptimizer
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = ((5, 7), (3,), (33, 2), (1,))

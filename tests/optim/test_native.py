@@ -24,10 +24,12 @@ from torch.optim.lr_scheduler import LinearLR
 from lightning_zero import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion
 from lightning_zero.checkpoint.state import load_module_state_dict, load_optimizer_state_dict, module_state_dict
 from lightning_zero.checkpoint.state import optimizer_state_dict as saved_optimizer
-from lightning_zero.engine import DeviceStore, Engine, Mesh, MixedPrecisionPolicy
-from lightning_zero.engine.master import SplitMaster
+from lightning_zero.engine import Engine
 from lightning_zero.ops import join_
-from lightning_zero.optim import NativeUpdater, TorchUpdater, make_updater
+from lightning_zero.sharding import Mesh, MixedPrecisionPolicy
+from lightning_zero.sharding.masters import SplitMaster
+from lightning_zero.storage import DeviceStore
+from lightning_zero.update import NativeUpdater, TorchUpdater, make_updater
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 STAGES = (0, 1, 2, 3)
@@ -565,7 +567,8 @@ def test_edits_reach_the_master(pool: RankPool, dtype: torch.dtype, stage: int, 
     for how in EDITS:
         if stage == 3 and how.startswith("data"):
             continue  # needs writeback=True: documented
-        setup = Setup(stage, offload=True, precision=POLICIES[dtype])
+        hidden = how.startswith("data")
+        setup = Setup(stage, offload=True, precision=POLICIES[dtype], detect_data_edits=hidden)
         job = Job(setup, "cpu_adamw", options(lr=1e-2, master_layout=layout, state_dtype=BF16))
         results = pool.run(train_edited, job, how)
         trained = driver.combine([result for _, result in results])
@@ -763,7 +766,8 @@ def attach(session: Session, optimizer: Optimizer) -> Session:
 
 
 def start_offloaded(dtype: torch.dtype, optimizer: str = "adamw", options: Options = ()) -> Session:
-    return Job(Setup(2, offload=True, precision=POLICIES[dtype]), optimizer, options).start()
+    setup = Setup(2, offload=True, precision=POLICIES[dtype], detect_data_edits=True)
+    return Job(setup, optimizer, options).start()
 
 
 @pytest.mark.parametrize("hidden", [False, True])

@@ -12,9 +12,9 @@ from helpers import models
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.optim import check_element_wise
-from lightning_zero.optim.rules import ELEMENT_WISE, NOT_ELEMENT_WISE
-from lightning_zero.optim.shell import ShellGroup, run_step
+from lightning_zero.update import check_element_wise
+from lightning_zero.update.rules import ELEMENT_WISE, NOT_ELEMENT_WISE
+from lightning_zero.update.shell import ShellGroup, run_step
 
 CPU = torch.device("cpu")
 Rule = Callable[[Optimizer, Tensor, dict[str, Any], dict[str, Any]], None]

@@ -13,9 +13,9 @@ from helpers import models
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.engine import Bucket, Mesh, MixedPrecisionPolicy
-from lightning_zero.optim import NativeUpdater, ShardState, TorchUpdater, make_updater
-from lightning_zero.optim.shell import ShellGroup, run_step
+from lightning_zero.sharding import Bucket, Mesh, MixedPrecisionPolicy
+from lightning_zero.update import NativeUpdater, ShardState, TorchUpdater, make_updater
+from lightning_zero.update.shell import ShellGroup, run_step
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -95,10 +95,26 @@ def test_the_gradient_survives_a_scaled_update() -> None:
     loss = models.next_token_loss(session.model, models.make_batches(1, 1, 1)[0][0][0])
     driver.backward(session.engine, loss)
     (bucket, *_) = session.engine.buckets
-    before = bucket.gradients.read(0, bucket.layout.shard_numel).clone()
+    sharded = session.engine.gradients_of(bucket).sharded
+    before = sharded.read(0, bucket.layout.shard_numel).clone()
     session.engine.clip_grad_norm_(session.optimizer, 1e-3)
     session.optimizer.step()
-    assert torch.equal(bucket.gradients.read(0, bucket.layout.shard_numel), before)
+    assert torch.equal(sharded.read(0, bucket.layout.shard_numel), before)
+
+
+def test_reading_makes_no_state() -> None:
+    session = start(Setup(2), "adamw")
+    (form, *_) = session.updater.describe_state(session.engine.buckets)
+    assert form == ({}, {})
+    for bucket in session.engine.buckets:
+        assert session.updater.gather_state(bucket) == {}
+        state = session.updater.state_of(bucket)
+        assert state.read("exp_avg", torch.float32, 2, 5).tolist() == [0.0] * 3
+        assert state.nbytes == 0
+        assert session.updater.state_of(bucket) is not state  # it was not kept
+    step(session)
+    for bucket in session.engine.buckets:
+        assert session.updater.state_of(bucket) is session.updater.state_of(bucket)
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.registration import STRATEGIES
+from lightning_zero.integration.names import STRATEGIES
 
 NAMES = ("zero0", "zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload")
 FEW = ("zero2_offload", "zero3")
@@ -276,7 +276,7 @@ def assert_same_states(
 
 
 def assert_as_ddp(
-    pool: RankPool, name: str, module: Callable[[Recipe], Lit], recipe: Recipe = MOMENTUM, **flags: Any
+    pool: RankPool, name: StrategyArgument, module: Callable[[Recipe], Lit], recipe: Recipe = MOMENTUM, **flags: Any
 ) -> None:
     """Two ranks: the sum of two gradients has one order, so ddp is the reference bit for bit."""
     expected, actual = pool.run(fit, DDP, recipe, module, **flags), pool.run(fit, name, recipe, module, **flags)

@@ -26,7 +26,7 @@ from strategy.fits import (
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from lightning_zero.engine import find_units
+from lightning_zero.sharding import find_units
 
 WORLD = 2
 RECIPE = Recipe(steps=6)

@@ -338,8 +338,8 @@ def test_a_name_makes_a_trainer(name: str) -> None:
     strategy = trainer.strategy
     assert isinstance(strategy, ZeroStrategy)
     assert strategy.stage == int(name[4])
-    assert strategy.offload_optimizer == ("cpu" if "offload" in name else "none")
-    assert strategy.offload_params == ("cpu" if name == "zero3_offload" else "none")
+    assert strategy.options.offload_optimizer == ("cpu" if "offload" in name else "none")
+    assert strategy.options.offload_params == ("cpu" if name == "zero3_offload" else "none")
     assert trainer._accelerator_connector.is_distributed  # what Lightning's samplers and metrics go by
 
 

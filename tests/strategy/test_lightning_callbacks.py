@@ -81,7 +81,7 @@ def fit_averaged(name: str, recipe: Recipe, kind: str = "ema", **flags: Any) -> 
 
 @ranks(2)
 @main_names_and("precision", "bf16-mixed", "32-true", "bf16-true")
-@pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
+@pytest.mark.filterwarnings("ignore:.*keeps a full copy")
 def test_weight_averaging(pool: RankPool, name: str, precision: str) -> None:
     """Validation after every step swaps the average in and out again; training must not notice, nor the average.
 
@@ -95,7 +95,7 @@ def test_weight_averaging(pool: RankPool, name: str, precision: str) -> None:
 
 @ranks(2)
 @main_names_and("precision", "32-true", "bf16-true")
-@pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
+@pytest.mark.filterwarnings("ignore:.*keeps a full copy")
 def test_the_equally_weighted_average(pool: RankPool, name: str, precision: str) -> None:
     results = pool.run(fit_averaged, name, MOMENTUM, "swa", precision=precision)
     recorded = pool.run(fit_and_record, name, MOMENTUM, precision=precision)[0]
@@ -116,7 +116,7 @@ def validation_losses(name: str) -> list[float]:
 
 @ranks(2)
 @main_names
-@pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
+@pytest.mark.filterwarnings("ignore:.*keeps a full copy")
 def test_validation_sees_the_average(pool: RankPool, name: str) -> None:
     losses = pool.run(validation_losses, name)
     assert losses == pool.run(validation_losses, DDP)
@@ -151,7 +151,7 @@ class SavesAfterTheFirstEpoch(Callback):
 
 @ranks(2)
 @main_names_and("precision", "bf16-mixed", "32-true")
-@pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
+@pytest.mark.filterwarnings("ignore:.*keeps a full copy")
 def test_averaging_resumes(pool: RankPool, name: str, precision: str, tmp_path: Path) -> None:
     assert pool.run(fit_in_two_halves, name, MOMENTUM, str(tmp_path), precision)[0]
 
@@ -169,7 +169,7 @@ def fit_averaged_twice(name: str) -> Weights:
 
 @ranks(2)
 @main_names
-@pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
+@pytest.mark.filterwarnings("ignore:.*keeps a full copy")
 def test_averaging_runs_again(pool: RankPool, name: str) -> None:
     assert_same(pool.run(fit_averaged_twice, name)[0], pool.run(fit_averaged_twice, DDP)[0])
 
@@ -196,7 +196,7 @@ class Normed(Lit):
 
 @ranks(2)
 @main_names_and("model", "normed", "transformer")
-@pytest.mark.filterwarnings("ignore:.*keeps a whole copy")
+@pytest.mark.filterwarnings("ignore:.*keeps a full copy")
 def test_stochastic_weight_averaging(pool: RankPool, name: str, model: str) -> None:
     assert_same(pool.run(fit_swa, name, model)[0].weights, pool.run(fit_swa, DDP, model)[0].weights)
 
@@ -211,7 +211,7 @@ def fit_and_catch_warnings(name: str) -> bool:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit_averaged(name, MOMENTUM)
-    return any("EMAWeightAveraging keeps a whole copy of Lit" in str(w.message) for w in caught)
+    return any("EMAWeightAveraging keeps a full copy of Lit" in str(w.message) for w in caught)
 
 
 # -------------------------------------------------------------------------------------------------- finetuning

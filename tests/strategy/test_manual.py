@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_zero import DynamicLossScaler, ZeroPrecision
-from lightning_zero.engine import LossScaler
+from lightning_zero.update import LossScaler
 
 
 class Manual(Lit):

@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy, gathered_parameters
-from lightning_zero.engine import Bucket, ShardedParameter
+from lightning_zero.sharding import Bucket, ShardedParameter
 
 STAGE_3 = ("zero3", "zero3_offload", {"stage": 3, "offload_optimizer": "cpu"})
 

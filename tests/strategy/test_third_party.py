@@ -18,7 +18,7 @@ from strategy.third_party_fits import STEPS, Lit, fits, loss_of, make_optimizer
 from torch import Tensor, nn
 
 from lightning_zero import gathered_parameters
-from lightning_zero.engine import find_units
+from lightning_zero.sharding import find_units
 
 WORLD = 2
 

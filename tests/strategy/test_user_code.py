@@ -33,6 +33,8 @@ from strategy.fits import (
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from lightning_zero.integration.names import STRATEGIES
+
 # ---------------------------------------------------------------------------------------------------- clipping
 
 
@@ -105,18 +107,22 @@ class FillsData(Lit):
             parameter.data.fill_(0.25)
 
 
+def detecting(name: str) -> dict[str, Any]:
+    return {**STRATEGIES[name], "detect_data_edits": True}
+
+
 @ranks(2)
 @pytest.mark.parametrize("name", slow_unless(["zero1", "zero2_offload"], ["zero0", "zero1", "zero2", "zero2_offload"]))
 @pytest.mark.parametrize("module", [ClampsData, FillsData])
-def test_edits_through_data_are_kept(pool: RankPool, name: str, module: type[Lit]) -> None:
-    assert_as_ddp(pool, name, module)
+def test_edits_through_data_are_kept_on_demand(pool: RankPool, name: str, module: type[Lit]) -> None:
+    assert_as_ddp(pool, detecting(name), module)
 
 
 @ranks(2)
 @pytest.mark.parametrize("name", ["zero1", "zero2_offload"])
 def test_edits_through_data_reach_the_masters_of_16_bit_parameters(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="sgd", options={"lr": 1e-9})
-    weights = pool.run(fit, name, recipe, FillsData, precision="bf16-true")[0].weights
+    weights = pool.run(fit, detecting(name), recipe, FillsData, precision="bf16-true")[0].weights
     # A master that bf16 rounds to 0.25 keeps its digits.
     assert all(torch.equal(value.bfloat16(), torch.full_like(value, 0.25).bfloat16()) for value in weights.values())
 
@@ -124,7 +130,7 @@ def test_edits_through_data_reach_the_masters_of_16_bit_parameters(pool: RankPoo
 def fit_clamping(name: str, path: str | None) -> dict[str, Tensor]:
     lit = ClampsData(MOMENTUM)
     lit.saves = path
-    trainer = make_trainer(name)
+    trainer = make_trainer(detecting(name))
     trainer.fit(lit)
     return observe(trainer, lit).weights
 

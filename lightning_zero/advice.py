@@ -1,0 +1,39 @@
+"""Remedies at the end of messages, in the words of whoever drives the engine.
+
+The floors below `integration` raise errors that state facts. Where only the driver can name the remedy (an option, a
+method, a flag of its trainer), the message asks for it by a case, and the driver provides the text. So an error reads
+the same wherever it is caught, also where no code of the driver is on the stack. Without a driver it says less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, auto
+
+
+class Case(Enum):
+    """Situations in which a message leaves the remedy to the driver."""
+
+    INITIALIZED_IN_SHARDS = auto()  # a parameter is used that was initialized in shards and that no engine runs
+    STATE_IS_SHARDED = auto()  # an optimizer's state is read
+    STATE_DOES_NOT_FIT = auto()  # a checkpoint's optimizer state is another optimizer's
+    LOSS_IS_NOT_SCALED = auto()  # backward ran on a loss that the loss scaler has not seen
+    NOT_ON_HOST = auto()  # a CPU optimizer got a parameter on a device
+    MASTERS_NOT_ON_HOST = auto()  # a kernel for host memory got masters on a device
+    MASTERS_NOT_FP32 = auto()  # a kernel that needs fp32 masters got others
+    CANNOT_BE_SHARDED = auto()  # a parameter, a module or an optimizer
+    MADE_LATE = auto()  # a parameter came into being, or got its values, too late
+    STEP_OF_ITS_OWN = auto()  # an optimizer overrides `step`, and the driver has a hook for that
+
+
+_TEXTS: dict[Case, str] = {}
+
+
+def provide(texts: Mapping[Case, str]) -> None:
+    """State the remedies of the driver; of two drivers the last one is heard."""
+    _TEXTS.update(texts)
+
+
+def advice(case: Case, before: str = "", default: str = "") -> str:
+    """The driver's remedy after ``before``, or else ``default``."""
+    return before + _TEXTS[case] if case in _TEXTS else default

@@ -1,0 +1,180 @@
+"""The default container: one file as :func:`torch.save` writes it, which all ranks write together.
+
+Rank 0 writes the skeleton under a temporary name, then every rank its own slices of the tensors at their places, a tile
+at a time. When all of it is on the disk, rank 0 completes the checksums and renames the file. Whatever happens before
+that, the previous file is untouched; what is left over has a name that nobody loads, and the next save removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.storage import UntypedStorage
+from typing_extensions import override
+
+from lightning_zero.checkpoint.archive import (
+    Checksum,
+    Record,
+    by_record,
+    combined,
+    write_checksums,
+    write_skeleton,
+)
+from lightning_zero.checkpoint.commit import Draft, Save
+from lightning_zero.checkpoint.errors import on_first, together
+from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor
+from lightning_zero.checkpoint.shards import Key, ShardedValues, source_of
+from lightning_zero.checkpoint.tiles import TILE, snapshot, write_tiles
+from lightning_zero.engine import Engine
+from lightning_zero.sharding import Group
+from lightning_zero.storage import Executor
+
+Missing = Mapping[Record, UntypedStorage | LazyTensor]
+
+
+class _ShardedRecord(NamedTuple):
+    """A record that all ranks write, and the parameter whose values belong there."""
+
+    record: Record
+    key: Key
+    param: int
+
+
+class _RecordSlice(NamedTuple):
+    """A slice of a record that this rank writes, from a byte on: 1-D tensors, one after the other."""
+
+    record: Record
+    offset: int
+    tiles: Iterable[Tensor]
+
+
+def begin(checkpoint: Any, path: Path, engine: Engine | None, world: Group, checksums: bool = True) -> FileSave | None:
+    """Begin to write the file ``path``; see :func:`lightning_zero.checkpoint.begin`. Collective.
+
+    Returns:
+        The save; ``None``, with nothing written, where some rank does not see the files of rank 0.
+    """
+    draft: Draft | None = None
+    missing: Missing = {}
+    with contextlib.ExitStack() as stack:
+
+        def make() -> tuple[Path, list[_ShardedRecord]]:
+            nonlocal draft, missing
+            draft = stack.enter_context(contextlib.closing(Draft(path)))
+            missing = write_skeleton(draft.temporary, checkpoint)
+            return draft.temporary, _sharded_records(missing, engine)
+
+        temporary, sharded = on_first(world, make, f"begin the checkpoint {path}")
+        if not all(together(world, temporary.exists, f"look for {temporary}")):
+            return None
+        stack.pop_all()
+        slices = [*_own_slices(sharded, engine), *_unsharded(missing)]
+        return FileSave(path, temporary, slices, draft, missing, checksums)
+
+
+def write_alone(checkpoint: Any, path: Path) -> None:
+    """Write ``checkpoint`` from one process, with its checksums, in memory for a tile of its stored tensors.
+
+    Raises:
+        CheckpointError: it cannot be written; nothing has changed then.
+    """
+    alone = Group()
+    save = begin(checkpoint, path, None, alone)
+    assert save is not None
+    save.write(alone)
+
+
+@dataclass
+class FileSave(Save):
+    """A save into one file; on rank 0 with its draft, and the records in it that are without values."""
+
+    path: Path
+    temporary: Path
+    slices: list[_RecordSlice]
+    draft: Draft | None
+    missing: Missing
+    checksums: bool
+
+    @override
+    def hold(self, executor: Executor) -> None:
+        self.slices = [own._replace(tiles=snapshot(own.tiles, executor)) for own in self.slices]
+
+    @override
+    def _write(self, rank: int) -> list[Checksum]:
+        written = []
+        # Not for reading too: a network file system would write back whole pages, others' bytes among them.
+        file = os.open(self.temporary, os.O_WRONLY)
+        try:
+            for record, offset, tiles in self.slices:
+                start = record.start + offset
+                written.append(Checksum(record.name, start, *write_tiles(file, tiles, start, self.checksums)))
+            os.fsync(file)
+        finally:
+            os.close(file)
+        return written
+
+    @override
+    def _complete(self, written: Sequence[Sequence[Checksum]]) -> None:
+        if self.draft is None:
+            return
+        found = by_record(self.missing, (checksum for checksums in written for checksum in checksums))
+        for record in self.missing:
+            _check_complete(record, sorted(found[record.name], key=lambda each: each.start))
+        if self.checksums:
+            write_checksums(self.draft.file, {record: combined(found[record.name]) for record in self.missing})
+            os.fsync(self.draft.file)
+        self.draft.complete()
+
+    @override
+    def abandon(self) -> None:
+        if self.draft is not None:
+            self.draft.close()
+
+
+def _sharded_records(missing: Missing, engine: Engine | None) -> list[_ShardedRecord]:
+    """The records that all ranks write."""
+    return [
+        _ShardedRecord(record, source_of(tensor, engine).key, tensor.param)
+        for record, tensor in missing.items()
+        if isinstance(tensor, LazyTensor) and not isinstance(tensor, StoredTensor)
+    ]
+
+
+def _unsharded(missing: Missing) -> Iterator[_RecordSlice]:
+    """Records that only rank 0 has: buffers, and what user code has put there, also of another checkpoint."""
+    for record, values in missing.items():
+        if isinstance(values, UntypedStorage):
+            data = torch.empty(0, dtype=torch.uint8, device=values.device).set_(values)
+            yield _RecordSlice(record, 0, data.split(TILE))
+        elif isinstance(values, StoredTensor):
+            yield _RecordSlice(record, 0, values.tiles(TILE))
+
+
+def _own_slices(sharded: Iterable[_ShardedRecord], engine: Engine | None) -> Iterator[_RecordSlice]:
+    """This rank's slices of the records that all ranks write."""
+    for record, key, param in sharded:
+        assert engine is not None
+        values, width = ShardedValues(engine, key), key.dtype.itemsize
+        for first, start, stop in values.slices(param):
+            yield _RecordSlice(record, first * width, values.tiles(start, stop))
+
+
+def _check_complete(record: Record, slices: list[Checksum]) -> None:
+    """Raise unless ``slices``, in ascending order, make up the record."""
+    position = record.start
+    for each in slices:
+        if each.start != position:
+            break
+        position += each.nbytes
+    if position != record.stop:
+        raise ValueError(
+            f"no rank has written byte {position - record.start} of the {record.nbytes} of {record.name}; "
+            "do all ranks hold the same optimizers?"
+        )

@@ -1,0 +1,397 @@
+"""Writing a folder by ``torch.distributed.checkpoint`` (DCP), to which every rank adds a file.
+
+No rank needs to see what another one writes. Tensors are in DCP's files, under ``model`` and ``optimizer_0``,
+``optimizer_1`` ..., as Lightning's FSDP strategy has them; the rest is in ``meta.pt``, which is written last. Planning
+and the format are DCP's; how tensors are written, a tile at a time, how ranks agree, and how the folder gets its name,
+is as for the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.nn import Parameter
+from typing_extensions import override
+
+from lightning_zero.checkpoint.archive import Record, archive_of_tensor, lazy_tensors, leaves, write_checksums
+from lightning_zero.checkpoint.boxes import Box, boxes_of_slice, view_as_box
+from lightning_zero.checkpoint.commit import META, Draft, Save, sync
+from lightning_zero.checkpoint.errors import on_first, together
+from lightning_zero.checkpoint.folder_reader import OPTIMIZER
+from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor
+from lightning_zero.checkpoint.shards import Key, ShardedValues, fetch_for_first, source_of
+from lightning_zero.checkpoint.tiles import TILE, snapshot, write_at, write_tiles
+from lightning_zero.engine import Engine
+from lightning_zero.sharding import Group
+from lightning_zero.storage import Executor
+from lightning_zero.torch_private import StorageInfo
+
+KeyPath = tuple[str | int, ...]  # the keys and indices that lead to an entry of the checkpoint
+
+
+def begin(
+    checkpoint: Mapping[str, Any], path: Path, engine: Engine | None, world: Group, checksums: bool = True
+) -> FolderSave:
+    """Begin to write the folder ``path``; see :func:`lightning_zero.checkpoint.begin`. Collective."""
+    what = f"begin the checkpoint {path}"
+    contents, meta = _Contents(), b""
+
+    def sort_out() -> None:
+        nonlocal contents, meta
+        contents = _Contents.of(checkpoint)
+        meta = contents.pickled_meta()
+
+    on_first(world, sort_out, what)
+    if engine is not None:
+        # Rank 0 writes alone what is no dictionary or list, with all that is in it.
+        fetch_for_first([leaf for leaf in contents.entries.values() if not isinstance(leaf, Tensor)], engine)
+    folder = _Folder(path, world)
+    try:
+        if folder.spread:  # the ranks that have made another folder write it, too
+            meta = on_first(world, lambda: meta, what)
+        sharded, aliases = on_first(world, lambda: (contents.take_sharded(engine), contents.aliases), what)
+        for name, key, param in sharded:
+            assert engine is not None
+            contents.entries[name] = _OwnBoxes(ShardedValues(engine, key), param)
+        planner, writer = _Planner(contents, coordinator=world.rank == 0), _Writer(folder.path)
+        plans = together(world, lambda: writer.prepare_local_plan(planner.create_local_plan()), what)
+
+        def plan_all() -> tuple[list[SavePlan], Metadata, str]:
+            every, metadata = planner.create_global_plan(plans)
+            tensors = metadata.state_dict_metadata
+            tensors |= {other: tensors[name] for other, name in aliases.items()}
+            return writer.prepare_global_plan(every), metadata, writer.save_id
+
+        every, metadata, writer.save_id = on_first(world, plan_all, what)
+        items = planner.items(every[world.rank])
+        return FolderSave(path, folder, items, writer, metadata, aliases, meta, checksums)
+    except BaseException:
+        folder.close()
+        raise
+
+
+@dataclasses.dataclass
+class FolderSave(Save):
+    """A save into a folder, with what DCP needs to complete it.
+
+    Attributes:
+        folder: where this rank writes.
+        items: that this rank writes.
+        writer: into the folder.
+        metadata: of all ranks' items.
+        aliases: names of tensors that are another one, and the name of that.
+        meta: contents of ``meta.pt``.
+        checksums: compute them.
+    """
+
+    path: Path
+    folder: _Folder
+    items: Iterable[_Item]
+    writer: _Writer
+    metadata: Metadata
+    aliases: Mapping[str, str]
+    meta: bytes
+    checksums: bool
+
+    def __post_init__(self) -> None:
+        self.spread = self.folder.spread
+
+    @override
+    def hold(self, executor: Executor) -> None:
+        self.items = [item._replace(tiles=snapshot(item.tiles, executor)) for item in self.items]
+
+    @override
+    def _write(self, rank: int) -> list[WriteResult]:
+        return self.writer.write_items(self.items, f"__{rank}_0{DEFAULT_SUFFIX}", self.checksums)
+
+    @override
+    def _complete(self, written: Sequence[Sequence[WriteResult]]) -> None:
+        if (draft := self.folder.draft) is not None:
+            self.writer.finish(self.metadata, [*map(list, written), self._copies(written)])
+            unnamed = draft.temporary / f"{META}.tmp"
+            unnamed.write_bytes(self.meta)
+            sync(unnamed)
+            sync(draft.temporary)
+            unnamed.rename(draft.temporary / META)  # now it is complete
+            sync(draft.temporary)
+            draft.complete()
+
+    def _copies(self, written: Sequence[Sequence[WriteResult]]) -> list[WriteResult]:
+        """The places of tied tensors, which are written once, under their other names."""
+        return [
+            dataclasses.replace(result, index=dataclasses.replace(result.index, fqn=other))
+            for other, name in self.aliases.items()
+            for results in written
+            for result in results
+            if result.index.fqn == name
+        ]
+
+    @override
+    def abandon(self) -> None:
+        self.folder.close()
+
+
+@dataclasses.dataclass
+class _Contents:
+    """A checkpoint as DCP sees it.
+
+    Attributes:
+        entries: by DCP's names; on all ranks but the first only sharded tensors.
+        paths: where each was in the checkpoint.
+        aliases: names of tensors that are another one, and the name of that.
+        meta: everything else.
+    """
+
+    entries: dict[str, Any] = dataclasses.field(default_factory=dict)
+    paths: dict[str, KeyPath] = dataclasses.field(default_factory=dict)
+    aliases: dict[str, str] = dataclasses.field(default_factory=dict)
+    meta: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, checkpoint: Mapping[str, Any]) -> _Contents:
+        """Sort out what DCP gets: weights, state of optimizers, and other entries with sharded tensors."""
+        contents = cls(meta=dict(checkpoint))
+        trees: dict[str, Any] = {}
+        if "state_dict" in contents.meta:
+            trees["model"] = contents.meta.pop("state_dict")
+        if contents.meta.get("optimizer_states"):
+            trees |= {f"optimizer_{n}": state for n, state in enumerate(contents.meta.pop("optimizer_states"))}
+        for key in [key for key, value in contents.meta.items() if lazy_tensors(value)]:
+            if key == "model" or OPTIMIZER.fullmatch(key):
+                raise ValueError(f"the checkpoint's entry {key!r} has the name of weights or state; call it otherwise")
+            trees[key] = contents.meta.pop(key)
+        first: dict[Any, str] = {}
+        for path, leaf in (found for key, tree in trees.items() for found in leaves(tree, _is_opened, (key,))):
+            name = ".".join(map(str, path))
+            if name in contents.paths:
+                raise ValueError(f"{contents.paths[name]} and {path} in the checkpoint have one name, {name!r}")
+            contents.paths[name] = path
+            tensor = (leaf.source.key, leaf.param) if isinstance(leaf, LazyTensor) else id(leaf)
+            if isinstance(leaf, Tensor) and first.setdefault(tensor, name) != name:
+                contents.aliases[name] = first[tensor]
+            else:
+                contents.entries[name] = leaf
+        return contents
+
+    def pickled_meta(self) -> bytes:
+        buffer = io.BytesIO()
+        torch.save(self.meta, buffer)
+        return buffer.getvalue()
+
+    def take_sharded(self, engine: Engine | None) -> list[tuple[str, Key, int]]:
+        """Find the tensors that all ranks write: name, key and parameter of each; the rest is ordinary then."""
+        sharded = []
+        for name, leaf in self.entries.items():
+            if isinstance(leaf, LazyTensor):
+                if isinstance(leaf, StoredTensor):  # of another checkpoint
+                    self.entries[name] = leaf.full()
+                elif leaf.fetched is not None:
+                    self.entries[name] = leaf.fetched
+                elif not leaf.numel():  # no rank has a slice of it
+                    self.entries[name] = torch.empty(leaf.shape, dtype=leaf.dtype)
+                else:
+                    sharded.append((name, source_of(leaf, engine).key, leaf.param))
+            elif isinstance(leaf, Tensor) and not _is_plain(leaf):
+                self.entries[name] = _Pickled(leaf)
+        return sharded
+
+
+def _is_opened(tree: Any) -> bool:
+    """Whether DCP gets what is in ``tree`` as entries: a dictionary or a list in which there are tensors."""
+    if isinstance(tree, Mapping):
+        return all(isinstance(key, str) for key in tree) and _holds_tensors(tree)
+    return isinstance(tree, list) and _holds_tensors(tree)
+
+
+def _holds_tensors(tree: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for _, leaf in leaves(tree, lambda value: isinstance(value, Mapping | list)))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is nothing but its values."""
+    return type(tensor) in (Tensor, Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
+
+
+class _Pickled:
+    """A tensor that DCP pickles."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class _OwnBoxes:
+    """The boxes of a sharded tensor that this rank writes, by DCP's protocol of checkpointable objects."""
+
+    def __init__(self, values: ShardedValues, param: int) -> None:
+        self._values, self._form = values, values.bucket.formats[param]
+        self._boxes: dict[torch.Size, tuple[Box, int]] = {}  # by offsets, with the place in this rank's shard
+        for first, start, stop in values.slices(param):
+            for box in boxes_of_slice(self._form, first, first + stop - start):
+                self._boxes[torch.Size(box.offsets)] = box, start
+                start += box.numel
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                MetadataIndex(name, offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(offsets, torch.Size(box.sizes)),
+                    TensorProperties(dtype=self._values.key.dtype),
+                    self._form.shape,
+                ),
+            )
+            for offsets, (box, _) in self._boxes.items()
+        ]
+
+    def item(self, index: MetadataIndex) -> _Item:
+        """The item of one of the boxes."""
+        assert index.offset is not None
+        box, start = self._boxes[index.offset]
+        form = view_as_box(torch.empty(box.numel, dtype=self._values.key.dtype, device="meta"), box, self._form)
+        return _Item.of(index, form, self._values.tiles(start, start + box.numel))
+
+
+class _Item(NamedTuple):
+    """An archive in a rank's file, under one of DCP's names: a box of a tensor, or a pickled object.
+
+    Attributes:
+        name: of the entry, with the box's offsets.
+        before: the first bytes of the archive.
+        values: the record of the bytes of ``tiles``; ``None``: it is in ``before``.
+        tiles: 1-D, one after the other.
+        after: the last bytes of the archive.
+    """
+
+    name: MetadataIndex
+    before: bytes | memoryview
+    values: Record | None = None
+    tiles: Iterable[Tensor] = ()
+    after: bytes = b""
+
+    @classmethod
+    def of(cls, name: MetadataIndex, form: Tensor, tiles: Iterable[Tensor]) -> _Item:
+        """A tensor with the shape, strides and dtype of ``form``."""
+        archive = archive_of_tensor(tuple(form.shape), form.stride(), form.dtype)
+        return cls(name, archive.before, archive.values, tiles, archive.after)
+
+
+class _Planner(DefaultSavePlanner):
+    """DCP's planner, for entries that have their names already, among them boxes of sharded tensors."""
+
+    def __init__(self, contents: _Contents, coordinator: bool) -> None:
+        super().__init__()
+        self.state_dict, self.mappings, self.is_coordinator = contents.entries, contents.paths, coordinator
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        entry = self.state_dict[index.fqn]
+        return entry.tensor if isinstance(entry, _Pickled) else entry
+
+    def items(self, plan: SavePlan) -> Iterator[_Item]:
+        """The items that ``plan`` writes; each is looked up when its turn comes."""
+        for planned in plan.items:
+            entry, index = self.state_dict[planned.index.fqn], planned.index
+            if isinstance(entry, _OwnBoxes):
+                yield entry.item(index)
+            elif isinstance(data := self.resolve_data(planned), Tensor):
+                values = data.detach().resolve_conj().resolve_neg().contiguous()
+                yield _Item.of(index, values, values.view(-1).split(TILE // values.itemsize))
+            else:
+                yield _Item(index, data.getbuffer())
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer, for files that are written as the one file is: a tile at a time, with checksums or without."""
+
+    def write_items(self, items: Iterable[_Item], name: str, checksums: bool) -> list[WriteResult]:
+        """Write ``items`` to the file ``name``, until they are on the disk; returns where they are."""
+        written, sums, end = [], {}, 0
+        file = os.open(Path(self.path) / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            for item in items:
+                start = end
+                write_at(file, item.before, start)
+                end += len(item.before)
+                if item.values is not None:
+                    values = item.values.moved(start)
+                    nbytes, sums[values] = write_tiles(file, item.tiles, end, checksums)
+                    if nbytes != values.nbytes:
+                        raise ValueError(f"{item.name.fqn} has {nbytes} bytes, not {values.nbytes}")
+                    end += nbytes
+                write_at(file, item.after, end)
+                end += len(item.after)
+                written.append(WriteResult(item.name, end - start, StorageInfo(name, start, end - start)))
+            if checksums:
+                write_checksums(file, sums)
+            os.fsync(file)
+        finally:
+            os.close(file)
+        return written
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(save_id=self.save_id)
+
+
+class _Folder:
+    """The folder into which this rank writes: that of rank 0 or, where that is on another file system, one it sees.
+
+    Attributes:
+        path: of the folder, under its temporary name.
+        draft: the folder, where this rank has made it.
+        spread: whether there are several.
+    """
+
+    def __init__(self, path: Path, world: Group) -> None:
+        self.draft: Draft | None = None
+        self._found: Path | None = None
+        seen = [False] * world.size
+        try:
+            while not all(seen):
+                first = seen.index(False)
+                self.spread = first > 0
+                make = functools.partial(self._make, path, mine=world.rank == first)
+                made = together(world, make, f"make a folder for {path}")[first]
+                assert made is not None
+                seen = together(world, functools.partial(self._sees, made), f"look for {made}")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def path(self) -> Path:
+        assert self._found is not None
+        return self._found
+
+    def _make(self, path: Path, mine: bool) -> Path | None:
+        if not mine:
+            return None
+        self.draft = Draft(path, folder=True)
+        return self.draft.temporary
+
+    def _sees(self, made: Path) -> bool:
+        if self._found is None and made.is_dir():
+            self._found = made
+        return self._found is not None
+
+    def close(self) -> None:
+        if self.draft is not None:
+            self.draft.close()

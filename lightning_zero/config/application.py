@@ -1,0 +1,118 @@
+"""Hydra applications that train with Lightning: the main function's decorator, and one run folder for all ranks."""
+
+import functools
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_zero.config.errors import check_added, check_complete, groups_of_application, run_with_clear_errors
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from lightning_zero.config.errors import Task
+
+_RUN_DIR_KEY = "run_dir"
+
+
+def hydra_main(config_name: str, config_path: str | None = None) -> Callable[["Task"], Callable[[], None]]:
+    """Decorates the main function of a script, as `hydra.main` does.
+
+    On top of `hydra.main`, a misspelt key, option or value ends the program with a message that lists the valid
+    ones, and the ranks that torchrun starts share one run folder. `HYDRA_FULL_ERROR=1` shows complete stack traces.
+
+    Args:
+        config_name: The primary configuration, without `.yaml`.
+        config_path: Its folder, relative to the script, or `pkg://package`.
+    """
+
+    def decorate(task: "Task") -> Callable[[], None]:
+        @functools.wraps(task)
+        def run() -> None:
+            import hydra
+
+            # Lightning's own use of APIs that newer torch deprecates: nothing a user could change.
+            warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
+            warnings.filterwarnings("ignore", message=".*nn.functional.all_gather is deprecated")
+            if _runs_task():
+                _move_overrides_last()
+                _join_run_folder()
+            main = hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)
+            groups = functools.partial(groups_of_application, task, config_path)
+            run_with_clear_errors(main(_prepared(task)), task, groups)
+
+        return run
+
+    return decorate
+
+
+def _prepared(task: "Task") -> "Task":
+    """Wraps a task in the checks of its composed configuration, and tells the other ranks where rank 0 writes."""
+
+    @functools.wraps(task)
+    def run(cfg: "DictConfig") -> Any:
+        check_added(cfg)
+        check_complete(cfg)
+        _publish_run_folder()
+        return task(cfg)
+
+    return run
+
+
+# -- one run folder for all ranks ---------------------------------------------------------------------------
+
+
+def _torchrun_store() -> Any:
+    """Connects to the key-value store that torchrun's agent offers before there is a process group; None without."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = TCPStore(address, port, is_master=False, wait_for_workers=False)
+    return PrefixStore(f"lightning_zero/attempt_{attempt}", store)
+
+
+def _publish_run_folder() -> None:
+    """Tells the other ranks of torchrun which folder rank 0 writes to, as an override."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    store = _torchrun_store()
+    if store is not None and os.environ["RANK"] == "0":
+        hydra = HydraConfig.get()
+        key, folder = ("sweep", hydra.sweep.dir) if hydra.mode == RunMode.MULTIRUN else ("run", hydra.run.dir)
+        path = str(Path(hydra.runtime.cwd, folder)).replace("'", r"\'")
+        store.set(_RUN_DIR_KEY, f"hydra.{key}.dir='{path}'")
+
+
+def _join_run_folder() -> None:
+    """Makes the other ranks of torchrun use rank 0's folder: by their own clocks they would name others.
+
+    Lightning's launcher gives the ranks that it starts the same three overrides. The last of a key counts.
+    """
+    store = _torchrun_store()
+    if store is None or os.environ["RANK"] == "0":
+        return
+    name = f"hydra.job.name=train_rank_{os.environ['RANK']}"
+    sys.argv += [store.get(_RUN_DIR_KEY).decode(), name, "hydra.output_subdir=null"]
+
+
+def _move_overrides_last() -> None:
+    """Puts flags first: Hydra takes overrides in one piece only, and ranks get more of them appended."""
+    from hydra._internal.utils import get_args
+
+    overrides = get_args().overrides
+    sys.argv[1:] = [*(word for word in sys.argv[1:] if word not in overrides), *overrides]
+
+
+def _runs_task() -> bool:
+    """Tells whether the command line runs the task, and does not just print something."""
+    from hydra._internal.utils import get_args
+
+    args = get_args()
+    return not (args.help or args.hydra_help or args.cfg or args.info or args.shell_completion)

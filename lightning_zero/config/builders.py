@@ -1,0 +1,206 @@
+"""Objects from a configuration: the Trainer, optimizers with their schedulers, groups of callbacks and loggers."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from lightning_zero.config.errors import ConfigError
+from lightning_zero.config.schemas import DynamicLossScalerConf, PrecisionConf
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch.strategies import Strategy
+    from lightning.pytorch.utilities.types import OptimizerLRScheduler
+    from omegaconf import DictConfig
+
+
+def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "Trainer":
+    """Builds the Trainer that the groups `trainer strategy precision logger callbacks` describe.
+
+    Args:
+        cfg: A configuration with these groups. Where `trainer.enable_checkpointing`, `enable_progress_bar` or
+            `enable_model_summary` is null, a group of callbacks that is not empty decides: Lightning adds none then.
+        callbacks: The application's own callbacks, which come before those of the group.
+    """
+    from hydra.utils import instantiate
+    from lightning.pytorch.callbacks import LearningRateMonitor
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from lightning_zero.integration.launchers import why_not_in_sweep
+
+    _check_sizes(cfg.trainer)
+    strategy = instantiate(cfg.strategy, _convert_="all")
+    precision = _precision_arguments(cfg.precision, strategy)
+    _check_groups(cfg.trainer, {"strategy", "precision", "logger", "callbacks", *precision})
+    loggers = build_group(cfg.logger)
+    everything = [*callbacks, *build_group(cfg.callbacks)]
+    if not loggers:  # Lightning would refuse it
+        everything = [callback for callback in everything if not isinstance(callback, LearningRateMonitor)]
+    trainer: Trainer = instantiate(
+        cfg.trainer,
+        strategy=strategy,
+        logger=loggers,
+        _convert_="all",
+        **_flags_and_callbacks(cfg, everything),
+        **precision,
+    )
+    if isinstance(trainer.strategy, DDPStrategy) and (reason := why_not_in_sweep(trainer.strategy)):
+        raise ConfigError(reason)  # ours has refused by itself
+    return trainer
+
+
+def _check_groups(trainer: "DictConfig", given: Iterable[str]) -> None:
+    """Refuses arguments of the Trainer that come from other groups: they would have no effect."""
+    for name in given:
+        if name in trainer:
+            group = "precision" if name == "plugins" else name
+            raise ConfigError(f"trainer.{name} has no effect: the group {group!r} says it. Use {group}=... instead.")
+
+
+def _check_sizes(trainer: "DictConfig") -> None:
+    """Refuses what Lightning takes and what then fails, or trains by a wrong rule."""
+    for name, least in (("accumulate_grad_batches", 1), ("gradient_clip_val", 0), ("log_every_n_steps", 0)):
+        if isinstance(value := trainer.get(name), int | float) and value < least:
+            raise ConfigError(f"trainer.{name}={value} must be at least {least}.")
+
+
+def _flags_and_callbacks(cfg: "DictConfig", callbacks: list["Callback"]) -> dict[str, Any]:
+    """Makes flags and callbacks of the trainer agree: Lightning refuses a callback against its flag, or adds one.
+
+    A flag that is false leaves its callbacks out. One that is null goes by whether there are any, but an empty group
+    stands for those of Lightning.
+    """
+    from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
+
+    kinds: dict[str, type] = {
+        "enable_checkpointing": Checkpoint,
+        "enable_progress_bar": ProgressBar,
+        "enable_model_summary": ModelSummary,
+    }
+    flags = {flag: cfg.trainer.get(flag, True) for flag in kinds}
+    for flag, kind in kinds.items():
+        if flags[flag] is None:
+            flags[flag] = not cfg.callbacks or any(isinstance(callback, kind) for callback in callbacks)
+    off = tuple(kind for flag, kind in kinds.items() if not flags[flag])
+    return {**flags, "callbacks": [callback for callback in callbacks if not isinstance(callback, off)]}
+
+
+def build_group(group: "DictConfig") -> list[Any]:
+    """Builds an object for every entry of a group of named objects; an entry set to null is left out.
+
+    Raises:
+        ConfigError: An entry is something else.
+    """
+    from hydra.utils import instantiate
+    from omegaconf import DictConfig
+
+    for name, node in group.items():
+        if node is not None and not (isinstance(node, DictConfig) and "_target_" in node):
+            key = group._get_full_key(str(name))
+            raise ConfigError(f"{key}={node} must be null, or keys of which `_target_` names a class.")
+    return [instantiate(node, _convert_="all") for node in group.values() if node is not None]
+
+
+def _precision_arguments(cfg: "DictConfig", strategy: "Strategy") -> dict[str, Any]:
+    """Gives our strategies our plugin, and any other strategy the name, which is all that it takes."""
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    from lightning_zero import ZeroStrategy
+
+    if isinstance(strategy, ZeroStrategy):
+        return {"plugins": [instantiate(cfg, _convert_="all")]}
+    # A loss scaler at its defaults stands for the one that any other strategy has of its own.
+    plain = asdict(PrecisionConf(precision=cfg.precision, scaler=DynamicLossScalerConf()))
+    own = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(own, dict)
+    if changed := _changed(own, plain):
+        raise ConfigError(
+            f"precision has {changed}, which {type(strategy).__name__} does not know: "
+            "leave these keys at their defaults or choose a zero strategy."
+        )
+    return {"precision": cfg.precision}
+
+
+def _changed(values: dict[Any, Any], plain: dict[str, Any]) -> dict[str, Any]:
+    """Picks the values that are not null and differ from the plain ones; of mappings, what differs inside."""
+    changed = {}
+    for key, value in values.items():
+        default = plain.get(key)
+        if isinstance(value, dict) and isinstance(default, dict):
+            value = _changed(value, default) or None
+        if value is not None and value != default:
+            changed[key] = value
+    return changed
+
+
+def micro_batch_size(batch_size: int, world_size: int, accumulate: int) -> int:
+    """Divides a global batch, `data.batch_size`: the samples that a rank takes at once.
+
+    Args:
+        batch_size: Samples per optimizer step, over all ranks and micro-batches.
+        world_size: Number of ranks.
+        accumulate: Micro-batches per optimizer step.
+
+    Raises:
+        ConfigError: It does not divide evenly.
+    """
+    parts = world_size * accumulate
+    if batch_size < parts or batch_size % parts:
+        near = max(1, round(batch_size / parts)) * parts
+        raise ConfigError(
+            f"data.batch_size={batch_size} cannot be split evenly over {world_size} ranks x {accumulate} "
+            f"micro-batches: use a multiple of {parts}, such as data.batch_size={near}, or another trainer.devices."
+        )
+    return batch_size // parts
+
+
+def build_optimizers(
+    optimizer: "DictConfig", scheduler: "DictConfig", params: Iterable[Any], total_steps: float
+) -> "OptimizerLRScheduler":
+    """Builds the optimizer and the scheduler of the groups `optimizer` and `scheduler`, for `configure_optimizers`.
+
+    Args:
+        optimizer: A torch optimizer's class and arguments.
+        scheduler: A scheduler's class and arguments; without a class: none.
+        params: Parameters or parameter groups.
+        total_steps: Optimizer steps of the fit, for a scheduler whose `total_steps` is null.
+    """
+    options = _arguments(optimizer)
+    if len(options.get("betas", (0, 0))) != 2:
+        raise ConfigError(f"optimizer.betas={list(options['betas'])} must be two numbers, such as [0.9,0.999].")
+    built = _build(optimizer, params, **options)
+    if not scheduler or "_target_" not in scheduler:
+        return {"optimizer": built}
+    arguments = _arguments(scheduler)
+    if "total_steps" in arguments and arguments["total_steps"] is None:
+        if not math.isfinite(total_steps):
+            raise ConfigError(
+                "scheduler.total_steps is null, and the fit has no end: set trainer.max_steps or max_epochs."
+            )
+        arguments["total_steps"] = int(total_steps)
+    schedule = _build(scheduler, built, **arguments)
+    return {"optimizer": built, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _build(cfg: "DictConfig", *args: Any, **kwargs: Any) -> Any:
+    """Builds an object of the node's class from these arguments; fails as `instantiate` does."""
+    from hydra.errors import InstantiationException
+    from hydra.utils import get_class
+
+    target = cfg["_target_"]
+    try:
+        return get_class(target)(*args, **kwargs)
+    except (ValueError, TypeError) as error:
+        raise InstantiationException(f"Error in call to target {target!r}:\n{error!r}") from error
+
+
+def _arguments(cfg: "DictConfig") -> dict[str, Any]:
+    """Reads a node's keyword arguments; lists become tuples, the type that torch has for `betas`."""
+    from omegaconf import OmegaConf
+
+    plain = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(plain, dict)
+    arguments = {str(k): v for k, v in plain.items() if not str(k).startswith("_")}
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in arguments.items()}

@@ -1,0 +1,36 @@
+"""Remedies for a user of Lightning, at the end of messages of the floors below. Importing this costs nothing."""
+
+from __future__ import annotations
+
+from lightning_zero.advice import Case, provide
+
+WEIGHTS_ALONE = (
+    "or load the weights alone: model = Model.load_from_checkpoint(path), then trainer.fit(model) without ckpt_path"
+)
+
+
+def provide_advice() -> None:
+    """Complete the messages of the floors below from now on."""
+    provide(
+        {
+            Case.INITIALIZED_IN_SHARDS: (
+                "Train it with the Trainer that made it; read or change it, on all ranks, inside `with "
+                "trainer.init_module():` or `with lightning_zero.gathered_parameters(module):`. For another strategy "
+                "or none, make it an ordinary module with `trainer.strategy.release(module)` on all ranks"
+            ),
+            Case.STATE_IS_SHARDED: (
+                "read it with trainer.strategy.optimizer_state(optimizer) on all ranks, or from a checkpoint of the "
+                "Trainer"
+            ),
+            Case.STATE_DOES_NOT_FIT: WEIGHTS_ALONE,
+            Case.LOSS_IS_NOT_SCALED: "self.manual_backward(loss) in a LightningModule",
+            Case.NOT_ON_HOST: "train with an offloading strategy such as strategy='zero2_offload'",
+            Case.MASTERS_NOT_ON_HOST: "use offload_optimizer='cpu'",
+            Case.MASTERS_NOT_FP32: (
+                "Train 16-bit parameters with precision='bf16-true' or '16-true', which gives them fp32 masters"
+            ),
+            Case.CANNOT_BE_SHARDED: "or train with strategy='ddp'",
+            Case.MADE_LATE: "`__init__` or `configure_model` is the place for it",
+            Case.STEP_OF_ITS_OWN: "or change gradients in `on_before_optimizer_step`",
+        }
+    )

@@ -1,0 +1,235 @@
+"""Checkpoints of the strategy: what Lightning asks for when it saves and loads, answered from shards."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero import checkpoint as _checkpoint
+from lightning_zero.integration import private
+from lightning_zero.integration.advice import WEIGHTS_ALONE
+from lightning_zero.integration.base import EngineStrategy
+from lightning_zero.integration.patches import replace_methods
+from lightning_zero.integration.precision import ZeroPrecision, unwrap
+from lightning_zero.sharding import Group, Mesh
+from lightning_zero.sharding.compiled import names_of, plain_names
+from lightning_zero.update import ShardUpdater
+from lightning_zero.version import __version__
+
+WRITTEN_BY = "lightning_zero"  # the checkpoint's entry on the run that wrote it
+
+
+class CheckpointingStrategy(EngineStrategy):
+    """Part of :class:`~lightning_zero.ZeroStrategy`: saves, loads and removes checkpoints, and gives out state."""
+
+    _background: _checkpoint.Background | None = None
+    _rng: dict[str, Tensor] | None = None  # what a fit that resumes has yet to give its generators
+    _fitting: bool = False  # saves may go on in the background
+
+    # ------------------------------------------------------------------------------------------------------- saving
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: private.PathLike, storage_options: Any | None = None
+    ) -> None:
+        if self._mesh is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if self._engine is not None:
+            _checkpoint.follow_first(self._engine)
+        if self._background is not None:
+            self._background.wait()
+        checkpoint = {**checkpoint, WRITTEN_BY: self._written_by(self._mesh)}
+        if "optimizer_states" in checkpoint:  # a run can resume from it
+            checkpoint[_checkpoint.rng.ENTRY] = _checkpoint.rng.gather(self._mesh.world, self.root_device)
+        form = self.options.checkpoint_format
+        if self._is_local_file(filepath) and storage_options is None:
+            path, world = Path(filepath).expanduser(), self._mesh.world
+            save = _checkpoint.begin(form, checkpoint, path, self._engine, world, checksums=self.options.checksums)
+            if save is not None:
+                self._write(save, world)
+                return
+            rank_zero_warn(
+                f"not all ranks see {filepath} where rank 0 writes it, so that it gathers the whole checkpoint first, "
+                "which takes time and host memory. Save to a file system that all nodes share, or with "
+                "checkpoint_format='sharded'"
+            )
+        elif form != "full" or self.options.async_save:
+            rank_zero_warn(
+                f"{type(self.checkpoint_io).__name__} writes {filepath}, so that rank 0 gathers the whole checkpoint "
+                "first and training waits for it: checkpoint_format and async_save are for local files without a "
+                "CheckpointIO of your own or storage_options"
+            )
+        if self._engine is not None:
+            _checkpoint.fetch_for_first(checkpoint, self._engine)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _write(self, save: _checkpoint.Save, world: Group) -> None:
+        if save.spread:
+            rank_zero_warn(
+                "not all ranks see the folder of rank 0: there will be a folder on the file system of each node. Copy "
+                "their files into one before another number of ranks, or another machine, loads it"
+            )
+        # Lightning requeues a job as soon as its SLURM checkpoint is there.
+        if self._background is not None and self._fitting and not save.path.name.startswith("hpc_ckpt_"):
+            self._background.start(save, world)
+        else:
+            save.write(world)
+
+    @override
+    def remove_checkpoint(self, filepath: private.PathLike) -> None:
+        # The one that is being written may be what replaces it.
+        remove = functools.partial(self._remove, filepath)
+        if self._background is None:
+            remove()
+        else:
+            self._background.after(remove)
+
+    def _remove(self, filepath: private.PathLike) -> None:
+        path = Path(filepath).expanduser()
+        if self._is_local_file(filepath) and path.is_dir():
+            if self.local_rank == 0:  # each node may have one; on a file system that they share one of them is first
+                with contextlib.suppress(FileNotFoundError):
+                    _checkpoint.remove(path)
+        else:
+            super().remove_checkpoint(filepath)
+
+    def _is_local_file(self, path: private.PathLike) -> bool:
+        """Whether checkpoints go to files by torch, so that our way of reading and writing them can stand in."""
+        return type(self.checkpoint_io) is TorchCheckpointIO and "://" not in str(path)
+
+    def _written_by(self, mesh: Mesh) -> dict[str, Any]:
+        """The entry about the run that writes; for information only."""
+        precision = str(self.precision_plugin.precision)
+        return self.options.record(__version__, mesh.world.size, mesh.shard.size, precision)
+
+    # -------------------------------------------------------------------------------------------------------- state
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return plain_names(super().lightning_module_state_dict()) if self._engine is None else self._module_state()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        updater = self._updater_of(unwrap(optimizer))
+        return optimizer.state_dict() if updater is None else self._state_of(updater)
+
+    def _module_state(self) -> dict[str, Any]:
+        """The state for user code, which may save it on rank 0 alone, without the ranks that have the rest."""
+        return _checkpoint.full_on_first(self._lazy_module_state(), self.engine)
+
+    def _state_of(self, updater: ShardUpdater) -> dict[str, Any]:
+        """See :meth:`_module_state`."""
+        state = _checkpoint.full_on_first(self._lazy_state_of(updater), self.engine)
+        return state if self.is_global_zero else {**state, "state": {}}
+
+    def _lazy_module_state(self) -> dict[str, Any]:
+        """The state for the Trainer's checkpoints, which all ranks write: tensors are looked up as they are written."""
+        return _checkpoint.module_state_dict(self.engine)
+
+    def _lazy_state_of(self, updater: ShardUpdater) -> dict[str, Any]:
+        """See :meth:`_lazy_module_state`."""
+        return _checkpoint.optimizer_state_dict(self.engine, updater)
+
+    def _dump(self, connector: private.CheckpointConnector, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Run the connector's own ``dump_checkpoint``, whose requests for state are answered by lazy tensors."""
+        undo = replace_methods(
+            self,
+            {
+                "_module_state": type(self)._lazy_module_state,
+                "_state_of": type(self)._lazy_state_of,
+            },
+        )
+        try:
+            return type(connector).dump_checkpoint(connector, *args, **kwargs)
+        finally:
+            undo()
+
+    def _updater_of(self, optimizer: Optimizer) -> ShardUpdater | None:
+        """The updater that drives ``optimizer``; ``None`` for the stand-in of a module that configures none."""
+        for updater in self.engine.updaters:
+            if updater.optimizer is optimizer:
+                assert isinstance(updater, ShardUpdater)
+                return updater
+        return None
+
+    # ------------------------------------------------------------------------------------------------------ loading
+
+    @override
+    def load_checkpoint(self, checkpoint_path: private.PathLike, weights_only: bool | None = None) -> dict[str, Any]:
+        if not self._is_local_file(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        if self._background is not None:
+            self._background.wait()
+        world = Group() if self._mesh is None else self._mesh.world
+        path = Path(checkpoint_path).expanduser()
+        loaded: dict[str, Any] = _checkpoint.load(path, world, weights_only is not False, self.options.checksums)
+        if self._mesh is not None and (before := loaded.get(WRITTEN_BY)):
+            now = self._written_by(self._mesh)
+            changed = [
+                f"{name.replace('_', ' ')} {before[name]} -> {now[name]}"
+                for name in ("world_size", "shard_size", "stage", "precision")
+                if name in before and before[name] != now[name]
+            ]
+            if changed:
+                rank_zero_info(f"ZeroStrategy: resharding {checkpoint_path}: {', '.join(changed)}")
+        # Their tensors, a learning rate for one, are kept by who gets them: views would keep the file mapped.
+        kept = ("lr_schedulers", _checkpoint.rng.ENTRY)
+        return loaded | {entry: copy.deepcopy(loaded[entry]) for entry in kept if entry in loaded}
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._engine is not None and not self._engine.released:
+            _checkpoint.load_module_state_dict(self._engine, checkpoint["state_dict"], strict)
+            return
+        assert isinstance(self.precision_plugin, ZeroPrecision)
+        assert self.lightning_module is not None
+        if self.precision_plugin.policy.param_dtype == torch.float64:
+            # Parameters get their dtype in `setup`; before it, the values would be rounded to what they have.
+            self.lightning_module.double()
+        state = names_of(self.lightning_module, checkpoint["state_dict"])
+        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
+        for value in state.values():
+            if isinstance(value, Tensor):
+                _checkpoint.give_back_pages(value)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise ValueError(
+                f"the checkpoint has {len(states)} optimizers, the module {len(self.optimizers)}; configure as many, "
+                f"{WEIGHTS_ALONE}"
+            )
+        updaters = [self._updater_of(optimizer) for optimizer in self.optimizers]
+        for load in (_checkpoint.check_optimizer_state_dict, _checkpoint.load_optimizer_state_dict):  # all or nothing
+            for updater, state in zip(updaters, states, strict=True):
+                if updater is not None:
+                    load(self.engine, updater, state)
+        self._rng = checkpoint.get(_checkpoint.rng.ENTRY)
+        if self._rng and (note := _checkpoint.rng.note(self._rng, self.world_size)):
+            rank_zero_info(f"ZeroStrategy: {note}")
+
+    def _restore_rng(self) -> None:
+        if self._rng is not None and self._mesh is not None:
+            _checkpoint.rng.restore(self._rng, self._mesh.world.rank, self.root_device)
+
+
+def begins_epoch(loop: private.FitLoop) -> bool:
+    """Whether a loop that starts has made the iterator of an epoch that begins, and not to skip what is done of one."""
+    if not loop.restarting or loop.restarted_on_epoch_start:
+        return True
+    after_last_batch = loop.epoch_loop.restarted_on_train_batch_end and loop.epoch_loop.batch_progress.is_last_batch
+    return loop.restarted_mid_epoch and after_last_batch

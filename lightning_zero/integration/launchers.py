@@ -1,0 +1,96 @@
+"""Launchers, which start the other ranks, and the jobs that they cannot start."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from typing_extensions import override
+
+from lightning_zero import checkpoint as _checkpoint
+from lightning_zero.engine import gathered_parameters
+from lightning_zero.integration import private
+
+
+class ScriptLauncher(private.SubprocessScriptLauncher):
+    """Starts the other ranks by running the script again."""
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        _recover_checkpoints(trainer)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+
+class GatheringLauncher(private.MultiProcessingLauncher):
+    """Starts all ranks from the main process, to which they send the module's ``state_dict`` after teardown."""
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        _recover_checkpoints(trainer)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    @override
+    def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
+        with gathered_parameters(trainer.lightning_module):
+            return super()._collect_rank_zero_results(trainer, results)
+
+
+def make_launcher(strategy: DDPStrategy) -> ScriptLauncher | GatheringLauncher:
+    """The launcher of the strategy's start method.
+
+    Raises:
+        ValueError: for a job of a sweep that it would start again.
+    """
+    if reason := why_not_in_sweep(strategy):
+        raise ValueError(reason)
+    method = private.start_method(strategy)
+    if method != "popen":
+        return GatheringLauncher(strategy, start_method=method)  # type: ignore[arg-type]  # checked by the options
+    assert strategy.cluster_environment is not None
+    return ScriptLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+
+
+def why_not_in_sweep(strategy: DDPStrategy) -> str | None:
+    """Why this job of a sweep cannot run on several ranks that Lightning starts by repeating the command line.
+
+    Each of them would run the whole sweep. Nor does it help where the first job has one rank: a process that has
+    launched once looks to its next Trainer like a rank that was started from outside, and launches nothing.
+
+    Returns:
+        What to do instead, or None where there is nothing to object to.
+    """
+    by_command_line = isinstance(strategy.cluster_environment, LightningEnvironment)
+    world_size = strategy.num_nodes * strategy.num_processes
+    if not by_command_line or private.start_method(strategy) != "popen" or world_size == 1 or not _in_sweep():
+        return None
+    return (
+        f"Hydra's multirun cannot run this job on {world_size} ranks: Lightning starts them by running the command "
+        "line again, and each would run the whole sweep. Let torchrun start the ranks:\n"
+        f"  torchrun --nproc_per_node {strategy.num_processes} train.py --multirun ...\n"
+        "or give every job a command of its own:\n"
+        f"  for s in zero1 zero2; do python train.py strategy=$s trainer.devices={strategy.num_processes}; done\n"
+        "or use one rank per job or, where the script needs no results of the ranks, strategy.start_method=spawn"
+    )
+
+
+def _in_sweep() -> bool:
+    """Whether Hydra runs a job of ``--multirun``; an application without Hydra does not import it for this."""
+    if "hydra.core.hydra_config" not in sys.modules:
+        return False
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def _recover_checkpoints(trainer: pl.Trainer | None) -> None:
+    """Before Lightning looks for the last one: it may have lost its name, where its save was killed between renames."""
+    for callback in trainer.checkpoint_callbacks if trainer is not None else ():
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath and "://" not in str(callback.dirpath):
+            _checkpoint.recover_all(Path(callback.dirpath))

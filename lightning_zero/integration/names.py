@@ -1,0 +1,96 @@
+"""The names that ``Trainer(strategy=...)`` takes, registered without importing what they stand for.
+
+Importing the package costs milliseconds; engine, kernels and Hydra are imported by what uses them first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_zero.integration.private import StrategyRegistryType
+    from lightning_zero.integration.strategy import ZeroStrategy
+
+# Arguments of `ZeroStrategy` by name. Offloading takes optimizer state to the host, at stage 3 the parameters too.
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "zero0": {"stage": 0},
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+    "zero1_offload": {"stage": 1, "offload_optimizer": "cpu"},
+    "zero2_offload": {"stage": 2, "offload_optimizer": "cpu"},
+    "zero3_offload": {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
+}
+
+
+def register() -> None:
+    """Make the names known to ``lightning.pytorch.Trainer``, once `lightning` is imported: this imports neither.
+
+    In the registry of ``pytorch_lightning``, a copy of the same code with classes of its own, they become an error that
+    says what to import. Which of the packages is imported first does not matter.
+    """
+    _when_imported("lightning.pytorch.strategies", lambda strategies: register_in(strategies.StrategyRegistry))
+    _when_imported("pytorch_lightning.strategies", _refuse_in)
+
+
+def _when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
+    if name in sys.modules:
+        act(sys.modules[name])
+    elif not any(isinstance(finder, _Await) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Await(name, act))
+
+
+class _Await(MetaPathFinder):
+    """Sees the import of a module come, and acts on the module once it is there."""
+
+    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
+        self.name, self.act = name, act
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_act(module: ModuleType) -> None:
+                execute(module)
+                self.act(module)
+
+            spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
+        return spec
+
+
+def register_in(registry: StrategyRegistryType) -> None:
+    """Add the names to a registry of strategies."""
+    for name, arguments in STRATEGIES.items():
+        offloads = ", state in host memory" if "offload_optimizer" in arguments else ""
+        description = f"ZeRO stage {arguments['stage']}{offloads}"
+        registry.register(name, _make_strategy, description, override=True, **arguments)
+
+
+def _refuse_in(strategies: ModuleType) -> None:
+    for name in STRATEGIES:
+        strategies.StrategyRegistry.register(name, _refuse_pytorch_lightning, override=True)
+
+
+def _make_strategy(**arguments: Any) -> ZeroStrategy:
+    from lightning_zero.integration.strategy import ZeroStrategy
+
+    return ZeroStrategy(**arguments)
+
+
+def _refuse_pytorch_lightning() -> None:
+    raise ImportError(
+        "lightning_zero works with the package `lightning`, not with `pytorch_lightning`: their classes do not mix. "
+        "Write `import lightning.pytorch as pl` in the place of `import pytorch_lightning as pl`"
+    )

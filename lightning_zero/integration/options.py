@@ -1,0 +1,209 @@
+"""The options of the strategy: one dataclass from which whatever states them is derived.
+
+The constructor of :class:`~lightning_zero.ZeroStrategy` has a parameter for each field (a test compares them), the
+Hydra schema ``StrategyConf`` is made of the fields, checkpoints record some of them, and a plan is made for them. This
+module imports the standard library only, so that the schema is there without torch and Lightning.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, ParamSpec, get_args
+
+P = ParamSpec("P")
+StoreName = Literal["none", "cpu"]
+NativeName = Literal["auto", "off"]
+FormatName = Literal["full", "sharded"]
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+_STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class StrategyOptions:
+    """Options of :class:`~lightning_zero.ZeroStrategy`, checked one by one and against each other.
+
+    Attributes:
+        stage: 0, 1, 2 or 3.
+        offload_optimizer: where masters, optimizer state and reduced gradients rest: ``"none"`` (the device) or
+            ``"cpu"``.
+        offload_params: where parameter shards rest at stage 3: ``"none"`` (the device) or ``"cpu"``.
+        shard_size: number of neighbouring ranks that share one copy of the state; must divide the number of ranks.
+            Default: those of one node, so that only sums of gradient shards cross the network between nodes. Each node
+            then holds a full copy; the number of all ranks takes the least memory, and is the default where nodes have
+            one rank.
+        bucket_size_mb: size in 2^20 bytes up to which small units share one collective, stages 0-2.
+        units: what is gathered together at stage 3: module classes, their names, or patterns of module names
+            (``"transformer.h.*"``); default: the outermost repeated blocks.
+        persistence_numel: parameters with at most so many elements (biases, norms) stay unsharded at stage 3: it costs
+            little memory and saves small collectives; 0 shards all.
+        max_live_numel: at stage 3 the next unit is gathered while one computes, unless more than so many elements of
+            units were unsharded then; ``None``: no limit, so that two units are unsharded at a time. 0 gathers nothing
+            ahead.
+        check_steps: number of first optimizer steps in which ranks compare notes before every collective, so that
+            those that do not do the same get an error at once. Afterwards they get it at the end of the step or,
+            where a collective waits for a rank that never joins, after ``timeout``.
+        detect_data_edits: for debugging, at stages 0 to 2: keep what was written through ``parameter.data`` between
+            steps also without ``gathered_parameters(writeback=True)``. Every step reads the rank's shard twice more
+            for that and waits for the device.
+        native_optimizer: ``"auto"`` runs torch's Adam(W), Adagrad, SGD by native kernels where state rests in host
+            memory; ``"off"`` runs torch's own code.
+        skip_nonfinite: skip a step, on all ranks and with a warning, when a gradient is not finite. With a loss scaler
+            (fp16) that always happens. Parameters, optimizer state, step-wise schedulers and Lightning's
+            ``WeightAveraging`` are left as they were; ``trainer.global_step`` counts the step.
+        checkpoint_format: ``"full"``: one ordinary file, which all ranks write together, or rank 0 alone where they
+            share no file system. ``"sharded"``: a folder by ``torch.distributed.checkpoint``, to which each rank adds
+            its part.
+        async_save: checkpoints during ``fit`` are copied to host memory, which takes as much of it as the rank's part
+            of the checkpoint, and written while training goes on. An error appears at the next save or at the end.
+        checksums: write checksums of all tensors into checkpoints, and verify them when one is loaded; it is read once
+            more for that, each rank a part.
+        timeout: seconds after which a collective fails that some rank never joins.
+        start_method: how the other ranks are started: ``"popen"`` re-runs the script.
+        process_group_backend: of torch, ``"nccl"`` or ``"gloo"``; default: the one that fits the accelerator.
+
+    Raises:
+        ValueError: for a value that is not one of those above, or a combination that cannot work.
+        TypeError: for a value of the wrong kind.
+    """
+
+    stage: int = 2
+    offload_optimizer: StoreName = "none"
+    offload_params: StoreName = "none"
+    shard_size: int | None = None
+    bucket_size_mb: float = 25.0
+    units: Sequence[str | type] | None = None
+    persistence_numel: int = 10_000
+    max_live_numel: int | None = None
+    check_steps: int = 10
+    detect_data_edits: bool = False
+    native_optimizer: NativeName = "auto"
+    skip_nonfinite: bool = True
+    checkpoint_format: FormatName = "full"
+    async_save: bool = False
+    checksums: bool = True
+    timeout: float = 1800.0
+    start_method: StartMethod = "popen"
+    process_group_backend: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.stage, int) or isinstance(self.stage, bool) or self.stage not in _STAGES:
+            stages = ", ".join(map(str, _STAGES))
+            raise ValueError(f"stage={self.stage!r} is not a ZeRO stage; expected one of {stages}")
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
+            # A Hydra configuration gives members of an enum, which a checkpoint that is loaded as data may not hold.
+            object.__setattr__(self, name, str(value))
+        self._check_stores()
+        self._check_shard_size()
+        _check_positive("bucket_size_mb", self.bucket_size_mb, "a number greater than 0; 25 is a good start")
+        _check_positive("timeout", self.timeout, "a number of seconds greater than 0; the default is 1800")
+        for name in ("skip_nonfinite", "detect_data_edits", "async_save", "checksums"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
+        _check_units(self.units)
+        all_sharded = "a number of elements >= 0; 0 shards every parameter"
+        _check_count("persistence_numel", self.persistence_numel, all_sharded)
+        _check_count("check_steps", self.check_steps, "a number of steps >= 0; the default is 10")
+        if self.max_live_numel is not None:
+            _check_count("max_live_numel", self.max_live_numel, "a number of elements >= 0, or None for no limit")
+
+    def _check_stores(self) -> None:
+        optimizer, params = self.offload_optimizer, self.offload_params
+        if self.stage == 0 and (optimizer != "none" or params != "none"):
+            raise ValueError(
+                f"stage=0 keeps everything replicated on the device; got offload_optimizer={optimizer!r}, "
+                f"offload_params={params!r}. Use stage=1 or higher to offload"
+            )
+        if self.stage < 3 and params != "none":
+            raise ValueError(
+                f"offload_params={params!r} needs stage=3, where parameters are sharded; got stage={self.stage}. "
+                "Use stage=3, or offload_optimizer alone"
+            )
+
+    def _check_shard_size(self) -> None:
+        size = self.shard_size
+        if size is None:
+            return
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"shard_size={size!r} must be a number of ranks >= 1, or None for those of a node")
+        if self.stage == 0 and size != 1:
+            raise ValueError(f"shard_size={size} needs stage=1 or higher: stage=0 shards nothing")
+
+    @property
+    def replicates(self) -> bool:
+        """Whether every rank holds everything, so that its shard group is the rank alone."""
+        return self.stage == 0
+
+    def record(self, version: str, world_size: int, shard_size: int, precision: str) -> dict[str, Any]:
+        """The entry of a checkpoint that says by what it was written.
+
+        Args:
+            version: of the package.
+            world_size: number of ranks.
+            shard_size: of the run, which the options may leave open.
+            precision: of the precision plugin.
+        """
+        return {
+            "version": version,
+            "stage": self.stage,
+            "world_size": world_size,
+            "shard_size": shard_size,
+            "offload_optimizer": self.offload_optimizer,
+            "offload_params": self.offload_params,
+            "precision": precision,
+        }
+
+
+# The values of the options that are one of a few words.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "native_optimizer": get_args(NativeName),
+    "start_method": get_args(StartMethod),
+    "checkpoint_format": get_args(FormatName),
+    "offload_optimizer": get_args(StoreName),
+    "offload_params": get_args(StoreName),
+}
+NAMES = tuple(field.name for field in fields(StrategyOptions))
+
+
+def lists_options(init: Callable[P, None]) -> Callable[P, None]:
+    """Decorate the strategy's constructor: an unknown keyword is an error that lists the known ones."""
+    known = list(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]!r}? " if close else ""
+                raise TypeError(f"ZeroStrategy has no option {name!r}; {hint}The options are: {', '.join(known)}")
+        init(*args, **kwargs)
+
+    return checked
+
+
+def _check_positive(name: str, value: object, expectation: str) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"{name}={value!r} must be {expectation}")
+
+
+def _check_count(name: str, value: object, expectation: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name}={value!r} must be {expectation}")
+
+
+def _check_units(units: object) -> None:
+    if units is None:
+        return
+    if isinstance(units, str | type) or not isinstance(units, Iterable):
+        example = units if isinstance(units, str | type) else "transformer.h.*"
+        raise TypeError(f"units={units!r} must be a list of classes, names or patterns, such as units=[{example!r}]")
+    for unit in units:
+        if not isinstance(unit, str | type):
+            raise TypeError(f"units={units!r} must hold classes, their names or patterns of module names; got {unit!r}")

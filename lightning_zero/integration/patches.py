@@ -1,0 +1,201 @@
+"""Replacements of methods on objects of Lightning and of the user, for as long as a Trainer runs.
+
+Three things that no hook allows: schedulers and averaged weights pass over optimizer steps that were skipped on
+overflow; callbacks that copy, average or replace full weights find the module unsharded; and ``ModelCheckpoint`` takes
+a save into account that goes on in the background. Each function returns what undoes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol, cast
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+
+from lightning_zero.checkpoint import Background
+from lightning_zero.integration import private
+
+Skipped = Callable[[], bool]
+Undo = Callable[[], None]
+
+
+def replace_methods(target: Any, methods: dict[str, Callable[..., Any]]) -> Undo:
+    """Put functions in the place of the methods of these names, on this object only; returns what undoes it."""
+    before = {name: target.__dict__[name] for name in methods if name in target.__dict__}
+    for name, function in methods.items():
+        setattr(target, name, types.MethodType(function, target))
+
+    def undo() -> None:
+        for name in methods:
+            target.__dict__.pop(name, None)
+        target.__dict__.update(before)
+
+    return undo
+
+
+# ----------------------------------------------------------------------------------------------------- skipped steps
+# Lightning steps schedulers and averages after every optimizer step and does not ask whether it was one.
+
+
+def skip_scheduler_steps(config: LRSchedulerConfig, skipped: Skipped) -> Undo:
+    """Make the scheduler's ``step`` do nothing while ``skipped()``."""
+    own_step, own_state_dict = config.scheduler.step, config.scheduler.state_dict
+
+    def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if skipped() else own_step(*args, **kwargs)
+
+    # torch's schedulers save their whole `__dict__`, and with it these two methods.
+    def state_dict(scheduler: Any) -> dict[str, Any]:
+        ours = (step, state_dict)
+        return {name: value for name, value in own_state_dict().items() if getattr(value, "__func__", None) not in ours}
+
+    return replace_methods(config.scheduler, {"step": step, "state_dict": state_dict})
+
+
+def skip_average_updates(callback: WeightAveraging, skipped: Skipped) -> Undo:
+    """Make the callback leave its average alone after a step while ``skipped()``."""
+    own_should_update = callback.should_update
+
+    def should_update(callback: WeightAveraging, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        if step_idx is not None and skipped():
+            return False
+        return own_should_update(step_idx=step_idx, epoch_idx=epoch_idx)
+
+    return replace_methods(callback, {"should_update": should_update})
+
+
+# ------------------------------------------------------------------------------------------------------ full weights
+# In hooks of these callbacks weights are unsharded, and at full precision as well: an average of 16-bit weights would
+# not move where their changes are smaller than their digits, and weights that are swapped out and in again would come
+# back rounded.
+
+
+class OnShards:
+    """Base of a callback of one of these kinds that works on shards itself, and needs nothing unsharded."""
+
+    def on_sharded(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Called when a fit has sharded the module, before any callback's ``on_fit_start``."""
+
+
+class Unsharded(Protocol):
+    """Makes a context in which the module's weights are unsharded."""
+
+    def __call__(self, writeback: bool, full_precision: bool) -> AbstractContextManager[None]: ...
+
+
+class _Hooks(NamedTuple):
+    """Names of a callback's hooks, by what they do with weights."""
+
+    reading: tuple[str, ...] = ()
+    writing: tuple[str, ...] = ()  # also through ``.data``
+    updating: tuple[str, ...] = ()  # read where `should_update` says so, and leave the module alone otherwise
+    full_precision: bool = True
+
+
+_HOOKS: dict[type[Callback], _Hooks] = {
+    WeightAveraging: _Hooks(
+        reading=("setup",),
+        writing=("on_validation_epoch_start", "on_validation_epoch_end", "on_train_end", "on_load_checkpoint"),
+        updating=("on_train_batch_end", "on_train_epoch_end"),
+    ),
+    StochasticWeightAveraging: _Hooks(reading=("setup",), writing=("on_train_epoch_start", "on_train_end")),
+    ModelPruning: _Hooks(
+        reading=("setup", "on_save_checkpoint"),
+        writing=("on_train_epoch_end", "on_validation_epoch_end", "on_train_end"),
+    ),
+    # It compares parameters with those of the optimizer, by value.
+    BaseFinetuning: _Hooks(reading=("on_train_epoch_start",), full_precision=False),
+}
+
+
+def copies_module(callback: Callback) -> bool:
+    """Whether the callback keeps a copy of the full module."""
+    return isinstance(callback, WeightAveraging | StochasticWeightAveraging) and not isinstance(callback, OnShards)
+
+
+def unshard_for(callback: Callback, unsharded: Unsharded) -> list[Undo]:
+    """Run those hooks of the callback that need it inside ``unsharded``."""
+    undo = []
+    for kind, hooks in _HOOKS.items():
+        if isinstance(callback, kind) and not isinstance(callback, OnShards):
+            inside = functools.partial(unsharded, full_precision=hooks.full_precision)
+            to_read = functools.partial(inside, writeback=False)
+            to_write = functools.partial(inside, writeback=True)
+            reading = {name: _within(callback, name, to_read) for name in hooks.reading}
+            writing = {name: _within(callback, name, to_write) for name in hooks.writing}
+            undo.append(replace_methods(callback, reading | writing))
+            if hooks.updating:
+                undo.append(_unshard_for_updates(callback, hooks.updating, to_read))
+    return undo
+
+
+def _within(callback: Callback, name: str, context: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
+    """A method like the callback's own one of this name, which runs in a context."""
+    own = getattr(callback, name)
+
+    @functools.wraps(own)
+    def hook(callback: Callback, *args: Any, **kwargs: Any) -> Any:
+        with context():
+            return own(*args, **kwargs)
+
+    return hook
+
+
+def _unshard_for_updates(
+    callback: Any, names: tuple[str, ...], unsharded: Callable[[], AbstractContextManager[None]]
+) -> Undo:
+    """Gather only for the batches after which the average changes: most hooks of most batches do nothing."""
+    running: list[ExitStack] = []
+    own_should_update = callback.should_update
+
+    @contextlib.contextmanager
+    def until_the_end() -> Iterator[None]:
+        with ExitStack() as stack:
+            running.append(stack)
+            try:
+                yield
+            finally:
+                running.remove(stack)
+
+    def should_update(callback: Any, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        if not own_should_update(step_idx=step_idx, epoch_idx=epoch_idx):
+            return False
+        if running:
+            running[-1].enter_context(unsharded())
+        return True
+
+    hooks = {name: _within(callback, name, until_the_end) for name in names}
+    return replace_methods(callback, {"should_update": should_update, **hooks})
+
+
+# -------------------------------------------------------------------------------------------------- background saves
+
+
+def know_background(callback: ModelCheckpoint, background: Background) -> Undo:
+    """Have the callback take a save that goes on into account."""
+    own_exists, own_link = callback.file_exists, private.link_method(callback)
+
+    def file_exists(callback: ModelCheckpoint, filepath: private.PathLike, trainer: pl.Trainer) -> bool:
+        background.wait()  # the next save would; a name that is being written is taken
+        return own_exists(filepath, trainer)
+
+    def link_checkpoint(callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+        # A link to what is never completed would replace one to what is. Ranks need not meet for it.
+        alone = SimpleNamespace(is_global_zero=trainer.is_global_zero, strategy=SimpleNamespace(barrier=lambda: None))
+        background.after(functools.partial(own_link, cast("pl.Trainer", alone), filepath, linkpath))
+
+    return replace_methods(callback, {"file_exists": file_exists, private.LINK_CHECKPOINT: link_checkpoint})

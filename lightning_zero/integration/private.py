@@ -1,0 +1,115 @@
+"""Lightning's private names, each behind one of ours, with the reason why no public name serves.
+
+The only file that reaches into Lightning; ``tests/test_private_names.py`` fails where another does, and where an
+upgrade has taken a name away. Private names that a subclass shares with its base cannot be hidden behind a function:
+``INHERITED`` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.types import _MAP_LOCATION_TYPE, _PATH
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core import saving
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from torch import nn
+from torch.optim import Optimizer
+
+# Types of arguments and attributes that are public themselves.
+CheckpointConnector = _CheckpointConnector
+FitLoop = _FitLoop
+MapLocation = _MAP_LOCATION_TYPE
+PathLike = _PATH
+StrategyRegistryType = _StrategyRegistry
+
+# Bases of launchers. Lightning offers them to strategies of its own only, and there is no other way to start ranks.
+MultiProcessingLauncher = _MultiProcessingLauncher
+SubprocessScriptLauncher = _SubprocessScriptLauncher
+
+# The method of ModelCheckpoint that links `last.ckpt` to a file that an asynchronous save has not yet completed.
+LINK_CHECKPOINT = "_link_checkpoint"
+
+# By our class: names that it overrides or uses of its base.
+INHERITED: dict[str, dict[str, str]] = {
+    "ZeroStrategy": {
+        "_configure_launcher": "overridden: the choice of a launcher has no public hook",
+        "_launcher": "set there; `launcher` can only be read",
+        "_layer_sync": "applied in `setup`, which replaces that of the base, which applies it",
+        "_lightning_optimizers": "the wrappers that manual optimization steps; they get the engine's `zero_grad`",
+        "_precision_plugin": "behind `precision_plugin`, whose default is another one here",
+    },
+    "GatheringLauncher": {
+        "_collect_rank_zero_results": "overridden: the last moment when a rank can gather what it sends",
+    },
+    "EMA": {
+        "_average_model": "what Lightning's hooks update and swap; here in shards",
+        "_copy_average_to_current": "overridden: shards are swapped",
+        "_device": "an argument that has no public attribute",
+        "_latest_update_step": "restarts with each Trainer",
+        "_swap_models": "overridden: shards are swapped",
+        "_use_buffers": "an argument that has no public attribute",
+    },
+}
+
+
+def link_method(callback: ModelCheckpoint) -> Any:
+    """The method behind ``LINK_CHECKPOINT``."""
+    return callback._link_checkpoint
+
+
+def is_stand_in(optimizer: Optimizer) -> bool:
+    """Whether Lightning made the optimizer, of a module that configures none."""
+    return isinstance(optimizer, _MockOptimizer)  # it has a parameter and a group as any other
+
+
+def precision_flag(trainer: pl.Trainer) -> str:
+    """The flag ``Trainer(precision=...)``; the public ``trainer.precision`` is that of the plugin."""
+    flag: str = trainer._accelerator_connector._precision_flag
+    return flag
+
+
+def checkpoint_connector(trainer: pl.Trainer) -> _CheckpointConnector:
+    """Collects the checkpoint when the Trainer saves; no hook tells its requests for state from the user's."""
+    return trainer._checkpoint_connector
+
+
+def report_device(module: nn.Module, device: torch.device) -> None:
+    """Make ``LightningModule.device`` say ``device``; the public ``to`` would move the parameters."""
+    _update_properties(module, device=device)
+
+
+def is_compiled(module: pl.LightningModule) -> bool:
+    """Whether the module came out of ``torch.compile``: the Trainer unwraps it, and only this is left of it."""
+    return module._compiler_ctx is not None
+
+
+def start_method(strategy: DDPStrategy) -> str:
+    """The argument of the constructor, which has no public attribute."""
+    return strategy._start_method
+
+
+@contextmanager
+def reading(checkpoint: dict[str, Any]) -> Iterator[None]:
+    """Inside it ``cls.load_from_checkpoint`` gets ``checkpoint`` in the place of what its path holds.
+
+    The function that reads the file is the only part of it that knows no folders. Overrides of the method, its
+    ``hparams_file`` and the migration of old checkpoints work as they do for a file.
+    """
+    names = vars(saving)
+    read = names["pl_load"]
+    names["pl_load"] = lambda *_, **__: checkpoint
+    try:
+        yield
+    finally:
+        names["pl_load"] = read

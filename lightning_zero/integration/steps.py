@@ -1,0 +1,168 @@
+"""Steps of the strategy: forward, backward and update by the engine, and what user code asks about them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero.integration import patches, private
+from lightning_zero.integration.base import EngineStrategy
+from lightning_zero.integration.precision import unwrap
+from lightning_zero.storage import Phase
+
+
+class SteppingStrategy(EngineStrategy):
+    """Part of :class:`~lightning_zero.ZeroStrategy`: runs each step through the engine."""
+
+    _in_training_step = False
+
+    @contextlib.contextmanager
+    def _forward_context(self) -> Iterator[None]:
+        assert self.lightning_module is not None
+        if private.is_compiled(self.lightning_module):
+            self.engine.settle()  # inside the graph of the whole module nothing can be gathered
+        with self.engine.forward_context():
+            yield
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._in_training_step = True
+        try:
+            with self._forward_context():
+                output = super().training_step(*args, **kwargs)
+        finally:
+            self._in_training_step = False
+        return self._no_gradients() if output is None and self._may_lack_a_loss() else output
+
+    def _may_lack_a_loss(self) -> bool:
+        """Whether a rank can go without backward while others run one: not where they gather parameters in it."""
+        assert self.lightning_module is not None
+        return self.lightning_module.automatic_optimization and self.world_size > 1 and not self._policy.shard_params
+
+    def _no_gradients(self) -> Tensor:
+        """A loss that depends on no parameter: Lightning takes no ``None`` of one rank of several."""
+        return torch.zeros((), device=self.root_device, requires_grad=True)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._forward_context():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._forward_context():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._forward_context():
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    def on_validation_start(self) -> None:
+        self.engine.sync_buffers()
+
+    @override
+    def on_test_start(self) -> None:
+        self.engine.sync_buffers()
+
+    @override
+    def on_predict_start(self) -> None:
+        self.engine.sync_buffers()
+
+    @contextlib.contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        with self.engine.no_sync():
+            yield
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self.engine.timers.phase(Phase.BACKWARD):
+            return super().backward(*args, **kwargs)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self.engine.begin_backward()
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self.engine.flush()
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        # The hooks that follow may read any parameter.
+        self.engine.settle()
+        return output
+
+    def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> float:
+        """Clip the averaged gradients of ``optimizer`` by their global norm; returns the norm before clipping.
+
+        Use it for :func:`torch.nn.utils.clip_grad_norm_`, which sees no gradients once they are reduced. Collective.
+        """
+        return self.engine.clip_grad_norm_(unwrap(optimizer), max_norm)
+
+    def grad_norm(self, optimizer: Optimizer) -> float:
+        """The global L2 norm of the averaged gradients of ``optimizer``, as clipped so far. Collective."""
+        return self.engine.grad_norm(unwrap(optimizer))
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which the next loss is multiplied for backward; 1 without a loss scaler."""
+        return self.engine.loss_scale
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps that all ranks skipped because a gradient was not finite; resumed runs go on counting."""
+        return self.engine.skipped_steps
+
+    def last_step_skipped(self, optimizer: Optimizer) -> bool:
+        """Whether the last step of ``optimizer`` was skipped on all ranks."""
+        outcome = self.engine.last_step(unwrap(optimizer))
+        return outcome is not None and outcome.skipped
+
+    def last_grad_norm(self, optimizer: Optimizer) -> float | None:
+        """The global L2 norm of the gradients of the last step of ``optimizer``, before clipping; for logging.
+
+        ``inf`` or ``nan`` where one of them was; ``None`` before the first step.
+        """
+        outcome = self.engine.last_step(unwrap(optimizer))
+        return None if outcome is None else outcome.grad_norm
+
+    def _pass_over_skips(self, callbacks: Sequence[pl.Callback]) -> None:
+        """Have schedulers and averaged weights, which follow the optimizer step by step, pass over skipped steps."""
+        for config in self.lr_scheduler_configs:
+            if isinstance(optimizer := getattr(config.scheduler, "optimizer", None), Optimizer):
+                skipped = functools.partial(self._passes_over, config, optimizer)
+                self._undo.append(patches.skip_scheduler_steps(config, skipped))
+        for callback in callbacks:
+            if isinstance(callback, WeightAveraging):
+                self._undo.append(patches.skip_average_updates(callback, self._skipped_all))
+
+    def _passes_over(self, config: LRSchedulerConfig, optimizer: Optimizer) -> bool:
+        """Whether a call of this scheduler's ``step`` belongs to a step of ``optimizer`` that was skipped."""
+        assert self.lightning_module is not None
+        # By hand, Lightning ignores the interval: what a training step calls follows its steps.
+        automatic = self.lightning_module.automatic_optimization
+        per_step = config.interval == "step" if automatic else self._in_training_step
+        return per_step and self.last_step_skipped(optimizer)
+
+    def _skipped_all(self) -> bool:
+        return all(self.last_step_skipped(optimizer) for optimizer in self.optimizers)

@@ -1,0 +1,109 @@
+"""Passes over an array other than updates: the sum of squares, splitting and joining of fp32 numbers, zeros."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.ops import _C
+from lightning_zero.ops.arguments import ANY, DTYPES, FP32, HALF, check_allocated, check_disjoint, span
+from lightning_zero.ops.isa import isa as chosen_isa
+from lightning_zero.ops.threads import get_num_threads, positive
+
+
+def sum_of_squares(values: Tensor, *, isa: str | None = None, threads: int | None = None) -> float:
+    """Sums the squares of a tensor's elements, in one pass over memory.
+
+    Squares are exact in fp64; they are added in an order that depends on the length alone, so that every instruction
+    set and number of threads gives the same bits. The sum is finite if and only if every element is: fp64 holds the
+    squares of far more fp32 numbers than memory does.
+
+    Args:
+        values: 1-D, contiguous, on the CPU; fp32, bf16 or fp16.
+        isa: one of `supported_isas` instead of the chosen one, for tests and benchmarks.
+        threads: at most so many instead of `get_num_threads`; >= 1.
+
+    Raises:
+        TypeError, ValueError: as `adamw_`.
+    """
+    span("values", values, ANY, None)
+    return _C.sum_of_squares(
+        isa=chosen_isa() if isa is None else isa,
+        values=values.data_ptr(),
+        dtype=DTYPES[values.dtype],
+        count=values.numel(),
+        threads=get_num_threads() if threads is None else positive("threads", threads),
+    )
+
+
+def split_(
+    whole: Tensor, high: Tensor, remainder: Tensor, *, isa: str | None = None, threads: int | None = None
+) -> None:
+    """Writes each fp32 number as a 16-bit number and a remainder of 16 bits, which together take its bytes.
+
+    `high` is a model's 16-bit parameter, so that a master beside it costs two bytes an element.
+
+    - bf16: the fp32 bits' nearest bf16, and the distance in units of the last fp32 bit. Every number that is not NaN
+      comes back bit for bit. Halfway between two bf16 numbers, `high` is the one away from zero: with ties to even, an
+      even number would need 2^16 + 1 distances, which 16 bits do not have.
+    - fp16: the nearest fp16 (ties to even), and the distance in units of 2^(max(e, -14) - 25) for an fp16 exponent e.
+      Exact where 2^-16 <= |x| < 65520, and for zeros; within 2^-40 below; from 65520 on `high` is infinite, and so is
+      what comes back.
+
+    Args:
+        whole: [n] fp32; not modified.
+        high: [n] bf16 or fp16, written.
+        remainder: [n] int16, written.
+        isa: one of `supported_isas` instead of the chosen one, for tests and benchmarks.
+        threads: at most so many instead of `get_num_threads`; >= 1.
+
+    Raises:
+        TypeError, ValueError: as `adamw_`.
+    """
+    _C.split(**_split_arguments(whole, high, remainder, isa, threads))
+
+
+def join_(
+    whole: Tensor, high: Tensor, remainder: Tensor, *, isa: str | None = None, threads: int | None = None
+) -> None:
+    """Writes the fp32 numbers that `split_` took apart into `whole`; arguments and errors as there."""
+    _C.join(**_split_arguments(whole, high, remainder, isa, threads))
+
+
+def zero_(tensor: Tensor) -> None:
+    """Fills a contiguous host tensor with zeros, each part by the thread whose part it will be in the kernels.
+
+    Fresh memory then lies near that thread (first touch), and its pages are made in parallel.
+
+    Raises:
+        ValueError: the tensor is not contiguous, not on the CPU, or its storage does not hold it.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            f"the tensor is on device {tensor.device} with strides {tensor.stride()}; expected a contiguous one on cpu"
+        )
+    check_allocated("the tensor", tensor)
+    _C.fill_with_zeros(memory=tensor.data_ptr(), nbytes=tensor.nbytes, threads=get_num_threads())
+
+
+def _split_arguments(
+    whole: Tensor, high: Tensor, remainder: Tensor, isa: str | None, threads: int | None
+) -> dict[str, Any]:
+    spans = [span("whole", whole, FP32, None)]
+    count = whole.numel()
+    spans += [
+        span("high", high, HALF, count),
+        span("remainder", remainder, (torch.int16,), count),
+    ]
+    check_disjoint(spans)
+    return {
+        "isa": chosen_isa() if isa is None else isa,
+        "whole": whole.data_ptr(),
+        "high": high.data_ptr(),
+        "dtype": DTYPES[high.dtype],
+        "remainder": remainder.data_ptr(),
+        "count": count,
+        "threads": get_num_threads() if threads is None else positive("threads", threads),
+    }

@@ -1,0 +1,77 @@
+"""Amounts of memory on both sides, and the account that a planned step keeps of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_zero.storage import Memory
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """An amount of memory on each side."""
+
+    device: int = 0
+    host: int = 0
+
+    @classmethod
+    def of(cls, memory: Memory, nbytes: int) -> Bytes:
+        """``nbytes`` in one of the memories."""
+        return cls(host=nbytes) if memory == "host" else cls(device=nbytes)
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.device + other.device, self.host + other.host)
+
+    def __sub__(self, other: Bytes) -> Bytes:
+        return Bytes(self.device - other.device, self.host - other.host)
+
+    @property
+    def total(self) -> int:
+        """Both together."""
+        return self.device + self.host
+
+
+NOTHING = Bytes()
+
+
+class Peak(NamedTuple):
+    """The most that is taken at any moment of a step.
+
+    Attributes:
+        device: on the device.
+        host: on the host.
+        total: of both together, which is less than their sum where they peak at different moments.
+    """
+
+    device: int
+    host: int
+    total: int
+
+
+class Account:
+    """Memory taken and given back, and the most that there was at any moment.
+
+    Attributes:
+        now: what is taken.
+        peak: the most so far.
+    """
+
+    def __init__(self) -> None:
+        self.now = NOTHING
+        self.peak = Peak(0, 0, 0)
+
+    def take(self, amount: Bytes) -> Bytes:
+        """Adds ``amount``, which is returned, to be given back later."""
+        self.now += amount
+        self.touch(NOTHING)
+        return amount
+
+    def give(self, amount: Bytes) -> None:
+        """Subtracts ``amount``."""
+        self.now -= amount
+
+    def touch(self, amount: Bytes) -> None:
+        """Takes ``amount`` and gives it back at once."""
+        most = self.now + amount
+        self.peak = Peak(*map(max, self.peak, (most.device, most.host, most.total)))

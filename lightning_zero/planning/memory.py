@@ -1,0 +1,239 @@
+"""The memory of one rank of a training: the plan, what is held, and which changes of the setting would take less."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.engine import Engine, engines_of
+from lightning_zero.planning.account import Bytes
+from lightning_zero.planning.plan import Plan, plan
+from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardingPolicy
+from lightning_zero.storage import DeviceStore, HostStore
+from lightning_zero.update import ShardUpdater
+from lightning_zero.update.attached import parameters_of
+
+_MIB = 2**20
+# Of torch's host allocator, of pinned memory, of cuBLAS, and of mappings: none has a type of its own.
+_OUT_OF_MEMORY = re.compile(
+    r"CPUAllocator: (can't allocate memory|not enough memory)|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|Cannot allocate memory"
+)
+# As in the plan, and in its order.
+_HELD = ("parameters", "param_shards", "masters", "optimizer_state", "sharded_gradient", "buffers")
+
+
+class Remedy(NamedTuple):
+    """A change of the setting that takes less memory.
+
+    Attributes:
+        override: what the user types for it.
+        saved: bytes that it takes off the peak of a rank: of the device, on CPU of the host.
+        plan: with it.
+    """
+
+    override: str
+    saved: int
+    plan: Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Everything a plan depends on that a configuration can change, as the engine has it."""
+
+    sharding: ShardingPolicy
+    shard_size: int
+    optimizer_on_host: bool
+    params_on_host: bool
+    bucket_size_mb: float
+    persistence_numel: int
+    max_live_numel: int | None
+    precision: MixedPrecisionPolicy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Memory:
+    """The memory of one rank in one training; plans are made when they are asked for.
+
+    Attributes:
+        module: that is trained; an engine may hold it.
+        optimizers: over its parameters.
+        micro_batches: backward passes per step.
+        setting: as configured.
+        dtypes: of the parameters, by their ids, before an engine made them 16-bit.
+        units: see :func:`~lightning_zero.planning.plan.plan`.
+        native: see :func:`~lightning_zero.update.choose_updater`.
+        device: that trains.
+        world_size: number of ranks.
+        rank: of this process.
+        candidates: changes that may take less: what the user types, and the setting with it.
+        hint: a sentence about the memory that is in no plan.
+    """
+
+    module: nn.Module
+    optimizers: Sequence[Optimizer]
+    micro_batches: int
+    setting: Setting
+    dtypes: Mapping[int, torch.dtype]
+    units: Sequence[str | type[nn.Module]] | None
+    native: Literal["auto", "off"]
+    device: torch.device
+    world_size: int
+    rank: int
+    candidates: Iterable[tuple[str, Setting]]
+    hint: str
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The bytes that the rank holds, takes and sends."""
+        return self._plan(self.setting)
+
+    @cached_property
+    def remedies(self) -> list[Remedy]:
+        """Changes that take less; the one that saves most comes first."""
+        found = []
+        for typed, setting in self.candidates:
+            try:
+                other = self._plan(setting)
+            except ValueError:  # not with these optimizers
+                continue
+            if (saved := self._critical(self.plan) - self._critical(other)) > 0:
+                found.append(Remedy(typed, saved, other))
+        return sorted(found, key=lambda remedy: remedy.saved, reverse=True)
+
+    def report(self) -> RenderableType:
+        """Plan, what is held now, and remedies, to be printed by rich."""
+        engine = next(iter(engines_of(self.module)), None)  # none yet where it was being made
+        held = {} if engine is None else held_by(engine)
+        return Group(_table(self.plan, held, self.rank, _peak(self.device)), *_advice(self.remedies), self.hint)
+
+    def _plan(self, setting: Setting) -> Plan:
+        size = setting.shard_size
+        # Ranks of one shard group are neighbours.
+        mesh = Mesh.imagined(size, self.world_size // size, self.rank)
+        device, host = DeviceStore(self.device), HostStore(pin=self.device.type == "cuda")
+        placement = BucketPlacement(
+            mesh,
+            setting.sharding,
+            setting.precision,
+            self.device,
+            host if setting.optimizer_on_host else device,
+            host if setting.params_on_host else device,
+        )
+        return plan(
+            self.module,
+            placement,
+            self.optimizers,
+            native_optimizer=self.native,
+            units=self.units,
+            bucket_size_mb=setting.bucket_size_mb,
+            persistence_numel=setting.persistence_numel,
+            max_live_numel=setting.max_live_numel,
+            micro_batches=self.micro_batches,
+            dtypes=self.dtypes,
+        )
+
+    def _critical(self, planned: Plan) -> int:
+        """The peak of the memory that runs out; of CPU ranks, host and device are the same."""
+        return planned.peak.total if self.device.type == "cpu" else planned.peak.device
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory of the device or of the host has run out, here or in what has led to the error."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)):
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
+
+
+def held_by(engine: Engine) -> dict[str, Bytes]:
+    """Bytes that an engine holds now, by the plan's names."""
+    held = dict.fromkeys(_HELD, Bytes())
+    for bucket in engine.buckets:
+        placement = bucket.placement
+        optimizer_memory = placement.optimizer_store.memory
+        master_memory = optimizer_memory if bucket.master.nbytes else "device"
+        parts = {
+            "parameters": Bytes(device=bucket.flat.untyped_storage().nbytes()),
+            "param_shards": Bytes.of(placement.param_store.memory, bucket.shard.nbytes * bucket.shards_params),
+            "masters": Bytes.of(master_memory, bucket.master.nbytes),
+            "sharded_gradient": Bytes.of(optimizer_memory, engine.gradients_of(bucket).sharded.nbytes),
+        }
+        for updater in engine.updaters:
+            assert isinstance(updater, ShardUpdater)
+            if bucket in map(engine.bucket_of, parameters_of(updater.optimizer)):
+                held["optimizer_state"] += Bytes.of(optimizer_memory, updater.state_of(bucket).nbytes)
+        for name, part in parts.items():
+            held[name] += part
+    buffers = {id(buffer): buffer.nbytes for buffer in engine.module.buffers()}
+    held["buffers"] = Bytes(device=sum(buffers.values()))
+    return held
+
+
+def planned_parts(planned: Plan) -> dict[str, Bytes]:
+    """Bytes between steps, by the plan's names."""
+    parts = {name: Bytes() for name in _HELD}
+    for bucket in planned.buckets:
+        for name in _HELD[1:-1]:
+            parts[name] += getattr(bucket, name)
+        if bucket.unsharded:
+            parts["parameters"] += bucket.parameters
+    parts["buffers"] = planned.buffers
+    return parts
+
+
+def _peak(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def _table(planned: Plan, measured: dict[str, Bytes], rank: int, peak: int | None) -> Table:
+    table = Table(title=f"Memory of rank {rank}, MiB")
+    table.add_column("")
+    for name in ("device, planned", "measured", "host, planned", "measured"):
+        table.add_column(name, justify="right")
+
+    def row(name: str, part: Bytes, found: Bytes | None, **options: Any) -> None:
+        seen = ("", "") if found is None else (_mib(found.device), _mib(found.host))
+        table.add_row(name, _mib(part.device), seen[0], _mib(part.host), seen[1], **options)
+
+    for name, part in planned_parts(planned).items():
+        row(name.replace("_", " "), part, measured.get(name), end_section=name == _HELD[-1])
+    row("held between steps", planned.held, sum(measured.values(), Bytes()) if measured else None, end_section=True)
+    largest = Bytes(max((bucket.reduce_buffer.device for bucket in planned.buckets), default=0))
+    row("gradients", sum((bucket.gradients for bucket in planned.buckets), Bytes()), None)
+    row("largest bucket's sum", largest, None)
+    seen = "" if peak is None else _mib(peak)
+    table.add_row("peak of a step", _mib(planned.peak.device), seen, _mib(planned.peak.host), "", end_section=True)
+    if peak is not None:
+        table.add_row("activations and the rest", "", _mib(peak - planned.peak.device), "", "")
+    return table
+
+
+def _advice(remedies: Sequence[Remedy]) -> Iterator[Table]:
+    if not remedies:
+        return
+    table = Table(title="What takes less, MiB")
+    table.add_column("override", no_wrap=True)  # to be copied
+    for name in ("saved", "peak on device", "on host", "sent in a step"):
+        table.add_column(name, justify="right")
+    for remedy in remedies:
+        peak, sent = remedy.plan.peak, sum(remedy.plan.sent.values())
+        table.add_row(remedy.override, *map(_mib, (remedy.saved, peak.device, peak.host, sent)))
+    yield table
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / _MIB:,.2f}"

@@ -1,0 +1,218 @@
+"""Memory and traffic of a training, known before it runs.
+
+Per rank, with Ψ the padded elements of a bucket, S the size of the shard group, R the replicas, k the micro-batches:
+
+    parameters       Ψ in the parameter dtype, device; at stage 3 only while their unit computes
+    param_shards     Ψ/S in the parameter dtype, stage 3; below it the shard is a part of ``parameters``
+    masters          Ψ/S, see :meth:`BucketPlacement.master`
+    optimizer_state  Ψ/S for each name of per-element state
+    sharded_gradient Ψ/S in the dtype of :func:`sharded_gradient_dtype`
+    gradients        of one backward, in the parameter dtype, until their bucket is reduced
+    reduce_buffer    Ψ in the reduce dtype, and what the collective takes while it runs
+
+Sizes come from the functions by which the engine allocates, the peak and the traffic from two steps of the runtime's
+own reducer and prefetcher on paper (``recording.py``). Not counted: activations, and what a module's own backward
+takes in passing; tensors of a few bytes (scalar state, checksums); buffers of NCCL and gloo (whose threads also hold on
+to the tensors of a collective for a moment after its end).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.planning.account import NOTHING, Account, Bytes, Peak
+from lightning_zero.planning.recording import RecordedBucket, RecordedRun
+from lightning_zero.sharding.collectives import Mesh
+from lightning_zero.sharding.forms import BucketForm
+from lightning_zero.sharding.partition import parameters_by_unit, partition
+from lightning_zero.sharding.placement import BucketPlacement
+from lightning_zero.update.attached import parameters_of
+from lightning_zero.update.footprint import Footprint
+from lightning_zero.update.updaters import NativeOptimizer, choose_updater
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The memory of one bucket on one rank; see the module's docstring.
+
+    Attributes:
+        name: of its units.
+        dtype: of its parameters.
+        numel: elements of its parameters.
+        padded_numel: Ψ.
+        unsharded: whether ``parameters`` are held between the passes too (stages 0-2).
+    """
+
+    name: str
+    dtype: torch.dtype
+    numel: int
+    padded_numel: int
+    unsharded: bool
+    parameters: Bytes
+    param_shards: Bytes
+    masters: Bytes
+    optimizer_state: Bytes
+    sharded_gradient: Bytes
+    gradients: Bytes
+    reduce_buffer: Bytes
+
+    @property
+    def held(self) -> Bytes:
+        """Between steps."""
+        resting = self.param_shards + self.masters + self.optimizer_state + self.sharded_gradient
+        return resting + self.parameters if self.unsharded else resting
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory and traffic of one rank.
+
+    Attributes:
+        buckets: in forward order.
+        buffers: the module's buffers (statistics of BatchNorm, ...).
+        peak: of any step, the first included.
+        sent: bytes per step after the first, by collective.
+        calls: number of collectives per step after the first.
+    """
+
+    buckets: tuple[BucketPlan, ...]
+    buffers: Bytes
+    peak: Peak
+    sent: Mapping[str, int]
+    calls: Mapping[str, int]
+
+    @property
+    def held(self) -> Bytes:
+        """Between steps, after the first one."""
+        return sum((bucket.held for bucket in self.buckets), self.buffers)
+
+    def __str__(self) -> str:
+        held = [(name.replace("_", " "), self._sum(name)) for name in _HELD]
+        rows = [("parameters", sum((b.parameters for b in self.buckets if b.unsharded), NOTHING)), *held]
+        lines = [f"{'MiB':<18}{'device':>12}{'host':>12}"]
+        for name, part in (*rows, ("buffers", self.buffers), ("held", self.held)):
+            lines.append(f"{name:<18}{part.device / 2**20:>12.1f}{part.host / 2**20:>12.1f}")
+        lines.append(f"{'peak of a step':<18}{self.peak.device / 2**20:>12.1f}{self.peak.host / 2**20:>12.1f}")
+        sent = ", ".join(f"{name} {nbytes / 2**20:.1f}" for name, nbytes in self.sent.items()) or "nothing"
+        return "\n".join([*lines, f"sent in a step    {sent}"])
+
+    def _sum(self, name: str) -> Bytes:
+        return sum((getattr(bucket, name) for bucket in self.buckets), NOTHING)
+
+
+_HELD = ("param_shards", "masters", "optimizer_state", "sharded_gradient")
+
+
+def plan(
+    module: nn.Module,
+    placement: BucketPlacement,
+    optimizers: Sequence[Optimizer] = (),
+    *,
+    native_optimizer: NativeOptimizer = "auto",
+    units: Sequence[str | type[nn.Module]] | None = None,
+    bucket_size_mb: float = 25.0,
+    persistence_numel: int = 0,
+    max_live_numel: int | None = None,
+    micro_batches: int = 1,
+    recomputed: bool = False,
+    dtypes: Mapping[int, torch.dtype] | None = None,
+) -> Plan:
+    """Plans what :class:`Engine` would hold, take and send with the same arguments, without memory of the model's size.
+
+    Args:
+        module: as it is given to the engine; it may be on the meta device, and it is not changed.
+        placement: that of an engine, or one on :meth:`Mesh.imagined`. ``torch.device("meta")`` stands for a GPU that
+            this machine lacks; on the optimizer store's device, optimizers are tried on a small matrix.
+        optimizers: over the module's parameters; without any, all that require a gradient are reduced, and no state
+            is counted.
+        native_optimizer: see :func:`~lightning_zero.update.choose_updater`.
+        units: see :func:`find_units`.
+        bucket_size_mb: see :class:`Engine`.
+        persistence_numel: see :class:`Engine`.
+        max_live_numel: see :class:`Engine`.
+        micro_batches: backward passes per step, >= 1.
+        recomputed: units run under reentrant checkpointing, which at stage 3 gathers them once more. (Non-reentrant
+            checkpointing recomputes inside the unit's backward, which has gathered it.)
+        dtypes: of the module's parameters, by their ids, before an engine has made them 16-bit.
+
+    Raises:
+        ValueError: ``micro_batches`` is less than 1; and what :class:`Engine` refuses.
+    """
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches={micro_batches!r} must be at least 1")
+    # Groups of the plan's own: what an engine has sent is not mixed with what is imagined.
+    mesh = placement.mesh
+    placement = placement._replace(mesh=Mesh.imagined(mesh.shard.size, mesh.replica.size, mesh.world.rank))
+    optimized = [p for optimizer in optimizers for p in parameters_of(optimizer)] if optimizers else None
+    unit_list, specs = partition(module, placement, optimized, units, bucket_size_mb, persistence_numel, dtypes)
+    forms = [BucketForm(spec, placement) for spec in specs]
+    footprints = _footprints(forms, optimizers, placement, native_optimizer)
+    rows = [_row(form, prints) for form, prints in zip(forms, footprints, strict=True)]
+    buffers = {id(b): b.numel() * placement.precision.buffer_dtype(b.dtype).itemsize for b in module.buffers()}
+    buffer_bytes = Bytes(device=sum(buffers.values()))
+    account = Account()
+    # Optimizer state is there from the first step on, as after a checkpoint was loaded.
+    account.take(sum((row.held for row in rows), buffer_bytes))
+    parameters = {
+        name: [spec.parameter for spec in specs] for name, specs in parameters_by_unit(module, unit_list).items()
+    }
+    run = RecordedRun(unit_list, parameters, forms, footprints, placement, account, max_live_numel, recomputed)
+    run.step(micro_batches, len(optimizers))  # as the first one, which learns the order of units
+    run.reset_traffic()
+    run.step(micro_batches, len(optimizers))
+    sent, calls = run.traffic()
+    rows = [_with_gradients(row, bucket) for row, bucket in zip(rows, run.buckets, strict=True)]
+    return Plan(tuple(rows), buffer_bytes, account.peak, sent, calls)
+
+
+def _footprints(
+    forms: Sequence[BucketForm], optimizers: Sequence[Optimizer], placement: BucketPlacement, native: NativeOptimizer
+) -> list[list[Footprint]]:
+    """Those of the optimizers that update each bucket."""
+    footprints: list[list[Footprint]] = [[] for _ in forms]
+    for optimizer in optimizers:
+        members = {id(p) for p in parameters_of(optimizer)}
+        mine = [i for i, form in enumerate(forms) if any(id(p) in members for p in form.parameters)]
+        updater = choose_updater(optimizer, placement, [forms[i].master for i in mine], native)
+        for i in mine:
+            footprints[i].append(updater.footprint(forms[i]))
+    return footprints
+
+
+def _row(form: BucketForm, footprints: Sequence[Footprint]) -> BucketPlan:
+    """A bucket before its first backward."""
+    placement, layout = form.placement, form.layout
+    sharded, size = placement.sharding.shard_params, form.dtype.itemsize
+    master = footprints[-1].master if footprints else form.master
+    # Optimizers that share a bucket keep state of the whole shard each.
+    state = [dtype for footprint in footprints for dtype in footprint.state.values()]
+
+    def stored(dtypes: Sequence[torch.dtype]) -> Bytes:
+        itemsize = sum(dtype.itemsize for dtype in dtypes)
+        return Bytes.of(placement.optimizer_store.memory, itemsize * layout.shard_numel)
+
+    return BucketPlan(
+        name=", ".join(form.spec.units),
+        dtype=form.dtype,
+        numel=layout.numel,
+        padded_numel=layout.padded_numel,
+        unsharded=not sharded,
+        parameters=Bytes(device=layout.padded_numel * size),
+        param_shards=Bytes.of(placement.param_store.memory, layout.shard_numel * size) if sharded else NOTHING,
+        masters=stored(master.pieces),
+        optimizer_state=stored(state),
+        sharded_gradient=NOTHING,
+        gradients=Bytes(device=sum(p.numel() for p in form.parameters if p.requires_grad) * size),
+        reduce_buffer=NOTHING,
+    )
+
+
+def _with_gradients(row: BucketPlan, bucket: RecordedBucket) -> BucketPlan:
+    """The bucket after its steps."""
+    gradients = bucket.gradients
+    return replace(row, sharded_gradient=gradients.sharded, reduce_buffer=Bytes(device=gradients.reduction))

@@ -1,0 +1,341 @@
+"""Steps of training in which memory is taken, given back and sent on paper, in the order of a real step.
+
+The runtime's own :class:`~lightning_zero.sharding.reducer.Reducer` and
+:class:`~lightning_zero.sharding.prefetch.Prefetcher` decide when buckets are gathered, freed and reduced. Here they
+drive buckets without tensors, which note bytes on an account and collectives on imagined groups. :class:`RecordedRun`
+calls them where the engine and its hooks do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn import Parameter
+
+from lightning_zero.planning.account import NOTHING, Account, Bytes
+from lightning_zero.sharding.bucket import BucketState
+from lightning_zero.sharding.collectives import Group
+from lightning_zero.sharding.forms import BucketForm
+from lightning_zero.sharding.gradients import sharded_gradient_dtype
+from lightning_zero.sharding.partition import ROOT, Unit
+from lightning_zero.sharding.placement import BucketPlacement
+from lightning_zero.sharding.prefetch import Prefetcher
+from lightning_zero.sharding.reducer import Reducer
+from lightning_zero.storage import Memory
+from lightning_zero.update.footprint import Footprint
+
+_SMALL_ITEM = 8  # bytes of each number in the step's small all-reduce: float64
+
+
+class RecordedTensor(NamedTuple):
+    """A tensor of which only the size is known."""
+
+    numel: int
+    dtype: torch.dtype
+    memory: Memory = "device"
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def amount(self) -> Bytes:
+        """Its size, on its side."""
+        return Bytes.of(self.memory, self.nbytes)
+
+
+class RecordedGradients:
+    """The gradients of one bucket, from their accumulation until they are cleared; see ``BucketGradients``.
+
+    Attributes:
+        reduction: the most bytes that a reduction has taken: of its buffer and of the collective.
+    """
+
+    def __init__(self, form: BucketForm, account: Account) -> None:
+        self.reduction = 0
+        self._form = form
+        self._dtype, self._layout, self._placement = form.dtype, form.layout, form.placement
+        self._account = account
+        self._unsharded: dict[int, RecordedTensor] = {}  # by index of the parameter: its `grad`
+        self._sum: RecordedTensor | None = None  # micro-batches summed before the reduction
+        self._window: RecordedTensor | None = None  # micro-batches that replicas have not summed yet
+        self._sharded: RecordedTensor | None = None  # the reduced slice
+        self._empty = True  # no slice has arrived since the gradients were cleared
+
+    @property
+    def sharded(self) -> Bytes:
+        """Memory of the sharded gradient, which is kept from step to step."""
+        return NOTHING if self._sharded is None else self._sharded.amount
+
+    @property
+    def expected(self) -> int:
+        """The number of gradients that a backward brings, of parameters that an optimizer may update."""
+        return sum(p.requires_grad for p in self._form.parameters) if self._form.spec.optimized else 0
+
+    def arrive(self, index: int) -> None:
+        """The backward of parameter ``index`` has run."""
+        gradient = RecordedTensor(self._form.parameters[index].numel(), self._dtype)
+        if index in self._unsharded:  # it is added to that of an earlier micro-batch
+            self._account.touch(gradient.amount)
+        else:
+            self._unsharded[index] = self._take(gradient)
+
+    def accumulate(self) -> None:
+        """Sums 16-bit gradients in fp32 and leaves others in ``grad``."""
+        dtype = self._placement.sum_dtype(self._dtype)
+        if dtype != self._dtype:
+            if self._sum is None:
+                self._sum = self._take(RecordedTensor(self._layout.padded_numel, dtype))
+            self._drop_unsharded()
+
+    def reduce(self, last: bool) -> None:
+        """Reduces the gradients; before the last micro-batch, slices wait for the replicas in a window."""
+        mesh, device = self._placement.mesh, self._placement.device
+        buffer = self._collect()
+        scratch = mesh.shard.scratch(buffer.nbytes, buffer.dtype, device)
+        self.reduction = max(self.reduction, buffer.nbytes + scratch)
+        mesh.shard.count("reduce_scatter", buffer.nbytes)
+        self._account.touch(Bytes(device=scratch))
+        self._give(buffer)
+        fresh = self._take(RecordedTensor(self._layout.shard_numel, buffer.dtype))
+        if mesh.replica.size > 1:
+            if not last or self._window is not None:
+                fresh = self._convert(fresh, self._placement.sum_dtype(fresh.dtype))
+            if self._window is not None:
+                self._give(fresh)
+                fresh = self._window
+            self._window = None if last else fresh
+            if not last:
+                return
+            padding = mesh.replica.padding(fresh.numel, device) * fresh.dtype.itemsize
+            mesh.replica.count("all_reduce", fresh.nbytes + padding)
+            self._account.touch(Bytes(device=mesh.replica.scratch(fresh.nbytes, fresh.dtype, device)))
+        self._add(fresh)
+        self._give(fresh)
+
+    def clear(self) -> None:
+        """Forgets the sharded gradient; its memory is kept for the next step."""
+        self._empty = True
+
+    def _collect(self) -> RecordedTensor:
+        """The flat buffer of a reduction; what it was filled from is given back."""
+        dtype = self._placement.reduce_dtype(self._dtype, summed=self._sum is not None)
+        buffer = self._take(RecordedTensor(self._layout.padded_numel, dtype))
+        if self._sum is not None:
+            total, self._sum = self._convert(self._sum, dtype), None
+            self._give(buffer)
+            buffer = total
+        self._drop_unsharded()
+        return buffer
+
+    def _add(self, values: RecordedTensor) -> None:
+        """Adds a reduced slice to the sharded gradient; see ``ShardedGradient``."""
+        store = self._placement.optimizer_store
+        dtype = sharded_gradient_dtype(self._placement.precision.grad_dtype, values.dtype, again=not self._empty)
+        if self._sharded is None:
+            self._sharded = self._take(RecordedTensor(values.numel, dtype, store.memory))
+        elif torch.promote_types(self._sharded.dtype, dtype) != self._sharded.dtype:
+            self._sharded = self._convert(self._sharded, dtype)
+        if not self._empty and store.device != self._placement.device:
+            self._account.touch(Bytes.of(store.memory, values.nbytes))  # moved, then added
+        self._empty = False
+
+    def _drop_unsharded(self) -> None:
+        for gradient in self._unsharded.values():
+            self._give(gradient)
+        self._unsharded = {}
+
+    def _take(self, tensor: RecordedTensor) -> RecordedTensor:
+        self._account.take(tensor.amount)
+        return tensor
+
+    def _give(self, tensor: RecordedTensor) -> None:
+        self._account.give(tensor.amount)
+
+    def _convert(self, tensor: RecordedTensor, dtype: torch.dtype) -> RecordedTensor:
+        """The same values in ``dtype``; both tensors are there for a moment where it is another one."""
+        if tensor.dtype == dtype:
+            return tensor
+        converted = self._take(tensor._replace(dtype=dtype))
+        self._give(tensor)
+        return converted
+
+
+class RecordedBucket:
+    """The states of one bucket's flat buffer; see ``Bucket``.
+
+    Attributes:
+        form: sizes and dtypes.
+        layout: offsets in the flat buffer.
+        gradients: of its parameters.
+        state: the parameter values that the rank holds.
+    """
+
+    def __init__(self, form: BucketForm, account: Account) -> None:
+        self.form = form
+        self.layout = form.layout
+        self.gradients = RecordedGradients(form, account)
+        self._shards_params = form.placement.sharding.shard_params
+        self.state = BucketState.SHARDED if self._shards_params else BucketState.GATHERED
+        self._flat = RecordedTensor(form.layout.padded_numel, form.dtype)
+        self._group = form.placement.mesh.shard
+        self._account = account
+
+    def begin_unshard(self) -> None:
+        """Takes the flat buffer's memory, where it has none, and sends the shard."""
+        if self.state not in (BucketState.GATHERED, BucketState.GATHERING):
+            if self.state is BucketState.SHARDED:
+                self._account.take(self._flat.amount)
+            self._group.count("all_gather", self._flat.nbytes)
+            self.state = BucketState.GATHERING
+
+    def unshard(self) -> None:
+        """Waits for the other shards."""
+        self.begin_unshard()
+        self.state = BucketState.GATHERED
+
+    def reshard(self) -> None:
+        """Gives back the flat buffer's memory where the stage shards parameters."""
+        if self._shards_params and self.state is not BucketState.SHARDED:
+            self._account.give(self._flat.amount)
+            self.state = BucketState.SHARDED
+
+    def update(self, footprints: Iterable[Footprint]) -> None:
+        """Updates the shard: each optimizer takes memory in passing, and what is gathered is out of date."""
+        placement = self.form.placement
+        shard_memory = placement.param_store.memory if self._shards_params else "device"
+        for footprint in footprints:
+            memory = placement.optimizer_store.memory if footprint.master.pieces else shard_memory
+            self._account.touch(Bytes.of(memory, footprint.scratch))
+        if self.form.trained and self.state is BucketState.GATHERED and self.layout.shards > 1:
+            self.state = BucketState.STALE
+
+
+class RecordedRun:
+    """The steps of a training in which every parameter that requires a gradient gets one.
+
+    Of the root, some gradients come first (a head's) and some last (an embedding's): all are taken as the first.
+
+    Attributes:
+        buckets: in forward order.
+
+    Args:
+        units: in module order.
+        parameters: by unit, :data:`ROOT` included, in module order.
+        forms: of the buckets, in forward order.
+        footprints: of the optimizers, by bucket.
+        placement: on an imagined mesh of its own, which counts what is sent.
+        account: notes the memory.
+        max_live_numel: see :class:`Prefetcher`.
+        recomputed: whether units run under reentrant checkpointing.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        parameters: dict[str, list[Parameter]],
+        forms: Sequence[BucketForm],
+        footprints: Sequence[Sequence[Footprint]],
+        placement: BucketPlacement,
+        account: Account,
+        max_live_numel: int | None,
+        recomputed: bool,
+    ) -> None:
+        self.buckets = [RecordedBucket(form, account) for form in forms]
+        self._footprints = footprints
+        self._placement = placement
+        self._recomputed = recomputed
+        self._bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.form.parameters}
+        self._index_of = {id(p): index for form in forms for index, p in enumerate(form.parameters)}
+        self._parameters = [parameters[unit.name] for unit in units]
+        self._root_parameters = parameters[ROOT]
+        self._own = [self._own_buckets(ps) for ps in self._parameters]
+        self._reducer = Reducer([bucket.gradients for bucket in self.buckets], placement.sharding)
+        self._prefetcher = Prefetcher(self._own, max_live_numel)
+
+    def _own_buckets(self, parameters: Iterable[Parameter]) -> list[RecordedBucket]:
+        """The buckets that a unit frees."""
+        held = {id(bucket): bucket for bucket in (self._bucket_of[id(p)] for p in parameters)}
+        return [bucket for bucket in held.values() if not bucket.form.spec.in_root]
+
+    def step(self, micro_batches: int, optimizers: int) -> None:
+        """Runs one step; see :class:`Engine`."""
+        for bucket in self.buckets:
+            bucket.gradients.clear()
+        for number in range(1, micro_batches + 1):
+            with torch.enable_grad():
+                self._forward()
+            with contextlib.nullcontext() if number == micro_batches else self._reducer.no_sync():
+                self._backward()
+        self._sum_norms(optimizers)
+        for bucket, footprints in zip(self.buckets, self._footprints, strict=True):
+            bucket.update(footprints)
+
+    def reset_traffic(self) -> None:
+        """Counts collectives from here on."""
+        for group in self._groups():
+            group.reset_counters()
+
+    def traffic(self) -> tuple[Counter[str], Counter[str]]:
+        """Bytes and calls by collective."""
+        sent, calls = Counter[str](), Counter[str]()
+        for group in self._groups():
+            sent += group.sent
+            calls += group.calls
+        return sent, calls
+
+    def _groups(self) -> tuple[Group, ...]:
+        mesh = self._placement.mesh
+        return mesh.shard, mesh.replica, mesh.world
+
+    def _forward(self) -> None:
+        shards_params = self._placement.sharding.shard_params
+        for bucket in self.buckets:
+            if bucket.form.spec.in_root or not shards_params:
+                bucket.unshard()
+        self._prefetcher.begin_pass()
+        if shards_params:
+            for number in range(len(self._own)):
+                self._run_forward(number)
+
+    def _run_forward(self, number: int) -> None:
+        self._prefetcher.gather(number)
+        for bucket in self._own[number]:
+            bucket.reshard()
+
+    def _backward(self) -> None:
+        self._reducer.begin(eager=True)
+        self._run_backward(self._root_parameters)
+        for number in reversed(range(len(self._own))):
+            if self._placement.sharding.shard_params:
+                if self._recomputed:
+                    self._run_forward(number)
+                self._prefetcher.gather(number)
+            self._run_backward(self._parameters[number])
+            if self._placement.sharding.shard_params:
+                self._reducer.end_unit([bucket.gradients for bucket in self._own[number]])
+                for bucket in self._own[number]:
+                    bucket.reshard()
+        self._reducer.flush()
+        self._prefetcher.end_pass()
+        for bucket in self.buckets:
+            bucket.reshard()
+
+    def _run_backward(self, parameters: Sequence[Parameter]) -> None:
+        for parameter in reversed(parameters):
+            if parameter.requires_grad:
+                gradients, index = self._bucket_of[id(parameter)].gradients, self._index_of[id(parameter)]
+                gradients.arrive(index)
+                self._reducer.mark_ready(gradients, index)
+
+    def _sum_norms(self, optimizers: int) -> None:
+        """The one small all-reduce of a step; see :class:`~lightning_zero.update.clipping.GradientClipping`."""
+        world, device = self._placement.mesh.world, self._placement.device
+        flags = sum(len(bucket.form.parameters) + 1 for bucket in self.buckets)
+        numbers = 2 * world.size + optimizers + flags  # digests, squares, parameters used and buckets left over
+        world.count("all_reduce", _SMALL_ITEM * (numbers + world.padding(numbers, device)))

@@ -1,0 +1,73 @@
+"""Parameters, gradients and masters: how they are split over ranks, gathered and reduced.
+
+Glossary, of all floors:
+
+unit
+    A module whose parameters are gathered together, such as a block of a transformer; the rest is the root's.
+bucket
+    Parameters of one unit (of several small ones at stages 0 to 2), of one dtype, that are gathered, reduced and
+    updated together.
+flat buffer
+    The 1-D tensor in which a bucket's parameters lie one after the other; they are views of it.
+shard
+    A rank's equal part of a flat buffer, or of anything that is laid out as it.
+segment
+    The part of one parameter that lies in one shard: the unit of update, with hyperparameters and scalar state.
+run
+    Adjacent segments with equal hyperparameters and step, which one kernel call updates.
+tile
+    Segments, or a range of a shard, that are worked on at a time to bound temporary memory.
+master
+    The values of a shard at full precision, which updates change: the shard itself, a copy, or a split of both.
+sharded gradient
+    A shard of the averaged gradient; before its reduction a gradient is unsharded.
+unshard, reshard
+    Gather all shards into the flat buffer; free it. A full-precision unshard gathers masters instead.
+stale
+    A flat buffer that holds values from before the last update of the shards.
+settle
+    Finish updates and gathers, and take over edits by user code, so that shards and parameters agree.
+store
+    A memory that gives out long-lived tensors: masters, optimizer state, sharded gradients, parameter shards.
+lane, ticket
+    An ordered queue of an executor, such as copies to the host; the handle by which one waits for work in it.
+"""
+
+from lightning_zero.sharding.bucket import Bucket, BucketState, ParameterSpec
+from lightning_zero.sharding.collectives import CollectiveError, Group, Mesh
+from lightning_zero.sharding.forms import BucketForm
+from lightning_zero.sharding.freed import FreedParameter
+from lightning_zero.sharding.gradients import BucketGradients, ShardedGradient
+from lightning_zero.sharding.layout import FlatLayout, Run, Segment, runs, tiles
+from lightning_zero.sharding.partition import Unit, find_units
+from lightning_zero.sharding.placement import BucketPlacement, MasterForm
+from lightning_zero.sharding.policies import MixedPrecisionPolicy, ShardingPolicy
+from lightning_zero.sharding.sharded_init import ShardedInit, ShardedParameter, sharded_init, unshard_parameters
+
+__all__ = [
+    "Bucket",
+    "BucketForm",
+    "BucketGradients",
+    "BucketPlacement",
+    "BucketState",
+    "CollectiveError",
+    "FlatLayout",
+    "FreedParameter",
+    "Group",
+    "MasterForm",
+    "Mesh",
+    "MixedPrecisionPolicy",
+    "ParameterSpec",
+    "Run",
+    "Segment",
+    "ShardedGradient",
+    "ShardedInit",
+    "ShardedParameter",
+    "ShardingPolicy",
+    "Unit",
+    "find_units",
+    "runs",
+    "sharded_init",
+    "tiles",
+    "unshard_parameters",
+]

@@ -1,0 +1,148 @@
+"""Construction: a bucket takes parameters' initial values, and gets the master that its updates need.
+
+Masters are made here, before anything is cast, and never from rounded values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_zero import ops
+from lightning_zero.sharding.bucket import Bucket, BucketState, ParameterSpec
+from lightning_zero.sharding.masters import CopyMaster, NoMaster, SplitMaster, StoreHome
+from lightning_zero.sharding.placement import BucketPlacement
+from lightning_zero.sharding.sharded_init import ShardedParameter, full_values
+from lightning_zero.storage import Memory, note_freed
+
+
+@torch.no_grad()
+def make_bucket(
+    name: str,
+    specs: Sequence[ParameterSpec],
+    dtype: torch.dtype,
+    optimized: bool,
+    placement: BucketPlacement,
+    detect_data_edits: bool = False,
+) -> Bucket:
+    """Makes a bucket that takes rank 0's values of its parameters; see :class:`Bucket`. Collective."""
+    bucket = Bucket(name, specs, dtype, optimized, placement, detect_data_edits)
+    layout = bucket.layout
+    start, stop = layout.shard_range(placement.mesh.shard.rank)
+    sharded = bucket.shards_params and any(isinstance(p, ShardedParameter) for p in bucket.parameters)
+    if sharded:  # the full bucket never exists
+        flat = torch.empty(layout.padded_numel, dtype=dtype, device=placement.device)
+    else:
+        full = _initial_values(bucket)
+        flat = full if full.dtype == dtype else full.to(dtype)
+    shard = flat[start:stop]
+    owned: list[_Owned] = []  # what becomes of this rank's part of the values
+    if bucket.shards_params:
+        shard = placement.param_store.zeros(layout.shard_numel, dtype)
+        owned.append(_Owned(shard, placement.param_store.memory))
+    copy = _room_for_copy(bucket)
+    owned += [] if copy is None else [_Owned(copy, placement.optimizer_store.memory)]
+    if sharded:
+        _distribute(bucket, flat, owned)
+    else:
+        for target, memory in owned:
+            placement.move(target, full[start:stop], ("device", memory), name).wait()
+    bucket.begin(flat, shard, NoMaster(shard) if copy is None else CopyMaster(shard, copy, StoreHome(placement, name)))
+    return bucket
+
+
+class _Owned(NamedTuple):
+    """A tensor that this rank keeps of a bucket: 1-D, Ψ/S, and where it rests."""
+
+    values: Tensor
+    memory: Memory
+
+
+def _initial_values(bucket: Bucket) -> Tensor:
+    """The full bucket at full precision: 1-D, Ψ, on the device."""
+    placement = bucket.placement
+    full = torch.zeros(bucket.layout.padded_numel, dtype=bucket.initial_dtype, device=placement.device)
+    for view, parameter in zip(bucket.views(full), bucket.parameters, strict=True):
+        view.copy_(full_values(parameter))
+    return placement.mesh.world.broadcast_(full, f"broadcast the initial {bucket.name}")
+
+
+def _distribute(bucket: Bucket, flat: Tensor, owned: Sequence[_Owned]) -> None:
+    """Copies this rank's part of the values to what is ``owned``, laid out as the shard, one parameter at a time.
+
+    Parameters become views of ``flat``, which frees their own memory.
+    """
+    segments = {segment.param: segment for segment in bucket.segments}
+    for index, parameter in enumerate(bucket.parameters):
+        values = _broadcast(bucket, index)
+        if (segment := segments.get(index)) is not None:
+            part = values[segment.param_start : segment.param_start + segment.numel]
+            for target, memory in owned:
+                part_owned = target[segment.start : segment.stop]
+                bucket.placement.move(part_owned, part, ("device", memory), bucket.name).wait()
+        del values  # before the next one is gathered
+        parameter.data = bucket.view(flat, index)
+        note_freed(parameter, parameter.nbytes)
+
+
+def _broadcast(bucket: Bucket, index: int) -> Tensor:
+    """The full values of one parameter, the same on all ranks; 1-D."""
+    parameter, placement = bucket.parameters[index], bucket.placement
+    sharded = isinstance(parameter, ShardedParameter)
+    values = bucket.formats[index].flatten(full_values(parameter)).to(placement.device)
+    what = f"broadcast the initial {bucket.names[index]}"
+    return values if sharded else placement.mesh.world.broadcast_(values, what)
+
+
+def _room_for_copy(bucket: Bucket) -> Tensor | None:
+    """Room for a master in a tensor of its own, where there must be one: 1-D, Ψ/S, in the optimizer's store."""
+    form = bucket.placement.master(bucket.initial_dtype, bucket.dtype, bucket.optimized)
+    if not form.pieces:
+        return None
+    copy = bucket.placement.optimizer_store.zeros(bucket.layout.shard_numel, form.dtype)
+    if copy.device.type == "cpu":
+        ops.zero_(copy)  # its pages lie near the threads that will update them
+    return copy
+
+
+def begin_to_optimize(bucket: Bucket) -> None:
+    """Makes a bucket ready for updates: a parameter of it has joined an optimizer. The same call on all ranks."""
+    if not bucket.optimized:
+        bucket.optimized = True
+        if isinstance(bucket.master, NoMaster) and (copy := _room_for_copy(bucket)) is not None:
+            placement = bucket.placement
+            memories = placement.shard_memory, placement.optimizer_store.memory
+            placement.move(copy, bucket.shard, memories, bucket.name).wait()
+            bucket.master = CopyMaster(bucket.shard, copy, StoreHome(placement, bucket.name))
+
+
+@torch.no_grad()
+def lay_out_master(bucket: Bucket, split: bool) -> None:
+    """Keeps fp32 masters of 16-bit parameters, on the host, as the CPU optimizers do, split or in one tensor.
+
+    bf16 ties round away from zero then, in both layouts. The same call on all ranks.
+    """
+    master = bucket.master
+    fitting = isinstance(master, SplitMaster) if split else getattr(master, "ties", None) == "away"
+    if bucket.dtype.itemsize == 2 and not fitting and not isinstance(master, NoMaster):
+        if bucket.state is BucketState.GATHERED or not bucket.shards_params:
+            edit = bucket.hidden_edit()
+            bucket.absorb_edits(everything=edit is not None and bool(edit))
+        store, numel, home = (
+            bucket.placement.optimizer_store,
+            bucket.layout.shard_numel,
+            StoreHome(bucket.placement, bucket.name),
+        )
+        values = master.read(0, numel)
+        if split:
+            pieces = bucket.placement.split_master(bucket.dtype).pieces
+            remainder, *high = (store.zeros(numel, dtype) for dtype in pieces)
+            bucket.master = SplitMaster(bucket.shard, high[0] if high else bucket.shard, remainder, home)
+            bucket.master.keep(0, values.to("cpu", torch.float32))
+        else:
+            bucket.master = CopyMaster(bucket.shard, values, home, ties="away")
+        bucket.master.write(0, numel)
+        bucket.mark_updated(range(len(bucket.parameters)))

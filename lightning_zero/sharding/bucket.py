@@ -1,0 +1,326 @@
+"""A bucket: parameters that are gathered, reduced and updated together.
+
+Tensors of one bucket on one rank (Ψ elements, padded to S shards):
+
+    flat       1-D, Ψ, parameter dtype, device   what forward and backward read; parameters are views of it
+    shard      1-D, Ψ/S, parameter dtype         the owned part: a slice of ``flat`` (stages 0-2) or its own (stage 3)
+    master     Ψ/S, full precision               in the optimizer's store, or the shard itself (see ``masters.py``)
+
+``flat`` is one storage for life. Resharding resizes it to zero bytes: views, also those that autograd saved, then see
+no memory instead of keeping it alive, and see the gathered values again after the next unshard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum, auto
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_zero.sharding.freed import mark_freed, mark_gathered
+from lightning_zero.sharding.layout import Segment
+from lightning_zero.sharding.masters import Master, NoMaster
+from lightning_zero.sharding.memory_format import MemoryFormat
+from lightning_zero.sharding.placement import BucketPlacement
+from lightning_zero.storage import Memory
+from lightning_zero.storage.timers import Phase, timed
+from lightning_zero.torch_private import version_of
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+
+
+class BucketState(Enum):
+    """States of a bucket's flat buffer: which parameter values a rank holds."""
+
+    SHARDED = auto()  # the shard only; `flat` has no memory and its parameters are freed
+    GATHERING = auto()  # shards are on their way into `flat`; its parameters are still freed
+    GATHERED = auto()  # `flat` holds the current values of all shards
+    STALE = auto()  # `flat` holds values from before the last update of the shards
+
+
+class ParameterSpec(NamedTuple):
+    """A parameter and its name in the module tree (its first, where it is tied)."""
+
+    name: str
+    parameter: Parameter
+
+
+def checksum(values: Tensor) -> Tensor:
+    """The sum of the bits of a 1-D tensor as 64-bit integers; 0-dim int64 on its device."""
+    # Eight bytes at a time, several times as fast as elements; a slice may begin and end inside of eight.
+    width = 8 // values.itemsize
+    start = min(-values.storage_offset() % width, values.numel())
+    stop = start + (values.numel() - start) // width * width
+    total = torch.cat([values[:start], values[stop:]]).view(_INTEGERS[values.itemsize]).sum()
+    return total + values[start:stop].view(torch.int64).sum() if stop > start else total
+
+
+class Bucket:
+    """See the module's docstring. :func:`~lightning_zero.sharding.adoption.make_bucket` makes one.
+
+    Args:
+        name: name of the unit, for messages.
+        specs: the parameters in module order, all of one dtype, at their initial full-precision values.
+        dtype: dtype that forward and backward see.
+        optimized: whether an optimizer may update them; otherwise no gradient of them is ever reduced.
+        placement: groups, policies, device and stores.
+        detect_data_edits: notice edits through ``data`` at stages 0 to 2 by a checksum; see :meth:`hidden_edit`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        specs: Sequence[ParameterSpec],
+        dtype: torch.dtype,
+        optimized: bool,
+        placement: BucketPlacement,
+        detect_data_edits: bool = False,
+    ) -> None:
+        self.name = name
+        self.names = tuple(spec.name for spec in specs)
+        self.parameters = tuple(spec.parameter for spec in specs)
+        self.formats = tuple(MemoryFormat.of(p) for p in self.parameters)
+        self.initial_dtype = self.parameters[0].dtype
+        self.dtype = dtype
+        self.optimized = optimized
+        self._detect_data_edits = detect_data_edits
+        self.placement = placement
+        self.timers = placement.mesh.timers
+        self.layout = placement.layout(tuple(p.numel() for p in self.parameters), dtype)
+        self.segments = self.layout.segments(placement.mesh.shard.rank)
+        self.index = {id(p): i for i, p in enumerate(self.parameters)}
+        self.state = BucketState.GATHERED
+        self.pins = 0  # open `gathered_parameters` contexts: resharding waits for them
+        self._full: Tensor | None = None  # 1-D, Ψ, the master's dtype: see `unshard_full_precision`
+        self._flat_views: list[Tensor] = []  # that parameters were before it
+        self.flat: Tensor
+        self.shard: Tensor
+        self.master: Master
+        self._await_shards: Callable[[], None]  # ends the gather that has begun
+
+    @torch.no_grad()
+    def begin(self, flat: Tensor, shard: Tensor, master: Master) -> None:
+        """Make the parameters views of ``flat``, which holds their values, or has them in ``shard`` only at stage 3."""
+        self.flat, self.shard, self.master = flat, shard, master
+        for view, parameter in zip(self.views(flat), self.parameters, strict=True):
+            parameter.data = view
+        self._remember()
+        self.reshard()
+
+    def view(self, flat: Tensor, index: int) -> Tensor:
+        """Parameter ``index`` in ``flat``, any 1-D tensor that is laid out as the flat buffer."""
+        offset = self.layout.offsets[index]
+        return self.formats[index].view(flat[offset : offset + self.layout.numels[index]])
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """All parameters in ``flat``; see :meth:`view`."""
+        return [self.view(flat, index) for index in range(len(self.parameters))]
+
+    @property
+    def shards_params(self) -> bool:
+        """Whether the parameters are freed outside the forward and backward of their unit."""
+        return self.placement.sharding.shard_params
+
+    def range_of(self, segment: Segment) -> slice:
+        """The segment's elements in the flat buffer."""
+        start = self.layout.offsets[segment.param] + segment.param_start
+        return slice(start, start + segment.numel)
+
+    # -------------------------------------------------------------------------------------------------- parameters
+
+    @torch.no_grad()
+    def begin_unshard(self) -> None:
+        """Begin to give ``flat`` the current values of all shards; nothing happens where it has or will have them."""
+        if self.state not in (BucketState.GATHERED, BucketState.GATHERING):
+            self._begin_unshard()
+
+    @timed(Phase.GATHER)
+    def _begin_unshard(self) -> None:
+        if self.state is BucketState.SHARDED:
+            self.flat.untyped_storage().resize_(self.layout.padded_numel * self.dtype.itemsize)
+        elif not self.shards_params:
+            self.absorb_edits()  # the shard in `flat` is up to date, user code may have changed it since
+        start, stop = self.layout.shard_range(self.placement.mesh.shard.rank)
+        if self.shard.data_ptr() != self.flat.data_ptr() + start * self.dtype.itemsize:
+            memories: tuple[Memory, Memory] = self.placement.shard_memory, "device"
+            self.placement.move(self.flat[start:stop], self.shard, memories, self.name).wait()
+        self._await_shards = self.placement.mesh.shard.begin_all_gather_(self.flat, f"gather {self.name}")
+        self.state = BucketState.GATHERING
+
+    @torch.no_grad()
+    def unshard(self) -> None:
+        """Give ``flat`` the current values of all shards; nothing happens where it has them."""
+        if self.state is not BucketState.GATHERED:
+            self._end_unshard()
+
+    @timed(Phase.GATHER)
+    def _end_unshard(self) -> None:
+        self.begin_unshard()
+        self._await_shards()
+        self.state = BucketState.GATHERED
+        for parameter in self.parameters:
+            mark_gathered(parameter)
+        self._versions = [version_of(p) for p in self.parameters]  # the shard is what it was
+
+    @torch.no_grad()
+    def reshard(self) -> None:
+        """Free ``flat`` where the stage shards parameters and nobody holds them gathered."""
+        if not self.shards_params or self.pins or self.state is BucketState.SHARDED:
+            return
+        if self.state is BucketState.GATHERING:
+            self._await_shards()  # they must not arrive in freed memory
+        elif self.state is BucketState.GATHERED:
+            self.absorb_edits()
+        self.flat.untyped_storage().resize_(0)
+        self.state = BucketState.SHARDED
+        self._mark_freed()
+
+    def _mark_freed(self) -> None:
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            mark_freed(parameter, name)
+
+    def mark_updated(self, indices: Iterable[int]) -> None:
+        """The shards have new values for the parameters ``indices``: what is gathered is out of date."""
+        if self.state is BucketState.GATHERING:
+            self.unshard()  # what is on its way is out of date too
+        # As after an update in place: backward through a graph from before it is an error, not a wrong gradient.
+        torch.autograd.graph.increment_version([self.parameters[i] for i in indices])
+        self._remember()
+        # With one shard at stages 0 to 2, `flat` is the shard.
+        if self.state is BucketState.GATHERED and (self.layout.shards > 1 or self.shards_params):
+            self.state = BucketState.STALE
+
+    def _remember(self) -> None:
+        """Note what user code sees now, so that a change of it is noticed."""
+        self._versions = [version_of(p) for p in self.parameters]
+        # An edit through `data` moves no version. Where the master is another tensor, the next update undoes it, unless
+        # `gathered_parameters(writeback=True)` was around it. To find them takes two passes over the shard and a wait
+        # for the device per step; at stage 3 it would take that per gather.
+        watched = self._detect_data_edits and not isinstance(self.master, NoMaster) and not self.shards_params
+        self._checksum = checksum(self.shard) if watched else None
+
+    def hidden_edit(self) -> Tensor | None:
+        """Tell whether the shard has other bits than were noted (0-dim bool on the device); ``None``: nobody asks."""
+        return None if self._checksum is None else checksum(self.shard) != self._checksum
+
+    @torch.no_grad()
+    def absorb_edits(self, everything: bool = False) -> None:
+        """Take over what user code changed in gathered parameters, in place or by assigning ``data``.
+
+        Args:
+            everything: also look at parameters whose version counter did not move (changes through ``.data``).
+        """
+        if self._full is not None:
+            return  # until they are views of `flat` again
+        edited = set()
+        for index, parameter in enumerate(self.parameters):
+            if self._reattach(self.flat, index) or everything or version_of(parameter) != self._versions[index]:
+                edited.add(index)
+        if not edited:
+            return
+        for segment in self.segments:
+            if segment.param in edited:
+                if self.shards_params:  # else it is the same memory
+                    target, source = self.shard[segment.start : segment.stop], self.flat[self.range_of(segment)]
+                    memories: tuple[Memory, Memory] = "device", self.placement.shard_memory
+                    self.placement.move(target, source, memories, self.name).wait()
+                self.master.derive(segment.start, segment.stop)
+        self._remember()
+
+    def _reattach(self, flat: Tensor, index: int) -> bool:
+        """Make a parameter a view of ``flat`` again where ``data`` was assigned (``module.double()``); True if so."""
+        parameter, start = self.parameters[index], self.layout.offsets[index] * flat.itemsize
+        if parameter.data_ptr() == flat.data_ptr() + start or not parameter.numel():
+            return False
+        view = self.view(flat, index)
+        view.copy_(parameter.data)
+        parameter.data = view
+        return True
+
+    @torch.no_grad()
+    def unshard_full_precision(self) -> bool:
+        """Give parameters the masters' full values, in memory that outlives resharding. Collective.
+
+        Returns:
+            Whether :meth:`end_full_precision` must follow: they are views of another tensor than ``flat`` meanwhile.
+        """
+        if self._full is not None:
+            return False
+        if self.master.dtype == self.dtype and not self.shards_params:
+            self.unshard()
+            return False
+        if self.state is BucketState.GATHERED:
+            self.absorb_edits()
+        self._full = self.gather_full(self.master.read(0, self.layout.shard_numel))
+        for view, parameter in zip(self.views(self._full), self.parameters, strict=True):
+            mark_gathered(parameter)
+            self._flat_views.append(parameter.data)
+            parameter.data = view
+        return True
+
+    @torch.no_grad()
+    def end_full_precision(self, writeback: bool) -> None:
+        """Make the parameters views of ``flat`` again and take over what was changed in them meanwhile. Collective.
+
+        Args:
+            writeback: take over all values, rank 0's on all ranks; otherwise those whose version counter moved.
+        """
+        assert self._full is not None
+        full, self._full = self._full, None
+        edited = [
+            index
+            for index, parameter in enumerate(self.parameters)
+            if self._reattach(full, index) or writeback or version_of(parameter) != self._versions[index]
+        ]
+        if writeback:
+            self.placement.mesh.world.broadcast_(full, f"write back {self.name}")
+        for view, parameter in zip(self._flat_views, self.parameters, strict=True):
+            parameter.data = view
+        self._flat_views = []
+        for index in edited:
+            self._load_master(index, self.view(full, index))
+        if edited:
+            self.mark_updated(edited)
+        if self.state is BucketState.SHARDED:
+            self._mark_freed()
+
+    def publish(self, start: int, stop: int) -> None:
+        """Derive elements ``[start, stop)`` of the parameter shard from the master, which was updated."""
+        self.master.write(start, stop)
+
+    def load(self, index: int, values: Tensor) -> None:
+        """Overwrite one parameter with full-precision ``values`` of its shape; ``flat`` becomes out of date."""
+        self._load_master(index, values)
+        self.mark_updated([index])
+
+    def _load_master(self, index: int, values: Tensor) -> None:
+        for segment in self.segments:
+            if segment.param == index:
+                into = self.master.read(segment.start, segment.stop)
+                self.formats[index].read(values, segment.param_start, into)
+                self.master.keep(segment.start, into)
+                self.master.write(segment.start, segment.stop)
+
+    def gather_full(self, shard: Tensor) -> Tensor:
+        """All-gather any 1-D tensor laid out as the shard; returns the full one (padded) on the device. Collective.
+
+        The shard rests where masters and optimizer state do.
+        """
+        full = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=self.placement.device)
+        start, stop = self.layout.shard_range(self.placement.mesh.shard.rank)
+        memories: tuple[Memory, Memory] = self.placement.optimizer_store.memory, "device"
+        self.placement.move(full[start:stop], shard, memories, self.name).wait()
+        self.placement.mesh.shard.all_gather_(full, f"gather state of {self.name}")
+        return full
+
+    def release(self) -> None:
+        """Give every parameter an ordinary tensor at full precision and forget the flat buffer. Collective."""
+        if self.state is BucketState.GATHERED:
+            self.absorb_edits()
+        full = self.gather_full(self.master.read(0, self.layout.shard_numel))
+        for view, parameter in zip(self.views(full), self.parameters, strict=True):
+            mark_gathered(parameter)
+            parameter.data = view.clone()

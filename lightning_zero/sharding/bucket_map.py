@@ -1,0 +1,115 @@
+"""The buckets of a module: which of them hold what, and which of them a submodule reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.sharding.adoption import make_bucket
+from lightning_zero.sharding.bucket import Bucket, BucketState
+from lightning_zero.sharding.gradients import BucketGradients
+from lightning_zero.sharding.layout import Segment
+from lightning_zero.sharding.partition import BucketSpec, Unit
+from lightning_zero.sharding.placement import BucketPlacement
+
+
+class BucketMap:
+    """Makes the buckets of a module, and finds them. Collective.
+
+    Attributes:
+        module: the module tree.
+        placement: of all buckets but persistent ones.
+        buckets: in forward order; none once they are released.
+        gradients: those of the buckets, in the same order.
+        root: those of them that stay unsharded for a step.
+
+    Args:
+        module: the module tree; its parameters become views of the buckets.
+        specs: what :func:`~lightning_zero.sharding.partition.partition` made of it.
+        placement: of all buckets; persistent ones have their own.
+        detect_data_edits: see :class:`Bucket`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        specs: Sequence[BucketSpec],
+        placement: BucketPlacement,
+        detect_data_edits: bool = False,
+    ) -> None:
+        self.module = module
+        self.placement = placement
+        self.buckets = [
+            make_bucket(
+                _name(number, spec), spec.specs, spec.dtype, spec.optimized, spec.placed(placement), detect_data_edits
+            )
+            for number, spec in enumerate(specs)
+        ]
+        self.root = [bucket for bucket, spec in zip(self.buckets, specs, strict=True) if spec.in_root]
+        self.gradients = [BucketGradients(bucket) for bucket in self.buckets]
+        self._gradients = {id(gradients.bucket): gradients for gradients in self.gradients}
+        self._holder = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
+
+    def holder(self, parameter: Tensor) -> Bucket | None:
+        """The bucket that holds ``parameter``, or ``None``."""
+        return self._holder.get(id(parameter))
+
+    def __getitem__(self, parameter: Tensor) -> Bucket:
+        """The bucket that holds ``parameter``.
+
+        Raises:
+            KeyError: none does.
+        """
+        return self._holder[id(parameter)]
+
+    def gradients_of(self, bucket: Bucket) -> BucketGradients:
+        """The gradients of one of the buckets."""
+        return self._gradients[id(bucket)]
+
+    def holders(self, parameters: Iterable[Tensor]) -> list[Bucket]:
+        """The buckets that hold any of ``parameters``, in the order of these."""
+        return list({id(b): b for p in parameters if (b := self.holder(p)) is not None}.values())
+
+    def read_by(self, module: nn.Module, recurse: bool = True) -> list[Bucket]:
+        """The buckets that the forward of ``module`` reads; for the root module, those of the root."""
+        held = list({id(b): b for b in map(self.__getitem__, module.parameters(recurse=recurse))}.values())
+        return [*held, *(b for b in self.root if b not in held)] if module is self.module else held
+
+    def own(self, unit: Unit) -> list[Bucket]:
+        """The buckets that a unit frees; what it shares with the root stays unsharded for a step."""
+        return [b for b in self.read_by(unit.module) if b not in self.root]
+
+    def segments_of(self, parameters: Iterable[Tensor]) -> Iterator[tuple[Bucket, list[Segment]]]:
+        """This rank's segments of ``parameters``, by bucket, where it has any."""
+        chosen = {id(p) for p in parameters}
+        for bucket in self.buckets:
+            segments = [s for s in bucket.segments if id(bucket.parameters[s.param]) in chosen]
+            if segments:
+                yield bucket, segments
+
+    def absorb_edits(self) -> None:
+        """Take over what user code changed in gathered parameters, in place or by assigning ``data``.
+
+        What was written through ``data`` is found where buckets detect it.
+        """
+        gathered = [bucket for bucket in self.buckets if bucket.state is BucketState.GATHERED]
+        asked = [(bucket, edit) for bucket in gathered if (edit := bucket.hidden_edit()) is not None]
+        answers = torch.stack([edit for _, edit in asked]).tolist() if asked else []  # one wait for the device
+        hidden = {id(bucket) for (bucket, _), answer in zip(asked, answers, strict=True) if answer}
+        for bucket in gathered:
+            bucket.absorb_edits(everything=id(bucket) in hidden)
+
+    def release(self) -> None:
+        """Give every parameter an ordinary tensor at full precision and forget the buckets. Collective."""
+        for bucket in self.buckets:
+            bucket.release()
+        self.buckets, self.root, self._holder = [], [], {}
+        self.gradients, self._gradients = [], {}
+
+
+def _name(number: int, spec: BucketSpec) -> str:
+    """The name of a bucket in messages."""
+    first, *others = spec.units
+    return f"{first}{f' ... {others[-1]}' if others else ''} (bucket {number})"

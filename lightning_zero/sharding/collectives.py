@@ -1,0 +1,383 @@
+"""The only module that calls ``torch.distributed``.
+
+A :class:`Mesh` arranges the world as shard groups x replica groups, each a process group of the package's own, so that
+its collectives never interleave with Lightning's. On CPU every rank sends to every other directly, and sums are made in
+rank order: the result is the same on every rank and in every run, equal bit for bit to one process that adds the ranks'
+values in order. Bytes are counted where they are sent.
+
+Ranks that do not issue the same collectives would hang, mix up their data, or (gloo, where sizes differ) abort. Each
+group keeps a *digest* of what was asked of it. While :attr:`Group.checked` is set, ranks compare digests before every
+collective. Afterwards messages between CPU ranks carry the digest as their tag, so that only what belongs together is
+ever matched and the rest ends by the timeout; on other devices :meth:`Mesh.check_digests` finds out once a step.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.storage.timers import Phase, Timers
+
+# torch 2.13 renamed the flat collectives; 2.10 to 2.12 have the old names only.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # of (size - 1) / size of the data
+
+_HEADER = 128  # bytes: a digest and the beginning of what the collective is for
+_DATA_TAG = 1 << 30  # tags below it are those of headers
+_RECENT = 5  # collectives that an error lists
+
+
+class CollectiveError(RuntimeError):
+    """Ranks did not issue the same collectives, or one of them never came."""
+
+
+class Group:
+    """A set of ranks that communicate; a group of one rank needs no process group and sends nothing.
+
+    Every collective says ``what`` it is for, the same on all ranks: it is compared, and messages name it.
+
+    Attributes:
+        size: number of ranks.
+        rank: this process's rank inside the group.
+        checked: compare with the other ranks before each collective, which costs a small exchange.
+        digest: a 32-bit checksum of all collectives issued so far, by what they are for.
+        sent: bytes that this rank has sent, by collective, for a ring or direct exchange; without those of checks.
+        calls: number of collectives issued, by collective.
+        timers: of what waits for other ranks.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self.process_group = process_group
+        self.size = process_group.size() if process_group is not None else 1
+        self.rank = process_group.rank() if process_group is not None else 0
+        self.checked = False
+        self.digest = 0
+        self.sent: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.timers = Timers()
+        self.recent: deque[str] = deque(maxlen=_RECENT)
+        self._headers = 0
+
+    @classmethod
+    def for_thread(cls, timeout: timedelta | None = None) -> Group:
+        """All ranks once more, to exchange objects from another thread than the one that trains. Collective."""
+        return cls(dist.new_group(backend="gloo", timeout=timeout)) if dist.get_world_size() > 1 else cls()
+
+    @classmethod
+    def imagined(cls, size: int, rank: int = 0) -> Group:
+        """A group to plan with: it has a size and cannot communicate."""
+        group = cls()
+        group.size, group.rank = size, rank
+        return group
+
+    def count(self, collective: str, nbytes: int) -> None:
+        """Counts an ``all_gather``, ``reduce_scatter`` or ``all_reduce`` of ``nbytes``, padded.
+
+        The collectives below do so themselves; a plan counts here those that it imagines.
+        """
+        if self.size > 1:
+            self._count(collective, _ROUNDS[collective] * nbytes * (self.size - 1) // self.size)
+
+    def _count(self, collective: str, sent: int) -> None:
+        self.calls[collective] += 1
+        self.sent[collective] += sent
+
+    def padding(self, numel: int, device: torch.device) -> int:
+        """Elements that :meth:`all_reduce_` adds to ``numel``."""
+        return -numel % self.size if device.type == "cpu" else 0
+
+    def scratch(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> int:
+        """Bytes that :meth:`reduce_scatter` of ``nbytes`` takes while it runs, its result included."""
+        if self.size == 1:
+            return 0
+        part = nbytes // self.size
+        if device.type != "cpu":
+            return part
+        # What the others send, and the sum; 16-bit summands are widened one by one.
+        return nbytes - part + part * (2 * (4 // dtype.itemsize) if dtype.itemsize < 4 else 1)
+
+    def reset_counters(self) -> None:
+        self.sent.clear()
+        self.calls.clear()
+
+    # ------------------------------------------------------------------------------------------------- collectives
+
+    def all_gather_(self, flat: Tensor, what: str) -> None:
+        """Fill ``flat`` (1-D, a multiple of ``size``) from every rank's own slice of it, in place."""
+        self.begin_all_gather_(flat, what)()
+
+    def begin_all_gather_(self, flat: Tensor, what: str) -> Callable[[], None]:
+        """Begin :meth:`all_gather_`; what is returned waits for its end, and must be called.
+
+        Until then nobody may touch ``flat`` or free its memory.
+        """
+        if self.size == 1:
+            return _nothing
+        self._announce(what, flat.device)
+        data = flat.view(torch.uint8)  # backends do not know every dtype
+        slices = data.chunk(self.size)
+        own = slices[self.rank]
+        self.count("all_gather", flat.nbytes)
+        if flat.device.type == "cpu":
+            return self._exchange([own] * self.size, slices, what)
+        with self._explained(what):
+            work = _all_gather_flat(data, own, group=self.process_group, async_op=True)
+        return lambda: self._wait([work], what)
+
+    def reduce_scatter(self, flat: Tensor, what: str) -> Tensor:
+        """Sum ``flat`` (1-D, a multiple of ``size``) over the ranks and return this rank's slice of the sum.
+
+        The result has the dtype of ``flat``; on CPU 16-bit values are added in fp32 and rounded once. ``flat`` may be
+        overwritten, and the result may share its memory.
+        """
+        if self.size == 1:
+            return flat
+        self._announce(what, flat.device)
+        self.count("reduce_scatter", flat.nbytes)
+        if flat.device.type == "cpu":
+            return self._rank_ordered_sum(flat, what)
+        out = flat.new_empty(flat.numel() // self.size)
+        with self._explained(what):
+            _reduce_scatter_flat(out, flat, group=self.process_group)
+        return out
+
+    def _rank_ordered_sum(self, flat: Tensor, what: str) -> Tensor:
+        parts = list(flat.chunk(self.size))
+        # The own part is not received; without it, memory for one part less.
+        received = [part if rank == self.rank else torch.empty_like(part) for rank, part in enumerate(parts)]
+        self._exchange(parts, received, what)()
+        # A part of its own: a view would keep all of `flat` alive for as long as the gradient is.
+        total = received[0].to(torch.float32 if flat.dtype.itemsize < 4 else flat.dtype, copy=True)
+        for other in received[1:]:
+            total += other
+        return total.to(flat.dtype)
+
+    def all_reduce_(self, flat: Tensor, what: str) -> Tensor:
+        """Sum ``flat`` (1-D) over the ranks, in place; every rank gets the same bits."""
+        if self.size == 1:
+            return flat
+        self._announce(what, flat.device)
+        if flat.device.type != "cpu":
+            with self._explained(what):
+                dist.all_reduce(flat, group=self.process_group)
+            self.count("all_reduce", flat.nbytes)
+            return flat
+        padding = self.padding(flat.numel(), flat.device)
+        padded = torch.nn.functional.pad(flat, (0, padding)) if padding else flat
+        slices = padded.chunk(self.size)
+        slices[self.rank].copy_(self._rank_ordered_sum(padded, what))
+        self._exchange([slices[self.rank]] * self.size, slices, what)()
+        self.count("all_reduce", padded.nbytes)
+        if padding:
+            flat.copy_(padded[: flat.numel()])
+        return flat
+
+    def broadcast_(self, tensor: Tensor, what: str, src: int = 0) -> Tensor:
+        """Overwrite ``tensor`` (contiguous) with that of the group's rank ``src``."""
+        if self.size > 1 and tensor.numel():
+            self._announce(what, tensor.device)
+            with self._explained(what):
+                dist.broadcast(tensor.view(-1).view(torch.uint8), group=self.process_group, group_src=src)
+            self._count("broadcast", tensor.nbytes if self.rank == src else 0)
+        return tensor
+
+    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+        """Every rank's small picklable ``value``, in rank order."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with self._explained(what):
+            dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def broadcast_object(self, value: Any, what: str) -> Any:
+        """Rank 0's picklable ``value``; of the others it is ignored."""
+        if self.size == 1:
+            return value
+        values = [value]
+        with self._explained(what):
+            dist.broadcast_object_list(values, group=self.process_group, group_src=0)
+        return values[0]
+
+    # ------------------------------------------------------------------------------------------------ between ranks
+
+    def _exchange(
+        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], what: str, tag: int | None = None
+    ) -> Callable[[], None]:
+        """Send ``outgoing[r]`` to every other rank r of a CPU group and receive ``incoming[r]`` from it.
+
+        Returns what waits for the end of both; neither list may be touched or freed before.
+        """
+        group = self.process_group
+        assert group is not None
+        tag = _DATA_TAG | (self.digest & (_DATA_TAG - 1)) if tag is None else tag
+        # Beginning at the next rank, so that not all ranks send to the same one first.
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        with self._explained(what):
+            works = [group.send([outgoing[rank]], rank, tag) for rank in others]
+            works += [group.recv([incoming[rank]], rank, tag) for rank in others]
+        return lambda: self._wait(works, what)
+
+    def _wait(self, works: Sequence[dist.Work], what: str) -> None:
+        with self._explained(what):
+            for work in works:
+                work.wait()
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Say in errors of the backend what this rank was about to do, and what it had done."""
+        try:
+            with self.timers.phase(Phase.WAIT):
+                yield
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"rank {self.rank} of {self.size} could not {what}: another rank failed, or does something else than "
+                f"this one, or takes longer than the timeout. Before it, this rank had asked for: "
+                f"{', '.join(self.recent) or 'nothing'}. {_REMEDY} ({error})"
+            ) from error
+
+    # -------------------------------------------------------------------------------------------------- consistency
+
+    def _announce(self, what: str, device: torch.device) -> None:
+        """Before a collective: note it, and find out whether all ranks are about to do the same."""
+        self.digest = zlib.crc32(what.encode(), self.digest)
+        if self.checked:
+            self._compare(what, device)
+        self.recent.append(what)
+
+    def _compare(self, what: str, device: torch.device) -> None:
+        self._headers += 1
+        own = self.digest.to_bytes(4) + what.encode()[: _HEADER - 4].ljust(_HEADER - 4)
+        table = torch.frombuffer(bytearray(own), dtype=torch.uint8).repeat(self.size, 1)
+        if device.type == "cpu":
+            self._exchange([table[self.rank]] * self.size, list(table), what, tag=self._headers % _DATA_TAG)()
+        else:
+            table = table.to(device)
+            with self._explained(what):
+                _all_gather_flat(table.view(-1), table[self.rank].clone(), group=self.process_group)
+        headers = [bytes(row) for row in table.tolist()]
+        if any(header[:4] != own[:4] for header in headers):
+            wants = [header[4:].decode(errors="replace").rstrip() for header in headers]
+            raise CollectiveError(_disagreement(wants))
+
+
+_REMEDY = (
+    "All ranks must run the same units in the same order, and as many backward passes and steps. Where they take "
+    "different ways through the model, hold what they read whole on all ranks (`with "
+    "lightning_zero.gathered_parameters(module):`), or make the module around it one unit (`units=[...]`)."
+)
+
+
+def _disagreement(wants: Sequence[str]) -> str:
+    """The message where the ranks of a group are about to do, or did, different things."""
+    ranks: dict[str, list[int]] = {}
+    for rank, want in enumerate(wants):
+        ranks.setdefault(want, []).append(rank)
+    said = "; ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}: {want}" for want, r in ranks.items())
+    return f"ranks do not do the same. {said}. {_REMEDY}"
+
+
+def _nothing() -> None:
+    """The end of a collective that had nothing to do."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The world as shard groups of S ranks x replica groups of R ranks.
+
+    Ranks ``[i * S, (i + 1) * S)`` form a shard group; ranks that own the same shard form a replica group.
+
+    Attributes:
+        timers: of all that this rank does between the groups' collectives, and of waiting for them.
+    """
+
+    world: Group
+    shard: Group
+    replica: Group
+    timers: Timers = field(default_factory=Timers)
+
+    def __post_init__(self) -> None:
+        for group in (self.world, self.shard, self.replica):
+            group.timers = self.timers
+
+    def check(self, enabled: bool) -> None:
+        """Compare the ranks before each collective from now on, or no longer. The same call on all ranks."""
+        for group in (self.world, self.shard, self.replica):
+            group.checked = enabled
+
+    def digests(self) -> Tensor:
+        """This rank's digests of its shard and replica group among zeros for the others; [2 * world size] float64.
+
+        Summed over the world, they are what :meth:`check_digests` takes.
+        """
+        values = torch.zeros(self.world.size, 2, dtype=torch.float64)
+        values[self.world.rank] = torch.tensor([self.shard.digest, self.replica.digest])
+        return values.view(-1)
+
+    def check_digests(self, digests: Sequence[float]) -> None:
+        """Raise on all ranks where those of one group did not do the same. Collective only if they did not.
+
+        Raises:
+            CollectiveError: says what each rank did last.
+        """
+        shard, replica = digests[::2], digests[1::2]
+        size = self.shard.size
+        same = all(shard[rank] == shard[rank - rank % size] for rank in range(self.world.size))
+        same &= all(replica[rank] == replica[rank % size] for rank in range(self.world.size))
+        if not same:
+            own = ", ".join([*self.shard.recent, *(self.replica.recent if self.replica is not self.shard else ())])
+            raise CollectiveError(_disagreement(self.world.all_gather_object(own, "compare what ranks did")))
+
+    @classmethod
+    def single(cls) -> Mesh:
+        """One process, no communication."""
+        return cls(Group(), Group(), Group())
+
+    @classmethod
+    def imagined(cls, shard_size: int, replicas: int = 1, rank: int = 0) -> Mesh:
+        """S x R ranks to plan with, seen from ``rank`` of the world; it cannot communicate."""
+        world = Group.imagined(shard_size * replicas, rank)
+        return cls(world, Group.imagined(shard_size, rank % shard_size), Group.imagined(replicas, rank // shard_size))
+
+    @classmethod
+    def create(cls, shard_size: int | None = None, timeout: timedelta | None = None) -> Mesh:
+        """Process groups for the initialized default group; a collective call: all ranks must make it.
+
+        Args:
+            shard_size: S; ``None`` shards over the whole world, 1 replicates everything (stage 0).
+            timeout: after which a collective that some rank never joins fails.
+
+        Raises:
+            ValueError: where ``shard_size`` does not divide the world size.
+        """
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        size = world_size if shard_size is None else shard_size
+        if size < 1 or world_size % size:
+            raise ValueError(
+                f"shard_size={shard_size} does not divide the world size {world_size}; "
+                f"choose one of {[n for n in range(1, world_size + 1) if world_size % n == 0]}"
+            )
+        shards = [list(range(first, first + size)) for first in range(0, world_size, size)]
+        replicas = [list(range(first, world_size, size)) for first in range(size)]
+        world = _new_groups([list(range(world_size))], rank, timeout)
+        shard = world if size == world_size else _new_groups(shards, rank, timeout)
+        replica = world if size == 1 else _new_groups(replicas, rank, timeout)
+        return cls(world, shard, replica)
+
+
+def _new_groups(partition: Sequence[list[int]], rank: int, timeout: timedelta | None) -> Group:
+    """Create one process group per list, in the same order on all ranks, and return the one that holds ``rank``."""
+    if len(partition[0]) == 1:
+        return Group()
+    groups = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in partition]
+    return next(Group(group) for ranks, group in groups if rank in ranks)

@@ -1,0 +1,110 @@
+"""Modules under ``torch.compile``: hooks run around their graph, and their parameters keep their names.
+
+``torch.compile(module)`` returns a wrapper that holds the module as its child ``_orig_mod``; ``module.compile()`` puts
+the module's own call, hooks included, into the graph. A hook inside a graph would be compiled with it, and its number
+be part of the graph's guards: equal blocks could not share one graph. So a compiled module has hooks around its whole
+call, and the modules inside have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from torch import nn
+
+from lightning_zero.torch_private import ORIGINAL, compiled_call, registered_modules, set_compiled_call
+
+Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+After = Callable[[nn.Module, tuple[Any, ...], Any], Any]  # returns the output
+
+
+class Handle(Protocol):
+    """Takes hooks off again."""
+
+    def remove(self) -> None: ...
+
+
+def original(module: nn.Module) -> nn.Module:
+    """The module inside ``torch.compile``'s wrapper; ``module`` itself where it is none."""
+    inside = registered_modules(module).get(ORIGINAL)
+    return module if inside is None else inside
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of ``module`` run a graph, by a wrapper or in place."""
+    return original(module) is not module or compiled_call(module) is not None
+
+
+def plain_name(name: str) -> str:
+    """A name in the module tree as it is without the wrappers."""
+    return ".".join(part for part in name.split(".") if part != ORIGINAL)
+
+
+def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with the names that its tensors have without wrappers."""
+    return {plain_name(name): value for name, value in state.items()}
+
+
+def names_of(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state``, by names with or without wrappers, with those that ``module`` has; others stay what they are."""
+    own = {plain_name(name): name for name in module.state_dict(keep_vars=True)}
+    return {own.get(plain_name(name), name): value for name, value in state.items()}
+
+
+def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """As :meth:`torch.nn.Module.named_modules`, with each wrapper in the place of the module inside."""
+    inside = {id(original(module)) for module in root.modules() if original(module) is not module}
+    for name, module in root.named_modules():
+        if id(module) not in inside:
+            yield plain_name(name), module
+
+
+def inside_graphs(root: nn.Module) -> dict[int, nn.Module]:
+    """By the id of each module that a compiled one contains: the outermost of those around it."""
+    found: dict[int, nn.Module] = {}
+    for module in root.modules():  # outer ones come first
+        if is_compiled(module):
+            for child in module.modules():
+                if child is not module:
+                    found.setdefault(id(child), found.get(id(module), module))
+    return found
+
+
+def attach(module: nn.Module, before: Before, after: After | None = None) -> list[Handle]:
+    """Call ``before`` and ``after`` around every call of ``module``, and outside of its graph.
+
+    ``before`` comes first of all hooks. What ``after`` returns is the output. It is also called when the call raises,
+    with ``None``.
+    """
+    if compiled_call(module) is not None:
+        return [_AroundCall(module, before, after)]
+    handles: list[Handle] = [module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)]
+    if after is not None:
+        handles.append(module.register_forward_hook(after, always_call=True))
+    return handles
+
+
+class _AroundCall:
+    """Stands for the compiled call of a module that was compiled in place."""
+
+    def __init__(self, module: nn.Module, before: Before, after: After | None) -> None:
+        self._module = module
+        self._before = before
+        self._after = after
+        self._compiled = compiled_call(module)
+        set_compiled_call(module, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._compiled is not None
+        self._before(self._module, args, kwargs)
+        try:
+            output = self._compiled(*args, **kwargs)
+        except BaseException:
+            if self._after is not None:
+                self._after(self._module, args, None)
+            raise
+        return output if self._after is None else self._after(self._module, args, output)
+
+    def remove(self) -> None:
+        set_compiled_call(self._module, self._compiled)

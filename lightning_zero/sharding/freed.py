@@ -1,0 +1,113 @@
+"""Parameters while their bucket holds only shards: a name, a shape, and an error for everything else.
+
+Computing with a tensor whose storage was freed does not raise in PyTorch, it reads freed memory. While a parameter is
+freed its class is a subclass whose ``__torch_function__`` raises by name; metadata stays right, so that parameter
+counts and summaries do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from torch.nn import Parameter
+
+from lightning_zero.torch_private import no_subclass_functions, tree_leaves
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_METADATA = frozenset(
+    """shape dtype device layout ndim names requires_grad grad _grad grad_fn grad_dtype is_leaf retains_grad _version
+    is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_complex is_nested is_xla is_mps is_xpu output_nr
+    _backward_hooks _post_accumulate_grad_hooks _base
+    size dim numel nelement stride storage_offset element_size itemsize nbytes is_contiguous is_floating_point is_signed
+    is_inference ndimension get_device register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad
+    __hash__ __len__ _is_view
+    empty_like full_like ones_like zeros_like rand_like randn_like new_empty new_full new_ones new_zeros""".split()
+)
+_ACCESSORS = frozenset(("__get__", "__set__", "__delete__"))
+
+
+class FreedParameter(Parameter):
+    """A parameter whose storage is freed at stage 3, outside the forward and backward of its unit."""
+
+    _zero_name: str
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self._zero_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not is_metadata(func):
+            freed = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FreedParameter)]
+            names = ", ".join(repr(parameter._zero_name) for parameter in freed)
+            raise RuntimeError(
+                f"{function_name(func)} on parameter {names or '(unknown)'}, which is freed: at stage 3 a rank holds "
+                "only a shard of it outside its module's forward and backward. Use `with "
+                "lightning_zero.gathered_parameters(module):` on all ranks, around the code that reads it."
+            )
+        with no_subclass_functions():
+            return func(*args, **(kwargs or {}))
+
+
+def is_metadata(func: Callable[..., Any]) -> bool:
+    """Whether an operation reads no values of a parameter."""
+    return function_name(func) in _METADATA
+
+
+def function_name(func: Callable[..., Any]) -> str:
+    """The name of what a ``__torch_function__`` is called for."""
+    name: str = getattr(func, "__name__", str(func))
+    if name in _ACCESSORS:  # of a property: the name is the descriptor's
+        name = func.__self__.__name__  # type: ignore[attr-defined]
+    return name
+
+
+@functools.cache
+def _marked_class(base: type[FreedParameter], cls: type[Parameter]) -> type[Parameter]:
+    name = f"{base.__name__.removesuffix('Parameter')}{cls.__name__}"
+    return base if cls is Parameter else type(name, (base, cls), {})
+
+
+@functools.cache
+def own_class(cls: type[Parameter]) -> type[Parameter]:
+    """The class of a parameter before it was marked."""
+    return next(c for c in cls.__mro__ if issubclass(c, Parameter) and not issubclass(c, FreedParameter))
+
+
+def without_freed_checks(function: Callable[P, T]) -> Callable[P, T]:
+    """For the engine's own functions, which read gradients and metadata only: without a detour for each access."""
+
+    @functools.wraps(function)
+    def unchecked(*args: P.args, **kwargs: P.kwargs) -> T:
+        with no_subclass_functions():
+            return function(*args, **kwargs)
+
+    return unchecked
+
+
+def mark(parameter: Parameter, base: type[FreedParameter], name: str) -> None:
+    """Make ``base`` decide what becomes of every use of ``parameter``."""
+    parameter._zero_name = name  # type: ignore[attr-defined]
+    parameter.__class__ = _marked_class(base, type(parameter))
+
+
+def unmark(parameter: Parameter) -> None:
+    """Undo :func:`mark`."""
+    parameter.__class__ = own_class(type(parameter))
+
+
+def mark_freed(parameter: Parameter, name: str) -> None:
+    """Make every use of ``parameter`` but its metadata an error that names it."""
+    if not isinstance(parameter, FreedParameter):
+        mark(parameter, FreedParameter, name)
+
+
+def mark_gathered(parameter: Parameter) -> None:
+    """Undo :func:`mark_freed`."""
+    if isinstance(parameter, FreedParameter):
+        unmark(parameter)

@@ -1,0 +1,263 @@
+"""The gradients of a bucket, from the moment they are accumulated until they are cleared.
+
+Tensors of one bucket on one rank (Ψ elements, padded to S shards):
+
+    part        tensor                                     held from                       until
+    UNSHARDED   ``parameter.grad``, parameter dtype        a backward, or user code        accumulated or reduced
+    SUM         1-D, Ψ, fp32 or wider, device              the first micro-batch that is   reduced
+                                                           accumulated (16-bit parameters
+                                                           at stages 0 and 1)
+    WINDOW      1-D, Ψ/S, fp32 or wider, device            a reduction before the last     the last one, which sums
+                                                           micro-batch (several replicas)  over replicas
+    SHARDED     1-D, Ψ/S, gradient dtype, optimizer store  the first reduction             cleared by ``zero_grad``
+
+Clearing ends all of them; until then several may be held, such as UNSHARDED ones of a second micro-batch beside the
+SHARDED ones of the first. Between steps only the memory of the sharded gradient stays. Beside the tensors goes which
+parameters *received* a gradient on this rank since it was cleared: an optimizer updates no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Flag, auto
+
+import torch
+from torch import Tensor
+
+from lightning_zero.sharding.bucket import Bucket
+from lightning_zero.sharding.placement import BucketPlacement
+from lightning_zero.storage.timers import Phase, timed
+from lightning_zero.torch_private import copy_each
+
+
+class Held(Flag):
+    """Parts of a bucket's gradients that exist; see the module's docstring."""
+
+    NONE = 0
+    UNSHARDED = auto()
+    SUM = auto()
+    WINDOW = auto()
+    SHARDED = auto()
+
+
+def sharded_gradient_dtype(fixed: torch.dtype | None, values: torch.dtype, again: bool) -> torch.dtype:
+    """The dtype of a sharded gradient.
+
+    Args:
+        fixed: what the policy asks for; ``None`` leaves it to what arrives.
+        values: dtype of what arrives.
+        again: whether something has arrived before.
+    """
+    return fixed or (torch.promote_types(values, torch.float32) if again else values)
+
+
+class ShardedGradient:
+    """Accumulates the reduced gradients of one shard over micro-batches.
+
+    Its dtype does not depend on stage or store, since overflow and norm are judged from these values.
+
+    Args:
+        name: of the bucket.
+        numel: length of the shard.
+        placement: where the values rest, and in which dtype: a fixed one, or that of what arrives, raised to fp32 by a
+            second arrival.
+    """
+
+    def __init__(self, name: str, numel: int, placement: BucketPlacement) -> None:
+        self._name = name
+        self._numel = numel
+        self._placement = placement
+        self._store = placement.optimizer_store
+        self._fixed_dtype = placement.precision.grad_dtype
+        self._values: Tensor | None = None  # 1-D
+        self._empty = True
+
+    def add(self, values: Tensor) -> None:
+        """Add ``values`` (1-D, on the device)."""
+        placement, memory = self._placement, self._store.memory
+        held = self._ensure(sharded_gradient_dtype(self._fixed_dtype, values.dtype, again=not self._empty))
+        if self._empty:
+            placement.move(held, values, ("device", memory), self._name).wait()
+            self._empty = False
+        else:
+            placement.accumulate(held, values, memory, self._name).wait()
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """A view of the gradient of elements ``[start, stop)``; zeros where nothing arrived."""
+        if self._empty:
+            self._ensure(self._fixed_dtype or torch.float32).zero_()
+            self._empty = False
+        assert self._values is not None
+        return self._values[start:stop]
+
+    def raise_precision(self) -> None:
+        """Make the values fp32, unless the dtype is fixed, before they are scaled or compared with fp32 numbers."""
+        if not self._empty and self._fixed_dtype is None:
+            self._ensure(torch.float32)
+
+    def clear(self) -> None:
+        """Forget the values; the memory is kept for the next step."""
+        self._empty = True
+
+    @property
+    def empty(self) -> bool:
+        """Whether no gradient has arrived since it was cleared."""
+        return self._empty
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return 0 if self._values is None else self._values.nbytes
+
+    def _ensure(self, dtype: torch.dtype) -> Tensor:
+        """The tensor, at least as wide as ``dtype``; a wider one of an earlier step holds the same values."""
+        if self._values is None:
+            self._values = self._store.zeros(self._numel, dtype)
+        elif torch.promote_types(self._values.dtype, dtype) != self._values.dtype:
+            before = self._values
+            self._values = self._store.zeros(self._numel, dtype)
+            self._values.copy_(before)
+        return self._values
+
+
+class BucketGradients:
+    """The gradients of one bucket; see the module's docstring.
+
+    Attributes:
+        bucket: whose parameters they are of.
+        sharded: this rank's slice of what has been reduced.
+        received: by index of the parameter: whether this rank has seen a gradient since it was cleared.
+
+    Args:
+        bucket: as above.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        placement, layout = bucket.placement, bucket.layout
+        self.bucket = bucket
+        self.timers = placement.mesh.timers
+        self.sharded = ShardedGradient(bucket.name, layout.shard_numel, placement)
+        self.received = [False] * len(bucket.parameters)
+        self._cleared: set[int] = set()  # parameters whose gradients were cleared since the last one arrived
+        self._sum: Tensor | None = None  # 1-D, Ψ
+        self._window: Tensor | None = None  # 1-D, Ψ/S
+
+    @property
+    def held(self) -> Held:
+        """The parts that exist."""
+        held = Held.NONE
+        if any(p.grad is not None for p in self.bucket.parameters):
+            held |= Held.UNSHARDED
+        if self._sum is not None:
+            held |= Held.SUM
+        if self._window is not None:
+            held |= Held.WINDOW
+        return held if self.sharded.empty else held | Held.SHARDED
+
+    @property
+    def expected(self) -> int:
+        """The number of gradients that a backward brings at most, of parameters that an optimizer may update."""
+        return sum(p.requires_grad for p in self.bucket.parameters) if self.bucket.optimized else 0
+
+    @property
+    def left_over(self) -> bool:
+        """Whether a gradient that an optimizer may use has not been reduced."""
+        return self.bucket.optimized and self.held not in (Held.NONE, Held.SHARDED)
+
+    @timed(Phase.REDUCE)
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Before the last micro-batch at stages 0 and 1: sum 16-bit gradients in fp32, leave others in ``grad``."""
+        self._note_received()
+        bucket = self.bucket
+        dtype = bucket.placement.sum_dtype(bucket.dtype)
+        if dtype != bucket.dtype:
+            # On every rank, with gradients or without: it decides the dtype of the reduction.
+            if self._sum is None:
+                self._sum = torch.zeros(bucket.layout.padded_numel, dtype=dtype, device=bucket.placement.device)
+            for view, parameter in zip(bucket.views(self._sum), bucket.parameters, strict=True):
+                if parameter.grad is not None:
+                    view.add_(parameter.grad)
+                    parameter.grad = None
+
+    @timed(Phase.REDUCE)
+    @torch.no_grad()
+    def reduce(self, last: bool) -> None:
+        """Average what is unsharded over all ranks, add this rank's slice to the sharded gradient. Collective.
+
+        Args:
+            last: whether the step follows. Before that, replicas do not sum: their slices wait in a window.
+        """
+        self._note_received()
+        placement, name = self.bucket.placement, self.bucket.name
+        mesh = placement.mesh
+        fresh = mesh.shard.reduce_scatter(self._collect(), f"reduce the gradients of {name}")
+        if mesh.replica.size > 1:
+            if not last or self._window is not None:
+                # As in the sharded gradient: micro-batches add up in fp32.
+                fresh = fresh.to(placement.sum_dtype(fresh.dtype))
+            if self._window is not None:
+                fresh = self._window.add_(fresh)
+            self._window = None if last else fresh
+            if not last:
+                return
+            mesh.replica.all_reduce_(fresh, f"sum the gradients of {name} over replicas")
+        self.sharded.add(fresh)
+
+    def _note_received(self) -> None:
+        for i, parameter in enumerate(self.bucket.parameters):
+            if parameter.grad is not None:
+                self.received[i] = True
+        self._cleared = set()
+
+    def _collect(self) -> Tensor:
+        """Copy the gradients to a flat buffer in the reduce dtype, divided by the number of ranks; free them."""
+        bucket, placement = self.bucket, self.bucket.placement
+        dtype = placement.reduce_dtype(bucket.dtype, summed=self._sum is not None)
+        buffer = torch.zeros(bucket.layout.padded_numel, dtype=dtype, device=placement.device)
+        targets, sources = [], []
+        for view, parameter in zip(bucket.views(buffer), bucket.parameters, strict=True):
+            if parameter.grad is not None:
+                targets.append(view)
+                sources.append(parameter.grad)
+                parameter.grad = None
+        if targets:
+            copy_each(targets, sources)
+        if self._sum is not None:
+            buffer = self._sum.add_(buffer).to(dtype)
+            self._sum = None
+        # Before the sum, so that fp16 sums of many ranks stay in range.
+        return buffer.mul_(1.0 / placement.mesh.world.size)
+
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        """Multiply all that is held by ``factor``."""
+        held = [p.grad for p in self.bucket.parameters if p.grad is not None]
+        held += [t for t in (self._sum, self._window) if t is not None]
+        if not self.sharded.empty:
+            self.sharded.raise_precision()
+            held.append(self.sharded.read(0, self.bucket.layout.shard_numel))
+        for gradient in held:
+            gradient.mul_(factor)
+
+    def clear(self, indices: Iterable[int], keep_used: bool = False) -> None:
+        """Forget the gradients of some parameters but for ``grad``; with ``keep_used`` they count as zero gradients."""
+        chosen = set(indices)
+        if not keep_used:
+            for i in chosen:
+                self.received[i] = False
+        # Other ranks' gradients lie in this slice too: only when all are cleared is it empty.
+        self._cleared |= chosen
+        if len(self._cleared) == len(self.bucket.parameters) and not keep_used:
+            self.sharded.clear()
+            self._sum = self._window = None
+            return
+        for segment in self.bucket.segments:
+            if segment.param in chosen:
+                self.sharded.read(segment.start, segment.stop).zero_()
+                if self._window is not None:
+                    self._window[segment.start : segment.stop].zero_()
+        if self._sum is not None:
+            views = self.bucket.views(self._sum)
+            for i in chosen:
+                views[i].zero_()

@@ -1,0 +1,381 @@
+"""Stage 3's forward and backward hooks: parameters are unsharded exactly while their unit computes.
+
+A unit gathers its buckets before its forward and frees them after it, gathers them again when the first gradient of its
+outputs arrives, and frees them when all its backward has run. Every module that holds a parameter itself gathers as
+well, so that calling a part of the model (``module.net.generate()``) works.
+
+When has all backward of a call run? Autograd runs ready nodes in the order of their sequence numbers, latest first, and
+a node's users have later numbers than the node. So when it comes to the node that made the *latest input* of the call,
+every node made during the call has run, also those that do not lie between input and output. (Accumulation into leaves
+is the exception, it runs at once: a leaf input says nothing.)
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from lightning_zero.sharding.bucket import Bucket
+from lightning_zero.sharding.bucket_map import BucketMap
+from lightning_zero.sharding.compiled import Handle, attach, inside_graphs, is_compiled, named_modules
+from lightning_zero.sharding.left_tensors import LeftTensors
+from lightning_zero.sharding.partition import Unit
+from lightning_zero.torch_private import autograd_number, base_of, gradient_hooks, tree_leaves, tree_map
+
+_DEPTH = 3  # of objects inside objects, searched for a unit's output tensors
+
+OnBackwardEnd = Callable[[Sequence[Bucket]], None]
+
+
+class _Due:
+    """Work that is due when a node's turn comes: calls whose backward ends there, and calls whose backward begins.
+
+    A unit is freed before the next is gathered. One that is called twice in a row stays gathered between its calls, and
+    is reduced once.
+    """
+
+    __slots__ = ("begins", "ends")
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[UnshardHooks, _Call]] = []
+        self.begins: list[tuple[UnshardHooks, _Call]] = []
+
+    def __call__(self, grads: Sequence[Tensor | None]) -> None:
+        ending = {id(hooks) for hooks, _ in self.ends}
+        for hooks, call in self.begins:
+            if id(hooks) in ending:
+                hooks.begin_backward(call)
+        for hooks, call in reversed(self.ends):
+            hooks.end_call(call)
+        for hooks, call in self.begins:
+            if id(hooks) not in ending:
+                hooks.begin_backward(call)
+
+
+def _due_at(node: Node) -> _Due:
+    """The work that is due at ``node``; it lives as long as the node does."""
+    metadata = cast("dict[Any, Any]", node.metadata)  # a dict, which torch's stub declares as a method
+    if _Due not in metadata:
+        metadata[_Due] = _Due()
+        node.register_prehook(metadata[_Due])
+    return cast("_Due", metadata[_Due])
+
+
+class _Call:
+    """One forward call of a module, which may run backward several times (``retain_graph``)."""
+
+    __slots__ = ("begun", "latest_input")
+
+    def __init__(self) -> None:
+        # Number of the node whose turn in backward is the end of the call's. Not the node: its hooks hold the call, and
+        # Python's collector does not see that cycle.
+        self.latest_input = -1
+        self.begun: object = None  # the generation of backward passes in which its own has begun
+
+
+class UnshardHooks:
+    """The hooks of one module.
+
+    Args:
+        buckets: those that the module's forward and backward need; a unit's own are freed when they have run.
+        on_backward_end: what a unit does when its backward has run, on all ranks in the same order; ``None`` for a
+            module that only holds parameters and leaves freeing them to its unit or to the end of the step.
+        unit: the hooks of the unit that the module lies in; while it computes, the module's own have nothing to do.
+        gather: unshards a unit's own buckets; others are unsharded one by one.
+        shared: buckets that a unit reads and that are not its own: they stay unsharded.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        on_backward_end: OnBackwardEnd | None = None,
+        unit: UnshardHooks | None = None,
+        gather: Callable[[], None] | None = None,
+        shared: Sequence[Bucket] = (),
+    ) -> None:
+        self._buckets = tuple(buckets)
+        self._shared = tuple(shared)
+        self._gather_own = gather
+        self._on_backward_end = on_backward_end
+        self._unit = unit
+        self._calls: list[_Call] = []  # forward calls under way
+        self._in_backward = 0  # calls whose backward has begun and not ended
+        # After a backward with `create_graph`, another one comes through the same parameters: the flush frees them.
+        self._twice = False
+        self._generation = object()  # changes with every flush
+        self._left: Iterable[Tensor] = ()
+        self._handles: list[Handle] = []
+
+    def install(self, module: nn.Module) -> None:
+        """Attach to ``module``."""
+        self._left = LeftTensors(module)
+        self._handles = attach(module, self._before_forward, self._after_forward)
+
+    def remove(self) -> None:
+        """Detach from the module."""
+        for handle in self._handles:
+            handle.remove()
+
+    def end_backward(self) -> None:
+        """After the outermost backward: forget calls whose end no hook saw."""
+        self._in_backward = 0
+        self._twice = False
+        self._generation = object()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnshardHooks:
+        return UnshardHooks(())  # a copied module has parameters of its own, in no bucket
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UnshardHooks, ((),)
+
+    def _covered(self) -> bool:
+        return self._unit is not None and bool(self._unit._calls)
+
+    def _gather(self) -> None:
+        for bucket in self._shared if self._gather_own else (*self._shared, *self._buckets):
+            bucket.unshard()
+        if self._gather_own:
+            self._gather_own()
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._covered():
+            return
+        self._gather()
+        call = _Call()
+        self._calls.append(call)
+        # A forward inside backward is the recomputation of a checkpoint: the hooks of the first forward still stand.
+        if self._on_backward_end is None or self._in_backward or not torch.is_grad_enabled():
+            return
+        made = [_maker(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if (latest := max(filter(None, made), key=_number, default=None)) is not None:
+            call.latest_input = _number(latest)
+            _due_at(latest).ends.append((self, call))
+
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self._covered() or not self._calls:
+            return output
+        call = self._calls.pop()
+        if self._in_backward:
+            return output
+        output = self._with_own_nodes(output, call)
+        outputs = list(self._outputs(module, output, call)) if torch.is_grad_enabled() else []
+        for tensor in outputs:
+            node = _maker(tensor)
+            if node is not None and _number(node) > call.latest_input:
+                _due_at(node).begins.append((self, call))
+            else:  # a leaf, or a view of something made before the call
+                tensor.register_hook(partial(self._begin_backward_at, call))
+        # Where backward will come and no output tells when, the unit stays unsharded until the flush.
+        if self._on_backward_end is not None and not self._twice and (outputs or not self._has_backward(call)):
+            for bucket in self._buckets:
+                bucket.reshard()
+        return output
+
+    def _with_own_nodes(self, output: Any, call: _Call) -> Any:
+        """The output, in which what a unit handed on as it came has a node of its own.
+
+        Backward then passes through units in the reverse order of forward, also on a rank that used nothing of several
+        units in a row: their gathers and reductions are in the order that other ranks have.
+        """
+        if self._on_backward_end is None or not torch.is_grad_enabled():
+            return output
+
+        def own(value: Any) -> Any:
+            if not isinstance(value, Tensor) or isinstance(value, Parameter) or not value.requires_grad:
+                return value
+            # Not a view: its base's node would stand for it.
+            return value if _number(value.grad_fn) > call.latest_input else value.clone()
+
+        return tree_map(own, output, is_leaf=lambda value: not isinstance(value, tuple))
+
+    def _outputs(self, module: nn.Module, output: Any, call: _Call) -> Iterator[Tensor]:
+        """Where backward may enter the call: what it returned, and what it left on the unit (an auxiliary loss)."""
+        for tensor in _tensors(output, _DEPTH):
+            # A parameter that is returned as it is has hooks of its own, and outlives the call.
+            if tensor.requires_grad and not isinstance(tensor, Parameter):
+                yield tensor
+        if self._on_backward_end is not None:
+            for tensor in self._left:
+                if _number(_maker(tensor)) > call.latest_input:
+                    yield tensor
+
+    def _has_backward(self, call: _Call) -> bool:
+        trainable = any(p.requires_grad for bucket in self._buckets for p in bucket.parameters)
+        return torch.is_grad_enabled() and (call.latest_input >= 0 or trainable)
+
+    def _begin_backward_at(self, call: _Call, grad: Tensor) -> None:
+        self.begin_backward(call)
+
+    def begin_backward(self, call: _Call) -> None:
+        """The first gradient of a call's outputs has arrived."""
+        self._gather()
+        self._twice |= torch.is_grad_enabled()
+        if call.begun is not self._generation:
+            call.begun = self._generation
+            self._in_backward += 1
+
+    def end_call(self, call: _Call) -> None:
+        """All backward of a call has run, if it has begun."""
+        if call.begun is not self._generation:
+            return
+        call.begun = None
+        # Of a module called twice, the first call's backward may have begun already: its output is the second's input.
+        self._in_backward -= 1
+        if not self._in_backward and not self._twice and self._on_backward_end is not None:
+            self._on_backward_end(self._buckets)
+
+
+class RefreshHook:
+    """Stages 0-2: gathers what the last update made stale, when the module that reads it computes."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = tuple(buckets)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for bucket in self._buckets:
+            bucket.unshard()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RefreshHook:
+        return RefreshHook(())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RefreshHook, ((),)
+
+
+def _maker(tensor: Tensor) -> Node | None:
+    """The node that made a tensor, or what it is a view of: operations in place give a view a new node of its own."""
+    return base_of(tensor).grad_fn
+
+
+def _number(node: Node | None) -> int:
+    """Later nodes have larger numbers; -1 for none."""
+    return -1 if node is None else autograd_number(node)
+
+
+def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
+    """The tensors in nested containers and in the attributes of objects such as dataclasses."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and hasattr(leaf, "__dict__") and not callable(leaf):
+            yield from _tensors(vars(leaf), depth - 1)
+
+
+OnGradient = Callable[[int, int], None]
+
+
+class GradientHooks:
+    """Tell when the gradient of a parameter has been accumulated.
+
+    Args:
+        bucket_map: of the module.
+        on_gradient: a method, which is not kept alive; takes a bucket's number and a parameter's in it.
+    """
+
+    def __init__(self, bucket_map: BucketMap, on_gradient: OnGradient) -> None:
+        notify = weakref.WeakMethod(on_gradient)
+        self._hooks: list[tuple[Parameter, RemovableHandle]] = [
+            (parameter, _hook_gradient(parameter, notify, number, index))
+            for number, bucket in enumerate(bucket_map.buckets)
+            for index, parameter in enumerate(bucket.parameters)
+            if parameter.is_floating_point()
+        ]
+
+    def come_last(self) -> None:
+        """Gradients are ready when the hooks of user code, of which more may have come, have run."""
+        for parameter, handle in self._hooks:
+            hooks = gradient_hooks(parameter)
+            if next(reversed(hooks)) != handle.id:
+                # Not `move_to_end`: autograd goes by the order of insertion.
+                hooks[handle.id] = hooks.pop(handle.id)
+
+    def remove(self) -> None:
+        """Detach from the parameters."""
+        for _, handle in self._hooks:
+            handle.remove()
+        self._hooks = []
+
+
+def _hook_gradient(
+    parameter: Parameter, notify: weakref.WeakMethod[OnGradient], number: int, index: int
+) -> RemovableHandle:
+    # Neither engine nor bucket: Python's collector does not see references held by a tensor's hooks.
+    def hook(_: Tensor) -> None:
+        if (on_gradient := notify()) is not None:
+            on_gradient(number, index)
+
+    requires_grad = parameter.requires_grad
+    parameter.requires_grad_(True)  # a hook can be registered on nothing else; it stays when that is turned off
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(requires_grad)
+    return handle
+
+
+def install_refresh_hooks(bucket_map: BucketMap, units: Sequence[Unit]) -> list[Handle]:
+    """Stages 0-2: the module and its units gather what is stale before they compute."""
+    around = inside_graphs(bucket_map.module)
+    readers = [around.get(id(unit.module), unit.module) for unit in units]
+    handles: list[Handle] = []
+    for module in {id(m): m for m in (bucket_map.module, *readers)}.values():
+        # The whole module gathers everything first: ranks may enter its units in different orders.
+        read = bucket_map.buckets if module is bucket_map.module else bucket_map.read_by(module)
+        handles += attach(module, RefreshHook(read))
+    return handles
+
+
+def install_unshard_hooks(
+    bucket_map: BucketMap, units: Sequence[Unit], gather: Callable[[int], None], on_unit_end: OnBackwardEnd
+) -> list[UnshardHooks]:
+    """Stage 3: units gather and free their own buckets; other modules that hold parameters themselves gather them.
+
+    Args:
+        bucket_map: of the module.
+        units: of the module, in its order.
+        gather: unshards the n-th unit's own buckets.
+        on_unit_end: see :class:`UnshardHooks`.
+
+    Raises:
+        ValueError: a unit lies inside a graph.
+    """
+    around = inside_graphs(bucket_map.module)
+    _check_compiled(bucket_map.module, units, around)
+    installed: list[UnshardHooks] = []
+    inside: dict[int, UnshardHooks] = {}  # by id of a module: the hooks of the unit it lies in
+
+    def install(hooks: UnshardHooks, module: nn.Module) -> None:
+        hooks.install(module)
+        installed.append(hooks)
+
+    for number, unit in enumerate(units):
+        own = bucket_map.own(unit)
+        shared = [b for b in bucket_map.read_by(unit.module) if b not in own]
+        hooks = UnshardHooks(own, on_unit_end, gather=functools.partial(gather, number), shared=shared)
+        install(hooks, unit.module)
+        inside.update((id(module), hooks) for module in unit.module.modules())
+    unit_modules = {id(unit.module) for unit in units}
+    for module in bucket_map.module.modules():
+        read = bucket_map.read_by(module, recurse=is_compiled(module))
+        if read and id(module) not in unit_modules and id(module) not in around:
+            install(UnshardHooks(read, unit=inside.get(id(module))), module)
+    return installed
+
+
+def _check_compiled(root: nn.Module, units: Sequence[Unit], around: Mapping[int, nn.Module]) -> None:
+    """Raise where a unit lies inside a graph, in which it cannot gather its parameters."""
+    for unit in units:
+        if (compiled := around.get(id(unit.module))) is not None:
+            name = next(name for name, module in named_modules(root) if module is compiled)
+            as_unit = f", or make it one unit with units=[{name!r}]" if name else ""
+            raise ValueError(
+                f"{name or type(root).__name__} is compiled as a whole: at stage 3 its graph cannot gather the "
+                f"parameters of {unit.name!r} inside it. Compile the units instead, each by `.compile()`{as_unit}"
+            )

@@ -1,0 +1,141 @@
+"""Places of all elements of a bucket: pure functions of sizes, ranks and shard counts.
+
+A bucket's parameters lie one after the other in one 1-D *flat buffer*, padded at the end so that it splits into equal
+*shards*, one per rank of the shard group. Each begins on a cache line, as a tensor of its own would: matrix products
+differ in the last bit with the alignment of their operands. Shard borders fall anywhere, also inside a parameter. A
+*segment* is the part of one parameter that lies in one shard:
+
+    parameters   |----- 0 -----|-- 1 --|---------- 2 ----------|pad|
+    shards       |------- rank 0 -------|------- rank 1 -----------|
+    segments     |----- 0 -----|-- 1 --|2|---------- 2 ---------|
+
+All offsets and lengths count elements, not bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The run of one parameter's elements that one rank owns; the unit of update."""
+
+    param: int  # index of the parameter in its bucket
+    start: int  # first element, counted inside the shard
+    numel: int
+    param_start: int  # the same element, counted inside the parameter as it lies in memory
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+class Run(NamedTuple):
+    """Adjacent segments that share a key, hence one contiguous range of the shard."""
+
+    start: int
+    stop: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Offsets of the parameters of one bucket in its flat buffer.
+
+    Args:
+        numels: element count of each parameter, in order; zero is allowed.
+        shards: size S of the shard group.
+        multiple: the padded length is a multiple of this, and this of S.
+        align: parameters begin at multiples of this.
+    """
+
+    numels: tuple[int, ...]
+    shards: int
+    multiple: int
+    align: int = 1
+
+    def __post_init__(self) -> None:
+        assert min(self.shards, self.align) >= 1
+        assert self.multiple % self.shards == 0
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        return (0, *itertools.accumulate(_round_up(n, self.align) for n in self.numels))[:-1]
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the parameters, without any padding."""
+        return sum(self.numels)
+
+    @cached_property
+    def padded_numel(self) -> int:
+        end = self.offsets[-1] + self.numels[-1] if self.numels else 0
+        # At least one element per shard: collectives and views of zero elements are a special case nobody needs.
+        return max(_round_up(end, self.multiple), self.multiple)
+
+    @cached_property
+    def shard_numel(self) -> int:
+        return self.padded_numel // self.shards
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """Start and stop of the shard of ``rank`` in the flat buffer."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def segments(self, rank: int) -> tuple[Segment, ...]:
+        """The segments of the shard of ``rank``, in ascending order; parameters without elements have none."""
+        low, high = self.shard_range(rank)
+        found = []
+        for index, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
+            start, stop = max(offset, low), min(offset + numel, high)
+            if start < stop:
+                found.append(Segment(index, start - low, stop - start, start - offset))
+        return tuple(found)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def runs(segments: Sequence[Segment], key: Callable[[Segment], Hashable], gap: int = 0) -> Iterator[Run]:
+    """Group adjacent segments with equal keys; a ``None`` key leaves the segment out and ends the run.
+
+    Args:
+        segments: in ascending order.
+        key: of a segment.
+        gap: segments at most this far apart are adjacent. Alignment leaves gaps shorter than ``FlatLayout.align``; they
+            hold zeros and may be computed on.
+    """
+    group: list[Segment] = []
+    group_key: Hashable = None
+    for segment in segments:
+        segment_key = key(segment)
+        if group and (segment_key != group_key or segment.start - group[-1].stop > gap):
+            yield Run(group[0].start, group[-1].stop, tuple(group))
+            group = []
+        if segment_key is not None:
+            group.append(segment)
+        group_key = segment_key
+    if group:
+        yield Run(group[0].start, group[-1].stop, tuple(group))
+
+
+def tiles(segments: Sequence[Segment], max_numel: int) -> Iterator[tuple[Segment, ...]]:
+    """Cut a list of segments into pieces of at most ``max_numel`` elements; one larger segment is a piece of its own.
+
+    Bounds the temporary memory of an update. Segments are not cut, because an optimizer keeps scalar state per segment.
+    """
+    tile: list[Segment] = []
+    size = 0
+    for segment in segments:
+        if tile and size + segment.numel > max_numel:
+            yield tuple(tile)
+            tile, size = [], 0
+        tile.append(segment)
+        size += segment.numel
+    if tile:
+        yield tuple(tile)

@@ -1,0 +1,281 @@
+"""Masters: the full-precision values of a shard, behind one interface.
+
+Updaters read and write a shard's values through a master and never touch its tensors otherwise, so that a layout
+(none, a copy, a split one) is one object.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_zero import ops
+from lightning_zero.sharding.placement import BucketPlacement
+
+
+class KernelTensors(NamedTuple):
+    """Tensors of a master that an update kernel takes (see :class:`lightning_zero.ops.Options`); 1-D, of one length."""
+
+    param: Tensor
+    remainder: Tensor | None = None
+    copy_out: Tensor | None = None
+    copy_ties: ops.Ties = "even"
+
+
+class Master(Protocol):
+    """Full-precision values of one shard.
+
+    Attributes:
+        dtype: dtype of the values.
+        device: where they can be computed on.
+        nbytes: memory held in addition to the parameter shard.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """The values of elements ``[start, stop)`` of the shard (1-D), to be changed in place before :meth:`keep`."""
+        ...
+
+    def keep(self, start: int, values: Tensor) -> None:
+        """Keep what was changed in the tensor that :meth:`read` gave, before :meth:`write`."""
+        ...
+
+    def write(self, start: int, stop: int) -> None:
+        """Publish what was changed: derive the parameter shard from it."""
+        ...
+
+    def tensors(self, start: int, stop: int) -> KernelTensors:
+        """The tensors that a kernel on the host updates in place; :meth:`write` follows unless one is ``copy_out``."""
+        ...
+
+    def derive(self, start: int, stop: int) -> None:
+        """Take over values that someone wrote into the parameter shard.
+
+        Values that come back to what they were at the last update come back with all their digits.
+        """
+        ...
+
+
+class Home:
+    """Moves values between a master and the parameter shard, which are in one memory here."""
+
+    def publish(self, shard: Tensor, values: Tensor) -> None:
+        """Copy ``values`` to their part of the parameter shard."""
+        shard.copy_(values)
+
+    def taken(self, shard: Tensor) -> Tensor:
+        """A part of the parameter shard, to be read where the values are."""
+        return shard
+
+
+class StoreHome(Home):
+    """Moves values between the optimizer's store and a parameter shard that may be in another memory.
+
+    Args:
+        placement: of the bucket.
+        name: of the bucket.
+    """
+
+    def __init__(self, placement: BucketPlacement, name: str) -> None:
+        self._placement = placement
+        self._name = name
+
+    def publish(self, shard: Tensor, values: Tensor) -> None:
+        placement = self._placement
+        placement.move(shard, values, (placement.optimizer_store.memory, placement.shard_memory), self._name).wait()
+
+    def taken(self, shard: Tensor) -> Tensor:
+        placement, device = self._placement, self._placement.optimizer_store.device
+        if shard.device.type == device.type:
+            return shard
+        copy = torch.empty_like(shard, device=device)
+        placement.move(copy, shard, (placement.shard_memory, placement.optimizer_store.memory), self._name).wait()
+        return copy
+
+
+class NoMaster:
+    """The parameter shard is its own master: nothing is copied."""
+
+    nbytes = 0
+
+    def __init__(self, shard: Tensor) -> None:
+        self._shard = shard  # 1-D, parameter dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._shard.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._shard.device
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self._shard[start:stop]
+
+    def keep(self, start: int, values: Tensor) -> None:
+        """Nothing to keep: the values are the shard's."""
+
+    def write(self, start: int, stop: int) -> None:
+        """Nothing to publish: the values are the shard's."""
+
+    def tensors(self, start: int, stop: int) -> KernelTensors:
+        return KernelTensors(self._shard[start:stop])
+
+    def derive(self, start: int, stop: int) -> None:
+        """Nothing to take over: the values are the shard's."""
+
+
+class _Kept:
+    """Copies of what a master held at the last update, of the parts that someone has edited since."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, list[Tensor]] = {}  # by where the part starts
+
+    def of(self, start: int, *parts: Tensor) -> list[Tensor]:
+        """The copies of the part that starts at ``start``; made of ``parts`` before its first edit."""
+        if start not in self._copies:
+            self._copies[start] = [part.clone() for part in parts]
+        return self._copies[start]
+
+    def forget(self) -> None:
+        """Forget them: an update follows."""
+        self._copies = {}
+
+
+class CopyMaster:
+    """Values in a tensor of their own: in another dtype, in another store, or both.
+
+    Args:
+        shard: the parameter shard, 1-D.
+        values: 1-D, at full precision (never made from the shard's rounded ones); kept, not copied.
+        home: how values move between the store and the shard.
+        ties: where a bf16 shard goes from halfway.
+    """
+
+    def __init__(self, shard: Tensor, values: Tensor, home: Home | None = None, ties: ops.Ties = "even") -> None:
+        self._shard = shard
+        self._home = home or Home()
+        self._values = values
+        self._updated = _Kept()
+        self.ties = ties
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._values.device
+
+    @property
+    def nbytes(self) -> int:
+        return self._values.nbytes
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self._values[start:stop]
+
+    def keep(self, start: int, values: Tensor) -> None:
+        """Nothing to keep: what :meth:`read` gives are views."""
+
+    def write(self, start: int, stop: int) -> None:
+        self._updated.forget()
+        values, shard = self._values[start:stop], self._shard[start:stop]
+        away = self.ties == "away" and shard.dtype == torch.bfloat16
+        self._home.publish(shard, _rounded_away(values) if away else values)
+
+    def tensors(self, start: int, stop: int) -> KernelTensors:
+        self._updated.forget()
+        # On the host the kernel writes the 16-bit shard in the same pass.
+        same_place = self._shard.device.type == "cpu" and self._values.device.type == "cpu"
+        copy_out = self._shard[start:stop] if same_place and self._shard.dtype.itemsize == 2 else None
+        return KernelTensors(self._values[start:stop], copy_out=copy_out, copy_ties=self.ties)
+
+    def derive(self, start: int, stop: int) -> None:
+        # Only what changed: a master holds more digits than the shard.
+        master, shard = self._values[start:stop], self._home.taken(self._shard[start:stop])
+        if shard.dtype == master.dtype:
+            master.copy_(shard)
+            return
+        (updated,) = self._updated.of(start, master)
+        torch.where(_rounds_to(updated, shard), updated, shard.to(master), out=master)
+
+
+class SplitMaster:
+    """Values as 16-bit numbers, which the model reads, and int16 remainders: two bytes an element less than a copy.
+
+    See :func:`lightning_zero.ops.split_`. The values are on the host; where the shard is, it is the high part.
+
+    Args:
+        shard: the parameter shard, 1-D, bf16 or fp16 (bf16 with ties away from zero).
+        high: where the high part rests; ``shard`` itself if that is on the host.
+        remainder: [n] int16.
+        home: how values move between the store and the shard.
+    """
+
+    dtype = torch.float32
+    device = torch.device("cpu")
+
+    def __init__(self, shard: Tensor, high: Tensor, remainder: Tensor, home: Home | None = None) -> None:
+        self._shard = shard
+        self._home = home or Home()
+        self._high = high
+        self._remainder = remainder
+        self._updated = _Kept()
+
+    @property
+    def nbytes(self) -> int:
+        return self._remainder.nbytes + (0 if self._high is self._shard else self._high.nbytes)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        values = torch.empty(stop - start, dtype=torch.float32)
+        ops.join_(values, self._high[start:stop], self._remainder[start:stop])
+        return values
+
+    def keep(self, start: int, values: Tensor) -> None:
+        self._updated.forget()
+        ops.split_(values, *(t[start : start + values.numel()] for t in (self._high, self._remainder)))
+
+    def write(self, start: int, stop: int) -> None:
+        if self._high is not self._shard:
+            self._home.publish(self._shard[start:stop], self._high[start:stop])
+
+    def tensors(self, start: int, stop: int) -> KernelTensors:
+        self._updated.forget()
+        return KernelTensors(self._high[start:stop], self._remainder[start:stop])
+
+    def derive(self, start: int, stop: int) -> None:
+        # Where the shard is the high part, what it was before is not known. The remainder of an unchanged element must
+        # stay, and that of a changed one is less than its rounding.
+        if self._high is not self._shard:
+            values, high, remainder = (
+                self._home.taken(self._shard[start:stop]),
+                self._high[start:stop],
+                self._remainder[start:stop],
+            )
+            was_high, was_remainder = self._updated.of(start, high, remainder)
+            remainder.copy_(was_remainder.masked_fill(values.ne(was_high), 0))
+            high.copy_(values)
+
+
+def _rounds_to(master: Tensor, shard: Tensor) -> Tensor:
+    """Tell where ``shard`` is ``master`` in the shard's dtype, with bf16 ties to even or away from zero; bool."""
+    matches = master.to(shard.dtype) == shard
+    if master.dtype == torch.float32 and shard.dtype == torch.bfloat16:
+        matches |= _rounded_away(master) == shard
+    return matches
+
+
+def _rounded_away(values: Tensor) -> Tensor:
+    """fp32 values as their nearest bf16, halfway away from zero."""
+    rounded = ((values.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    return torch.where(values.isnan(), torch.nan, rounded)

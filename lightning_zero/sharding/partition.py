@@ -1,0 +1,339 @@
+"""From a module tree to units to buckets.
+
+A *unit* is a module whose parameters are gathered together at stage 3: by default the outermost repeated blocks (the
+layers of a transformer, the stages of a ResNet). What lies outside every unit belongs to the *root*, gathered for the
+whole step. Each unit's parameters split into buckets by dtype and by whether an optimizer may update them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from lightning_zero.advice import Case, advice
+from lightning_zero.sharding.bucket import ParameterSpec
+from lightning_zero.sharding.collectives import CollectiveError, Group
+from lightning_zero.sharding.compiled import named_modules, original, plain_name
+from lightning_zero.sharding.placement import BucketPlacement
+from lightning_zero.sharding.policies import MixedPrecisionPolicy, ShardingPolicy
+from lightning_zero.torch_private import is_traceable_wrapper_subclass
+
+ROOT = "(root)"
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_NORMS = (
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+    nn.LocalResponseNorm,
+)
+# Normalization layers that libraries define themselves (LlamaRMSNorm, T5LayerNorm, LayerNorm2d, ...).
+_NORM_NAME = re.compile(r"norm(\d+d)?$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module whose parameters are gathered together, and its name in the tree."""
+
+    name: str
+    module: nn.Module
+
+
+@dataclass
+class BucketSpec:
+    """The parameters of one future bucket.
+
+    Attributes:
+        units: names of the units that share it (:data:`ROOT` for the root).
+        given: dtype that the user's module has.
+        dtype: dtype that forward and backward will see.
+        optimized: whether an optimizer may update them.
+        persistent: whether they stay unsharded where the stage shards parameters.
+        specs: the parameters in module order.
+    """
+
+    units: list[str]
+    given: torch.dtype
+    dtype: torch.dtype
+    optimized: bool
+    persistent: bool = False
+    specs: list[ParameterSpec] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.parameter.numel() for spec in self.specs) * self.dtype.itemsize
+
+    @property
+    def in_root(self) -> bool:
+        """Whether it is unsharded throughout a step."""
+        return ROOT in self.units or self.persistent
+
+    def placed(self, placement: BucketPlacement) -> BucketPlacement:
+        """Its own placement, where ``placement`` is that of all."""
+        return placement.persistent() if self.persistent else placement
+
+
+class Partition(NamedTuple):
+    """The division of a module.
+
+    Attributes:
+        units: in module order.
+        buckets: in forward order.
+    """
+
+    units: list[Unit]
+    buckets: list[BucketSpec]
+
+
+def partition(
+    root: nn.Module,
+    placement: BucketPlacement,
+    optimized: Iterable[Parameter] | None,
+    units: Sequence[str | type[nn.Module]] | None,
+    bucket_size_mb: float,
+    persistence_numel: int,
+    dtypes: Mapping[int, torch.dtype] | None = None,
+) -> Partition:
+    """The units and buckets of ``root``; for the arguments see :class:`Engine`, for errors also the functions below.
+
+    ``dtypes`` are those that parameters, by their ids, had before an engine changed them.
+
+    Raises:
+        ValueError: ``bucket_size_mb`` is not greater than 0.
+    """
+    if not bucket_size_mb > 0:
+        raise ValueError(f"bucket_size_mb={bucket_size_mb!r} must be greater than 0; 25 is a good start")
+    if optimized is None:
+        optimized = (p for p in root.parameters() if p.requires_grad)
+    chosen, size = {id(p) for p in optimized}, int(bucket_size_mb * 2**20)
+    found = find_units(root, units)
+    rest = placement.sharding, placement.precision, size, persistence_numel, dtypes
+    buckets = make_buckets(root, found, chosen, *rest)
+    return Partition(found, buckets)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether ``module`` is a normalization layer, of torch or by its class name."""
+    return isinstance(module, _NORMS) or bool(_NORM_NAME.search(type(module).__name__))
+
+
+def find_units(root: nn.Module, patterns: Sequence[str | type[nn.Module]] | None = None) -> list[Unit]:
+    """The units of ``root`` in module order; units never nest.
+
+    Args:
+        root: the module tree.
+        patterns: classes, class names or :mod:`fnmatch` patterns of module names that make a module a unit; ``None``
+            finds the outermost repeated blocks.
+
+    Raises:
+        ValueError: for a pattern that matches no module with parameters.
+    """
+    if patterns is None:
+        return list(_repeated_blocks(original(root), ""))
+    units: list[Unit] = []
+    unmatched = list(patterns)
+    for name, module in named_modules(root):
+        candidate = module is not root and _has_parameters(module)
+        hits = [p for p in patterns if candidate and _matches(p, name, module)]
+        unmatched = [p for p in unmatched if p not in hits]
+        inside = any(name.startswith(f"{unit.name}.") for unit in units)
+        if hits and not inside:
+            units.append(Unit(name, module))
+    if unmatched:
+        candidates = (original(m) for m in root.modules() if m is not root and _has_parameters(m))
+        classes = sorted({type(m).__name__ for m in candidates})
+        raise ValueError(
+            f"units={unmatched} match no module of {type(root).__name__}; give class names (here: "
+            f"{', '.join(classes)}) or patterns of module names such as 'transformer.h.*'"
+        )
+    return units
+
+
+def _matches(pattern: str | type[nn.Module], name: str, module: nn.Module) -> bool:
+    if isinstance(pattern, type):
+        return isinstance(original(module), pattern)
+    return type(original(module)).__name__ == pattern or fnmatch.fnmatchcase(name, pattern)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[Unit]:
+    """Depth first: containers with two or more composite children of one class yield these children.
+
+    Experts are never units of their own, since a rank may route nothing to one of them: where a container of experts is
+    found outside every block, the module that holds it is the unit; those that the root holds itself are the root's.
+    """
+    blocks = _blocks_of(module) if isinstance(module, _CONTAINERS) else set()
+    for child_name, child in module.named_children():
+        name = plain_name(f"{prefix}{child_name}")
+        if child_name in blocks or _holds_experts(child):
+            yield Unit(name, child)
+        elif not _is_experts(child_name, child):
+            yield from _repeated_blocks(original(child), f"{name}.")
+
+
+def _blocks_of(container: nn.Module) -> set[str]:
+    children = {k: original(m) for k, m in container.named_children()}
+    composite = {k: m for k, m in children.items() if _has_parameters(m) and next(m.children(), None)}
+    counts = Counter(type(m) for m in composite.values())
+    return {k for k, m in composite.items() if counts[type(m)] >= 2}
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    return any(_is_experts(name, child) for name, child in original(module).named_children())
+
+
+def _is_experts(name: str, module: nn.Module) -> bool:
+    return "expert" in name.lower() and isinstance(original(module), _CONTAINERS)
+
+
+def make_buckets(
+    root: nn.Module,
+    units: Sequence[Unit],
+    optimized: set[int],
+    sharding: ShardingPolicy,
+    precision: MixedPrecisionPolicy,
+    bucket_size: int,
+    persistence_numel: int = 0,
+    dtypes: Mapping[int, torch.dtype] | None = None,
+) -> list[BucketSpec]:
+    """The buckets of ``root`` in forward order: the root's first, then those of each unit.
+
+    Args:
+        root: the module tree.
+        units: see :func:`find_units`.
+        optimized: ids of the parameters that an optimizer may update.
+        sharding: where parameters are unsharded (stages 0-2, and those that persist), neighbouring small units share
+            buckets.
+        precision: gives each parameter its dtype.
+        bucket_size: bytes up to which units share a bucket.
+        persistence_numel: elements up to which a parameter stays unsharded where the stage shards parameters.
+        dtypes: see :func:`partition`.
+
+    Raises:
+        TypeError: for parameters that are not real and dense: complex, sparse, quantized, nested, DTensor, lazy; and
+            for modules with sparse gradients.
+    """
+    for name, module in root.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise TypeError(
+                f"module {name!r} is {module}: sparse gradients cannot be sharded. Use sparse=False"
+                f"{advice(Case.CANNOT_BE_SHARDED, ', ')}"
+            )
+    members = parameters_by_unit(root, units)
+    norms = {id(p) for m in root.modules() if is_norm(m) for p in m.parameters(recurse=False)}
+    buckets: list[BucketSpec] = []
+    open_buckets: dict[tuple[torch.dtype, torch.dtype, bool, str | None], BucketSpec] = {}
+    for unit, specs in members.items():
+        for spec in specs:
+            _check_supported(spec)
+            given = (dtypes or {}).get(id(spec.parameter), spec.parameter.dtype)
+            dtype = precision.target_dtype(given, id(spec.parameter) in norms)
+            is_optimized = id(spec.parameter) in optimized
+            persistent = sharding.shard_params and 0 < spec.parameter.numel() <= persistence_numel
+            alone = sharding.shard_params and not persistent  # what is freed with a unit is in no other's bucket
+            key = (given, dtype, is_optimized, unit if alone else None)
+            bucket = open_buckets.get(key)
+            if bucket is None or (unit not in bucket.units and bucket.nbytes >= bucket_size):
+                bucket = open_buckets[key] = BucketSpec([], given, dtype, is_optimized, persistent)
+                buckets.append(bucket)
+            if unit not in bucket.units:
+                bucket.units.append(unit)
+            bucket.specs.append(spec)
+    return buckets
+
+
+def check_initialized(buckets: Sequence[BucketSpec]) -> None:
+    """Refuse parameters without values: they can be planned, not trained.
+
+    Raises:
+        ValueError: for a parameter on the meta device.
+    """
+    for name, parameter in (spec for bucket in buckets for spec in bucket.specs):
+        if parameter.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on the meta device and has no values; before training call "
+                f"`to_empty(device=...)` and initialize it{advice(Case.MADE_LATE, '; ')}"
+            )
+
+
+def check_same(buckets: Sequence[BucketSpec], world: Group) -> None:
+    """Refuse parameters that are others on another rank: the ranks' collectives would not fit together. Collective.
+
+    Raises:
+        CollectiveError: on all ranks; it names a parameter.
+    """
+    mine = {
+        spec.name: f"{tuple(spec.parameter.shape)} {spec.parameter.dtype}{', optimized' if bucket.optimized else ''}"
+        for bucket in buckets
+        for spec in bucket.specs
+    }
+    checksums = world.all_gather_object(zlib.crc32(repr(mine).encode()), "compare the modules")
+    if len(set(checksums)) > 1:
+        first, *others = world.all_gather_object(mine, "compare the modules")
+        for rank, other in enumerate(others, start=1):
+            for name in [*first, *other]:
+                if first.get(name) != other.get(name):
+                    raise CollectiveError(
+                        f"the ranks hold different modules: parameter {name!r} is {first.get(name, 'missing')} on "
+                        f"rank 0 and {other.get(name, 'missing')} on rank {rank}. Build the same module, and give "
+                        "the optimizers the same parameters, on all ranks"
+                    )
+        raise CollectiveError("the ranks hold the same parameters in different orders; build the same module")
+
+
+def parameters_by_unit(root: nn.Module, units: Sequence[Unit]) -> dict[str, list[ParameterSpec]]:
+    """Each parameter once, under its unit; one that several units share belongs to the root."""
+    owners: dict[int, set[str]] = {}
+    for unit in units:
+        for parameter in unit.module.parameters():
+            owners.setdefault(id(parameter), set()).add(unit.name)
+    inside = {id(p) for unit in units for p in unit.module.parameters()}
+    for module in _outside(root, units):
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) in inside:  # tied to one outside every unit
+                owners[id(parameter)].add(ROOT)
+    members: dict[str, list[ParameterSpec]] = {ROOT: [], **{unit.name: [] for unit in units}}
+    for name, parameter in root.named_parameters():
+        where = owners.get(id(parameter), {ROOT})
+        members[next(iter(where)) if len(where) == 1 else ROOT].append(ParameterSpec(plain_name(name), parameter))
+    return members
+
+
+def _outside(root: nn.Module, units: Sequence[Unit]) -> list[nn.Module]:
+    inside = {id(m) for unit in units for m in unit.module.modules()}
+    return [m for m in root.modules() if id(m) not in inside]
+
+
+def _check_supported(spec: ParameterSpec) -> None:
+    name, parameter = spec.name, spec.parameter
+    if not isinstance(parameter, Parameter) or isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise TypeError(
+            f"parameter {name!r} is a {type(parameter).__name__}, which has no shape yet; run one forward pass of the "
+            f"lazy module before training{advice(Case.MADE_LATE, '; ')}"
+        )
+    wraps: bool = is_traceable_wrapper_subclass(parameter)
+    if wraps or parameter.is_nested or parameter.is_quantized:
+        kind = "quantized" if parameter.is_quantized else "nested" if parameter.is_nested else type(parameter).__name__
+        raise TypeError(
+            f"parameter {name!r} is {parameter.dtype}, {kind}; sharding needs plain tensors. Convert it "
+            f"(`dequantize()`, `to_padded_tensor(0.0)`, `full_tensor()`){advice(Case.CANNOT_BE_SHARDED, ', ')}"
+        )
+    if parameter.is_complex() or parameter.layout is not torch.strided:
+        raise TypeError(
+            f"parameter {name!r} is {parameter.dtype} with layout {parameter.layout}; sharding needs real, dense "
+            f"parameters. Store it as a real tensor with a last dimension of 2{advice(Case.CANNOT_BE_SHARDED, ', ')}"
+        )

@@ -1,0 +1,150 @@
+"""Places and forms of a bucket's tensors, and how they move.
+
+Decided here and nowhere else: buckets make their tensors by it, and :func:`lightning_zero.planning.plan` counts them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_zero.sharding.collectives import Mesh
+from lightning_zero.sharding.layout import FlatLayout
+from lightning_zero.sharding.policies import MixedPrecisionPolicy, ShardingPolicy
+from lightning_zero.storage import DONE, Executor, InlineExecutor, Lane, Memory, TensorStore, Ticket
+from lightning_zero.storage.timers import Phase
+
+_CACHE_LINE = 64  # bytes; the alignment of torch's own CPU allocations
+
+
+class MasterForm(NamedTuple):
+    """The form in which the full-precision values of a shard are kept.
+
+    Attributes:
+        dtype: of the values.
+        device: where they can be computed on.
+        pieces: dtypes of the tensors of the shard's length that they take in the optimizer's store, beside the shard;
+            none where the shard is its own master.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    pieces: tuple[torch.dtype, ...] = ()
+
+
+class BucketPlacement(NamedTuple):
+    """Groups, policies, device, stores and executor that the buckets of one engine share."""
+
+    mesh: Mesh
+    sharding: ShardingPolicy
+    precision: MixedPrecisionPolicy
+    device: torch.device  # where the model computes
+    optimizer_store: TensorStore
+    param_store: TensorStore
+    executor: Executor = InlineExecutor()
+
+    def persistent(self) -> BucketPlacement:
+        """The placement of parameters that stay unsharded although the stage shards them."""
+        return self._replace(sharding=dataclasses.replace(self.sharding, shard_params=False))
+
+    def layout(self, numels: tuple[int, ...], dtype: torch.dtype) -> FlatLayout:
+        """Offsets and padding of parameters with these numbers of elements."""
+        return FlatLayout(numels, self.mesh.shard.size, self.mesh.world.size, _CACHE_LINE // dtype.itemsize)
+
+    def move(self, target: Tensor, source: Tensor, memories: tuple[Memory, Memory], what: str) -> Ticket:
+        """Copy ``source`` to ``target``; see :class:`~lightning_zero.storage.executor.Executor`.
+
+        Args:
+            target: of the shape of ``source``.
+            source: in any dtype.
+            memories: in which ``source`` and ``target`` rest; on CPU ranks their devices would not tell.
+            what: what it is for.
+        """
+        with self._copying(memories):
+            if memories == ("host", "device"):
+                return self.executor.fetch(target, source, what)
+            if memories == ("device", "host"):
+                return self.executor.commit(target, source, what)
+            target.copy_(source)  # by whoever computes there
+        return DONE
+
+    def accumulate(self, target: Tensor, source: Tensor, memory: Memory, what: str) -> Ticket:
+        """Add ``source``, on the device, to ``target`` in ``memory``."""
+        if memory == "device":
+            target.add_(source)
+            return DONE
+        with self._copying(("device", memory)):
+            arrived, arrivals = source, []
+            if source.device != target.device:
+                arrived = torch.empty_like(source, device=target.device)
+                arrivals.append(self.executor.commit(arrived, source, what))
+            return self.executor.submit(partial(target.add_, arrived), Lane.HOST, what, arrivals)
+
+    def on_host(self, values: Tensor, what: str) -> Tensor:
+        """``values`` on the CPU, where they may be already."""
+        if values.device.type == "cpu":
+            return values
+        copy = torch.empty_like(values, device="cpu")
+        self.move(copy, values, ("device", "host"), what).wait()
+        return copy
+
+    def _copying(self, memories: tuple[Memory, Memory]) -> AbstractContextManager[None]:
+        return self.mesh.timers.phase(Phase.HOST_COPY) if "host" in memories else nullcontext()
+
+    @property
+    def shard_memory(self) -> Memory:
+        """The memory in which parameter shards rest."""
+        return self.param_store.memory if self.sharding.shard_params else "device"
+
+    @property
+    def update_lane(self) -> Lane:
+        """The lane in which shards are updated."""
+        return Lane.HOST if self.optimizer_store.memory == "host" else Lane.COMPUTE
+
+    @property
+    def shard_device(self) -> torch.device:
+        """The device on which parameter shards can be computed on."""
+        return self.param_store.device if self.sharding.shard_params else self.device
+
+    def master(self, initial: torch.dtype, dtype: torch.dtype, optimized: bool) -> MasterForm:
+        """The master of a shard.
+
+        Args:
+            initial: dtype that the parameters had before the engine.
+            dtype: dtype of the shard.
+            optimized: whether an optimizer may update it.
+        """
+        store = self.optimizer_store
+        # A frozen parameter keeps its full precision too: it is what a checkpoint holds.
+        cast = self.precision.needs_master(dtype) and (optimized or initial.itemsize > dtype.itemsize)
+        moved = store.device != self.shard_device or store.exact
+        moved = moved and not (self.sharding.shard_params and self.param_store is store)
+        if cast or (optimized and moved):
+            values = torch.float32 if cast else dtype
+            return MasterForm(values, store.device, (values,))
+        return MasterForm(dtype, self.shard_device)
+
+    def split_master(self, dtype: torch.dtype) -> MasterForm:
+        """The split master of a 16-bit shard: remainders, and the high part where the shard is not on the host."""
+        high = () if self.shard_device.type == "cpu" else (dtype,)
+        return MasterForm(torch.float32, torch.device("cpu"), (torch.int16, *high))
+
+    def reduce_dtype(self, dtype: torch.dtype, summed: bool) -> torch.dtype:
+        """The dtype in which gradients of parameters of ``dtype`` are sent.
+
+        Args:
+            dtype: of the parameters.
+            summed: whether unsharded gradients of several micro-batches were added up (see :meth:`sum_dtype`).
+        """
+        # What was summed in fp32 is sent in fp32: two finite fp16 micro-batches may add up to more than fp16 holds.
+        return self.precision.reduce_dtype or (self.sum_dtype(dtype) if summed else dtype)
+
+    @staticmethod
+    def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which micro-batches add up: fp32 at least."""
+        return torch.promote_types(dtype, torch.float32)

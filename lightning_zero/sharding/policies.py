@@ -1,0 +1,84 @@
+"""Policies, as small frozen dataclasses: what the stages shard, and in which numbers they compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class ShardingPolicy:
+    """Decides what each rank keeps between the passes of a step (ZeRO, https://arxiv.org/abs/1910.02054).
+
+    Attributes:
+        shard_grads: reduce-scatter gradients after every micro-batch and keep only the owned slice. Costs one
+            reduce-scatter per micro-batch instead of one per step; saves the unsharded gradients between micro-batches.
+        shard_params: free a unit's parameters outside its own forward and backward. Costs two all-gathers per
+            micro-batch instead of one per step; saves the parameters of all other units.
+
+    Optimizer state is always sharded over the shard group. Stage 0 is stage 1 with a shard group of one rank.
+    """
+
+    shard_grads: bool = False
+    shard_params: bool = False
+
+    def __post_init__(self) -> None:
+        if self.shard_params and not self.shard_grads:
+            raise ValueError(
+                "shard_params=True needs shard_grads=True: a freed parameter cannot keep an unsharded gradient"
+            )
+
+    @classmethod
+    def from_stage(cls, stage: int) -> ShardingPolicy:
+        """The policy of ZeRO stage 0, 1, 2 or 3."""
+        if not isinstance(stage, int) or isinstance(stage, bool) or stage not in STAGES:
+            raise ValueError(f"stage={stage!r} is not a ZeRO stage; expected one of {', '.join(map(str, STAGES))}")
+        return cls(shard_grads=stage >= 2, shard_params=stage == 3)
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of parameters, communication, gradients and masters.
+
+    Attributes:
+        param_dtype: dtype in which forward and backward see floating-point parameters; ``None`` changes nothing.
+        keep_norms: leave the parameters of normalization layers in their own dtype (their cost is small, and a 16-bit
+            norm loses accuracy or refuses fp32 input).
+        reduce_dtype: dtype in which gradients cross the network; ``None`` is the dtype of the bucket.
+        grad_dtype: dtype in which the owned slice of the reduced gradient is kept until the step, the same for every
+            stage and store; ``None`` is the reduce dtype, and at least fp32 once a second micro-batch is added.
+        master_weights: keep an fp32 master of 16-bit parameters, made before they are cast.
+        cast_buffers: cast floating-point buffers to ``param_dtype`` as well.
+    """
+
+    param_dtype: torch.dtype | None = None
+    keep_norms: bool = True
+    reduce_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
+    master_weights: bool = True
+    cast_buffers: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "grad_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise TypeError(f"{name}={dtype!r} is not a real floating-point torch.dtype such as torch.bfloat16")
+
+    def target_dtype(self, dtype: torch.dtype, in_norm: bool) -> torch.dtype:
+        """The dtype that a parameter of ``dtype`` takes in forward and backward."""
+        if self.param_dtype is None or not dtype.is_floating_point or (in_norm and self.keep_norms):
+            return dtype
+        return self.param_dtype
+
+    def buffer_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that a buffer of ``dtype`` takes."""
+        if self.param_dtype is None or not self.cast_buffers or not dtype.is_floating_point:
+            return dtype
+        return self.param_dtype
+
+    def needs_master(self, dtype: torch.dtype) -> bool:
+        """Whether parameters cast to ``dtype`` have an fp32 master of their own."""
+        return self.master_weights and self.param_dtype == dtype and dtype.itemsize < 4

@@ -1,0 +1,125 @@
+"""Order of reductions: the same on all ranks, whichever parameters each of them used.
+
+Stages 0-2 reduce in reverse module order, each bucket as soon as it and all before it have all their gradients. Stage 3
+cannot: a rank that uses all parameters of a unit would reduce it before the next unit is gathered, one that does not
+would do so after. There a unit is reduced when all its backward has run, an event that comes on every rank between the
+same two gathers. What is left is reduced by the flush.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+from lightning_zero.sharding.policies import ShardingPolicy
+
+
+class Reducible(Protocol):
+    """Gradients of one bucket: a :class:`~lightning_zero.sharding.gradients.BucketGradients`, or what stands for one.
+
+    Attributes:
+        expected: the number of gradients that a backward brings at most; 0 where no optimizer uses them.
+    """
+
+    @property
+    def expected(self) -> int: ...
+
+    def accumulate(self) -> None:
+        """Keep this micro-batch's gradients unsharded until the last one."""
+        ...
+
+    def reduce(self, last: bool) -> None:
+        """Reduce what is unsharded. Collective.
+
+        Args:
+            last: whether the step follows.
+        """
+        ...
+
+
+class Reducer:
+    """Decides when gradients are reduced, during and after backward.
+
+    Args:
+        gradients: of the buckets, in forward order.
+        sharding: whether gradients are sharded after every micro-batch, and whether parameters are.
+    """
+
+    def __init__(self, gradients: Sequence[Reducible], sharding: ShardingPolicy) -> None:
+        self._all = tuple(gradients)
+        self._sharding = sharding
+        self.in_backward = False
+        self._last_micro_batch = True
+        self._eager = False  # reduce during backward, not only at its flush
+        self._pending: list[Reducible] = []  # not yet reduced in this backward, in launch order
+        self._expected: dict[int, int] = {}  # by id: parameters that require a gradient
+        self._ready: dict[int, set[int]] = {}  # by id: parameters whose gradient has arrived
+        self._open: set[int] = set()  # ids of those that took part in an earlier micro-batch of this step
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around the backward of every micro-batch but the last of a step."""
+        previous, self._last_micro_batch = self._last_micro_batch, False
+        try:
+            yield
+        finally:
+            self._last_micro_batch = previous
+
+    def begin(self, eager: bool) -> None:
+        """Before a backward; see :meth:`Engine.begin_backward`."""
+        self.in_backward = True
+        self._eager = eager and self._reduces_now
+        self._ready = {id(gradients): set() for gradients in self._all}
+        # `toggle_optimizer` and frozen parts turn `requires_grad` off, on all ranks alike; a bucket that is left out of
+        # the last micro-batch may still hold gradients of earlier ones.
+        self._expected = {id(gradients): gradients.expected for gradients in self._all}
+        self._pending = [g for g in reversed(self._all) if self._expected[id(g)] or id(g) in self._open]
+
+    @property
+    def _reduces_now(self) -> bool:
+        return self._sharding.shard_grads or self._last_micro_batch
+
+    def mark_ready(self, gradients: Reducible, index: int) -> None:
+        """The gradient of a bucket's parameter ``index`` has been accumulated."""
+        self._ready[id(gradients)].add(index)
+        if self._eager and not self._sharding.shard_params:
+            while self._pending and self._complete(self._pending[0]):
+                self._reduce(self._pending[0])
+
+    def _complete(self, gradients: Reducible) -> bool:
+        return len(self._ready[id(gradients)]) >= self._expected[id(gradients)]
+
+    def end_unit(self, unit: Iterable[Reducible]) -> None:
+        """Stage 3: all backward of a unit has run."""
+        for gradients in unit:
+            if self._eager and self._expected[id(gradients)]:
+                self._reduce(gradients)
+
+    def _reduce(self, gradients: Reducible) -> None:
+        gradients.reduce(self._last_micro_batch)
+        if gradients in self._pending:  # a unit that is called twice is reduced twice
+            self._pending.remove(gradients)
+        self._open.add(id(gradients))
+
+    def flush(self) -> None:
+        """After the outermost backward: reduce what is left, or keep it for the last micro-batch."""
+        self.in_backward = self._eager = False
+        for gradients in list(self._pending):
+            if self._reduces_now:
+                self._reduce(gradients)
+            else:
+                gradients.accumulate()
+                self._open.add(id(gradients))
+        self._pending = []
+        if self._last_micro_batch:
+            self._open = set()
+
+    @staticmethod
+    def reduce_left_over(left_over: Iterable[Reducible]) -> None:
+        """Before a step: reduce what arrived after its bucket was reduced. The same call on all ranks.
+
+        A parameter's hook fires several times under reentrant checkpointing, and user code may assign gradients.
+        """
+        for gradients in left_over:
+            gradients.reduce(last=True)

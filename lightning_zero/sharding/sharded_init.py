@@ -1,0 +1,411 @@
+"""Initialization that never holds a full model: each parameter becomes a shard as soon as its module is complete.
+
+Inside :func:`sharded_init` a parameter is in one of two states:
+
+    unsharded     an ordinary parameter; those of the module under construction, or of the operation that runs
+    sharded   a :class:`ShardedParameter`: shape and dtype as before, its storage of zero bytes; beside it a
+              :class:`ParameterShard`: 1-D, ceil(n/S) elements, in a store
+
+A new parameter is unsharded. It is sharded when the next module begins to be constructed. Any operation on a sharded
+parameter (``nn.init.normal_``, indexing, ``.data``) gathers it first, and it stays unsharded until another one is used.
+So the code of constructors runs unchanged, in the same order and with the same random numbers as without sharding.
+
+All of it is collective: every rank must run the same code. Rank 0's values count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from lightning_zero.advice import Case, advice
+from lightning_zero.sharding.collectives import Mesh
+from lightning_zero.sharding.freed import FreedParameter, function_name, is_metadata, mark, own_class, unmark
+from lightning_zero.storage import TensorStore, note_freed
+from lightning_zero.torch_private import (
+    make_parameter,
+    no_subclass_functions,
+    no_torch_functions,
+    tree_leaves,
+    users_of_storage,
+    users_of_tensor,
+)
+
+_PATIENCE = 1.0  # seconds; a parameter that is taken for shared stays unsharded for longer, no more
+_SMALL = 1 << 16  # bytes; a shard below this is no mapping of its own in a host store
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """The part of a sharded parameter that a rank holds.
+
+    Attributes:
+        mesh: over whose shard group the parameter is sharded.
+        store: where the values rest.
+        values: 1-D, ceil(n/S) elements in the order of the parameter's memory; the last shard ends with padding.
+    """
+
+    mesh: Mesh
+    store: TensorStore
+    values: Tensor
+
+
+class ShardedParameter(FreedParameter):
+    """A parameter of which this rank holds a shard. An operation makes it unsharded, inside :func:`sharded_init`."""
+
+    _zero_shard: ParameterShard
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if is_metadata(func):
+            with no_subclass_functions():
+                return func(*args, **(kwargs or {}))
+        used = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Parameter)]
+        _active_for(function_name(func), used).use(used)
+        return func(*args, **(kwargs or {}))  # the parameters are ordinary ones now
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        if id(self) in memo:
+            known: Parameter = memo[id(self)]
+            return known
+        if own_class(type(self)) is not Parameter:
+            _active_for("deepcopy", [self]).use([self])  # the subclass knows what to copy
+            full_copy: Parameter = self.__deepcopy__(memo)
+            return full_copy
+        copy = memo[id(self)] = _copy_of_shard(self)
+        return copy
+
+
+def _active_for(action: str, parameters: Iterable[Parameter]) -> ShardedInit:
+    """The context that is open.
+
+    Raises:
+        RuntimeError: where there is none.
+    """
+    context = _ACTIVE.get()
+    if context is None:
+        names = ", ".join(repr(p) for p in parameters if isinstance(p, ShardedParameter))
+        raise RuntimeError(
+            f"{action} on {names}: it was initialized in shards, and no engine runs it yet"
+            f"{advice(Case.INITIALIZED_IN_SHARDS, '. ')}"
+        )
+    return context
+
+
+# --------------------------------------------------------------------------------------------------- one parameter
+
+
+def full_values(parameter: Parameter) -> Tensor:
+    """The values of a parameter, which is unsharded from now on. Collective where it was sharded."""
+    if isinstance(parameter, ShardedParameter):
+        _unshard(parameter)
+    return parameter.detach()
+
+
+@torch.no_grad()
+def _unshard(parameter: ShardedParameter) -> str:
+    """Gather a parameter; returns its name."""
+    with no_torch_functions():
+        shard: ParameterShard = parameter.__dict__.pop("_zero_shard")
+        name: str = parameter.__dict__.pop("_zero_name")
+        group, piece = shard.mesh.shard, shard.values
+        parameter.untyped_storage().resize_(piece.nbytes * group.size)
+        flat = _flat(parameter, piece.numel() * group.size)
+        flat[group.rank * piece.numel() :][: piece.numel()].copy_(piece)
+        group.all_gather_(flat, f"gather {name}")
+        del flat
+        unmark(parameter)
+        _await_backend(parameter)
+        return name
+
+
+def _await_backend(parameter: Parameter) -> None:
+    """Gloo's thread holds what it gathered a moment longer, which is not to be taken for an alias of user code's."""
+    deadline = time.monotonic() + _PATIENCE
+    while not _is_unshared(parameter) and time.monotonic() < deadline:
+        time.sleep(1e-5)
+
+
+def _shard(parameter: Parameter, name: str, mesh: Mesh, store: TensorStore) -> None:
+    """Keep this rank's shard of rank 0's values and free the rest."""
+    group = mesh.shard
+    length = -(-parameter.numel() // group.size)
+    _own_storage(parameter, length * group.size)
+    flat = mesh.world.broadcast_(_flat(parameter, parameter.numel()), f"broadcast the initial {name}")
+    values = _zeros(store, length, parameter.dtype)
+    own = flat[group.rank * length :][:length]
+    values[: own.numel()].copy_(own)
+    del flat, own
+    parameter.untyped_storage().resize_(0)
+    note_freed(parameter, parameter.nbytes)
+    _mark_sharded(parameter, name, ParameterShard(mesh, store, values))
+
+
+def _mark_sharded(parameter: Parameter, name: str, shard: ParameterShard) -> None:
+    parameter._zero_shard = shard  # type: ignore[attr-defined]
+    mark(parameter, ShardedParameter, name)
+
+
+def _own_storage(parameter: Parameter, max_numel: int) -> None:
+    """Give the parameter a storage that holds nothing but its elements and can be resized, if it has another."""
+    storage = parameter.untyped_storage()
+    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    alone = parameter.storage_offset() == 0 and storage.nbytes() <= max_numel * parameter.itemsize
+    if not (dense and alone and storage.resizable()):
+        parameter.data = parameter.data.clone()
+
+
+def _flat(parameter: Tensor, numel: int) -> Tensor:
+    """The first ``numel`` elements of the parameter's storage, 1-D."""
+    storage = parameter.untyped_storage()
+    return torch.empty(0, dtype=parameter.dtype, device=parameter.device).set_(storage, 0, (numel,), (1,))
+
+
+def _zeros(store: TensorStore, numel: int, dtype: torch.dtype) -> Tensor:
+    small = store.device.type == "cpu" and numel * dtype.itemsize < _SMALL
+    return torch.zeros(numel, dtype=dtype, device="cpu") if small else store.zeros(numel, dtype)
+
+
+@torch.no_grad()
+def _copy_of_shard(parameter: ShardedParameter) -> Parameter:
+    with no_torch_functions():
+        shard = parameter._zero_shard
+        data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
+        data.untyped_storage().resize_(0)
+        copy: Parameter = make_parameter(data, parameter.requires_grad)
+        values = _zeros(shard.store, shard.values.numel(), shard.values.dtype).copy_(shard.values)
+        _mark_sharded(copy, parameter._zero_name, ParameterShard(shard.mesh, shard.store, values))
+    return copy
+
+
+def _is_shardable(parameter: Parameter, device: torch.device) -> bool:
+    plain = Parameter in type(parameter).__mro__ and not isinstance(parameter, nn.parameter.UninitializedParameter)
+    strided = parameter.layout is torch.strided and not parameter.is_quantized
+    return plain and strided and parameter.device == device and parameter.numel() > 0
+
+
+def _is_unshared(parameter: Parameter) -> bool:
+    """Whether nothing but the parameter itself refers to its memory: no view, no alias, no autograd graph."""
+    storage = parameter.untyped_storage()
+    # The users are the tensor and `storage`, and the Python object of the tensor.
+    return users_of_storage(storage) == 2 and users_of_tensor(parameter) == 1
+
+
+# ----------------------------------------------------------------------------------------------------- the context
+
+
+@dataclass
+class _Unsharded:
+    """A parameter that is unsharded inside the context, and the module that it was registered in last, if any."""
+
+    parameter: Parameter
+    name: str
+    owner: int | None = None  # id of the module
+
+
+def _is_dropped(entry: _Unsharded) -> bool:
+    """Whether nothing else refers to the parameter itself."""
+    return sys.getrefcount(entry.parameter) == 2  # the entry and the argument
+
+
+class ShardedInit:
+    """Shards the parameters of a model under construction: what :func:`sharded_init` yields.
+
+    Attributes:
+        unsharded_bytes: bytes of the parameters that are unsharded now.
+        peak_bytes: the most that they were at any time.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device, store: TensorStore) -> None:
+        self.peak_bytes = 0
+        self._mesh = mesh
+        self._device = torch.empty(0, device=device).device  # as tensors name it: with its index
+        self._store = store
+        # By id, in the same order on all ranks. Strong references: what a rank's garbage collector has found must not
+        # decide what all of them do next.
+        self._unsharded: dict[int, _Unsharded] = {}
+
+    @property
+    def unsharded_bytes(self) -> int:
+        return sum(entry.parameter.nbytes for entry in self._unsharded.values())
+
+    def created(self, parameter: Parameter) -> None:
+        """A parameter was constructed. Those before it that no module took will hardly be initialized any more."""
+        self._add(parameter)
+        self._shard([entry for key, entry in self._unsharded.items() if entry.owner is None and key != id(parameter)])
+
+    def registered(self, module: nn.Module, name: str, parameter: Tensor) -> None:
+        """A parameter was assigned to a module: those of other modules are complete."""
+        name = f"{type(module).__name__}.{name}"
+        if isinstance(parameter, ShardedParameter):
+            parameter._zero_name = name
+        elif isinstance(parameter, Parameter):
+            self._add(parameter)
+            if (entry := self._unsharded.get(id(parameter))) is not None:
+                entry.name, entry.owner = name, id(module)
+            self._shard([e for e in self._unsharded.values() if e.owner != id(module)])
+
+    def use(self, parameters: Iterable[Parameter]) -> None:
+        """Make ``parameters`` unsharded for an operation, and shard all others."""
+        used = {id(p): p for p in parameters}
+        self._shard([entry for key, entry in self._unsharded.items() if key not in used])
+        for parameter in used.values():
+            if isinstance(parameter, ShardedParameter):
+                self._add(parameter, _unshard(parameter))
+
+    def settle(self) -> None:
+        """Shard every parameter that is unsharded, but for those that user code holds an alias of."""
+        self._shard(list(self._unsharded.values()))
+
+    def _add(self, parameter: Parameter, name: str = "(unnamed)") -> None:
+        if id(parameter) not in self._unsharded and _is_shardable(parameter, self._device):
+            self._unsharded[id(parameter)] = _Unsharded(parameter, name)
+            self.peak_bytes = max(self.peak_bytes, self.unsharded_bytes)
+
+    @torch.no_grad()
+    def _shard(self, entries: Sequence[_Unsharded]) -> None:
+        with no_torch_functions():
+            for entry in entries:
+                if not _is_shardable(entry.parameter, self._device):  # moved to another device, for example
+                    del self._unsharded[id(entry.parameter)]
+            entries = [entry for entry in entries if id(entry.parameter) in self._unsharded]
+            if not entries:
+                return
+            unshared, dropped = self._everywhere(
+                [[_is_unshared(e.parameter) for e in entries], [_is_dropped(e) for e in entries]]
+            )
+            kept = []
+            for entry, is_unshared, is_dropped in zip(entries, unshared, dropped, strict=True):
+                if is_dropped or is_unshared:
+                    del self._unsharded[id(entry.parameter)]
+                else:
+                    kept.append(entry)
+                if is_unshared and not is_dropped:
+                    _shard(entry.parameter, entry.name, self._mesh, self._store)
+        if any(dropped):
+            del entry, entries
+            self._shard(kept)  # what was dropped may have shared memory with them
+
+    def _everywhere(self, flags: list[list[bool]]) -> list[list[bool]]:
+        """Which flags are set on all ranks.
+
+        What refers to a parameter may lie in garbage that only some ranks have collected.
+        """
+        world = self._mesh.world
+        own = torch.tensor(flags, device=self._device)
+        votes = own.new_zeros(world.size, *own.shape)
+        votes[world.rank] = own
+        world.all_gather_(votes.view(-1), "see who uses parameters")
+        answers: list[list[bool]] = votes.all(0).tolist()
+        return answers
+
+
+_ACTIVE: ContextVar[ShardedInit | None] = ContextVar("sharded_init", default=None)
+
+
+@contextlib.contextmanager
+def sharded_init(mesh: Mesh, device: torch.device, store: TensorStore) -> Iterator[ShardedInit]:
+    """Parameters created inside are sharded over ``mesh.shard`` one module after the other; see the module's docstring.
+
+    Sharded parameters are usable inside this context (any such context: it may be entered again), inside
+    :func:`gathered_parameters`, and by an :class:`Engine`. Elsewhere their use raises an error that names them.
+    Parameters on another device stay unsharded, and so do those whose memory user code refers to in another way as
+    long as it does. Inside another such context it does nothing.
+
+    Args:
+        mesh: process groups.
+        device: where parameters are computed on; the caller makes it the default device.
+        store: where shards rest.
+
+    Yields:
+        the context, which counts the bytes of unsharded parameters.
+    """
+    if (active := _ACTIVE.get()) is not None:
+        yield active
+        return
+    context = ShardedInit(mesh, device, store)
+    with _hooks(context):
+        token = _ACTIVE.set(context)
+        try:
+            yield context
+            context.settle()
+        finally:
+            _ACTIVE.reset(token)
+
+
+@contextlib.contextmanager
+def _hooks(context: ShardedInit) -> Iterator[None]:
+    """Tell ``context`` of every parameter that is created, copied or registered, and of every module that begins."""
+    new_parameter, copy_parameter, begin_module = Parameter.__new__, Parameter.__deepcopy__, nn.Module.__init__
+
+    def new(cls: type[Parameter], data: Tensor | None = None, requires_grad: bool = True) -> Parameter:
+        if isinstance(data, ShardedParameter):
+            context.use([data])
+        parameter = new_parameter(own_class(cls), data, requires_grad)
+        context.created(parameter)
+        return parameter
+
+    def deepcopy(parameter: Parameter, memo: dict[int, Any]) -> Parameter:
+        if type(parameter) is Parameter:
+            context.settle()
+        else:
+            context.use([parameter])
+        copy = ShardedParameter.__deepcopy__ if isinstance(parameter, ShardedParameter) else copy_parameter
+        return copy(parameter, memo)  # type: ignore[arg-type]
+
+    def begin(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        context.settle()
+        begin_module(module, *args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(Parameter, "__new__", staticmethod(new)))
+        stack.enter_context(_replaced(Parameter, "__deepcopy__", deepcopy))
+        stack.enter_context(_replaced(nn.Module, "__init__", begin))
+        handle = register_module_parameter_registration_hook(context.registered)
+        stack.callback(handle.remove)
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
+    previous = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, previous)
+
+
+# ------------------------------------------------------------------------------------------------- unsharded, elsewhere
+
+
+def unshard_parameters(parameters: Iterable[Parameter]) -> None:
+    """Make sharded parameters ordinary ones, for good. Collective."""
+    for parameter in parameters:
+        full_values(parameter)
+
+
+@contextlib.contextmanager
+def unsharded_inside(parameters: Iterable[Parameter]) -> Iterator[None]:
+    """Gather sharded parameters for the context; what is changed there is kept, as rank 0 has it. Collective."""
+    sharded = [(p, p._zero_shard) for p in parameters if isinstance(p, ShardedParameter)]
+    contexts = [ShardedInit(shard.mesh, parameter.device, shard.store) for parameter, shard in sharded]
+    for context, (parameter, _) in zip(contexts, sharded, strict=True):
+        context.use([parameter])
+    try:
+        yield
+    finally:
+        for context in contexts:
+            context.settle()

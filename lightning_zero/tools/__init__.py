@@ -1,0 +1,1 @@
+"""Tools on checkpoints, without a Trainer: inspect, export, consolidate, convert from DeepSpeed."""

@@ -1,0 +1,95 @@
+"""Consolidation of a folder of many files into one file, on any machine, in memory for a tile of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint import CheckpointError, load
+from lightning_zero.checkpoint.file import write_alone
+from lightning_zero.checkpoint.lazy import StoredSource, StoredTensor
+from lightning_zero.sharding import Group
+from lightning_zero.sharding.memory_format import MemoryFormat
+from lightning_zero.tools.contents import cast, explained
+
+
+@dataclass(frozen=True, slots=True)
+class Consolidated:
+    """The result of a consolidation.
+
+    Attributes:
+        tensors: of the `state_dict`.
+        optimizers: whose state is there.
+        bytes: of the file.
+    """
+
+    tensors: int
+    optimizers: int
+    bytes: int
+
+
+def consolidate(folder: Path, path: Path, *, dtype: torch.dtype | None = None, overwrite: bool = False) -> Consolidated:
+    """Write a checkpoint that ``torch.distributed.checkpoint`` made, ours or FSDP's, into one ordinary file.
+
+    Args:
+        folder: of the checkpoint.
+        path: of the file; it is there when it is complete.
+        dtype: of floating-point weights; default: as they are. Optimizer state stays as it is.
+        overwrite: replace a file that is there.
+
+    Raises:
+        CheckpointError: the folder is incomplete, damaged, or holds pickled objects; the file is there; or a weight is
+            infinite in ``dtype``.
+        OSError: files cannot be read or written.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder; a checkpoint in one file needs no consolidation.")
+    if path.exists() and not overwrite:
+        raise CheckpointError(f"{path} is already there; name another file, or replace it by --overwrite.")
+    with explained(folder):
+        checkpoint = load(folder, Group())
+    weights: dict[str, Any] = checkpoint.get("state_dict", {})
+    if dtype is not None:
+        converted: dict[int, Tensor] = {}  # tied weights stay tied
+        for name, value in weights.items():
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype:
+                if id(value) not in converted:
+                    converted[id(value)] = _convert(name, value, dtype)
+                weights[name] = converted[id(value)]
+    write_alone(checkpoint, path)
+    return Consolidated(len(weights), len(checkpoint.get("optimizer_states", [])), path.stat().st_size)
+
+
+def _convert(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    if not isinstance(value, StoredTensor):
+        return cast(name, value, dtype)
+    like = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device="meta")
+    assert isinstance(value.source, StoredSource)
+    return StoredTensor(_Cast(value.source, name, value.dtype, dtype), value.param, like)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    """The values of another source, in another dtype."""
+
+    source: StoredSource
+    name: str
+    stored: torch.dtype
+    dtype: torch.dtype
+    live = False
+
+    @property
+    def key(self) -> Any:
+        return self.source.key, self.dtype
+
+    def fetch(self, param: int) -> Tensor:
+        return cast(self.name, self.source.fetch(param), self.dtype)
+
+    def read_slice(self, param: int, form: MemoryFormat, start: int, into: Tensor) -> None:
+        values = torch.empty(into.numel(), dtype=self.stored)
+        self.source.read_slice(param, form, start, values)
+        into.copy_(cast(self.name, values, self.dtype))

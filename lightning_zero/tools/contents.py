@@ -1,0 +1,350 @@
+"""The contents of a checkpoint, read on any machine: no GPU, no module, none of the classes it was written with.
+
+It is one of Lightning's, this package's or what `ddp` and others write: a file, or a folder of many.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import IO, Any, Self
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.archive import leaves
+from lightning_zero.checkpoint.commit import META
+from lightning_zero.checkpoint.errors import CheckpointError
+from lightning_zero.checkpoint.folder_reader import Folder, as_one
+from lightning_zero.checkpoint.lazy import StoredTensor
+
+# Errors that `torch.load` raises for a file that was cut short, changed, or that something else wrote.
+UNREADABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    UnpicklingError,
+    ValueError,
+    struct.error,
+)
+_PICKLED = (
+    "To read it all the same, and only if you trust who wrote it: load it with torch.load(path, weights_only=False), "
+    "replace these objects by plain numbers, strings, lists and dicts, and torch.save it."
+)
+
+
+class Opaque:
+    """Stands for an object of a class that is not known to be safe: nothing of it is imported, called or kept."""
+
+    name = ""
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor of the `state_dict`.
+
+    Attributes:
+        name: of the parameter or buffer.
+        shape: its sizes.
+        dtype: as torch names it, such as "float32".
+        bytes: of its elements.
+        same_as: the earlier name of the same tensor, for tied weights; None else.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    same_as: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterGroup:
+    """A parameter group: its parameters, by name or by torch's index, and plain hyperparameters."""
+
+    parameters: list[str | int]
+    hyperparameters: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StateInfo:
+    """The state that an optimizer keeps under one name, such as "exp_avg".
+
+    Attributes:
+        name: of the state.
+        parameters: how many have it.
+        dtypes: of its tensors; "number" for one that is no tensor.
+        bytes: of all its tensors.
+    """
+
+    name: str
+    parameters: int
+    dtypes: list[str]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerInfo:
+    """An optimizer's groups and state."""
+
+    groups: list[ParameterGroup]
+    state: list[StateInfo]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A summary of a checkpoint; counts of bytes leave out what is stored twice under two names.
+
+    Attributes:
+        file: its path.
+        file_bytes: its size, or that of the files in the folder.
+        global_step, epoch: Lightning's counters; None where there are none.
+        lightning_version: that wrote it.
+        written_by: version and world of this package's run; None for other writers.
+        loss_scale: of the fp16 loss scaler; None without one.
+        skipped_steps: optimizer steps without an update so far; None where nobody counted.
+        tensors: of the `state_dict`.
+        weights_bytes: of these.
+        other_entries: names in the `state_dict` that are no tensors, such as extra state.
+        optimizers: one for each.
+        optimizer_bytes: of their state.
+        callbacks: whose state is there.
+        keys: all keys of the checkpoint.
+        opaque: classes and functions of objects that were not read.
+    """
+
+    file: str
+    file_bytes: int
+    global_step: int | None
+    epoch: int | None
+    lightning_version: str | None
+    written_by: dict[str, Any] | None
+    loss_scale: float | None
+    skipped_steps: int | None
+    tensors: list[TensorInfo]
+    weights_bytes: int
+    other_entries: list[str]
+    optimizers: list[OptimizerInfo]
+    optimizer_bytes: int
+    callbacks: list[str]
+    keys: list[str]
+    opaque: list[str]
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The checkpoint; its tensors are mapped or read when they are used, and take no memory before that.
+
+    No pickled code runs: objects that `torch.load(weights_only=True)` would refuse become :class:`Opaque`.
+
+    Returns:
+        The checkpoint, and the names of the classes and functions that such objects stand for.
+
+    Raises:
+        CheckpointError: it is not a Lightning checkpoint, is damaged, or cannot be read safely.
+        OSError: it cannot be opened.
+    """
+    if path.is_dir():
+        folder = Folder(path)
+        if missing := sorted(folder.missing_files()):
+            raise CheckpointError(f"{path} is incomplete: {', '.join(missing[:3])} is not there.")
+        meta, opaque = _read_file(path / META)
+
+        def read(file: IO[bytes]) -> Any:
+            value, more = _read_safely(file)
+            opaque.extend(more)
+            return value
+
+        with explained(path):
+            checkpoint = as_one(folder.entries(read), meta)
+    else:
+        checkpoint, opaque = _read_file(path)
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), Mapping):
+        found = ", ".join(map(str, checkpoint)) if isinstance(checkpoint, dict) else type(checkpoint).__name__
+        raise CheckpointError(
+            f"{path} is not a Lightning checkpoint: it has no 'state_dict', but {found[:200] or 'nothing'}. Weights "
+            "alone can be wrapped: torch.save({'state_dict': weights}, path)."
+        )
+    return checkpoint, sorted(set(opaque))
+
+
+def _read_file(path: Path) -> tuple[Any, list[str]]:
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":
+            raise CheckpointError(
+                f"{path} is not a checkpoint: torch.save writes zip archives. A file in torch's format before 1.6 has "
+                "to be loaded and saved again."
+            )
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(
+            f"{path} is damaged: the end of the archive is missing, as after a copy or a save that was interrupted. "
+            "Copy it again, or use another checkpoint."
+        )
+    with explained(path):
+        return _read_safely(os.fspath(path), mmap=True)
+
+
+def _read_safely(file: str | IO[bytes], mmap: bool = False) -> tuple[Any, list[str]]:
+    """Load a file of :func:`torch.save`; returns also the classes and functions of which there are stand-ins in it."""
+    refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    if not isinstance(file, str):
+        file.seek(0)
+    stand_ins: list[Any] = [(type("Opaque", (Opaque,), {"name": name}), name) for name in refused]
+    with torch.serialization.safe_globals(stand_ins):
+        return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True), refused
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turns torch's errors into a :class:`CheckpointError` that says what is wrong with the checkpoint."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except UnpicklingError as error:
+        _, _, reason = str(error).rpartition("WeightsUnpickler error: ")  # the rest is advice to programmers
+        reason = reason.strip().partition("\n")[0]
+        raise CheckpointError(f"{path} holds objects that cannot be read safely: {reason}. {_PICKLED}") from error
+    except UNREADABLE as error:
+        if "unable to mmap" in str(error):
+            raise CheckpointError(
+                f"The system does not map {path} into memory. It may be larger than memory and swap: then "
+                "`sysctl vm.overcommit_memory=1`, or another machine, helps. So may a higher `ulimit -v`."
+            ) from error
+        raise CheckpointError(
+            f"{path} cannot be read as a checkpoint ({type(error).__name__}: {str(error).partition(chr(10))[0]}). "
+            "If it is one, it is damaged: copy it again, or use another."
+        ) from error
+
+
+def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
+    """Names of tensors that are an earlier one under another name, with that earlier name."""
+    first: dict[Any, str] = {}
+    tied: dict[str, str] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.layout == torch.strided and value.numel():
+            stored = isinstance(value, StoredTensor)  # one object for all names
+            place = id(value) if stored else (value.data_ptr(), value.dtype, value.shape, value.stride())
+            kept = first.setdefault(place, name)
+            if kept != name:
+                tied[name] = kept
+    return tied
+
+
+def describe(path: Path) -> Contents:
+    """Summarize a checkpoint. Reads no tensor but those that stand for a single hyperparameter.
+
+    Raises:
+        CheckpointError, OSError: as :func:`read_checkpoint`.
+    """
+    checkpoint, opaque = read_checkpoint(path)
+    state = checkpoint["state_dict"]
+    tied = tied_names(state)
+    tensors = [
+        TensorInfo(name, tuple(value.shape), dtype_name(value.dtype), _bytes(value), tied.get(name))
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+    ]
+    try:
+        optimizers = [_describe_optimizer(saved) for saved in checkpoint.get("optimizer_states", [])]
+    except (AttributeError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path}: 'optimizer_states' is not in torch's format ({error!r}).") from error
+    precision = _mapping(checkpoint.get("ZeroPrecision"))
+    scaler = _mapping(precision.get("scaler")) or _mapping(checkpoint.get("MixedPrecision"))
+    return Contents(
+        file=str(path),
+        file_bytes=sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path])),
+        global_step=plain(checkpoint.get("global_step")),
+        epoch=plain(checkpoint.get("epoch")),
+        lightning_version=plain(checkpoint.get("pytorch-lightning_version")),
+        written_by=plain(checkpoint.get("lightning_zero")),
+        loss_scale=plain(scaler.get("scale")),
+        skipped_steps=plain(precision.get("skipped_steps")),
+        tensors=tensors,
+        weights_bytes=sum(tensor.bytes for tensor in tensors if tensor.same_as is None),
+        other_entries=[name for name, value in state.items() if not isinstance(value, Tensor)],
+        optimizers=optimizers,
+        optimizer_bytes=sum(entry.bytes for optimizer in optimizers for entry in optimizer.state),
+        callbacks=[str(name) for name in _mapping(checkpoint.get("callbacks"))],
+        keys=[str(key) for key in checkpoint],
+        opaque=opaque,
+    )
+
+
+def _describe_optimizer(saved: Mapping[str, Any]) -> OptimizerInfo:
+    groups = [
+        ParameterGroup(
+            list(group.get("param_names", group["params"])),
+            {k: plain(v) for k, v in group.items() if k not in ("params", "param_names")},
+        )
+        for group in saved["param_groups"]
+    ]
+    found: dict[str, list[Any]] = {}
+    for entries in saved["state"].values():
+        for name, value in entries.items():
+            found.setdefault(str(name), []).append(value)
+    state = []
+    for name, values in found.items():
+        found_in = [leaf for value in values for _, leaf in leaves(value)]  # some keep lists and dicts of tensors
+        dtypes = {dtype_name(leaf.dtype) if isinstance(leaf, Tensor) else "number" for leaf in found_in}
+        size = sum(_bytes(leaf) for leaf in found_in if isinstance(leaf, Tensor))
+        state.append(StateInfo(name, len(values), sorted(dtypes), size))
+    return OptimizerInfo(groups, state)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()  # `nbytes` refuses sparse ones
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype's name without the module: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of the tensor ``name`` in another dtype.
+
+    Raises:
+        CheckpointError: a number is beyond the range of the dtype.
+    """
+    converted = values.to(dtype)
+    if converted is not values and bool(values[converted.isinf()].isfinite().any()):
+        raise CheckpointError(f"{name!r} has numbers that are infinite in {dtype_name(dtype)}; choose another dtype.")
+    return converted
+
+
+def plain(value: Any) -> Any:
+    """The value in what JSON has: tensors of one element are numbers, anything else unknown its `repr`."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else str(value)
+    if isinstance(value, Tensor):
+        return plain(value.item()) if value.numel() == 1 else f"<tensor of shape {tuple(value.shape)}>"
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return repr(value)

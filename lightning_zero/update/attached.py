@@ -1,0 +1,384 @@
+"""The optimizers that an engine drives: what is theirs, and the update of their shards."""
+
+from __future__ import annotations
+
+import copy
+import types
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_zero.advice import Case, advice
+from lightning_zero.sharding.adoption import begin_to_optimize, lay_out_master
+from lightning_zero.sharding.bucket import Bucket
+from lightning_zero.sharding.bucket_map import BucketMap
+from lightning_zero.sharding.masters import Master
+from lightning_zero.sharding.placement import BucketPlacement
+from lightning_zero.storage import Ticket
+from lightning_zero.torch_private import mark_for_schedulers
+from lightning_zero.update.native import MasterLayout
+from lightning_zero.update.state import ShardState
+from lightning_zero.update.view import UpdateView
+
+
+class Updater(Protocol):
+    """Applies one optimizer's rule to shards. See :mod:`lightning_zero.update`."""
+
+    optimizer: Optimizer
+
+    def master_layout(self, name: str, master: Master, placement: BucketPlacement) -> MasterLayout | None:
+        """The layout that updates need of a 16-bit bucket's master; ``None``: any will do.
+
+        Args:
+            name: of the bucket; the optimizer has parameters in it.
+            master: as it is now.
+            placement: of the bucket.
+
+        Raises:
+            ValueError: the bucket, as it is placed, cannot be updated.
+        """
+        ...
+
+    def check(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Raise what updates with these hyperparameters would raise, on all ranks and before anything is written.
+
+        Raises:
+            ValueError: a hyperparameter is out of range.
+        """
+        ...
+
+    def update(self, view: UpdateView) -> None:
+        """Update the masters of ``view.segments`` from its gradients and publish them."""
+        ...
+
+    def own_state(self, bucket: Bucket) -> ShardState:
+        """The state of this rank's segments of ``bucket``, to be written; made on first use."""
+        ...
+
+    def adopt(self, holder: Callable[[Tensor], Bucket | None]) -> None:
+        """Move state that lies in the optimizer itself into shards.
+
+        Args:
+            holder: gives the bucket that holds a parameter.
+        """
+        ...
+
+    def gather_state(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
+        """The full state of a bucket's parameters, by their index in it. Collective.
+
+        Args:
+            bucket: holds the parameters.
+
+        Returns:
+            Per parameter that has state, in torch's names: tensors in the parameter's shape, on the CPU, and scalars.
+        """
+        ...
+
+    def clear(self) -> None:
+        """Forget all state, as before the first step."""
+        ...
+
+
+@dataclass
+class _Attached:
+    """An optimizer's updater, and what was seen in its groups so far."""
+
+    updater: Updater
+    admitted: list[int] = field(default_factory=list)  # ids of the parameters
+    buckets: list[Bucket] = field(default_factory=list)  # that hold them
+    prepared: bool = True  # whether the updater has seen these
+
+
+class AttachedOptimizers:
+    """The optimizers whose ``step`` and ``zero_grad`` act on shards; iterates over them in the order given.
+
+    Args:
+        bucket_map: of the module; optimizers may have the parameters that its buckets hold.
+    """
+
+    def __init__(self, bucket_map: BucketMap) -> None:
+        self._map = bucket_map
+        self._attached: dict[int, _Attached] = {}  # by id of the optimizer
+        self._handles: list[RemovableHandle] = []
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return (updater.optimizer for updater in self.updaters)
+
+    @property
+    def updaters(self) -> list[Updater]:
+        """The updaters of the optimizers, in the order given."""
+        return [attached.updater for attached in self._attached.values()]
+
+    def attach(self, updaters: Sequence[Updater], target: Target) -> None:
+        """Replace the optimizers by those of ``updaters``; see :meth:`Engine.attach`.
+
+        Args:
+            updaters: one per optimizer; an optimizer that was among those before keeps its own.
+            target: what the optimizers' methods call.
+
+        Raises:
+            ValueError: an optimizer holds what is not the module's; nothing has changed then.
+        """
+        for updater in updaters:
+            self._check_held(updater.optimizer)
+        before = self._attached
+        self.detach()
+        for updater in updaters:
+            key = id(updater.optimizer)
+            self._attached[key] = _Attached(before[key].updater if key in before else updater)
+        self.admit()
+        for attached in self._attached.values():
+            self._prepare(attached)
+            self._take_state(attached.updater)
+            self._handles += attach_optimizer(attached.updater.optimizer, target)
+
+    def detach(self) -> None:
+        """Give the optimizers their own methods back."""
+        for optimizer in self:
+            detach_optimizer(optimizer)
+        for handle in self._handles:
+            handle.remove()
+        self._attached, self._handles = {}, []
+
+    def admit(self) -> None:
+        """Make ready what has joined the groups of an optimizer.
+
+        Raises:
+            ValueError: where that is not the module's.
+        """
+        for attached in self._attached.values():
+            optimizer = attached.updater.optimizer
+            parameters = parameters_of(optimizer)
+            if attached.admitted == (ids := list(map(id, parameters))):
+                continue
+            self._check_held(optimizer)
+            for bucket in self._map.holders(parameters):
+                begin_to_optimize(bucket)
+            attached.admitted, attached.buckets, attached.prepared = ids, self._map.holders(parameters), False
+
+    def _check_held(self, optimizer: Optimizer) -> None:
+        for parameter in parameters_of(optimizer):
+            if self._map.holder(parameter) is None:
+                raise ValueError(f"{type(optimizer).__name__} holds {self._why_foreign(parameter)}")
+
+    def _why_foreign(self, parameter: Parameter) -> str:
+        """Why no bucket holds ``parameter``, and what to do."""
+        module = type(self._map.module).__name__
+        for name, own in self._map.module.named_parameters():
+            if own is parameter:
+                return (
+                    f"{name!r}, which joined {module} after its parameters were sharded; make it with the others "
+                    f"and freeze it until it is needed{advice(Case.MADE_LATE, '; ')}"
+                )
+        return (
+            f"a parameter of shape {tuple(parameter.shape)} that is not registered in {module}; give optimizers the "
+            "module's parameters"
+        )
+
+    def _prepare(self, attached: _Attached) -> None:
+        """Let an updater see the buckets of what was admitted to its optimizer since the last time.
+
+        Not between forward and backward: it may change parameters.
+        """
+        if not attached.prepared:
+            for bucket in attached.buckets:
+                layout = attached.updater.master_layout(bucket.name, bucket.master, bucket.placement)
+                if layout is not None:
+                    lay_out_master(bucket, split=layout == "split")
+            attached.prepared = True
+
+    def _take_state(self, updater: Updater) -> None:
+        updater.adopt(self._map.holder)
+        hide_state(updater.optimizer)
+
+    def adopt_state(self, optimizer: Optimizer) -> None:
+        """Move state that user code loaded or wrote into an optimizer into shards."""
+        updater = self._attached[id(optimizer)].updater
+        if state_was_replaced(optimizer):
+            updater.clear()
+        self._take_state(updater)
+
+    def with_parameter(self, parameter: Parameter) -> list[Optimizer]:
+        """The optimizers that ``parameter`` was admitted to."""
+        return [a.updater.optimizer for a in self._attached.values() if id(parameter) in a.admitted]
+
+    def shares_parameters(self, optimizer: Optimizer) -> bool:
+        """Tell whether a parameter of ``optimizer`` is another's too."""
+        others = [a.admitted for key, a in self._attached.items() if key != id(optimizer)]
+        return any(not set(ids).isdisjoint(self._attached[id(optimizer)].admitted) for ids in others)
+
+    def update(self, optimizer: Optimizer, used: Sequence[Parameter], grad_scale: float) -> None:
+        """Update the shards of some parameters of ``optimizer``. The same call on all ranks.
+
+        Args:
+            optimizer: its hyperparameters are copied before anything is updated.
+            used: the parameters to update.
+            grad_scale: factor to apply to the gradients.
+        """
+        if state_was_edited(optimizer):
+            self.adopt_state(optimizer)
+        attached, hyperparameters = self._attached[id(optimizer)], _snapshot(optimizer)
+        attached.updater.check({id(group): group for group in hyperparameters.values()}.values())
+        self._prepare(attached)
+        used_ids = set(map(id, used))
+        updates: list[Ticket] = []
+        for bucket, segments in self._map.segments_of(used):
+            groups = {i: hyperparameters[id(p)] for i, p in enumerate(bucket.parameters) if id(p) in hyperparameters}
+            view = UpdateView(
+                segments,
+                bucket.master,
+                self._map.gradients_of(bucket).sharded,
+                attached.updater.own_state(bucket),
+                groups,
+                grad_scale,
+                bucket.layout.align - 1,
+                bucket.parameters,
+                bucket.publish,
+            )
+            placement, job = bucket.placement, partial(attached.updater.update, view)
+            updates.append(placement.executor.submit(job, placement.update_lane, f"the update of {bucket.name}"))
+        for update in updates:
+            update.wait()
+        for bucket in self._map.buckets:
+            # Stale on all ranks or on none, also where this rank owns no segment of it.
+            if indices := [i for i, p in enumerate(bucket.parameters) if id(p) in used_ids]:
+                bucket.mark_updated(indices)
+
+
+def _snapshot(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+    """The hyperparameters of every parameter, by its id; parameters of one group share one copy."""
+    snapshot: dict[int, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        frozen = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
+        snapshot.update((id(parameter), frozen) for parameter in group["params"])
+    return snapshot
+
+
+class ShardedState(defaultdict[Tensor, dict[str, Any]]):
+    """``optimizer.state`` while the state lies in shards: nothing to read, and an error that says what to do instead.
+
+    What user code puts into it, for full parameters, is taken over by the next step; clearing it clears the shards.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(dict)
+        self.cleared = False
+        self._name = type(optimizer).__name__
+
+    def __missing__(self, parameter: Tensor) -> dict[str, Any]:
+        raise RuntimeError(
+            f"the state of {self._name} is sharded{advice(Case.STATE_IS_SHARDED, '; ')}. Assign "
+            "optimizer.state[parameter] a full parameter's state to set it, or call optimizer.state.clear()"
+        )
+
+    def clear(self) -> None:
+        super().clear()
+        self.cleared = True
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())  # a copy of the optimizer has no shards
+
+
+class Target(Protocol):
+    """Receives the calls of the methods that are replaced."""
+
+    def step(self, optimizer: Optimizer) -> bool: ...
+    def zero_grad(self, parameters: Iterable[Parameter], set_to_none: bool = True) -> None: ...
+    def adopt_state(self, optimizer: Optimizer) -> None: ...
+
+
+def parameters_of(optimizer: Optimizer) -> list[Parameter]:
+    """The parameters of all groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def attach_optimizer(optimizer: Optimizer, target: Target) -> list[RemovableHandle]:
+    """Replace ``step`` and ``zero_grad``; guard ``state_dict`` and ``load_state_dict``. Returns the guards' handles."""
+    engine = weakref.ref(target)  # an optimizer that outlives the engine must not keep its buckets alive
+
+    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        _alive(engine).step(optimizer)
+        return loss
+
+    def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+        _alive(engine).zero_grad(parameters_of(optimizer), set_to_none)
+
+    # Not torch's wrapper that calls step hooks: the engine does so around the update, once it knows that there is one.
+    method = types.MethodType(step, optimizer)
+    # Schedulers warn unless `step` carries their mark; the engine notes each step.
+    mark_for_schedulers(step)
+    optimizer.step = method  # type: ignore[method-assign]
+    optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+    return [
+        optimizer.register_state_dict_pre_hook(_refuse_state_dict),
+        optimizer.register_load_state_dict_post_hook(lambda optimizer: _alive(engine).adopt_state(optimizer)),
+    ]
+
+
+def hide_state(optimizer: Optimizer) -> None:
+    """Empty ``optimizer.state``, and notice what happens to it from now on."""
+    optimizer.state = ShardedState(optimizer)
+
+
+def state_was_edited(optimizer: Optimizer) -> bool:
+    """Tell whether user code has written to the hidden state, cleared it, or put another one in its place."""
+    state = optimizer.state
+    return not isinstance(state, ShardedState) or state.cleared or bool(state)
+
+
+def state_was_replaced(optimizer: Optimizer) -> bool:
+    """Tell whether nothing of what the shards hold is part of the state any more."""
+    state = optimizer.state
+    return not isinstance(state, ShardedState) or state.cleared
+
+
+def detach_optimizer(optimizer: Optimizer) -> None:
+    """Give an optimizer its class's own methods back."""
+    optimizer.state = defaultdict(dict, optimizer.state)
+    for method in ("step", "zero_grad"):
+        optimizer.__dict__.pop(method, None)
+
+
+def attach_module(module: nn.Module, target: Target) -> None:
+    """Make ``zero_grad`` of one module, which also runs on its own, clear sharded gradients as well."""
+    engine = weakref.ref(target)
+
+    # Its name makes the bound method picklable, as a look-up on the unpickled module; a deep copy of the module has
+    # parameters that no engine holds.
+    def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+        type(module).zero_grad(module, set_to_none)
+        if (alive := engine()) is not None:
+            alive.zero_grad(module.parameters(), set_to_none)
+
+    # Not by assignment, which torch.compile's wrapper passes on to the module inside.
+    vars(module)["zero_grad"] = types.MethodType(zero_grad, module)
+
+
+def detach_module(module: nn.Module) -> None:
+    """Give a module its class's own method back."""
+    module.__dict__.pop("zero_grad", None)
+
+
+def _refuse_state_dict(optimizer: Optimizer) -> None:
+    raise RuntimeError(
+        f"{type(optimizer).__name__}.state_dict() would be empty: the state is sharded"
+        f"{advice(Case.STATE_IS_SHARDED, '; ')}"
+    )
+
+
+def _alive(reference: weakref.ref[Target]) -> Target:
+    engine = reference()
+    if engine is None:
+        raise RuntimeError("this optimizer was attached to an engine that no longer exists; make a new optimizer")
+    return engine

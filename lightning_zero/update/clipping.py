@@ -1,0 +1,280 @@
+"""Norm, overflow and clipping of the sharded gradients, between backward and step.
+
+What no rank knows alone is in one small all-reduce, which comes once after a backward, whatever is asked first: the
+norm, a clipping or a step. It also tells which gradients are left over, not reduced so far: then nothing is known until
+they are, and it comes again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_zero import ops
+from lightning_zero.sharding.bucket_map import BucketMap
+from lightning_zero.sharding.gradients import BucketGradients
+from lightning_zero.sharding.layout import Segment, runs
+from lightning_zero.sharding.placement import BucketPlacement
+from lightning_zero.storage.timers import Phase, timed
+from lightning_zero.update.attached import AttachedOptimizers, parameters_of
+from lightning_zero.update.gradient_scale import GradientScale
+
+_NORM_TILE = 1 << 20  # elements converted to float64 at a time
+
+
+class GradientStats(NamedTuple):
+    """Measures of one optimizer's gradients, which all ranks know after the small all-reduce."""
+
+    norm: float  # global L2 norm of the unscaled gradients; inf or nan where a gradient is
+    found_inf: bool  # a non-finite value anywhere
+    used: frozenset[int]  # ids of the parameters that received a gradient on any rank
+
+
+class GradientClipping:
+    """Measures and clips the sharded gradients of optimizers, after a backward has been flushed.
+
+    :meth:`measure` comes before whatever else is asked.
+
+    Args:
+        bucket_map: of the module.
+        optimizers: whose gradients are measured and clipped.
+        scale: that the gradients have.
+        placement: groups, device and stores.
+    """
+
+    def __init__(
+        self, bucket_map: BucketMap, optimizers: AttachedOptimizers, scale: GradientScale, placement: BucketPlacement
+    ) -> None:
+        self._map = bucket_map
+        self._optimizers = optimizers
+        self._scale = scale
+        self._placement = placement
+        self.timers = placement.mesh.timers
+        self.forget()
+
+    def forget(self) -> None:
+        """Other gradients will follow: nothing is known of them, and no clipping was asked for."""
+        self._stats: dict[int, GradientStats] | None = None
+        self._norms: dict[int, float] = {}  # by id of the optimizer: the norm before anything was clipped
+        self._clip: dict[int, float] = {}  # by id of the optimizer: factor that clipping asked for
+        self._clamped = False  # gradients were changed since the norm in `_stats` was taken
+
+    def begin_backward(self) -> None:
+        """More will be added to them."""
+        for optimizer in self._optimizers:
+            self._fold_clipping(optimizer)  # gradients that are not cleared stay clipped, as in torch
+        self.forget()
+
+    def clear(self, parameters: Iterable[Parameter], set_to_none: bool) -> None:
+        """Clear gradients of ``parameters``, unsharded and sharded; see :meth:`Engine.zero_grad`."""
+        self._stats = None
+        by_bucket: dict[int, list[int]] = {}
+        cleared = set()
+        for parameter in parameters:
+            parameter.grad = None
+            cleared.add(id(parameter))
+            if (bucket := self._map.holder(parameter)) is not None:
+                by_bucket.setdefault(id(bucket), []).append(bucket.index[id(parameter)])
+        for gradients in self._map.gradients:
+            if indices := by_bucket.get(id(gradients.bucket)):
+                gradients.clear(indices, keep_used=not set_to_none)
+        for optimizer in self._optimizers:
+            # What is left of its gradients stays clipped.
+            if cleared.issuperset(map(id, parameters_of(optimizer))):
+                self._clip.pop(id(optimizer), None)
+                self._norms.pop(id(optimizer), None)
+
+    # ---------------------------------------------------------------------------------------------------- measures
+
+    def measure(self, clamped: bool = False) -> list[BucketGradients]:
+        """Make norm, overflow and used parameters known on all ranks. Collective, unless they are known.
+
+        Args:
+            clamped: measure again where gradients were clamped since.
+
+        Returns:
+            Gradients that have not been reduced on some rank, the same on all ranks. Where there are any, nothing is
+            known: reduce them, and call this again.
+        """
+        if clamped and self._clamped:
+            self._stats = None
+            self._clamped = False
+        if self._stats is not None:
+            return []
+        self._optimizers.admit()
+        self._stats, left_over = self._all_reduce()
+        if self._stats is not None:
+            self._norms = {key: stats.norm for key, stats in self._stats.items()} | self._norms
+        return left_over
+
+    def stats(self, optimizer: Optimizer) -> GradientStats:
+        """Norm, overflow and used parameters of the gradients of ``optimizer``."""
+        return self._known[id(optimizer)]
+
+    @property
+    def _known(self) -> dict[int, GradientStats]:
+        assert self._stats is not None, "measure() comes first"
+        return self._stats
+
+    @timed(Phase.OPTIMIZER)
+    def _all_reduce(self) -> tuple[dict[int, GradientStats] | None, list[BucketGradients]]:
+        """The one small all-reduce of a step: norm² per optimizer, which parameters were used, what is left over.
+
+        Left over are gradients that arrived after their bucket was reduced (a parameter's hook fires several times
+        under reentrant checkpointing) or that user code assigned. Any rank may have some, so all must reduce them.
+        """
+        everything, mesh, device = self._map.gradients, self._placement.mesh, self._placement.device
+        received = [float(received) for gradients in everything for received in gradients.received]
+        left = [float(gradients.left_over) for gradients in everything]
+        flags = torch.tensor(received + left, dtype=torch.float64, device=device)
+        digests, squares = mesh.digests().to(device), self._squares()
+        sums = mesh.world.all_reduce_(torch.cat([digests, squares, flags]), "sum up norms and flags").cpu()
+        sizes = [len(digests), len(squares), len(received), len(left)]
+        all_digests, totals, users, leavers = (part.tolist() for part in sums.split(sizes))
+        mesh.check_digests(all_digests)
+        if left_over := [gradients for gradients, count in zip(everything, leavers, strict=True) if count]:
+            return None, left_over
+        parameters = [p for bucket in self._map.buckets for p in bucket.parameters]
+        used = frozenset(id(p) for p, count in zip(parameters, users, strict=True) if count)
+        stats = {
+            id(optimizer): GradientStats(math.sqrt(square) / self._scale.value, not math.isfinite(square), used)
+            for optimizer, square in zip(self._optimizers, totals, strict=True)
+        }
+        return stats, []
+
+    def _squares(self) -> Tensor:
+        """This rank's part of the squared gradient norm of each optimizer; float64, on the device."""
+        owners: dict[int, tuple[int, ...]] = {}
+        squares = []
+        for number, optimizer in enumerate(self._optimizers):
+            squares.append(torch.zeros((), dtype=torch.float64, device=self._placement.optimizer_store.device))
+            for parameter in parameters_of(optimizer):
+                owners[id(parameter)] = (*owners.get(id(parameter), ()), number)
+        # Replicas hold the same slices: one of them speaks for all.
+        if self._placement.mesh.replica.rank == 0:
+            for gradients in self._map.gradients:
+                if not gradients.sharded.empty:
+                    _add_squares(gradients, owners, squares)
+        empty = torch.zeros(0, dtype=torch.float64)
+        return (torch.stack(squares) if squares else empty).to(self._placement.device)
+
+    def norm(self, optimizer: Optimizer) -> float:
+        """The global L2 norm of the gradients of ``optimizer``, clipped or not, as they were measured."""
+        return self.stats(optimizer).norm * self._clip.get(id(optimizer), 1.0)
+
+    def unclipped_norm(self, optimizer: Optimizer) -> float:
+        """The global L2 norm before the first clipping."""
+        return self._norms[id(optimizer)]
+
+    def nonfinite_names(self, optimizer: Optimizer, limit: int = 3) -> str:
+        """Names of the first parameters, in forward order, with a gradient that is not finite on any rank. Collective.
+
+        It costs an all-reduce of one number per parameter, and only where a message is made of it.
+        """
+        flags = {id(p): 0.0 for bucket in self._map.buckets for p in bucket.parameters}
+        for bucket, segments in self._map.segments_of(parameters_of(optimizer)):
+            sharded = self._map.gradients_of(bucket).sharded
+            if not sharded.empty:
+                for s in segments:
+                    finite = bool(sharded.read(s.start, s.stop).isfinite().all())
+                    flags[id(bucket.parameters[s.param])] += not finite
+        vector = torch.tensor([*flags.values()], dtype=torch.float64, device=self._placement.device)
+        counts = self._placement.mesh.world.all_reduce_(vector, "name what is not finite").tolist()
+        names = [name for bucket in self._map.buckets for name in bucket.names]
+        found = [name for name, count in zip(names, counts, strict=True) if count]
+        return ", ".join(found[:limit]) + (f" and {len(found) - limit} more" if len(found) > limit else "")
+
+    # ----------------------------------------------------------------------------------------------------- clipping
+
+    def clip_norm_(self, optimizer: Optimizer, max_norm: float) -> float:
+        """Scale the gradients of ``optimizer`` to a global norm of at most ``max_norm``; returns the norm before.
+
+        The factor is applied inside the update.
+        """
+        norm = self.norm(optimizer)
+        # A norm that is not finite is the business of `skip_nonfinite`.
+        factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+        self._clip[id(optimizer)] = factor * self._clip.get(id(optimizer), 1.0)
+        if self._optimizers.shares_parameters(optimizer):
+            self._fold_clipping(optimizer)  # the others see them clipped
+            self._clamped = True
+        return norm
+
+    @timed(Phase.OPTIMIZER)
+    def clip_value_(self, optimizer: Optimizer, clip_value: float) -> None:
+        """Clamp every gradient of ``optimizer`` to ``[-clip_value, clip_value]``, where it is."""
+        self._fold_clipping(optimizer)
+        for gradients in self._slices(optimizer):
+            bound = min(clip_value * self._scale.value, torch.finfo(gradients.dtype).max)
+            gradients.clamp_(-bound, bound)
+        self._clamped = True
+
+    def _fold_clipping(self, optimizer: Optimizer) -> None:
+        """Apply the factor of :meth:`clip_norm_` to the gradients, before more happens to them than a step."""
+        scale = self._clip.pop(id(optimizer), 1.0)
+        if scale != 1.0:
+            for gradients in self._slices(optimizer):
+                gradients.mul_(scale)
+
+    def _slices(self, optimizer: Optimizer) -> Iterator[Tensor]:
+        """Views of the sharded gradients that hold gradients of ``optimizer``'s parameters, to be changed in place.
+
+        In fp32 at least: 16 bits would round what is done to them, and the update itself does not.
+        """
+        for bucket, segments in self._map.segments_of(parameters_of(optimizer)):
+            sharded = self._map.gradients_of(bucket).sharded
+            if not sharded.empty:
+                sharded.raise_precision()
+                for run in runs(segments, lambda _: True):
+                    yield sharded.read(run.start, run.stop)
+
+    # ------------------------------------------------------------------------------------------------------- values
+
+    def factor(self, optimizer: Optimizer) -> float:
+        """The factor by which an update multiplies the gradients of ``optimizer``: clips and unscales them."""
+        # The scale of the gradients, whatever the scaler's is by now.
+        return self._clip.get(id(optimizer), 1.0) / self._scale.value
+
+    def full(self, parameter: Parameter) -> Tensor | None:
+        """The full gradient of one of the module's parameters, unscaled and clipped; see :func:`full_grad`."""
+        bucket = self._map[parameter]
+        if not any(id(parameter) in stats.used for stats in self._known.values()):
+            return None
+        values = self._map.gradients_of(bucket).sharded.read(0, bucket.layout.shard_numel)
+        # Clipping has raised the precision of some ranks' slices only.
+        full = bucket.gather_full(values.to(bucket.placement.sum_dtype(values.dtype)))
+        clip = math.prod(self._clip.get(id(o), 1.0) for o in self._optimizers.with_parameter(parameter))
+        gradient = bucket.view(full, bucket.index[id(parameter)])
+        return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).mul_(clip / self._scale.value)
+
+
+def _add_squares(gradients: BucketGradients, owners: dict[int, tuple[int, ...]], squares: list[Tensor]) -> None:
+    """Add the squares of a bucket's sharded gradient to the sum of each optimizer, in float64.
+
+    A non-finite element makes the sum non-finite, and squares of finite fp32 elements cannot overflow float64.
+    """
+    bucket, sharded = gradients.bucket, gradients.sharded
+
+    def owners_of(segment: Segment) -> tuple[int, ...] | None:
+        return owners.get(id(bucket.parameters[segment.param]))
+
+    for run in runs(bucket.segments, owners_of, gap=bucket.layout.align - 1):
+        total = _sum_of_squares(sharded.read(run.start, run.stop))
+        for number in owners_of(run.segments[0]) or ():
+            squares[number] = squares[number] + total
+
+
+def _sum_of_squares(values: Tensor) -> Tensor | float:
+    if values.device.type == "cpu" and values.dtype != torch.float64:
+        return ops.sum_of_squares(values)
+    total = torch.zeros((), dtype=torch.float64, device=values.device)
+    for tile in values.split(_NORM_TILE):
+        wide = tile.double()
+        total += torch.dot(wide, wide)
+    return total

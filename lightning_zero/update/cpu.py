@@ -1,0 +1,260 @@
+"""The base of the optimizers for parameters in host memory: a step by the native kernels, masters, state dicts.
+
+A bf16 or fp16 parameter has an fp32 master, which is what is updated; the parameter is its rounded copy. bf16 copies
+round ties away from zero, so that both layouts of the master give the same bits (see `lightning_zero.ops.split_`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.optim import Optimizer
+
+from lightning_zero import ops
+from lightning_zero.advice import Case, advice
+from lightning_zero.sharding.masters import CopyMaster, KernelTensors, SplitMaster
+from lightning_zero.storage import HostStore
+from lightning_zero.storage.host import HUGE_PAGE
+from lightning_zero.torch_private import version_of
+from lightning_zero.update.native import Group, NativeRule, Numbers, first_index
+
+_PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+class _Seen(NamedTuple):
+    """Marks of a parameter that change when someone else writes to it."""
+
+    version: int
+    address: int
+    dtype: torch.dtype
+    storage: UntypedStorage  # kept, so that no other tensor gets its address
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> _Seen:
+        return cls(version_of(parameter), parameter.data_ptr(), parameter.dtype, parameter.untyped_storage())
+
+    def still(self, parameter: Tensor) -> bool:
+        return self[:3] == _Seen.of(parameter)[:3]
+
+
+class CPUOptimizer(Optimizer):
+    """Base of the CPU optimizers; construct one of them.
+
+    A step updates the fp32, bf16 and fp16 parameters that have a gradient, in host memory, each in one pass. What user
+    code changes in a 16-bit parameter, in place or by assigning ``data``, reaches its master at the next step. In-place
+    changes through ``.data`` leave no trace, and do not.
+
+    Args:
+        params: as for any torch optimizer.
+        defaults: hyperparameters.
+        numbers: how masters and state are stored.
+    """
+
+    rule: ClassVar[NativeRule]
+
+    def __init__(self, params: Params, defaults: Group, numbers: Numbers) -> None:
+        self.numbers = numbers
+        # By 16-bit parameter: what it was when its master was last up to date.
+        self._seen: dict[Tensor, _Seen] = {}
+        self._loaded: dict[str, Any] | None = None  # the state dict that is being loaded
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "numbers": self.numbers, "_seen": {}, "_loaded": None}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every parameter that has a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What ``closure`` returned.
+
+        Raises:
+            TypeError: a parameter or gradient has a dtype or layout that kernels do not take.
+            ValueError: a parameter is not in host memory, or a hyperparameter is out of range.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        members = [(group, p) for group in self.param_groups for p in group["params"]]
+        todo = [(number, group, p) for number, (group, p) in enumerate(members) if p.grad is not None]
+        for group in self.param_groups:  # before anything is written
+            self.rule.check(group)
+        for _, _, parameter in todo:
+            _check(parameter)
+        for number, group, parameter in todo:
+            self._update(parameter, group, number)
+        torch.autograd.graph.increment_version([p for _, _, p in todo])
+        self._seen.update({p: _Seen.of(p) for _, _, p in todo if p.dtype != torch.float32})
+        return result
+
+    def _update(self, parameter: Tensor, group: Group, number: int) -> None:
+        state = self.state.get(parameter, {})
+        # A parameter of which only a permuted view is contiguous (channels_last) is updated in a copy.
+        flat = parameter.detach().contiguous().view(-1)
+        master = self._master(parameter, flat, state)
+        names = self.rule.names(group)
+        step = int(state.get("step", 0)) + 1
+        fresh = not state.keys() >= set(names)
+        for name in names:
+            if name not in state:
+                state[name] = self._filled(parameter, self.rule.initial(group))
+        assert parameter.grad is not None
+        self.rule.update(
+            master.param,
+            [state[name].view(-1) for name in names],
+            parameter.grad.detach().contiguous().view(-1),
+            group,
+            step if self.rule.counts_steps(self.numbers) else 1,
+            fresh,
+            remainder=master.remainder,
+            copy_out=master.copy_out,
+            copy_ties="away",
+            seed=self.numbers.seed,
+            index=first_index(number),
+        )
+        state.update(self.rule.scalars(step, self.numbers))
+        if state:  # plain SGD has none, and in torch's format then no entry either
+            self.state[parameter] = state
+        if flat.data_ptr() != parameter.data_ptr():
+            parameter.copy_(flat.view(parameter.shape))
+
+    def _master(self, parameter: Tensor, flat: Tensor, state: dict[str, Any]) -> KernelTensors:
+        """Returns the tensors that the kernel updates for a parameter with the values ``flat``."""
+        if parameter.dtype == torch.float32:
+            for name in ("master", "remainder"):  # of when the parameter had 16 bits
+                state.pop(name, None)
+            self._seen.pop(parameter, None)
+            return KernelTensors(flat)
+        master: CopyMaster | SplitMaster
+        if self.numbers.master_layout == "split":
+            if "remainder" not in state:
+                state["remainder"] = _zeros(parameter.shape, torch.int16)
+            master = SplitMaster(flat, flat, state["remainder"].view(-1))
+        else:
+            if "master" not in state:
+                state["master"] = _zeros(parameter.shape, torch.float32).copy_(parameter)
+            master = CopyMaster(flat, state["master"].view(-1), ties="away")
+        if parameter not in self._seen or not self._seen[parameter].still(parameter):
+            master.derive(0, flat.numel())
+        return master.tensors(0, flat.numel())
+
+    def _filled(self, parameter: Tensor, value: float) -> Tensor:
+        state = _zeros(parameter.shape, self.numbers.state_dtype)
+        return state.fill_(value) if value else state
+
+    # --------------------------------------------------------------------------------------------------- state dicts
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of this class or of the torch optimizer of the same name.
+
+        Moments are kept in this optimizer's ``state_dtype``, masters in its ``master_layout``. Load the model before,
+        where the saved layout is "split" and this one's is not: a remainder means nothing without its parameter.
+        """
+
+        def note(_: Optimizer, loaded: dict[str, Any]) -> None:  # after the hooks of others, before anything is written
+            for parameter, state in self._matched(loaded):
+                _check_shapes(parameter, state)
+            self._loaded = loaded
+
+        hook = self.register_load_state_dict_pre_hook(note)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+            self._loaded = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():  # groups of another version, or of DeepSpeed's class
+                group.setdefault(name, value)
+        if self._loaded is not None:
+            # torch casts state to the dtype of its parameter, which loses the digits of fp32 state of a 16-bit one.
+            for parameter, saved in self._matched(self._loaded):
+                self.state[parameter] = self._adapted(parameter, saved)
+
+    def _matched(self, state_dict: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Lists the parameters that a state dict has state of, with that state."""
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        # torch refuses groups of other lengths.
+        return [(p, state_dict["state"][k]) for k, p in zip(keys, parameters, strict=False) if k in state_dict["state"]]
+
+    @torch.no_grad()
+    def _adapted(self, parameter: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+        """Converts one parameter's state, of any origin, to how this optimizer stores it."""
+        self._seen.pop(parameter, None)
+        state: dict[str, Any] = {}
+        for name, value in saved.items():
+            if name == "step":
+                state[name] = torch.tensor(float(value))
+            elif name not in ("master", "remainder") and value is not None:
+                state[name] = _zeros(parameter.shape, self.numbers.state_dtype).copy_(value)
+        if parameter.dtype == torch.float32 or not saved.keys() & {"master", "remainder"}:
+            return state
+        split = self.numbers.master_layout == "split"
+        if split and "remainder" in saved:
+            state["remainder"] = _zeros(parameter.shape, torch.int16).copy_(saved["remainder"])
+            return state
+        flat = parameter.detach().contiguous().view(-1)
+        master = _zeros(parameter.shape, torch.float32)
+        if "master" in saved:
+            master.copy_(saved["master"])
+        else:
+            ops.join_(master.view(-1), flat, saved["remainder"].contiguous().view(-1))
+        if split:
+            # The parameter is the model's business: that it is the master's high part shows when the model is loaded.
+            state["remainder"] = _zeros(parameter.shape, torch.int16)
+            ops.split_(master.view(-1), torch.empty_like(flat), state["remainder"].view(-1))
+        else:
+            state["master"] = master
+        return state
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Allocates contiguous zeros in host memory; large ones on huge pages, taken when they are first written."""
+    numel = shape.numel()
+    if numel * dtype.itemsize < HUGE_PAGE:
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+    return HostStore().zeros(numel, dtype).view(shape)
+
+
+def _check_shapes(parameter: Tensor, state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        if name != "step" and isinstance(value, Tensor) and value.shape != parameter.shape:
+            raise ValueError(
+                f"{name!r} in the state dict has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}; "
+                "load the state of the same model"
+            )
+
+
+def _check(parameter: Tensor) -> None:
+    """Raises unless a kernel can take a parameter and its gradient."""
+    shape, grad = tuple(parameter.shape), parameter.grad
+    assert grad is not None
+    if parameter.device.type != "cpu":
+        raise ValueError(
+            f"a parameter of shape {shape} is on device {parameter.device}; CPU optimizers update host memory. Move "
+            f"it with .cpu(){advice(Case.NOT_ON_HOST, ', or ')}"
+        )
+    if grad.layout is not torch.strided or parameter.layout is not torch.strided:
+        raise TypeError(
+            f"a parameter of shape {shape} has layout {parameter.layout} and a gradient of layout {grad.layout}; "
+            "expected dense ones. Use sparse=False in embeddings"
+        )
+    for name, tensor in (("parameter", parameter), ("gradient", grad)):
+        if tensor.dtype not in _PARAM_DTYPES:
+            raise TypeError(
+                f"a {name} of shape {shape} has dtype {tensor.dtype}; expected torch.float32, torch.bfloat16 or "
+                "torch.float16. Convert the model, or use the optimizer of torch.optim"
+            )

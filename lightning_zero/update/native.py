@@ -1,0 +1,286 @@
+"""The rules that the native kernels compute: what joins a torch optimizer's groups and state to `lightning_zero.ops`.
+
+Both the CPU optimizers and the update over shards go through these objects, so that they give the same bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Unpack, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero import ops
+
+MasterLayout = Literal["fp32", "split"]
+Group = dict[str, Any]
+
+StateDtypeName = Literal["float32", "bfloat16"]
+
+_STATE_DTYPES: dict[Any, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Formats in which masters and state are stored.
+
+    Attributes:
+        master_layout: where a parameter is bf16 or fp16, its fp32 master is a tensor of its own ("fp32"), or the
+            parameter and an int16 remainder (:func:`lightning_zero.ops.split_`, "split").
+        state_dtype: fp32, or bf16 with stochastic rounding.
+        seed: of the rounding, in [0, 2^64).
+    """
+
+    master_layout: MasterLayout = "fp32"
+    state_dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.master_layout not in get_args(MasterLayout):
+            raise ValueError(f"master_layout={self.master_layout!r} is unknown; expected 'fp32' or 'split'")
+        if self.state_dtype not in _STATE_DTYPES.values():
+            raise ValueError(f"state_dtype={self.state_dtype!r} is unknown; expected torch.float32 or torch.bfloat16")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed={self.seed!r} is out of range; expected an int with 0 <= seed < 2**64")
+
+    @classmethod
+    def of(cls, master_layout: MasterLayout, state_dtype: torch.dtype | StateDtypeName, seed: int) -> Numbers:
+        """With a dtype that may be given by its name, as in a YAML file."""
+        dtype: Any = state_dtype
+        return cls(master_layout, _STATE_DTYPES.get(dtype, dtype), seed)
+
+    @property
+    def rounds_randomly(self) -> bool:
+        """Whether an update depends on which elements it is given, by their indices."""
+        return self.state_dtype == torch.bfloat16
+
+
+def first_index(parameter: int) -> int:
+    """The index, for stochastic rounding, of the first element of an optimizer's ``parameter``-th parameter.
+
+    Parameters are counted as in a state dict, through the groups. Nothing else enters, so that sharding a parameter
+    otherwise rounds it alike; 2^40 elements are more than one has.
+    """
+    return parameter << 40
+
+
+class NativeRule(ABC):
+    """One kernel as the rule of a torch optimizer: names of its state, and a step on flat tensors."""
+
+    state: ClassVar[tuple[str, ...]]  # the per-element state of any group
+
+    @abstractmethod
+    def names(self, group: Group) -> tuple[str, ...]:
+        """The per-element state of a parameter in ``group``, in the order that :meth:`update` takes it."""
+
+    def initial(self, group: Group) -> float:
+        """The value that per-element state is filled with before the first step."""
+        return 0.0
+
+    def counts_steps(self, numbers: Numbers) -> bool:
+        """Whether the state has a ``step``."""
+        return True
+
+    def scalars(self, step: int, numbers: Numbers) -> dict[str, Tensor]:
+        """The scalar state after ``step`` steps, as torch keeps it: 0-dim fp32 on the CPU."""
+        return {"step": torch.tensor(float(step))} if self.counts_steps(numbers) else {}
+
+    @abstractmethod
+    def update(
+        self,
+        param: Tensor,
+        states: Sequence[Tensor],
+        grad: Tensor,
+        group: Group,
+        step: int,
+        fresh: bool,
+        **options: Unpack[ops.Options],
+    ) -> None:
+        """One step on flat tensors.
+
+        Args:
+            param: see :mod:`lightning_zero.ops`.
+            states: the per-element state.
+            grad: gradient.
+            group: hyperparameters.
+            step: number of the step, from 1; 1 where steps are not counted.
+            fresh: whether the state is that of before the first step.
+            **options: what all kernels take.
+        """
+
+    def check(self, group: Group) -> None:
+        """Raise what :meth:`update` would raise for these hyperparameters, before anything is written.
+
+        Raises:
+            ValueError: a hyperparameter is out of range.
+        """
+        if group.get("differentiable"):
+            raise ValueError(
+                "differentiable=True in a parameter group of an optimizer that a kernel drives; set it to False, "
+                "or use native_optimizer='off'"
+            )
+        nothing = torch.empty(0)
+        self.update(nothing, [nothing for _ in self.names(group)], nothing, group, 1, fresh=True)
+
+
+class AdamRule(NativeRule):
+    """:class:`torch.optim.Adam` and :class:`torch.optim.AdamW`."""
+
+    state = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+    def names(self, group: Group) -> tuple[str, ...]:
+        return self.state if group["amsgrad"] else self.state[:2]
+
+    def update(
+        self,
+        param: Tensor,
+        states: Sequence[Tensor],
+        grad: Tensor,
+        group: Group,
+        step: int,
+        fresh: bool,
+        **options: Unpack[ops.Options],
+    ) -> None:
+        exp_avg, exp_avg_sq, *maximum = states
+        options["maximize"] = bool(group["maximize"])
+        beta1, beta2 = group["betas"]
+        ops.adamw_(
+            param,
+            exp_avg,
+            exp_avg_sq,
+            grad,
+            lr=float(group["lr"]),
+            betas=(float(beta1), float(beta2)),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            step=step,
+            decoupled=bool(group["decoupled_weight_decay"]),
+            max_exp_avg_sq=maximum[0] if maximum else None,
+            **options,
+        )
+
+
+class AdagradRule(NativeRule):
+    """:class:`torch.optim.Adagrad`."""
+
+    state = ("sum",)
+
+    def names(self, group: Group) -> tuple[str, ...]:
+        return self.state
+
+    def initial(self, group: Group) -> float:
+        return float(group["initial_accumulator_value"])
+
+    def update(
+        self,
+        param: Tensor,
+        states: Sequence[Tensor],
+        grad: Tensor,
+        group: Group,
+        step: int,
+        fresh: bool,
+        **options: Unpack[ops.Options],
+    ) -> None:
+        (total,) = states
+        options["maximize"] = bool(group["maximize"])
+        ops.adagrad_(
+            param,
+            total,
+            grad,
+            lr=float(group["lr"]),
+            lr_decay=float(group["lr_decay"]),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            step=step,
+            **options,
+        )
+
+
+class LionRule(NativeRule):
+    """:class:`lightning_zero.CPULion`; torch has none."""
+
+    state = ("exp_avg",)
+
+    def names(self, group: Group) -> tuple[str, ...]:
+        return self.state
+
+    def update(
+        self,
+        param: Tensor,
+        states: Sequence[Tensor],
+        grad: Tensor,
+        group: Group,
+        step: int,
+        fresh: bool,
+        **options: Unpack[ops.Options],
+    ) -> None:
+        (exp_avg,) = states
+        beta1, beta2 = group["betas"]
+        options["maximize"] = bool(group["maximize"])
+        ops.lion_(
+            param,
+            exp_avg,
+            grad,
+            lr=float(group["lr"]),
+            betas=(float(beta1), float(beta2)),
+            weight_decay=float(group["weight_decay"]),
+            step=step,
+            **options,
+        )
+
+
+class SgdRule(NativeRule):
+    """:class:`torch.optim.SGD`."""
+
+    state = ("momentum_buffer",)
+
+    def names(self, group: Group) -> tuple[str, ...]:
+        return self.state if group["momentum"] else ()
+
+    def counts_steps(self, numbers: Numbers) -> bool:
+        # torch's does not; rounding has to, so that a resumed run does not repeat itself.
+        return numbers.rounds_randomly
+
+    def update(
+        self,
+        param: Tensor,
+        states: Sequence[Tensor],
+        grad: Tensor,
+        group: Group,
+        step: int,
+        fresh: bool,
+        **options: Unpack[ops.Options],
+    ) -> None:
+        options["maximize"] = bool(group["maximize"])
+        ops.sgd_(
+            param,
+            states[0] if states else None,
+            grad,
+            lr=float(group["lr"]),
+            weight_decay=float(group["weight_decay"]),
+            momentum=float(group["momentum"]),
+            dampening=float(group["dampening"]),
+            nesterov=bool(group["nesterov"] and group["momentum"]),  # torch ignores it without momentum
+            first=fresh,
+            step=step,
+            **options,
+        )
+
+
+ADAM, ADAGRAD, LION, SGD = AdamRule(), AdagradRule(), LionRule(), SgdRule()
+
+_OF_TORCH: dict[type[Optimizer], NativeRule] = {
+    torch.optim.Adam: ADAM,
+    torch.optim.AdamW: ADAM,
+    torch.optim.Adagrad: ADAGRAD,
+    torch.optim.SGD: SGD,
+}
+
+
+def rule_of_torch(optimizer: Optimizer) -> NativeRule | None:
+    """The rule that computes what one of torch's own optimizers does; ``None`` for any other, and for subclasses."""
+    return _OF_TORCH.get(type(optimizer))

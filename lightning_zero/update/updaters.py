@@ -1,0 +1,386 @@
+"""The update over shards: what an attached optimizer does when the engine has reduced gradients."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero.advice import Case, advice
+from lightning_zero.sharding import Bucket, BucketForm, BucketPlacement, MasterForm, Run, Segment, runs, tiles
+from lightning_zero.sharding.adoption import begin_to_optimize
+from lightning_zero.sharding.masters import Master
+from lightning_zero.update.cpu import CPUOptimizer
+from lightning_zero.update.footprint import Footprint
+from lightning_zero.update.native import MasterLayout, NativeRule, Numbers, first_index, rule_of_torch
+from lightning_zero.update.rules import check_element_wise, state_dtypes, state_names
+from lightning_zero.update.shell import ShellGroup, run_step
+from lightning_zero.update.state import ShardState
+from lightning_zero.update.view import UpdateView
+
+NativeOptimizer = Literal["auto", "off"]
+
+_TILE = 1 << 22  # elements whose gradients are converted and scaled at a time
+_PASSING = 3  # values per element that the step of a torch optimizer takes in passing, at most
+
+V = TypeVar("V")
+
+
+class ParameterState(NamedTuple):
+    """The state of one parameter, without the values of its tensors."""
+
+    names: tuple[str, ...]  # of per-element state
+    scalars: dict[str, Any]
+
+
+class StateForm(NamedTuple):
+    """The state that one optimizer keeps for a bucket, without the values of its tensors."""
+
+    dtypes: dict[str, torch.dtype]  # by name of per-element state
+    own: dict[int, ParameterState]  # by index of the parameter; those that have none are missing
+
+
+class ShardUpdater(ABC):
+    """Applies an optimizer's rule to segments and keeps their state.
+
+    Args:
+        optimizer: as the user configured it. State that its constructor made (Adagrad) is taken over and freed there.
+        per_element: names of the state with one value per element.
+        dtype: of that state; ``None``: whatever the optimizer gives it.
+    """
+
+    def __init__(self, optimizer: Optimizer, per_element: frozenset[str], dtype: torch.dtype | None = None) -> None:
+        self.optimizer = optimizer
+        self.per_element = per_element
+        self._dtype = dtype
+        self._states: dict[int, ShardState] = {}  # by id of the bucket
+
+    def state_of(self, bucket: Bucket) -> ShardState:
+        """The state of this rank's segments of ``bucket``, to be read; one without entries where there is none."""
+        return self._states.get(id(bucket)) or self._new_state(bucket)
+
+    def own_state(self, bucket: Bucket) -> ShardState:
+        """The state of this rank's segments of ``bucket``, to be written; made on first use."""
+        if id(bucket) not in self._states:
+            self._states[id(bucket)] = self._new_state(bucket)
+        return self._states[id(bucket)]
+
+    def _new_state(self, bucket: Bucket) -> ShardState:
+        return ShardState(bucket, self.per_element, self._dtype)
+
+    def gather_state(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
+        """See :class:`lightning_zero.update.Updater`."""
+        (known,) = self.describe_state([bucket])
+        state = self.state_of(bucket)
+        parts = {n: state.read(n, dtype, 0, bucket.layout.shard_numel) for n, dtype in known.dtypes.items()}
+        gathered = {name: bucket.gather_full(part) for name, part in parts.items()}
+        flat = {name: bucket.placement.on_host(full, bucket.name) for name, full in gathered.items()}
+        return {
+            index: {name: bucket.view(flat[name], index).clone() for name in own.names} | copy.deepcopy(own.scalars)
+            for index, own in known.own.items()
+        }
+
+    def describe_state(self, buckets: Sequence[Bucket]) -> list[StateForm]:
+        """Describe the state of the parameters of each bucket, over all ranks. Collective."""
+        # A rank may own no segment of a parameter, or none at all: ask what the others have.
+        mine = []
+        for bucket in buckets:
+            state = self.state_of(bucket)
+            own = {s.param: ParameterState(state.names(s), state.scalars(s)) for s in bucket.segments if s in state}
+            mine.append(StateForm({name: tensor.dtype for name, tensor in state.flat.items()}, own))
+        group = buckets[0].placement.mesh.shard if buckets else None
+        everyone = group.all_gather_object(mine, "describe the optimizer state") if group is not None else []
+        return [
+            StateForm(
+                _sorted_by_key(theirs.dtypes for theirs in described),
+                _sorted_by_key(theirs.own for theirs in described),
+            )
+            for described in zip(*everyone, strict=True)
+        ]
+
+    def adopt(self, holder: Callable[[Tensor], Bucket | None]) -> None:
+        """See :class:`lightning_zero.update.Updater`."""
+        for parameter, state in self.optimizer.state.items():
+            if (bucket := holder(parameter)) is not None:
+                self.load(bucket, bucket.index[id(parameter)], state)
+        self.optimizer.state.clear()
+
+    @abstractmethod
+    def master_layout(self, name: str, master: Master, placement: BucketPlacement) -> MasterLayout | None:
+        """See :class:`lightning_zero.update.Updater`."""
+
+    @abstractmethod
+    def check(self, groups: Iterable[dict[str, Any]]) -> None:
+        """See :class:`lightning_zero.update.Updater`."""
+
+    def load(self, bucket: Bucket, index: int, state: dict[str, Any]) -> None:
+        """Overwrite the state of one parameter from a full one (tensors in the parameter's shape)."""
+        # A CPU optimizer that was used alone has masters in its state; here they come with the weights.
+        state = {k: v for k, v in state.items() if k not in ("master", "remainder")}
+        for segment in bucket.segments:
+            if segment.param == index:
+                # Of another dtype, it becomes what torch's `load_state_dict` would make it.
+                self.own_state(bucket).put_slice(segment, state, self._dtype or bucket.master.dtype)
+
+    def _members(self, bucket: BucketForm) -> list[tuple[Segment, dict[str, Any]]]:
+        """This rank's segments of ``bucket`` that will be updated, each with its parameter group."""
+        group_of = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        owned = [(segment, bucket.parameters[segment.param]) for segment in bucket.segments]
+        return [(s, group_of[id(p)]) for s, p in owned if id(p) in group_of and p.requires_grad]
+
+    @abstractmethod
+    def state_names(self, group: dict[str, Any]) -> frozenset[str]:
+        """The tensors that the optimizer keeps of a parameter in a group with these hyperparameters."""
+
+    @abstractmethod
+    def footprint(self, bucket: BucketForm) -> Footprint:
+        """See :class:`lightning_zero.update.footprint.Footprint`."""
+
+    def clear(self) -> None:
+        """Forget all state, as before the first step."""
+        for state in self._states.values():
+            state.clear()
+
+    @abstractmethod
+    def update(self, view: UpdateView) -> None:
+        """See :class:`lightning_zero.update.Updater`."""
+
+
+def _sorted_by_key(parts: Iterable[Mapping[Any, V]]) -> dict[Any, V]:
+    """All entries; of those that several parts have, the last."""
+    merged = {key: value for part in parts for key, value in part.items()}
+    return {key: merged[key] for key in sorted(merged)}
+
+
+class TorchUpdater(ShardUpdater):
+    """Runs any element-wise torch optimizer through a shell of it, a tile of segments at a time."""
+
+    def __init__(self, optimizer: Optimizer, per_element: frozenset[str], dtype: torch.dtype | None = None) -> None:
+        super().__init__(optimizer, per_element, dtype)
+        self._has_state_at_once = bool(optimizer.state)  # its constructor made it (Adagrad)
+
+    def master_layout(self, name: str, master: Master, placement: BucketPlacement) -> MasterLayout | None:
+        return None
+
+    def check(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Nothing: torch's optimizers check what they take."""
+
+    def state_names(self, group: dict[str, Any]) -> frozenset[str]:
+        if self._has_state_at_once:  # a trial would need it, and it was taken over since
+            return self.per_element
+        return state_names(self.optimizer, group, torch.device("cpu"))
+
+    def footprint(self, bucket: BucketForm) -> Footprint:
+        """The optimizer's state, as it makes it for a parameter of the master's dtype; see the base class."""
+        members, master = self._members(bucket), bucket.master
+        state: dict[str, torch.dtype] = {}
+        for group in {id(group): group for _, group in members}.values():
+            state |= state_dtypes(self.optimizer, group, master.dtype, master.device)
+        segments = [segment for segment, _ in members]
+        tile = max((sum(s.numel for s in piece) for piece in tiles(segments, _TILE)), default=0)
+        together = any(_steps_together(group, master.device) for _, group in members)
+        at_once = tile if together else max((s.numel for s in segments), default=0)
+        # At the first step the optimizer makes the state of a tile, which is copied. Gradients are converted, or scaled
+        # where they are clipped.
+        fresh = sum(dtype.itemsize for dtype in state.values())
+        scratch = tile * (fresh + master.dtype.itemsize) + at_once * _PASSING * master.dtype.itemsize
+        return Footprint(master, state, scratch)
+
+    def update(self, view: UpdateView) -> None:
+        for tile in tiles(view.segments, _TILE):
+            self._update_tile(view, tile)
+            view.publish(tile[0].start, tile[-1].stop)
+
+    def _update_tile(self, view: UpdateView, tile: Sequence[Segment]) -> None:
+        master, sharded_gradient, shard_state, grad_scale = view.master, view.gradient, view.state, view.grad_scale
+        shell_groups: dict[int, ShellGroup] = {}
+        state: dict[Tensor, dict[str, Any]] = {}
+        by_tensor: dict[Tensor, Segment] = {}
+        for segment in tile:
+            tensor = master.read(segment.start, segment.stop)
+            gradient = sharded_gradient.read(segment.start, segment.stop)
+            if grad_scale != 1.0:
+                # Out of place: the averaged gradient is kept until zero_grad. In the wider dtype: a scaled fp32
+                # gradient may exceed what fp16 holds, an unscaled fp16 gradient may fall below it.
+                gradient = gradient.to(torch.promote_types(gradient.dtype, tensor.dtype)) * grad_scale
+            tensor.grad = gradient.to(tensor.dtype)
+            hyperparameters = view.groups[segment.param]
+            shell_groups.setdefault(id(hyperparameters), ShellGroup([], hyperparameters)).tensors.append(tensor)
+            state[tensor] = shard_state.get(segment)
+            by_tensor[tensor] = segment
+        run_step(self.optimizer, list(shell_groups.values()), state)
+        for tensor, segment in by_tensor.items():
+            master.keep(segment.start, tensor)
+            shard_state.put(segment, state[tensor])
+
+
+def _steps_together(group: dict[str, Any], device: torch.device) -> bool:
+    """Tell whether torch updates all tensors of a group at once, and so takes room for all of them."""
+    foreach = group.get("foreach")
+    return device.type != "cpu" and not group.get("fused") if foreach is None else bool(foreach)
+
+
+class NativeUpdater(ShardUpdater):
+    """Runs a rule's kernel on masters in host memory: torch's Adam, AdamW, Adagrad and SGD, and the CPU optimizers.
+
+    Scaling, decay, state, update and the 16-bit copy are one pass over memory. The state is torch's, name for name.
+
+    Args:
+        optimizer: as the user configured it.
+        rule: what it computes.
+        numbers: how its masters and state are stored.
+    """
+
+    def __init__(self, optimizer: Optimizer, rule: NativeRule, numbers: Numbers) -> None:
+        super().__init__(optimizer, frozenset(rule.state), numbers.state_dtype)
+        self._rule = rule
+        self._numbers = numbers
+        self._ordinals: dict[int, int] = {}  # by parameter id: its number, counted through the groups
+
+    def master_layout(self, name: str, master: Master, placement: BucketPlacement) -> MasterLayout | None:
+        if (reason := _why_not_native([master], placement)) is not None:
+            raise ValueError(f"{type(self.optimizer).__name__} cannot update {name}: {reason}")
+        return self._numbers.master_layout if isinstance(self.optimizer, CPUOptimizer) else None
+
+    def check(self, groups: Iterable[dict[str, Any]]) -> None:
+        for group in groups:
+            self._rule.check(group)
+
+    def state_names(self, group: dict[str, Any]) -> frozenset[str]:
+        return frozenset(self._rule.names(group))
+
+    def footprint(self, bucket: BucketForm) -> Footprint:
+        """The kernels update in place; what goes to a device is rounded on the host first. See the base class."""
+        master = bucket.master
+        split = isinstance(self.optimizer, CPUOptimizer) and self._numbers.master_layout == "split"
+        if split and master.pieces and bucket.dtype.itemsize == 2:
+            master = bucket.placement.split_master(bucket.dtype)
+        names = {name for _, group in self._members(bucket) for name in self._rule.names(group)}
+        rounded = bucket.dtype.itemsize == 2 and bucket.placement.shard_device.type != "cpu"
+        scratch = (_PASSING + 1) * master.dtype.itemsize * bucket.layout.shard_numel if rounded else 0
+        return Footprint(master, dict.fromkeys(sorted(names), self._numbers.state_dtype), scratch)
+
+    def update(self, view: UpdateView) -> None:
+        state, groups = view.state, view.groups
+
+        def key(segment: Segment) -> tuple[int, int, bool, int]:
+            group = groups[segment.param]
+            step = int(state.scalars(segment).get("step", 0)) if segment in state else 0
+            fresh = not set(self._rule.names(group)).issubset(state.names(segment))
+            return id(group), step, fresh, segment.param if self._numbers.rounds_randomly else 0
+
+        # Padding between parameters is updated too: gradient and state are constant there.
+        for run in runs(view.segments, key, gap=view.gap):
+            _, step, fresh, _ = key(run.segments[0])
+            self._update_run(view, run, groups[run.segments[0].param], step + 1, fresh)
+
+    def _update_run(self, view: UpdateView, run: Run, group: dict[str, Any], step: int, fresh: bool) -> None:
+        names, span = self._rule.names(group), slice(run.start, run.stop)
+        states = [view.state.ensure(name, self._numbers.state_dtype)[span] for name in names]
+        if fresh and step == 1 and (initial := self._rule.initial(group)):
+            for tensor in states:
+                tensor.fill_(initial)
+        master = view.master.tensors(run.start, run.stop)
+        self._rule.update(
+            master.param,
+            states,
+            view.gradient.read(run.start, run.stop),
+            group,
+            step if self._rule.counts_steps(self._numbers) else 1,
+            fresh,
+            grad_scale=view.grad_scale,
+            remainder=master.remainder,
+            copy_out=master.copy_out,
+            copy_ties=master.copy_ties,
+            seed=self._numbers.seed,
+            index=self._index(view, run.segments[0]) if self._numbers.rounds_randomly else 0,
+        )
+        if master.copy_out is None:
+            view.publish(run.start, run.stop)
+        # One scalar for all segments of the run: nobody changes it in place.
+        scalars = self._rule.scalars(step, self._numbers)
+        if names or scalars:  # else the state stays empty, as torch's
+            for segment in run.segments:
+                view.state.put_scalars(segment, scalars, names)
+
+    def _index(self, view: UpdateView, segment: Segment) -> int:
+        """The index of the segment's first element, for stochastic rounding."""
+        parameter = view.parameters[segment.param]
+        if id(parameter) not in self._ordinals:  # a group has joined
+            parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+            self._ordinals = {id(p): number for number, p in enumerate(parameters)}
+        return first_index(self._ordinals[id(parameter)]) + segment.param_start
+
+
+def _why_not_native(masters: Iterable[Master | MasterForm], placement: BucketPlacement) -> str | None:
+    """Why no kernel can update shards with these masters; ``None`` if one can."""
+    precision = placement.precision
+    for master in masters:
+        if master.device.type != "cpu":
+            return f"its masters are not in host memory{advice(Case.MASTERS_NOT_ON_HOST, '; ')}"
+        if master.dtype != torch.float32 or torch.float64 in (precision.reduce_dtype, precision.grad_dtype):
+            return (
+                f"kernels need fp32 masters and gradients of at most fp32; the masters are {master.dtype}"
+                f"{advice(Case.MASTERS_NOT_FP32, '. ')}"
+            )
+    return None
+
+
+class HoldsBuckets(Protocol):
+    """A holder of buckets: an :class:`lightning_zero.engine.Engine`."""
+
+    @property
+    def placement(self) -> BucketPlacement: ...
+
+    def bucket_of(self, parameter: Tensor) -> Bucket | None: ...
+
+
+def make_updater(optimizer: Optimizer, engine: HoldsBuckets, native: NativeOptimizer = "auto") -> ShardUpdater:
+    """Makes the updater for ``optimizer`` on the engine's shards.
+
+    Args:
+        optimizer: any element-wise torch optimizer.
+        engine: holds its parameters.
+        native: ``"auto"`` runs torch's Adam, AdamW, Adagrad and SGD by our kernels where state rests in host memory,
+            ``"off"`` never. The CPU optimizers always run by them.
+
+    Raises:
+        ValueError: the optimizer is not element-wise (see :func:`check_element_wise`), or a CPU optimizer cannot run on
+            the shards as they are placed.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    buckets = {id(b): b for p in parameters if (b := engine.bucket_of(p)) is not None}.values()
+    for bucket in buckets:
+        begin_to_optimize(bucket)
+    return choose_updater(optimizer, engine.placement, [bucket.master for bucket in buckets], native)
+
+
+def choose_updater(
+    optimizer: Optimizer,
+    placement: BucketPlacement,
+    masters: Sequence[Master | MasterForm],
+    native: NativeOptimizer = "auto",
+) -> ShardUpdater:
+    """As :func:`make_updater`, for shards with these masters, which need not exist yet: for a plan."""
+    store = placement.optimizer_store
+    unfit = _why_not_native(masters, placement)
+    if isinstance(optimizer, CPUOptimizer):
+        if unfit is not None:
+            raise ValueError(f"{type(optimizer).__name__} cannot update these shards: {unfit}")
+        if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(CPUOptimizer.step):
+            raise ValueError(
+                f"{type(optimizer).__name__} has a step of its own, which does not run over shards; derive it from a "
+                f"torch optimizer{advice(Case.STEP_OF_ITS_OWN, ', ')}"
+            )
+        return NativeUpdater(optimizer, optimizer.rule, optimizer.numbers)
+    rule = rule_of_torch(optimizer)
+    differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
+    if rule is not None and native == "auto" and store.exact and not differentiable and not unfit:
+        return NativeUpdater(optimizer, rule, Numbers())
+    return TorchUpdater(optimizer, check_element_wise(optimizer, store.device))

@@ -1,0 +1,42 @@
+"""Views: all that an updater sees of a bucket that it updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn import Parameter
+
+from lightning_zero.sharding import Segment, ShardedGradient
+from lightning_zero.sharding.masters import Master
+from lightning_zero.update.state import ShardState
+
+Groups = dict[int, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateView:
+    """All that one update of this rank's shard of a bucket reads and writes.
+
+    Attributes:
+        segments: those to update, in ascending order; all belong to the updater's optimizer.
+        master: the values to update, by range of the shard.
+        gradient: the averaged gradients, by range of the shard.
+        state: the optimizer's, of the segments.
+        groups: the hyperparameters of each parameter of the bucket that the optimizer has, by its index.
+        grad_scale: factor to apply to the gradients.
+        gap: segments at most this far apart may be updated as one; what lies between them are zeros.
+        parameters: of the bucket, by index, to tell them apart; their values may be out of date.
+        publish: derives elements ``[start, stop)`` of the parameter shard from the master once they are updated.
+    """
+
+    segments: Sequence[Segment]
+    master: Master
+    gradient: ShardedGradient
+    state: ShardState
+    groups: Groups
+    grad_scale: float
+    gap: int
+    parameters: Sequence[Parameter]
+    publish: Callable[[int, int], None]

@@ -1,0 +1,116 @@
+"""The options of the strategy are stated once; what repeats them agrees."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+import typing
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.integration import options
+from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.integration.options import CHOICES, StrategyOptions
+
+# Objects of Lightning, which no configuration file states.
+OF_LIGHTNING = ["accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"]
+OTHERS: dict[str, Any] = {
+    "stage": 3,
+    "offload_optimizer": "cpu",
+    "offload_params": "cpu",
+    "shard_size": 2,
+    "bucket_size_mb": 1.5,
+    "units": [nn.Linear, "Block"],
+    "persistence_numel": 7,
+    "max_live_numel": 8,
+    "check_steps": 9,
+    "detect_data_edits": True,
+    "native_optimizer": "off",
+    "skip_nonfinite": False,
+    "checkpoint_format": "sharded",
+    "async_save": True,
+    "checksums": False,
+    "timeout": 10.0,
+    "start_method": "spawn",
+    "process_group_backend": "gloo",
+}
+
+
+def test_the_constructor_has_a_parameter_for_each_option() -> None:
+    parameters = inspect.signature(ZeroStrategy).parameters
+    ours = {name: parameter.default for name, parameter in parameters.items() if name not in OF_LIGHTNING}
+    defaults = {field.name: field.default for field in dataclasses.fields(StrategyOptions)}
+    assert list(ours.items()) == list(defaults.items())
+    assert parameters.keys() == {*ours, *OF_LIGHTNING}
+
+
+def test_the_constructor_has_the_types_of_the_options() -> None:
+    init, fields = typing.get_type_hints(ZeroStrategy.__init__), typing.get_type_hints(StrategyOptions)
+    differing = {name for name, type_ in fields.items() if init[name] != type_}
+    assert differing == {"units"}  # classes of modules, where options know no torch
+
+
+def test_the_constructor_passes_every_option_on() -> None:
+    strategy = ZeroStrategy(**OTHERS)
+    assert dataclasses.asdict(strategy.options) == OTHERS
+    assert all(getattr(StrategyOptions(), name) != value for name, value in OTHERS.items())
+
+
+def test_every_word_is_checked() -> None:
+    hints = typing.get_type_hints(StrategyOptions)
+    assert {n: typing.get_args(t) for n, t in hints.items() if typing.get_origin(t) is typing.Literal} == CHOICES
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_registered_name_states_options(name: str) -> None:
+    assert ZeroStrategy(**STRATEGIES[name]).options == StrategyOptions(**STRATEGIES[name])
+
+
+def test_options_cannot_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        StrategyOptions().stage = 3  # type: ignore[misc]
+
+
+def test_what_is_replaced_is_checked() -> None:
+    with pytest.raises(ValueError, match="needs stage=3"):
+        dataclasses.replace(StrategyOptions(3, offload_params="cpu"), stage=2)
+
+
+@pytest.mark.parametrize("name", sorted(OTHERS.keys() - {"timeout", "process_group_backend", "start_method"}))
+def test_an_option_is_read_from_the_strategy_and_not_assigned(name: str) -> None:
+    strategy = ZeroStrategy(**{"stage": 3, name: OTHERS[name]})
+    assert getattr(strategy, name) == OTHERS[name]
+    with pytest.raises(AttributeError, match=name):
+        setattr(strategy, name, OTHERS[name])
+
+
+def test_every_option_is_documented_twice_alike() -> None:
+    """In the dataclass, and where an editor shows it: at the constructor."""
+    assert _documented(StrategyOptions) == {
+        name: text for name, text in _documented(ZeroStrategy).items() if name not in OF_LIGHTNING
+    }
+
+
+def _documented(cls: type) -> dict[str, str]:
+    doc = inspect.getdoc(cls)
+    assert doc is not None
+    lines = doc.partition("Args:\n" if "Args:\n" in doc else "Attributes:\n")[2].partition("\n\n")[0].splitlines()
+    entries: dict[str, str] = {}
+    name = ""
+    for line in lines:
+        if line.startswith("     "):
+            entries[name] += f" {line.strip()}"
+        else:
+            name, _, text = line.strip().partition(": ")
+            entries[name] = text
+    return entries
+
+
+def test_options_need_the_standard_library_only() -> None:
+    code = f"import {options.__name__}, sys; print({{'torch', 'lightning', 'numpy'}} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -1,0 +1,56 @@
+"""Size and wording of the package's sources: files, classes, docstrings."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "lightning_zero"
+MOST_LINES = 500
+MOST_METHODS = 25
+# Classes with more public methods than that; the docstring of each says why, in a sentence on its "public methods".
+LARGE_CLASSES = frozenset({"Engine"})
+
+
+def files() -> list[str]:
+    return sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
+
+
+def public_methods(class_: ast.ClassDef) -> list[str]:
+    """Names of the methods and properties that a class itself defines, each once."""
+    defined = [node.name for node in class_.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [name for name in dict.fromkeys(defined) if not name.startswith("_")]
+
+
+def large_classes(source: str) -> Iterator[ast.ClassDef]:
+    classes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef))
+    return (class_ for class_ in classes if class_.name[0] != "_" and len(public_methods(class_)) > MOST_METHODS)
+
+
+def vague_docstrings(source: str) -> list[str]:
+    """Names of what has a docstring that opens with "What", in the place of a verb or a noun."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    documented = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds) and ast.get_docstring(node)]
+    vague = [node for node in documented if str(ast.get_docstring(node)).startswith("What")]
+    return [getattr(node, "name", "the module") for node in vague]
+
+
+def test_a_file_has_one_subject() -> None:
+    sources = {path: (PACKAGE / path).read_text() for path in files()}
+    assert [path for path, source in sources.items() if len(source.splitlines()) > MOST_LINES] == []
+    assert {path: vague for path, source in sources.items() if (vague := vague_docstrings(source))} == {}
+
+
+def test_a_class_has_one_job_or_says_why_not() -> None:
+    large = [class_ for path in files() for class_ in large_classes((PACKAGE / path).read_text())]
+    assert {class_.name for class_ in large} == LARGE_CLASSES
+    for class_ in large:
+        assert "public methods" in (ast.get_docstring(class_) or ""), class_.name
+
+
+def test_large_classes_and_vague_docstrings_are_found() -> None:
+    methods = "\n".join(f"    def method_{number}(self): ..." for number in range(MOST_METHODS + 1))
+    (large,) = large_classes(f"class Large:\n{methods}\nclass Small:\n    def method(self): ...")
+    assert large.name == "Large"
+    assert vague_docstrings('"""What it is."""\ndef right():\n    """Gathers it."""') == ["the module"]
