@@ -33,11 +33,11 @@ import json
 import os
 import random
 import shutil
-import socket
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -55,7 +55,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from benchmarks.environment import describe
+from benchmarks.environment import describe, free_port
 from lightning_zero import ZeroStrategy
 
 ROOT = Path(__file__).parents[1]
@@ -174,7 +174,9 @@ class Ours(Lightning):
         return self.trainer.strategy
 
     def save(self, folder: Path) -> None:
-        self.strategy.checkpoint_format, self.strategy.checksums = self._container, self._checksums
+        self.strategy._options = replace(
+            self.strategy.options, checkpoint_format=self._container, checksums=self._checksums
+        )
         # Saves outside `fit` are never asynchronous.
         self.trainer.strategy._fitting = self._in_background  # only saves during a fit are
         super().save(folder)
@@ -184,7 +186,7 @@ class Ours(Lightning):
         self.strategy._background.wait()
 
     def load(self, folder: Path) -> None:
-        self.strategy.checksums = self._checksums
+        self.strategy._options = replace(self.strategy.options, checksums=self._checksums)
         super().load(folder)
 
     def state(self) -> list[Tensor]:
@@ -479,13 +481,6 @@ def main() -> None:
     print(table(found))
     for what, met in result["criterion"].items():
         print(f"{what}: {'at most' if met else 'more than'} {GOAL} x the best peer")
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from benchmarks.environment import describe
 from benchmarks.stream import BLOCK, LAYOUTS, Layout, Stream
 from lightning_zero import ops
-from lightning_zero.engine.stores.host import HostStore
+from lightning_zero.storage.host import HostStore
 
 ROOT = Path(__file__).parents[1]
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.01

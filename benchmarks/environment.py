@@ -1,9 +1,10 @@
-"""What every result file says about where it was measured."""
+"""What every result file says about where it was measured, and a port for ranks to meet."""
 
 from __future__ import annotations
 
 import datetime as dt
 import platform
+import socket
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +27,13 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "lightning", "lightning-zero")},
     }
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
 
 
 def _lines(path: str) -> list[str]:

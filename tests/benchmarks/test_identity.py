@@ -1,0 +1,111 @@
+"""The script that compares trainings before and after a refactor finds what differs, and nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from helpers.ranks import RankPool, server_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {
+    "strategy": "zero2_offload",
+    "precision": "bf16-mixed",
+    "world_size": 2,
+    "optimizer": "adamw",
+    "accumulate": 1,
+    "clipping": "norm",
+    "model": "tied",
+    "feature": "plain",
+    "layout": "small",
+    "container": "full",
+}
+
+
+def benchmark(name: str, path: Sequence[str]) -> Any:
+    """A module of the folder of benchmarks, which is on the path behind all that is installed."""
+    sys.path += [entry for entry in path if entry not in sys.path]
+    return importlib.import_module(f"benchmarks.{name}")
+
+
+@pytest.fixture(scope="module")
+def identity() -> ModuleType:
+    return benchmark("identity", [os.fspath(ROOT)])  # its import takes seconds
+
+
+def record(path: Sequence[str], folder: str, **changes: Any) -> dict[str, list[str]]:
+    """What is recorded of a training on this rank."""
+    identity = benchmark("identity", path)
+    identity.quiet()
+    return identity.run(identity.Training(**(SMALL | changes)), Path(folder)).parts
+
+
+def test_trainings_that_are_the_same_agree_and_others_do_not(pool2: RankPool, tmp_path: Path, identity: Any) -> None:
+    found = []
+    for number, rate in enumerate((1.0, 1.0, 1.001)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        records = pool2.run(record, [os.fspath(ROOT)], os.fspath(folder), rate=rate)
+        assert all(lines for lines in records[0].values())
+        found.append({"training": identity.digests(records)})
+    first, again, faster = found
+    assert identity.differences(first, again) == {}
+    assert identity.differences(first, faster) == {"training": ["norms", "losses", "weights", "states", "checkpoint"]}
+    assert identity.differences(first, {}) == {"training": ["only before"]}
+    assert identity.differences({}, first) == {"training": ["only after"]}
+
+
+def test_every_pair_of_settings_is_met(identity: Any) -> None:
+    trainings = identity.matrix()
+    assert trainings == identity.matrix()
+    assert len(trainings) == len({training.name for training in trainings}) >= 132
+    assert all(training.valid for training in trainings)
+    pairs = set().union(*(training.pairs() for training in trainings))
+    for name, values in identity.SETTINGS.items():
+        assert {getattr(training, name) for training in trainings} == set(values)
+    assert frozenset({("strategy", "zero3"), ("feature", "units")}) in pairs
+    assert frozenset({("precision", "16-true"), ("feature", "overflow")}) in pairs
+
+
+def test_versions_and_random_names_are_left_out_and_other_values_are_not() -> None:
+    recording = benchmark("recording", [os.fspath(ROOT)])
+
+    def digest(version: str, name: str, value: str) -> str:
+        return recording.of_pickle(
+            pickle.dumps({"lightning_zero": {"version": version, "stage": value}, "save_id": name}, 2)
+        )
+
+    assert digest("1", "a", "x") == digest("2", "b", "x") != digest("1", "a", "y")
+
+
+@pytest.mark.slow
+def test_the_script_compares_with_a_file(tmp_path: Path) -> None:
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    code = f"import sys; sys.path.append({str(ROOT)!r}); from benchmarks.identity import main; main()"
+    command = [sys.executable, "-c", code, "--only", "^zero1 32-true w1"]
+
+    def run(*options: object) -> subprocess.CompletedProcess[str]:
+        arguments = [*command, *map(str, options)]
+        return subprocess.run(
+            arguments, env=server_environment(), cwd=tmp_path, text=True, stdout=subprocess.PIPE, check=False
+        )
+
+    assert run("--out", before, "--trace", tmp_path / "trace").returncode == 0
+    assert any((tmp_path / "trace").iterdir())
+    result = json.loads(before.read_text())
+    name, *others = result["trainings"]
+    assert others
+    result["trainings"][name]["norms"] = ""
+    before.write_text(json.dumps(result))
+    compared = run("--out", after, "--against", before)
+    assert compared.returncode == 1
+    assert f"\n{name}: norms\n1 of {len(others) + 1} trainings differ; norms: 1\n" in compared.stdout

@@ -1,0 +1,113 @@
+"""The benchmark of optimizer steps runs, goes on where it was, and finds who trains something else."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from helpers.pages import ROOT
+from helpers.ranks import server_environment
+
+NAMES = "zero0 zero1 zero2 zero3 zero1_offload zero2_offload zero3_offload".split()
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    # Last, so that the sources beside it hide no installed package.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    return importlib.import_module("benchmarks.step")
+
+
+@pytest.fixture
+def run(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Runs the benchmark with options; contestants take as many seconds as their names have letters."""
+
+    def measure(contestant: Any, cell: Any, options: Namespace) -> dict[str, Any]:
+        largest = {"seconds": len(contestant.name), "peak_gib": 2.0, "peak_of_steps_gib": 1.0}
+        return largest | {"loss": 5.0, "of_each_step": [1.0], "seconds_with_start": 1.0}
+
+    monkeypatch.setattr(benchmark, "ask", lambda python, expression: "")
+    monkeypatch.setattr(benchmark, "check_interpreters", lambda field, against: None)
+    monkeypatch.setattr(benchmark, "measure", measure)
+
+    def run(*options: str) -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", ["benchmark", "--out", str(tmp_path / "out.json"), *options])
+        benchmark.main()
+        result: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
+        return result
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [["ddp", "zero2"], ["ddp", "ddp_no_masters", "fsdp2"], ["ddp", "deepspeed2"]])
+def test_a_small_run(names: list[str], tmp_path: Path) -> None:
+    if "deepspeed2" in names:
+        pytest.importorskip("deepspeed")
+    out = tmp_path / "result.json"
+    options = f"--models tiny --precisions bf16 --micro-batches 2 --rounds 1 --warmup 3 --steps 2 --out {out}".split()
+    code = f"import sys; sys.path.append({os.fspath(ROOT)!r}); from benchmarks.step import main; main()"
+    command = [sys.executable, "-c", code, *options, "--only", *names]
+    subprocess.run(command, cwd=tmp_path, env=server_environment(), check=True)
+    result = json.loads(out.read_text())
+    assert result["environment"]["torch"]
+    assert list(tmp_path.iterdir()) == [out]
+    (cell,) = result["cells"].values()
+    (found,) = cell["rounds"]
+    assert list(found) == list(cell["summary"]) == names
+    for name in names:
+        assert found[name]["seconds"] == pytest.approx(sum(found[name]["of_each_step"]) / 2, rel=0.2)
+        assert found[name]["peak_gib"] >= found[name]["peak_of_steps_gib"] > 0.1
+        assert cell["summary"][name]["to_ddp"] == found[name]["seconds"] / found["ddp"]["seconds"]
+
+
+def test_ratios_of_rounds(run: Callable[..., dict[str, Any]]) -> None:
+    result = run("--rounds", "2", "--models", "26m", "--micro-batches", "1", "--against", str(ROOT))
+    assert list(result["cells"]) == ["26m bf16 x1", "26m fp32 x1"]
+    summary = result["cells"]["26m fp32 x1"]["summary"]
+    assert list(summary) == ["ddp", "fsdp2", *NAMES, *(f"before {name}" for name in NAMES)]
+    assert summary["zero2"]["to_ddp"] == summary["zero2"]["to_ddp_min"] == 5 / 3
+    assert summary["zero2"]["to_before"] == 5 / 12
+    assert "ddp_no_masters" in result["cells"]["26m bf16 x1"]["summary"]
+
+
+def test_resuming_measures_what_is_missing(run: Callable[..., dict[str, Any]]) -> None:
+    options = "--models", "26m", "--precisions", "bf16", "--micro-batches", "1"
+    first = run("--rounds", "2", "--only", "ddp", "zero2", *options)
+    rounds = first["cells"]["26m bf16 x1"]["rounds"]
+    more = run("--rounds", "3", "--only", "ddp", "zero2", "--resume", *options)["cells"]["26m bf16 x1"]["rounds"]
+    assert len(rounds) == 2
+    assert len(more) == 3
+    again = run("--rounds", "1", "--only", "ddp", "zero3", "--resume", *options)
+    assert [list(one) for one in again["cells"]["26m bf16 x1"]["rounds"]] == [["ddp", "zero2"]] * 3 + [["ddp", "zero3"]]
+    assert len(again["environment"]["resumed"]) == 2
+    with pytest.raises(SystemExit, match=r"was measured with steps=5; expected steps=6: leave out --resume"):
+        run("--steps", "6", "--resume", *options)
+
+
+@pytest.mark.parametrize("loss", [5.1, float("nan")])
+def test_who_trains_something_else_is_found(benchmark: ModuleType, loss: float) -> None:
+    cell = benchmark.Cell("26m", "fp32", 1)
+    benchmark.check({"ddp": {"loss": 5.0}, "zero2": {"loss": 5.001}}, cell)
+    with pytest.raises(RuntimeError, match=r"zero2 ends at loss .* in 26m fp32 x1, ddp at 5: they have not"):
+        benchmark.check({"zero2": {"loss": loss}, "ddp": {"loss": 5.0}}, cell)
+
+
+def test_what_a_failing_rank_says_is_told(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text("import os, time\nif os.environ['RANK'] == '1': raise ValueError('no room')\ntime.sleep(60)\n")
+    monkeypatch.setattr(benchmark, "RANK", script)
+    contestant = benchmark.Contestant("zero2", "zero2", sys.executable)
+    with pytest.raises(RuntimeError, match=r"rank 1 of zero2 ended with 1:(.|\n)*no room"):
+        benchmark.run_ranks(contestant, {}, tmp_path)
