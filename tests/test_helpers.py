@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import re
@@ -20,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import models
+from helpers.pairs import pairwise
 from helpers.ranks import ForkServer, RankError, RankPool, ranks
 from helpers.reference import Trained, reduce_ranks, reduce_then_sum, sum_then_reduce, train_reference
 from lightning import LightningModule, Trainer
@@ -625,3 +627,19 @@ def test_few_tests_may_launch(guarded: pytest.Pytester, count: int, allowed: boo
     assert (result.ret == pytest.ExitCode.OK) == allowed
     if not allowed:
         result.stderr.fnmatch_lines(["*16 tests are marked launch, at most 15 may be*"])
+
+
+def test_pairwise_rows_hold_every_possible_pair() -> None:
+    axes = {"a": range(6), "b": "xy", "c": "stu", "d": [None, 1, 2], "e": [False, True]}
+    rows = [dict(zip(axes, row, strict=True)) for row in itertools.product(*axes.values())]
+
+    def possible(a: int, b: str, c: str, d: int | None, e: bool) -> bool:
+        return not (a == 0 and e) and not (b == "x" and d == 1)
+
+    def pairs(row: dict[str, object]) -> set[object]:
+        return set(itertools.combinations(row.items(), 2))
+
+    chosen = pairwise(where=possible, **axes).args[1]
+    found = [pairs(dict(zip(axes, row, strict=True))) for row in chosen]
+    assert set().union(*found) == set().union(*[pairs(row) for row in rows if possible(**row)])
+    assert len(chosen) < len(rows) / 8
