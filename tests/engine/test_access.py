@@ -98,9 +98,8 @@ def assert_same(ours: Any, theirs: Any, path: str) -> None:
 @pytest.mark.parametrize(
     ("setup", "scaled"),
     [
-        pytest.param(setup, scaled, marks=[] if setup.stage in (1, 3) and scaled == setup.offload else pytest.mark.slow)
-        for setup in SETUPS
-        for scaled in (False, True)
+        pytest.param(setup, index % 2 == 0, marks=[] if index in (1, 6) else pytest.mark.slow)
+        for index, setup in enumerate(SETUPS)
     ],
     ids=lambda value: describe(value) if isinstance(value, Setup) else str(value),
 )
@@ -125,7 +124,7 @@ def test_parameters_of_16_bits_are_seen_at_full_precision(stage: int) -> None:
         assert torch.equal(full_param(parameter), weights[name])
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=describe)
+@pytest.mark.parametrize("setup", [Setup(0), Setup(2, offload=True), Setup(3)], ids=describe)
 def test_what_is_returned_is_a_copy(setup: Setup) -> None:
     session = started(setup)
     parameter = next(session.model.parameters())
@@ -194,14 +193,13 @@ def read_before_the_last_micro_batch(stage: int) -> tuple[Tensor | None, Tensor 
     return read[0], read[1]
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_may_be_read_between_micro_batches(pool: RankPool, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_may_be_read_between_micro_batches(pool2: RankPool, stage: int) -> None:
     model = make_model("mlp")
-    step = batches(pool.world_size)[0]
+    step = batches(2)[0]
     micro = [[rank_gradients(model, batch, models.next_token_loss, 1) for batch in each] for each in step]
     after_one, after_two = (reduce_then_sum(micro[:n], None, None)[0] for n in (1, 2))
-    for first, second in pool.run(read_before_the_last_micro_batch, stage):
+    for first, second in pool2.run(read_before_the_last_micro_batch, stage):
         assert torch.equal(first, after_one)
         assert torch.equal(second, after_two)
 

@@ -64,9 +64,11 @@ def failures_of(pool: RankPool, limit: float, function: Any, *args: Any) -> list
 SAME, DIFFERENT = (3, 3, 3), (3, 5, 7)
 
 
-@ranks(2, slow=(4,))
-@pytest.mark.parametrize("sizes", [SAME, DIFFERENT], ids=["same", "different"])
-@pytest.mark.parametrize("way", ["other", "fewer", "more"])
+@pytest.mark.parametrize(
+    ("pool", "way", "sizes"),
+    [(2, "other", SAME), (2, "fewer", DIFFERENT), pytest.param(4, "more", SAME, marks=pytest.mark.slow)],
+    indirect=["pool"],
+)
 def test_another_way_in_a_checked_step_is_an_error_at_once(
     pool: RankPool, way: str, sizes: tuple[int, int, int]
 ) -> None:
@@ -85,7 +87,6 @@ def test_another_way_in_a_checked_step_is_an_error_at_once(
     ("way", "sizes"),
     [
         ("other", SAME),
-        pytest.param("fewer", SAME, marks=pytest.mark.slow),
         pytest.param("fewer", DIFFERENT, marks=pytest.mark.slow),
         pytest.param("more", DIFFERENT, marks=pytest.mark.slow),
     ],
@@ -113,7 +114,7 @@ def steps_unevenly(stage: int, check_steps: int) -> None:
 @ranks(2)
 @pytest.mark.parametrize(
     ("check_steps", "stage"),
-    [(10, 0), (10, 1), (10, 2), (10, 3), (0, 2), pytest.param(0, 3, marks=pytest.mark.slow)],
+    [(10, 1), (10, 3), (0, 2)],
 )
 def test_a_backward_that_only_one_rank_makes(pool: RankPool, stage: int, check_steps: int) -> None:
     limit = TIMEOUT + SOON if check_steps == 0 else TIMEOUT
@@ -187,9 +188,10 @@ def build_differently(what: str) -> None:
     driver.make_engine(model, Setup(2))
 
 
-@ranks(2, 4)
 @pytest.mark.parametrize(
-    ("what", "name"), [("shape", "0.weight"), ("missing", "1.bias"), ("dtype", "0.weight"), ("optimized", "0.weight")]
+    ("pool", "what", "name"),
+    [(2, "shape", "0.weight"), (4, "missing", "1.bias"), (2, "dtype", "0.weight"), (2, "optimized", "0.weight")],
+    indirect=["pool"],
 )
 def test_ranks_with_different_modules(pool: RankPool, what: str, name: str) -> None:
     messages = failures_of(pool, TIMEOUT, build_differently, what)

@@ -19,10 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine import driver
-from engine.cases import cast, describe, every_stage, every_stage_and_rank, stages_on
+from engine.cases import cast, describe, every_stage, stages_on
 from engine.driver import Meshes, RankResult, Session, Setup, assert_close, assert_equal, assert_trained
 from helpers import models
-from helpers.ranks import RankPool, ranks
+from helpers.ranks import RankPool
 from helpers.reference import (
     Batches,
     Trained,
@@ -331,25 +331,13 @@ def sample(stage: int, world: int) -> list[Case]:
     return matrix(stage, world)[stage::11]
 
 
-def most(stage: int, world: int) -> list[Case]:
-    """Cases that walk through the matrix, by steps prime to its sides; more of them on two ranks."""
-    return matrix(stage, world)[stage :: (5 if world == 2 else 11)]
-
-
 def grows_after_two(case: Case) -> list[float]:
     return [case.scale, case.scale, 2 * case.scale, 2 * case.scale]
 
 
-@every_stage_and_rank
+@stages_on((1, 2), (3, 2), slow=[(0, 2), (2, 4), (3, 1), (3, 4)])
 def test_scaled_training_is_bitwise_equal(pool: RankPool, stage: int) -> None:
     check_cases(pool, sample(stage, pool.world_size), traces=grows_after_two)
-
-
-@pytest.mark.slow
-@ranks(2, 4)
-@pytest.mark.parametrize("stage", STAGES)
-def test_scaled_training_is_bitwise_equal_through_the_matrix(pool: RankPool, stage: int) -> None:
-    check_cases(pool, most(stage, pool.world_size), traces=grows_after_two)
 
 
 @every_stage
@@ -421,7 +409,7 @@ def test_the_update_of_a_growth_step_is_that_of_any_step(pool: RankPool, stage: 
 # ------------------------------------------------------------------------------------------------------------ skips
 
 
-def skips(stage: int, world: int, *, everything: bool) -> list[Case]:
+def skips(stage: int, world: int) -> list[Case]:
     """A bad value in one rank's gradient of one micro-batch, in the step after which the scale would have grown."""
     options = itertools.product(
         (math.inf, math.nan), CLIPS, (False, True), (1, 2), precisions(world), ("adamw", "momentum"), range(3)
@@ -439,24 +427,16 @@ def skips(stage: int, world: int, *, everything: bool) -> list[Case]:
         )
         for bad, clip, offload, hysteresis, precision, optimizer, micro in options
     ]
-    # A step prime to the 288 combinations walks through all settings.
-    return cases[stage :: (23 if world == 2 else 61)] if everything else cases[stage::59]
+    return cases[stage::59]  # a step prime to the 288 combinations walks through all settings
 
 
 def falls_in_the_third(case: Case) -> list[float]:
     return [case.scale] * 3 + [case.scale / 2 if case.hysteresis == 1 else case.scale]
 
 
-@every_stage_and_rank
+@stages_on((1, 2), (3, 2), slow=[(0, 2), (2, 4), (3, 1), (3, 4)])
 def test_an_overflow_on_one_rank_changes_nothing_on_any(pool: RankPool, stage: int) -> None:
-    check_cases(pool, skips(stage, pool.world_size, everything=False), traces=falls_in_the_third)
-
-
-@pytest.mark.slow
-@ranks(2, 4)
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_overflow_changes_nothing_through_the_matrix(pool: RankPool, stage: int) -> None:
-    check_cases(pool, skips(stage, pool.world_size, everything=True), traces=falls_in_the_third)
+    check_cases(pool, skips(stage, pool.world_size), traces=falls_in_the_third)
 
 
 @every_stage
@@ -553,45 +533,46 @@ class Sum(nn.Module):
         return x
 
 
-def forty_thousand_twice(setup: Setup, scale: float) -> tuple[dict[str, Tensor], int]:
-    """Two micro-batches whose fp16 gradients are 40000 times the scale's power on every rank."""
-    session = driver.start(
-        Sum(),
-        lambda m: torch.optim.SGD(m.parameters(), lr=2.0**-10),
-        setup,
-        Meshes().of(setup),
-        scaler=StaticLossScaler(scale),
-    )
-    for last in (False, True):
-        driver.backward(session.engine, session.model() * (40000.0 / scale), last=last)
-    session.optimizer.step()
-    return driver.finish(session).weights, session.engine.skipped_steps
+def forty_thousand_twice(setups: Sequence[Setup], scale: float) -> list[tuple[set[float], int]]:
+    """Two micro-batches whose fp16 gradients are 40000 times the scale's power on every rank: weights, and skips."""
+    meshes, results = Meshes(), []
+    for setup in setups:
+        session = driver.start(
+            Sum(),
+            lambda m: torch.optim.SGD(m.parameters(), lr=2.0**-10),
+            setup,
+            meshes.of(setup),
+            scaler=StaticLossScaler(scale),
+        )
+        for last in (False, True):
+            driver.backward(session.engine, session.model() * (40000.0 / scale), last=last)
+        session.optimizer.step()
+        weights = driver.finish(session).weights
+        results.append(({float(v) for weight in weights.values() for v in weight}, session.engine.skipped_steps))
+    return results
 
 
-@every_stage_and_rank
-@pytest.mark.parametrize("offload", [False, True])
-def test_micro_batches_that_exceed_fp16_together_do_not_overflow(pool: RankPool, stage: int, offload: bool) -> None:
-    for weights, skipped in pool.run(forty_thousand_twice, Setup(stage, offload, precision=TRUE), 8.0):
-        assert skipped == 0
-        assert {float(value) for weight in weights.values() for value in weight} == {-10000.0 * 2.0**-10}
+def everywhere(precision: MixedPrecisionPolicy, **options: Any) -> list[Setup]:
+    return [
+        Setup(stage, bool(stage) and offload, precision, **options) for stage in STAGES for offload in (False, True)
+    ]
 
 
-@ranks(4)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("offload", [False, True])
-def test_nor_do_they_between_replicas(pool: RankPool, stage: int, offload: bool) -> None:
-    for weights, skipped in pool.run(forty_thousand_twice, Setup(stage, offload, precision=TRUE, shard_size=2), 8.0):
-        assert skipped == 0
-        assert {float(value) for weight in weights.values() for value in weight} == {-10000.0 * 2.0**-10}
+def test_micro_batches_that_exceed_fp16_together_do_not_overflow(pool2: RankPool) -> None:
+    for results in pool2.run(forty_thousand_twice, everywhere(TRUE), 8.0):
+        assert results == [({-10000.0 * 2.0**-10}, 0)] * 8
 
 
-@every_stage_and_rank
-@pytest.mark.parametrize("offload", [False, True])
-def test_they_overflow_everywhere_where_gradients_are_kept_in_fp16(pool: RankPool, stage: int, offload: bool) -> None:
+def test_nor_do_they_between_replicas(pool4: RankPool) -> None:
+    setups = everywhere(TRUE, shard_size=2)[2:]
+    for results in pool4.run(forty_thousand_twice, setups, 8.0):
+        assert results == [({-10000.0 * 2.0**-10}, 0)] * 6
+
+
+def test_they_overflow_everywhere_where_gradients_are_kept_in_fp16(pool2: RankPool) -> None:
     precision = dataclasses.replace(TRUE, grad_dtype=torch.float16)
-    for weights, skipped in pool.run(forty_thousand_twice, Setup(stage, offload, precision=precision), 8.0):
-        assert skipped == 1
-        assert {float(value) for weight in weights.values() for value in weight} == {0.0}
+    for results in pool2.run(forty_thousand_twice, everywhere(precision), 8.0):
+        assert results == [({0.0}, 1)] * 8
 
 
 # ------------------------------------------------------------------------------------ several optimizers, one scaler
@@ -692,7 +673,7 @@ def turns_in_torch(turns: Turns, world: int) -> tuple[dict[str, Tensor], list[fl
     return {name: value.detach().clone() for name, value in master.state_dict().items()}, norms
 
 
-@every_stage_and_rank
+@every_stage
 @pytest.mark.parametrize("held", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["held", "each"])
 @pytest.mark.parametrize("falls", [False, True], ids=["grows", "falls"])
 def test_gradients_outlive_the_scale_they_were_made_with(pool: RankPool, stage: int, falls: bool, held: bool) -> None:
@@ -766,7 +747,7 @@ def check_unscaled_backward(stage: int) -> None:
         fp16_loss(session.model, one_batch(dist.get_world_size())).backward()
 
 
-@every_stage_and_rank
+@every_stage
 def test_backward_of_an_unscaled_loss_raises(pool: RankPool, stage: int) -> None:
     pool.run(check_unscaled_backward, stage)
 
@@ -783,22 +764,20 @@ def plain_scaled_backward(setup: Setup, message: bool) -> dict[str, Tensor]:
     return driver.finish(session).weights
 
 
-@every_stage_and_rank
-def test_backward_of_a_loss_scaled_by_hand_is_a_backward(pool: RankPool, stage: int) -> None:
-    setup = Setup(stage, precision=TRUE)
+def test_backward_of_a_loss_scaled_by_hand_is_a_backward(pool2: RankPool) -> None:
+    setup = Setup(3, precision=TRUE)
     for by_hand, driven in zip(
-        pool.run(plain_scaled_backward, setup, True), pool.run(plain_scaled_backward, setup, False), strict=True
+        pool2.run(plain_scaled_backward, setup, True), pool2.run(plain_scaled_backward, setup, False), strict=True
     ):
         assert_equal(by_hand, driven)
 
 
-@every_stage_and_rank
-def test_without_a_scale_a_plain_backward_is_welcome(pool: RankPool, stage: int) -> None:
-    pool.run(check_plain_backward, stage)
+def test_without_a_scale_a_plain_backward_is_welcome(pool2: RankPool) -> None:
+    pool2.run(check_plain_backward)
 
 
-def check_plain_backward(stage: int) -> None:
-    session = started(Setup(stage, precision=TRUE), StaticLossScaler(1.0))
+def check_plain_backward() -> None:
+    session = started(Setup(2, precision=TRUE), StaticLossScaler(1.0))
     fp16_loss(session.model, one_batch(dist.get_world_size())).backward()
     session.optimizer.step()
     assert not session.engine.last_step(session.optimizer).skipped
@@ -828,7 +807,7 @@ def overflow_at_the_minimum(setup: Setup, on_min_scale: Any) -> dict[str, float]
     return {**scaler.state_dict(), "skipped": session.engine.skipped_steps}
 
 
-@every_stage_and_rank
+@every_stage
 @pytest.mark.parametrize("on_min_scale", ["raise", "continue"])
 def test_an_overflow_at_the_smallest_scale(pool: RankPool, stage: int, on_min_scale: str) -> None:
     setup = Setup(stage, offload=stage > 1, native="auto", precision=TRUE)
@@ -851,22 +830,17 @@ def step_on_nonfinite(setup: Setup, scaled: bool, skip_nonfinite: bool, clip: fl
     return skipped, bool(weights[PLANTED].isfinite().all())
 
 
-@every_stage_and_rank
-@pytest.mark.parametrize(
-    ("scaled", "skip_nonfinite", "skips"),
-    [
-        (False, False, False),
-        pytest.param(False, True, True, marks=pytest.mark.slow),
-        (True, False, True),
-        pytest.param(True, True, True, marks=pytest.mark.slow),
-    ],
-)
-def test_a_scaler_skips_whatever_skip_nonfinite_says(
-    pool: RankPool, stage: int, scaled: bool, skip_nonfinite: bool, skips: bool
-) -> None:
-    for precision, clip in ((FP32, CLIP), (TRUE, None)):
+@every_stage
+def test_a_scaler_skips_whatever_skip_nonfinite_says(pool: RankPool, stage: int) -> None:
+    for scaled, skip_nonfinite, precision, clip in (
+        (False, False, FP32, CLIP),
+        (False, True, TRUE, None),
+        (True, False, FP32, None),
+        (True, False, TRUE, CLIP),
+    ):
         setup = Setup(stage, offload=stage > 1, precision=precision)
         results = pool.run(step_on_nonfinite, setup, scaled, skip_nonfinite, clip)
+        skips = scaled or skip_nonfinite
         assert results == [(skips, skips)] * pool.world_size
 
 
@@ -893,7 +867,7 @@ def check_hooks(setup: Setup) -> None:
         assert not torch.equal(seen["tokens.weight"], start["tokens.weight"])
 
 
-@every_stage_and_rank
+@every_stage
 def test_step_hooks_run_where_a_step_is_made(pool: RankPool, stage: int) -> None:
     pool.run(check_hooks, Setup(stage, offload=stage > 1, precision=TRUE))
 

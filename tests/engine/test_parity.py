@@ -26,15 +26,6 @@ BF16_MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 BF16_TRUE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, keep_norms=False)
 
 
-def matrix(stage: int) -> list[Case]:
-    """Every combination at one stage, with an optimizer that has `step` and one without."""
-    settings = itertools.product(OPTIMIZERS[:2], (False, True), (1, 3), (None, CLIP))
-    return [
-        Case(Setup(stage, offload=offload), optimizer, accumulate=accumulate, clip_norm=clip)
-        for optimizer, offload, accumulate, clip in settings
-    ]
-
-
 def sample(stage: int) -> list[Case]:
     """One case per optimizer, in which every two settings meet in some case of some stage."""
     return [
@@ -54,15 +45,7 @@ def test_stock_optimizers_are_bitwise_equal(pool: RankPool, stage: int) -> None:
     check_cases(pool, sample(stage))
 
 
-@pytest.mark.slow
-@ranks(1, 2, 4)
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_full_matrix_is_bitwise_equal(pool: RankPool, stage: int) -> None:
-    """On two ranks; on others cases that walk through it."""
-    check_cases(pool, matrix(stage)[:: 1 if pool.world_size == 2 else 3])
-
-
-@ranks(2, slow=(1, 4))
+@ranks(2)
 def test_float64_is_close(pool: RankPool) -> None:
     cases = [dataclasses.replace(sample(stage)[stage], dtype=torch.float64) for stage in STAGES]
     check_cases(pool, cases, assert_close)
@@ -140,14 +123,6 @@ def test_hybrid_sharding_is_bitwise_equal(pool: RankPool, stage: int, size: int)
     check_cases(pool, [case for i, case in enumerate(hybrid(stage, size)) if i in (index, 7 - index)])
 
 
-@pytest.mark.slow
-@ranks(4)
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_more_mixtures_of_hybrid_sharding_are_bitwise_equal(pool: RankPool, stage: int, size: int) -> None:
-    check_cases(pool, hybrid(stage, size)[(stage + size) % 3 :: 3])
-
-
 @ranks(4)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_parameters_unused_on_some_replicas_are_as_in_one_process(pool: RankPool, stage: int) -> None:
@@ -177,13 +152,10 @@ def test_bf16_reduced_in_fp32_is_bitwise_equal(pool: RankPool) -> None:
     check_cases(pool, [Case(Setup(stage, precision=precision), "momentum", autocast=True) for stage in (1, 3)])
 
 
-@ranks(2)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_native_kernel_is_within_its_bound(pool: RankPool, stage: int) -> None:
+def test_the_native_kernel_is_within_its_bound(pool2: RankPool) -> None:
     """Per step 1 ulp and 2^-21 of the update (see `lightning_zero.ops.adamw_`), and what gradients make of it."""
-    setup = Setup(stage, offload=True, native="auto")
     cases = [
-        Case(setup, optimizer, accumulate=accumulate, clip_norm=clip)
-        for optimizer, accumulate, clip in (("adamw", 1, None), ("adamw", 3, CLIP), ("adam", 1, CLIP))
+        Case(Setup(stage, offload=True, native="auto"), optimizer, accumulate=accumulate, clip_norm=clip)
+        for stage, optimizer, accumulate, clip in ((1, "adamw", 1, None), (2, "adamw", 3, CLIP), (3, "adam", 1, CLIP))
     ]
-    check_cases(pool, cases, functools.partial(assert_close, rtol=1e-6, atol=1e-7))
+    check_cases(pool2, cases, functools.partial(assert_close, rtol=1e-6, atol=1e-7))

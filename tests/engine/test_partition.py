@@ -149,16 +149,6 @@ def names_of(bucket: BucketSpec) -> list[str]:
     return [spec.name for spec in bucket.specs]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("size", [1, 500, LARGE])
-@pytest.mark.parametrize("model", models.CONSTRUCTORS)
-def test_every_parameter_is_in_one_bucket(model: str, stage: int, size: int) -> None:
-    root = models.make_model(model)
-    found = [spec for bucket in buckets_of(root, stage, size=size) for spec in bucket.specs]
-    assert sorted(spec.name for spec in found) == sorted(name for name, _ in root.named_parameters())
-    assert all(root.get_parameter(spec.name) is spec.parameter for spec in found)
-
-
 def test_parameters_sharded_by_unit_share_no_bucket() -> None:
     buckets = buckets_of(models.TinyTransformer(depth=3), 3)
     assert [bucket.units for bucket in buckets] == [[ROOT], ["blocks.0"], ["blocks.1"], ["blocks.2"]]

@@ -362,7 +362,7 @@ def check_traffic(pool: RankPool, settings: Sequence[tuple[Setup, int, str]]) ->
     return results[0]
 
 
-@ranks(2, slow=(4,))
+@ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_sends_what_the_table_says(pool: RankPool, stage: int) -> None:
     counts = (1, 2, 3)

@@ -117,7 +117,7 @@ def check(results: list[Followed]) -> None:
         assert result.held == result.shards
 
 
-@ranks(2, slow=[1, 4])
+@ranks(2, slow=[4])
 @pytest.mark.parametrize("name", slow_unless(["2-offload", "3"], SETUPS))
 def test_an_average_of_shards(pool: RankPool, name: str) -> None:
     check(pool.run(follow, SETUPS[name]))
