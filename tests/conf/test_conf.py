@@ -100,36 +100,23 @@ def test_the_groups_hold_the_promised_options() -> None:
     assert options("callbacks") == ["breakdown", "default", "ema", "memory", "none"]
 
 
-@each_option(*GROUPS)
-def test_every_option_composes(composed: Compose, group: str, option: str) -> None:
-    cfg = composed(f"{group}={option}")
-    OmegaConf.resolve(cfg)
-    assert group in cfg
-
-
-@each_option("strategy")
-def test_every_strategy_builds(composed: Compose, group: str, option: str) -> None:
-    trainer = build_trainer(composed(f"{group}={option}"))
-    assert isinstance(trainer.strategy, ZeroStrategy) == option.startswith("zero")
-
-
-@pytest.mark.parametrize(
-    ("option", "stage", "optimizer", "params"),
-    [
-        ("zero0", 0, "none", "none"),
-        ("zero1", 1, "none", "none"),
-        ("zero2", 2, "none", "none"),
-        ("zero3", 3, "none", "none"),
-        ("zero1_offload", 1, "cpu", "none"),
-        ("zero2_offload", 2, "cpu", "none"),
-        ("zero3_offload", 3, "cpu", "cpu"),
-    ],
-)
-def test_strategy_names_mean_what_they_say(
-    composed: Compose, option: str, stage: int, optimizer: str, params: str
-) -> None:
-    node = composed(f"strategy={option}").strategy
-    assert (node.stage, node.offload_optimizer, node.offload_params) == (stage, optimizer, params)
+def test_every_strategy_builds_and_its_name_means_what_it_says(composed: Compose) -> None:
+    meaning = {
+        "ddp": None,
+        "zero0": (0, "none", "none"),
+        "zero1": (1, "none", "none"),
+        "zero2": (2, "none", "none"),
+        "zero3": (3, "none", "none"),
+        "zero1_offload": (1, "cpu", "none"),
+        "zero2_offload": (2, "cpu", "none"),
+        "zero3_offload": (3, "cpu", "cpu"),
+    }
+    for option in options("strategy"):
+        strategy = build_trainer(composed(f"strategy={option}")).strategy
+        found = None
+        if isinstance(strategy, ZeroStrategy):
+            found = (strategy.stage, strategy.offload_optimizer, strategy.offload_params)
+        assert found == meaning[option], option
 
 
 @each_option("precision")
@@ -464,39 +451,27 @@ def run_app(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
             ["strategy.offload_optimizer=gpu"],
             ["strategy.offload_optimizer", "expected one of [none, cpu]"],
         ),
-        (["strategy.start_method=thread"], ["strategy.start_method", "one of [popen, spawn, fork, forkserver]"]),
         (["strategy.shard_size=two"], ["strategy.shard_size: Value 'two'", "Integer"]),
-        (["optimizer.lr=fast"], ["optimizer.lr: Value 'fast'", "Float"]),
-        (["optimizer=sgd", "optimizer.betas=[0,0]"], ["optimizer.betas: no such key", "momentum"]),
         (["scheduler.steps=3"], ["scheduler has no keys."]),
-        (["experimental=small"], ["experimental: no such key. Did you mean 'experiment'?"]),
         (["experiment=smaller"], ["experiment=smaller: no such option. Did you mean 'small'?"]),
-        (["strategy=ddp", "strategy.static_grph=true"], ["Did you mean 'static_graph'?"]),
         (["scheduler=warmup", "scheduler.warmup_type=exp"], ["scheduler.warmup_type", "one of [log, linear]"]),
         ([], ["run_dir: no value yet", "run_dir=..."]),
         (
             ["run_dir=x", "+eksperiment=small"],
             ["eksperiment: no such key. Did you mean 'experiment'?", "the configuration has: strategy, precision"],
         ),
-        (["run_dir=x", "++trianer.max_steps=2"], ["trianer: no such key. Did you mean 'trainer'?"]),
         (["run_dir=x", "+speed=2"], ["speed: no such key.\n", "A key that nothing uses is not added"]),
         (["run_dir=x", "+trainer.devises=2"], ["Trainer", "unexpected keyword argument 'devises'"]),
         (["run_dir=x", "+trainer.strategy=ddp"], ["trainer.strategy has no effect", "Use strategy=... instead"]),
         (["run_dir=x", "+trainer.precision=64"], ["trainer.precision has no effect", "Use precision=... instead"]),
-        (["run_dir=x", "+trainer.plugins=[]"], ["trainer.plugins has no effect", "Use precision=... instead"]),
-        (["run_dir=x", "+trainer.logger=false"], ["trainer.logger has no effect", "Use logger=... instead"]),
         (["run_dir=x", "+trainer.callbacks=[]"], ["trainer.callbacks has no effect", "Use callbacks=... instead"]),
         (["run_dir=x", "~scheduler"], ["scheduler: no option is chosen.", "scheduler can be: cosine, none, onecycle"]),
-        (["run_dir=x", "~logger"], ["logger: no option is chosen.", "logger can be: csv, none, tensorboard"]),
-        (["run_dir=x", "~callbacks"], ["callbacks: no option is chosen."]),
-        (["run_dir=x", "~precision"], ["precision: no option is chosen.", "precision can be: bf16"]),
         (
             ["~experiment", "run_dir=null", "strategy=null"],
             ["strategy: no option is chosen.", "strategy can be: ddp, zero0"],
         ),
         (["run_dir=x", "+callbacks.x=5"], ["callbacks.x=5 must be null, or keys of which `_target_` names a class"]),
         (["run_dir=x", "callbacks=default", "callbacks.checkpoint=5"], ["callbacks.checkpoint=5 must be null"]),
-        (["run_dir=x", "+callbacks.x.y=5"], ["callbacks.x={'y': 5} must be null"]),
         (["run_dir=x", "strategy.bucket_size_mb=-1"], ["bucket_size_mb=-1.0 must be a number greater than 0"]),
         (["run_dir=x", "trainer.max_steps=-5"], ["`max_steps` must be a non-negative integer or -1"]),
         (["run_dir=x", "trainer.accumulate_grad_batches=0"], ["accumulate_grad_batches=0 must be at least 1"]),

@@ -456,7 +456,7 @@ def expected_probabilities(cifar10: SimpleNamespace, checkpoint: Path) -> tuple[
         return model(pixels).softmax(dim=1), labels
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_a_run_leaves_its_results(
     pool: RankPool, cifar10: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -480,7 +480,7 @@ def test_a_run_leaves_its_results(
     assert printed.count("summary.json:") == 1  # by rank 0 only
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_metrics_count_every_image_once(pool: RankPool, cifar10: SimpleNamespace, tmp_path: Path) -> None:
     """21 images in batches of 4: on two ranks the last batches hold one image and seven that only fill them."""
     folder = tmp_path / "run"
