@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.pairs import pairwise
 from ops.problems import FLOATS, MASTERS, RULES, Layout, Rule, layouts, ordinary, same_bits, split
 from torch import Tensor
 
@@ -330,9 +331,11 @@ def one_ulp(x: Tensor) -> Tensor:
 
 
 @needs_fused_torch
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.5, 0.9), (0.0, 0.99)])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("rule_name", ["adam", "adamw", "amsgrad", "amsgradw"])
+@pairwise(
+    betas=[(0.9, 0.999), (0.9, 0.95), (0.5, 0.9), (0.0, 0.99)],
+    weight_decay=[0.0, 0.1],
+    rule_name=["adam", "adamw", "amsgrad", "amsgradw"],
+)
 def test_adam_matches_torch(betas: tuple[float, float], weight_decay: float, rule_name: str) -> None:
     """Moments bitwise; the parameter within 1 ulp of itself plus 2^-21 of its update.
 
@@ -369,9 +372,7 @@ def test_adagrad_matches_torch(weight_decay: float) -> None:
 
 
 @needs_fused_torch
-@pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("rule_name", ["sgd", "momentum", "nesterov", "dampening"])
+@pairwise(maximize=[False, True], weight_decay=[0.0, 0.1], rule_name=["sgd", "momentum", "nesterov", "dampening"])
 def test_sgd_is_bitwise_torchs(rule_name: str, weight_decay: float, maximize: bool) -> None:
     pair = Pair(RULES[rule_name], torch.optim.SGD, weight_decay=weight_decay, maximize=maximize)
     for step in range(TORCH_STEPS):

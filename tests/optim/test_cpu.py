@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import models
+from helpers.pairs import pairwise
 from lightning import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -169,8 +170,7 @@ def test_lion_is_its_formula() -> None:
         torch.testing.assert_close(optimizer.state[p]["exp_avg"].double(), m, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@every_class
+@pairwise(dtype=[BF16, FP16], name=OURS)
 def test_16_bit_parameters_follow_their_fp32_master(name: str, dtype: torch.dtype) -> None:
     """The master is what fp32 training gives with the same gradients; the parameter is its rounded copy."""
     low, whole = parameters(dtype), [Parameter(p.detach().float()) for p in parameters(dtype)]
@@ -425,9 +425,7 @@ def test_tied_parameters_are_updated_once() -> None:
     assert float(optimizer.state[model.tokens.weight]["step"]) == 1
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@every_class
+@pairwise(dtype=[FP32, BF16, FP16], layout=LAYOUTS, name=OURS)
 def test_any_strides_give_the_same_values(name: str, layout: str, dtype: torch.dtype) -> None:
     """channels_last, transposed and strided parameters, an expanded gradient, a scalar and nothing at all."""
     generator = torch.Generator().manual_seed(3)
@@ -692,11 +690,9 @@ def check_resume(
         assert_same_state(resumed, optimizer)
 
 
-@pytest.mark.parametrize("order", ["model first", "optimizer first"])
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-@pytest.mark.parametrize("state_dtype", STATES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@every_class
+@pairwise(
+    order=["model first", "optimizer first"], dtype=[FP32, BF16, FP16], state_dtype=STATES, layout=LAYOUTS, name=OURS
+)
 def test_a_resumed_run_has_the_same_bits(
     name: str, layout: str, state_dtype: torch.dtype, dtype: torch.dtype, order: str
 ) -> None:
@@ -756,9 +752,7 @@ def test_state_of_another_dtype_is_converted() -> None:
         train(other, params, range(3, 5))
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pairwise(dtype=[FP32, BF16], how=["deepcopy", "pickle"], layout=LAYOUTS)
 def test_a_copied_optimizer_goes_on_alike(layout: str, how: str, dtype: torch.dtype) -> None:
     params = parameters(dtype)
     optimizer = CPUAdamW(params, master_layout=layout, state_dtype=BF16, seed=3)  # type: ignore[arg-type]
@@ -831,9 +825,7 @@ EDITS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("edit", EDITS)
+@pairwise(dtype=[FP32, BF16, FP16], layout=LAYOUTS, edit=EDITS)
 def test_edits_of_parameters_are_taken_over(edit: str, layout: str, dtype: torch.dtype) -> None:
     """A small step from there: the parameter is near what the user wrote."""
     params = parameters(dtype)
@@ -873,9 +865,7 @@ def test_data_that_is_assigned_twice_is_taken_over(layout: str) -> None:
     assert (parameter == 0.25).all()
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("value", [0.0, -0.0, 0.5, torch.inf, torch.nan])
+@pairwise(dtype=[FP32, BF16, FP16], layout=LAYOUTS, value=[0.0, -0.0, 0.5, torch.inf, torch.nan])
 def test_an_edit_without_a_trace_makes_no_other_number(value: float, layout: str, dtype: torch.dtype) -> None:
     """Through `.data`, in place: nobody sees it. A master of its own undoes it, a split one takes it over."""
     params = parameters(dtype)
@@ -949,9 +939,7 @@ def test_any_value_that_is_written_is_the_masters(layout: str, value: float) -> 
     assert torch.equal(p.detach().nan_to_num(7.0), written.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("state_dtype", STATES)
-@every_class
+@pairwise(dtype=[BF16, FP16], state_dtype=STATES, name=OURS)
 def test_both_layouts_give_the_same_bits(name: str, state_dtype: torch.dtype, dtype: torch.dtype) -> None:
     trained = []
     for layout in LAYOUTS:

@@ -15,6 +15,7 @@ from engine import driver
 from engine.cases import describe
 from engine.driver import Meshes, RankResult, Session, Setup, assert_close, assert_equal
 from helpers import models
+from helpers.pairs import pairwise
 from helpers.ranks import RankPool, ranks
 from helpers.reference import Trained
 from torch import Tensor, nn
@@ -206,9 +207,7 @@ def test_torchs_optimizers_run_by_kernels(pool: RankPool, stage: int) -> None:
 
 @pytest.mark.slow
 @ranks(2, 4)
-@pytest.mark.parametrize("model", ["transformer", "optional"])
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("stage", STAGES)
+@pairwise(model=["transformer", "optional"], dtype=[FP32, BF16], stage=STAGES)
 def test_all_of_torchs_optimizers_run_by_kernels(pool: RankPool, stage: int, dtype: torch.dtype, model: str) -> None:
     setup = Setup(stage, offload=True, precision=POLICIES.get(dtype, UNCHANGED))
     flagged = models.only_in_step_1 if model == "optional" else models.never
@@ -282,9 +281,7 @@ def test_fp16_shards_have_the_bits_of_the_optimizer_alone(pool: RankPool, stage:
 
 @pytest.mark.slow
 @ranks(2, 4)
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-@pytest.mark.parametrize("stage", STAGES)
+@pairwise(offload=[False, True], dtype=[FP32, BF16, FP16], stage=STAGES)
 def test_all_shards_have_the_bits_of_the_optimizer_alone(
     pool: RankPool, stage: int, dtype: torch.dtype, offload: bool
 ) -> None:
@@ -296,8 +293,7 @@ def test_all_shards_have_the_bits_of_the_optimizer_alone(
     check(pool, jobs[stage + offload :: 5 if pool.world_size == 2 else 11])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("stage", STAGES)
+@pairwise(layout=LAYOUTS, stage=STAGES)
 def test_halfway_values_round_as_the_optimizer_alone(stage: int, layout: str) -> None:
     """1 + 2^-8 is halfway between two bf16 numbers: both layouts and the optimizer alone agree."""
     model = nn.Linear(1, 1, bias=False)
@@ -500,9 +496,7 @@ def test_a_split_master_that_looks_at_its_shard_keeps_what_is_unchanged(apart: b
     torch.testing.assert_close(after[:2], torch.tensor([0.0, 8.0]), rtol=2.0**-8, atol=1e-7)
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -2.0, 6e4, 6e-8, torch.inf, -torch.inf])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("apart", [False, True], ids=["one place", "shard elsewhere"])
+@pairwise(value=[0.0, -0.0, 1.0, -2.0, 6e4, 6e-8, torch.inf, -torch.inf], dtype=[BF16, FP16], apart=[False, True])
 def test_a_split_master_takes_any_value_over(apart: bool, dtype: torch.dtype, value: float) -> None:
     master, shard = split_master(dtype, apart)
     shard.fill_(value)
@@ -583,9 +577,7 @@ def test_edits_reach_the_master(pool: RankPool, dtype: torch.dtype, stage: int, 
 # ---------------------------------------------------------------------------------------- which updater, and its memory
 
 
-@pytest.mark.parametrize("native", ["auto", "off"])
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
+@pairwise(native=["auto", "off"], offload=[False, True], stage=STAGES)
 def test_the_cpu_optimizers_always_run_by_kernels(stage: int, offload: bool, native: driver.NativeOptimizer) -> None:
     session = Job(Setup(stage, offload=offload, native=native), "cpu_adamw").start()
     assert type(session.updater) is NativeUpdater
