@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from helpers.sources import PACKAGE, files, nodes
 
 from lightning_zero.advice import Case, advice
 
-PACKAGE = Path(__file__).resolve().parents[1] / "lightning_zero"
 # From the top down: a part imports parts below it (or itself).
 ORDER = (
     ("cli",),
@@ -63,10 +63,6 @@ class Import(NamedTuple):
     line: int
 
 
-def files() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
-
-
 def part_of(path: Path) -> str:
     """The first folder or module below the package; "" for the package's own `__init__`."""
     first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
@@ -74,7 +70,7 @@ def part_of(path: Path) -> str:
 
 
 def imports(source: str) -> Iterator[Import]:
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -142,7 +138,7 @@ def communication(source: str) -> list[str]:
 def stages_compared(source: str) -> set[str]:
     """Functions that compare something called `stage`; what depends on the stage is asked of a policy."""
     found = set()
-    for function in ast.walk(ast.parse(source)):
+    for function in nodes(source):
         if isinstance(function, ast.FunctionDef):
             for node in ast.walk(function):
                 operands = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []

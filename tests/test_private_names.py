@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from helpers.sources import PACKAGE, files, nodes
 from torch.optim import Optimizer
 
 from lightning_zero import torch_private
 from lightning_zero.integration.private import INHERITED
 
-PACKAGE = Path(__file__).resolve().parents[1] / "lightning_zero"
 # By the package that has the names: the only file of ours that may use them.
 HOMES = {
     "lightning": "integration/private.py",
@@ -41,10 +41,6 @@ class Use(NamedTuple):
     line: int
 
 
-def files() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
-
-
 def relative(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
 
@@ -62,7 +58,7 @@ def own(node: ast.expr) -> bool:
 
 def uses(source: str) -> Iterator[Use]:
     """Attributes of other objects, also by their names as text."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Attribute) and is_private(node.attr) and not own(node.value):
             whole = ast.unparse(node)
             yield Use(whole if whole.startswith(("torch.", "nn.")) else node.attr, node.lineno)
@@ -72,7 +68,7 @@ def uses(source: str) -> Iterator[Use]:
 
 
 def private_imports(source: str, package: str) -> Iterator[Use]:
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -88,7 +84,7 @@ def ours() -> frozenset[str]:
     """Private names that this package defines: of functions, classes, variables, fields and attributes."""
     found = set()
     for path in files():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path.read_text()):
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -163,7 +159,7 @@ def lightning_bases(cls: type) -> list[type]:
 def private_of(cls: type) -> set[str]:
     """Private names that a class's source gives to itself and to its objects, or uses of them."""
     found = set()
-    for node in ast.walk(ast.parse(inspect.getsource(cls))):
+    for node in nodes(inspect.getsource(cls)):
         if isinstance(node, ast.FunctionDef):
             found.add(node.name)
         elif isinstance(node, ast.Attribute) and own(node.value):
