@@ -56,11 +56,11 @@ SIDE_BY_SIDE = --numprocesses $(JOBS) --dist worksteal
 # The pytest command, not `python -m pytest`: the latter puts this folder on sys.path, where the sources
 # would hide an installed wheel.
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not slow and not long and not gpu" $(ARGS)
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not slow and not gpu" $(ARGS)
 
 # pytest exits with 5 when no test is marked slow.
 test-slow: $(VENV)/.installed-dev test-cpp-tsan
-	$(BIN)/pytest $(SIDE_BY_SIDE) -m "slow and not long and not gpu" $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "slow and not gpu" $(ARGS) || [ $$? -eq 5 ]
 
 # Builds the C++ tests in build/$(1) with the sanitizers $(2) and runs those whose names match $(3).
 define run_cpp_tests

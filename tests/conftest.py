@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 # Seconds for the call phase of a test without one of the markers below, on cores that no other worker uses.
 CALL_LIMIT = 5.0 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 STATISTICS = Path("/proc/stat")  # of Linux
-UNTIMED = ("slow", "long", "launch", "gpu")
+UNTIMED = ("slow", "launch", "gpu")
 MAX_LAUNCH = 15
 # Node ids without parameters that the limit does not apply to.
 MAY_BE_SLOW = frozenset(

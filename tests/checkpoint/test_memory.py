@@ -104,7 +104,7 @@ def resume(strategy: dict[str, Any], path: str) -> int:
 @ranks(2)
 @pytest.mark.parametrize(
     ("name", "container"),
-    [("zero3", "full"), ("zero3", "sharded"), pytest.param("zero2_offload", "sharded", marks=pytest.mark.long)],
+    [("zero3", "full"), ("zero3", "sharded")],
 )
 def test_saving_and_loading_take_little_memory(pool: RankPool, name: str, container: str, tmp_path: Path) -> None:
     strategy, path = {**STRATEGIES[name], "checkpoint_format": container}, tmp_path / "a.ckpt"

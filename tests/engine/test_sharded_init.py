@@ -488,7 +488,7 @@ def transformers_models() -> list[str]:
     return wrong
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_transformers_models(pool2: RankPool) -> None:
     pytest.importorskip("transformers")
     assert pool2.run(transformers_models) == [[], []]
