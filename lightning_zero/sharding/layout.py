@@ -15,10 +15,10 @@ All offsets and lengths count elements, not bytes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,26 @@ class Segment:
 
 
 class Run(NamedTuple):
-    """Adjacent segments that share a key, hence one contiguous range of the shard."""
+    """A contiguous range of the shard with the segments that it touches: adjacent ones, which share a key."""
 
     start: int
     stop: int
     segments: tuple[Segment, ...]
+
+    @classmethod
+    def of(cls, segment: Segment) -> Run:
+        """The run of one segment."""
+        return cls(segment.start, segment.stop, (segment,))
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def cut(self, max_numel: int) -> Iterator[Run]:
+        """The run in pieces of at most ``max_numel`` elements; a segment may be in several."""
+        for start in range(self.start, self.stop, max_numel):
+            stop = min(start + max_numel, self.stop)
+            yield Run(start, stop, tuple(s for s in self.segments if s.start < stop and start < s.stop))
 
 
 @dataclass(frozen=True)
@@ -124,18 +139,26 @@ def runs(segments: Sequence[Segment], key: Callable[[Segment], Hashable], gap: i
         yield Run(group[0].start, group[-1].stop, tuple(group))
 
 
-def tiles(segments: Sequence[Segment], max_numel: int) -> Iterator[tuple[Segment, ...]]:
-    """Cut a list of segments into pieces of at most ``max_numel`` elements; one larger segment is a piece of its own.
+class _Sized(Protocol):
+    @property
+    def numel(self) -> int: ...
 
-    Bounds the temporary memory of an update. Segments are not cut, because an optimizer keeps scalar state per segment.
+
+T = TypeVar("T", bound=_Sized)
+
+
+def tiles(parts: Iterable[T], max_numel: int) -> Iterator[tuple[T, ...]]:
+    """Group parts of a shard, in order, into tiles of at most ``max_numel`` elements; a larger part is one by itself.
+
+    Bounds the temporary memory of an update.
     """
-    tile: list[Segment] = []
+    tile: list[T] = []
     size = 0
-    for segment in segments:
-        if tile and size + segment.numel > max_numel:
+    for part in parts:
+        if tile and size + part.numel > max_numel:
             yield tuple(tile)
             tile, size = [], 0
-        tile.append(segment)
-        size += segment.numel
+        tile.append(part)
+        size += part.numel
     if tile:
         yield tuple(tile)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_zero.sharding import Bucket, Segment
+from lightning_zero.sharding import Bucket, Run, Segment
 
 State = dict[str, Any]
 
@@ -38,22 +39,34 @@ class ShardState:
     def __contains__(self, segment: Segment) -> bool:
         return segment in self._scalars
 
-    def get(self, segment: Segment) -> State:
-        """State as the optimizer wants it for this segment: views of the flat tensors, and the scalars."""
-        if segment not in self:
-            return {}
-        views = {name: self.flat[name][segment.start : segment.stop] for name in self._names[segment]}
-        return views | self._scalars[segment]
+    def key(self, segment: Segment) -> Hashable:
+        """Equal for segments that may be updated as one: all their state is equal, apart from per-element values."""
+        scalars = self._scalars.get(segment, {})
+        return self.names(segment), tuple((name, _comparable(value)) for name, value in scalars.items())
 
-    def put(self, segment: Segment, state: State) -> None:
+    def get(self, run: Run) -> State:
+        """State as the optimizer wants it for segments of one key, or a part of them, as if they were one.
+
+        Per-element state are views of the flat tensors. Scalars are copies, but for those of one whole segment.
+        """
+        first = run.segments[0]
+        if first not in self:
+            return {}
+        views = {name: self.flat[name][run.start : run.stop] for name in self._names[first]}
+        scalars = self._scalars[first]
+        return views | (scalars if run == Run.of(first) else _copies(scalars))
+
+    def put(self, run: Run, state: State) -> None:
         """Take over what an update left behind; tensors that are views from :meth:`get` stay where they are."""
-        names = tuple(name for name, value in state.items() if self._is_flat(name, value, segment.numel))
+        names = tuple(name for name, value in state.items() if self._is_flat(name, value, run.numel))
         for name in names:
-            view = self.ensure(name, state[name].dtype)[segment.start : segment.stop]
+            view = self.ensure(name, state[name].dtype)[run.start : run.stop]
             if view.data_ptr() != state[name].data_ptr():
                 view.copy_(state[name].reshape(-1))
-        self._names[segment] = names
-        self._scalars[segment] = {name: value for name, value in state.items() if name not in names}
+        scalars = {name: value for name, value in state.items() if name not in names}
+        for segment in run.segments:
+            # Each has its own, which the next update changes in place.
+            self.put_scalars(segment, scalars if segment is run.segments[0] else _copies(scalars), names)
 
     def put_slice(self, segment: Segment, state: State, dtype: torch.dtype) -> None:
         """Take over this segment's part of a full parameter's ``state`` (tensors in the parameter's shape).
@@ -107,3 +120,11 @@ class ShardState:
     def _is_flat(self, name: str, value: Any, numel: int) -> bool:
         # The names are known from a trial; a group that joins later may keep more than was tried.
         return isinstance(value, Tensor) and (name in self._per_element or value.numel() == numel > 1)
+
+
+def _copies(scalars: State) -> State:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in scalars.items()}
+
+
+def _comparable(value: Any) -> Hashable:
+    return (value.dtype, tuple(value.flatten().tolist())) if isinstance(value, Tensor) else value

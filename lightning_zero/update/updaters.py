@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -19,14 +19,16 @@ from lightning_zero.sharding.masters import Master
 from lightning_zero.update.cpu import CPUOptimizer
 from lightning_zero.update.footprint import Footprint
 from lightning_zero.update.native import MasterLayout, NativeRule, Numbers, first_index, rule_of_torch
-from lightning_zero.update.rules import check_element_wise, state_dtypes, state_names
+from lightning_zero.update.rules import ELEMENT_WISE, check_element_wise, state_dtypes, state_names
 from lightning_zero.update.shell import ShellGroup, run_step
 from lightning_zero.update.state import ShardState
 from lightning_zero.update.view import UpdateView
 
 NativeOptimizer = Literal["auto", "off"]
 
-_TILE = 1 << 22  # elements whose gradients are converted and scaled at a time
+# Elements whose gradients are converted and scaled at a time, by where that is. On the host no more are updated at a
+# time: temporary tensors stay in the processor's caches then, and in memory that the C allocator keeps.
+_HOST_TILE, _DEVICE_TILE = 1 << 19, 1 << 22
 _PASSING = 3  # values per element that the step of a torch optimizer takes in passing, at most
 
 V = TypeVar("V")
@@ -159,7 +161,10 @@ def _sorted_by_key(parts: Iterable[Mapping[Any, V]]) -> dict[Any, V]:
 
 
 class TorchUpdater(ShardUpdater):
-    """Runs any element-wise torch optimizer through a shell of it, a tile of segments at a time."""
+    """Runs any element-wise torch optimizer through a shell of it, a tile at a time.
+
+    Where it changes no bit, adjacent segments of equal state become one tensor, and long ones several.
+    """
 
     def __init__(self, optimizer: Optimizer, per_element: frozenset[str], dtype: torch.dtype | None = None) -> None:
         super().__init__(optimizer, per_element, dtype)
@@ -179,45 +184,99 @@ class TorchUpdater(ShardUpdater):
     def footprint(self, bucket: BucketForm) -> Footprint:
         """The optimizer's state, as it makes it for a parameter of the master's dtype; see the base class."""
         members, master = self._members(bucket), bucket.master
+        groups = {segment.param: group for segment, group in members}
         state: dict[str, torch.dtype] = {}
-        for group in {id(group): group for _, group in members}.values():
+        for group in {id(group): group for group in groups.values()}.values():
             state |= state_dtypes(self.optimizer, group, master.dtype, master.device)
-        segments = [segment for segment, _ in members]
-        tile = max((sum(s.numel for s in piece) for piece in tiles(segments, _TILE)), default=0)
-        together = any(_steps_together(group, master.device) for _, group in members)
-        at_once = tile if together else max((s.numel for s in segments), default=0)
+        # All segments have the same state: that of no step, or of as many.
+        parts = [*self._parts([segment for segment, _ in members], groups, master, lambda _: None)]
+        tile = max((sum(p.numel for p in piece) for piece in tiles(parts, _tile(master))), default=0)
+        together = any(_steps_together(group, master.device) for group in groups.values())
+        at_once = tile if together else max((part.numel for part in parts), default=0)
         # At the first step the optimizer makes the state of a tile, which is copied. Gradients are converted, or scaled
         # where they are clipped.
         fresh = sum(dtype.itemsize for dtype in state.values())
         scratch = tile * (fresh + master.dtype.itemsize) + at_once * _PASSING * master.dtype.itemsize
         return Footprint(master, state, scratch)
 
-    def update(self, view: UpdateView) -> None:
-        for tile in tiles(view.segments, _TILE):
-            self._update_tile(view, tile)
-            view.publish(tile[0].start, tile[-1].stop)
+    def _parts(
+        self,
+        segments: Sequence[Segment],
+        groups: Mapping[int, dict[str, Any]],
+        master: Master | MasterForm,
+        state_key: Callable[[Segment], Hashable],
+    ) -> Iterator[Run]:
+        """What torch updates as one tensor each.
 
-    def _update_tile(self, view: UpdateView, tile: Sequence[Segment]) -> None:
-        master, sharded_gradient, shard_state, grad_scale = view.master, view.gradient, view.state, view.grad_scale
+        Args:
+            segments: to update, in ascending order.
+            groups: by index of the parameter.
+            master: of the bucket.
+            state_key: see :meth:`ShardState.key`.
+        """
+
+        def key(segment: Segment) -> Hashable:
+            group = groups[segment.param]
+            return (id(group), state_key(segment)) if self._divides(group, master) else segment
+
+        for run in runs(segments, key):
+            divides = self._divides(groups[run.segments[0].param], master)
+            yield from run.cut(_tile(master)) if divides else (run,)
+
+    def _divides(self, group: dict[str, Any], master: Master | MasterForm) -> bool:
+        """Tell whether an element becomes the same, to the bit, in whatever tensor torch updates it.
+
+        Of 16-bit values, and in fused kernels, the loop over vectors rounds otherwise than the one over what is left at
+        the end of a tensor; of a class that is not torch's nobody knows. On a device it does not matter: torch updates
+        many tensors by one kernel there.
+        """
+        known = type(self.optimizer) in ELEMENT_WISE and not group.get("fused")
+        return known and master.device.type == "cpu" and master.dtype.itemsize >= torch.float32.itemsize
+
+    def update(self, view: UpdateView) -> None:
+        found = self._parts(view.segments, view.groups, view.master, view.state.key)
+        # The state of all of them before any is updated: a segment may be in several.
+        parts = [_Part(run, view.state.get(run)) for run in found]
+        for tile in tiles(parts, _tile(view.master)):
+            self._update_tile(view, tile)
+            view.publish(tile[0].run.start, tile[-1].run.stop)
+
+    def _update_tile(self, view: UpdateView, tile: Sequence[_Part]) -> None:
+        master, grad_scale = view.master, view.grad_scale
         shell_groups: dict[int, ShellGroup] = {}
         state: dict[Tensor, dict[str, Any]] = {}
-        by_tensor: dict[Tensor, Segment] = {}
-        for segment in tile:
-            tensor = master.read(segment.start, segment.stop)
-            gradient = sharded_gradient.read(segment.start, segment.stop)
+        by_tensor: dict[Tensor, Run] = {}
+        for run, run_state in tile:
+            tensor = master.read(run.start, run.stop)
+            gradient = view.gradient.read(run.start, run.stop)
             if grad_scale != 1.0:
                 # Out of place: the averaged gradient is kept until zero_grad. In the wider dtype: a scaled fp32
                 # gradient may exceed what fp16 holds, an unscaled fp16 gradient may fall below it.
                 gradient = gradient.to(torch.promote_types(gradient.dtype, tensor.dtype)) * grad_scale
             tensor.grad = gradient.to(tensor.dtype)
-            hyperparameters = view.groups[segment.param]
+            hyperparameters = view.groups[run.segments[0].param]
             shell_groups.setdefault(id(hyperparameters), ShellGroup([], hyperparameters)).tensors.append(tensor)
-            state[tensor] = shard_state.get(segment)
-            by_tensor[tensor] = segment
+            state[tensor] = run_state
+            by_tensor[tensor] = run
         run_step(self.optimizer, list(shell_groups.values()), state)
-        for tensor, segment in by_tensor.items():
-            master.keep(segment.start, tensor)
-            shard_state.put(segment, state[tensor])
+        for tensor, run in by_tensor.items():
+            master.keep(run.start, tensor)
+            view.state.put(run, state[tensor])
+
+
+class _Part(NamedTuple):
+    """What torch updates as one tensor, and its state as the optimizer wants it."""
+
+    run: Run
+    state: dict[str, Any]
+
+    @property
+    def numel(self) -> int:
+        return self.run.numel
+
+
+def _tile(master: Master | MasterForm) -> int:
+    return _HOST_TILE if master.device.type == "cpu" else _DEVICE_TILE
 
 
 def _steps_together(group: dict[str, Any], device: torch.device) -> bool:

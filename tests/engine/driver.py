@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine
-from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardingPolicy
+from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, Run, ShardingPolicy
 from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.storage import DeviceStore, HostStore
 from lightning_zero.update import LossScaler, ShardUpdater, make_updater
@@ -222,7 +222,7 @@ def state_pieces(engine: Engine, updater: ShardUpdater) -> list[Piece]:
         state = updater.state_of(bucket)
         for segment in bucket.segments:
             if segment in state:
-                values = state.get(segment)
+                values = state.get(Run.of(segment))
                 elements = {k: v.clone() for k, v in values.items() if k in state.flat}
                 scalars = {k: v for k, v in values.items() if k not in state.flat}
                 name, layout = bucket.names[segment.param], bucket.formats[segment.param]

@@ -103,6 +103,19 @@ def test_runs_are_maximal(segments: list[Segment], chosen: list[str | None]) -> 
 
 
 @given(segment_lists(), st.integers(1, 20))
+def test_pieces_of_a_run_cover_it_and_know_their_segments(segments: list[Segment], limit: int) -> None:
+    for run in runs(segments, lambda _: True):
+        pieces = list(run.cut(limit))
+        assert [i for piece in pieces for i in range(piece.start, piece.stop)] == [*range(run.start, run.stop)]
+        for piece in pieces:
+            assert 0 < piece.numel <= limit
+            inside = [
+                s for s in run.segments if not {*range(s.start, s.stop)}.isdisjoint(range(piece.start, piece.stop))
+            ]
+            assert list(piece.segments) == inside
+
+
+@given(segment_lists(), st.integers(1, 20))
 def test_tiles_are_bounded_and_keep_the_order(segments: list[Segment], limit: int) -> None:
     found = list(tiles(segments, limit))
     assert [s for tile in found for s in tile] == segments
