@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from lightning_zero.checkpoint.lazy import LazyTensor
 from lightning_zero.checkpoint.tiles import TILE, tiles
 from lightning_zero.engine import Engine, Shadow
 from lightning_zero.sharding import Bucket
+from lightning_zero.storage import Memory
 from lightning_zero.update import ShardUpdater
 
 
@@ -35,6 +37,13 @@ class Slice(NamedTuple):
     first: int  # in the parameter
     start: int  # in this rank's shard
     stop: int
+
+
+class _Held(NamedTuple):
+    """This rank's shard of some values: how a range of it is read, and the memory in which it rests."""
+
+    read: Callable[[int, int], Tensor]
+    memory: Memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,19 +87,27 @@ class ShardedValues:
     @torch.no_grad()
     def gather(self) -> Tensor:
         """All values, laid out as the flat buffer; 1-D, on the device. Collective."""
-        return self.bucket.gather_full(self.read(0, self.bucket.layout.shard_numel))
+        held = self._held
+        return self.bucket.gather_full(held.read(0, self.bucket.layout.shard_numel), held.memory)
 
     def read(self, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)`` of this rank's shard, 1-D."""
-        if self.live:
-            return self.bucket.shard[start:stop]  # with what a hook has changed in the parameters
-        if self.key.shadow is not None:
-            return self.engine.shadows[self.key.shadow].shards[self.key.bucket][start:stop]
-        if self.key.optimizer is None:
-            return self.bucket.master.read(start, stop)
-        updater = self.engine.updaters[self.key.optimizer]
+        return self._held.read(start, stop)
+
+    @property
+    def _held(self) -> _Held:
+        bucket, key = self.bucket, self.key
+        if self.live:  # with what a hook has changed in the parameters
+            return _Held(lambda start, stop: bucket.shard[start:stop], bucket.placement.shard_memory)
+        if key.shadow is not None:
+            shadow = self.engine.shadows[key.shadow]
+            return _Held(lambda start, stop: shadow.shards[key.bucket][start:stop], shadow.memory)
+        if key.optimizer is None:
+            return _Held(bucket.master.read, bucket.master.memory)
+        updater = self.engine.updaters[key.optimizer]
         assert isinstance(updater, ShardUpdater)
-        return updater.state_of(self.bucket).read(self.key.state, self.key.dtype, start, stop)
+        state = updater.state_of(bucket)
+        return _Held(partial(state.read, key.state, key.dtype), state.memory)
 
     def tiles(self, start: int, stop: int) -> Iterator[Tensor]:
         """Read ``[start, stop)`` of this rank's shard a tile at a time."""

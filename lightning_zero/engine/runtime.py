@@ -290,8 +290,7 @@ class Engine:
         """The full values of one of the module's parameters, at full precision. Collective."""
         bucket = self._map[parameter]
         self._map.absorb_edits()
-        full = bucket.gather_full(bucket.master.read(0, bucket.layout.shard_numel))
-        return bucket.view(full, bucket.index[id(parameter)]).clone()
+        return bucket.view(bucket.gather_master(), bucket.index[id(parameter)]).clone()
 
     @without_freed_checks
     def grad_norm(self, optimizer: Optimizer) -> float:

@@ -32,6 +32,7 @@ class Shadow:
     Attributes:
         number: of the engine's shadows, in the order of their making: the same on all ranks.
         shards: by bucket; 1-D, Ψ/S, in the dtype that masters have.
+        memory: in which they rest.
         swapped: whether the module has the second values now, and the shadow the module's.
 
     Args:
@@ -49,7 +50,7 @@ class Shadow:
             for bucket in bucket_map.buckets
         ]
         self._store = store
-        self._memory: Memory = (store or bucket_map.placement.optimizer_store).memory
+        self.memory: Memory = (store or bucket_map.placement.optimizer_store).memory
         self._buffers_memory: Memory = store.memory if store else "device"
         self._buffers: dict[str, Tensor] = {}
         self.update(follow)
@@ -73,7 +74,7 @@ class Shadow:
         executor, work = self._map.placement.executor, list[Ticket]()
         for bucket, shard in zip(self._map.buckets, self.shards, strict=True):
             job = partial(self._update_shard, bucket, shard, rule)
-            work.append(executor.submit(job, _lane(self._memory), f"the second values of {bucket.name}"))
+            work.append(executor.submit(job, _lane(self.memory), f"the second values of {bucket.name}"))
         job = partial(self._update_buffers, buffer_rule or rule)
         work.append(executor.submit(job, _lane(self._buffers_memory), "the second values of buffers"))
         for ticket in work:
@@ -92,7 +93,7 @@ class Shadow:
         if live.device.type == second.device.type:
             return live
         copy = torch.empty_like(live, device=second.device)
-        bucket.placement.move(copy, live, (bucket.placement.optimizer_store.memory, self._memory), bucket.name).wait()
+        bucket.placement.move(copy, live, (bucket.master.memory, self.memory), bucket.name).wait()
         return copy
 
     def _buffer_taken(self, live: Tensor, second: Tensor) -> Tensor:
@@ -112,7 +113,7 @@ class Shadow:
         """
         self._map.absorb_edits()
         for bucket, shard in zip(self._map.buckets, self.shards, strict=True):
-            memories = self._memory, bucket.placement.optimizer_store.memory
+            memories = self.memory, bucket.master.memory
             for second, start, stop in _tiles(shard):
                 live = bucket.master.read(start, stop)
                 before = self._taken(bucket, live, second)

@@ -165,11 +165,10 @@ def held_by(engine: Engine) -> dict[str, Bytes]:
     for bucket in engine.buckets:
         placement = bucket.placement
         optimizer_memory = placement.optimizer_store.memory
-        master_memory = optimizer_memory if bucket.master.nbytes else "device"
         parts = {
             "parameters": Bytes(device=bucket.flat.untyped_storage().nbytes()),
             "param_shards": Bytes.of(placement.param_store.memory, bucket.shard.nbytes * bucket.shards_params),
-            "masters": Bytes.of(master_memory, bucket.master.nbytes),
+            "masters": Bytes.of(bucket.master.memory, bucket.master.nbytes),
             "sharded_gradient": Bytes.of(optimizer_memory, engine.gradients_of(bucket).sharded.nbytes),
         }
         for updater in engine.updaters:

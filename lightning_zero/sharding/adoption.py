@@ -50,7 +50,8 @@ def make_bucket(
     else:
         for target, memory in owned:
             placement.move(target, full[start:stop], ("device", memory), name).wait()
-    bucket.begin(flat, shard, NoMaster(shard) if copy is None else CopyMaster(shard, copy, StoreHome(placement, name)))
+    own = NoMaster(shard, placement.shard_memory)
+    bucket.begin(flat, shard, own if copy is None else CopyMaster(shard, copy, StoreHome(placement, name)))
     return bucket
 
 

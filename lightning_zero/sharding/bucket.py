@@ -254,7 +254,7 @@ class Bucket:
             return False
         if self.state is BucketState.GATHERED:
             self.absorb_edits()
-        self._full = self.gather_full(self.master.read(0, self.layout.shard_numel))
+        self._full = self.gather_master()
         for view, parameter in zip(self.views(self._full), self.parameters, strict=True):
             mark_gathered(parameter)
             self._flat_views.append(parameter.data)
@@ -304,23 +304,28 @@ class Bucket:
                 self.master.keep(segment.start, into)
                 self.master.write(segment.start, segment.stop)
 
-    def gather_full(self, shard: Tensor) -> Tensor:
+    def gather_full(self, shard: Tensor, memory: Memory) -> Tensor:
         """All-gather any 1-D tensor laid out as the shard; returns the full one (padded) on the device. Collective.
 
-        The shard rests where masters and optimizer state do.
+        Args:
+            shard: in any dtype.
+            memory: in which it rests.
         """
         full = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=self.placement.device)
         start, stop = self.layout.shard_range(self.placement.mesh.shard.rank)
-        memories: tuple[Memory, Memory] = self.placement.optimizer_store.memory, "device"
-        self.placement.move(full[start:stop], shard, memories, self.name).wait()
+        self.placement.move(full[start:stop], shard, (memory, "device"), self.name).wait()
         self.placement.mesh.shard.all_gather_(full, f"gather state of {self.name}")
         return full
+
+    def gather_master(self) -> Tensor:
+        """The full-precision values of all shards, as :meth:`gather_full` gives them. Collective."""
+        return self.gather_full(self.master.read(0, self.layout.shard_numel), self.master.memory)
 
     def release(self) -> None:
         """Give every parameter an ordinary tensor at full precision and forget the flat buffer. Collective."""
         if self.state is BucketState.GATHERED:
             self.absorb_edits()
-        full = self.gather_full(self.master.read(0, self.layout.shard_numel))
+        full = self.gather_master()
         for view, parameter in zip(self.views(full), self.parameters, strict=True):
             mark_gathered(parameter)
             parameter.data = view.clone()

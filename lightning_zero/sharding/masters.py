@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_zero import ops
 from lightning_zero.sharding.placement import BucketPlacement
+from lightning_zero.storage import Memory
 
 
 class KernelTensors(NamedTuple):
@@ -30,6 +31,7 @@ class Master(Protocol):
     Attributes:
         dtype: dtype of the values.
         device: where they can be computed on.
+        memory: where :meth:`read` finds them.
         nbytes: memory held in addition to the parameter shard.
     """
 
@@ -38,6 +40,9 @@ class Master(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def memory(self) -> Memory: ...
 
     @property
     def nbytes(self) -> int: ...
@@ -67,7 +72,13 @@ class Master(Protocol):
 
 
 class Home:
-    """Moves values between a master and the parameter shard, which are in one memory here."""
+    """Moves values between a master and the parameter shard, which are in one memory here.
+
+    Attributes:
+        memory: in which the values rest.
+    """
+
+    memory: Memory = "host"  # of a CPU optimizer that is used alone
 
     def publish(self, shard: Tensor, values: Tensor) -> None:
         """Copy ``values`` to their part of the parameter shard."""
@@ -89,27 +100,34 @@ class StoreHome(Home):
     def __init__(self, placement: BucketPlacement, name: str) -> None:
         self._placement = placement
         self._name = name
+        self.memory = placement.optimizer_store.memory
 
     def publish(self, shard: Tensor, values: Tensor) -> None:
         placement = self._placement
-        placement.move(shard, values, (placement.optimizer_store.memory, placement.shard_memory), self._name).wait()
+        placement.move(shard, values, (self.memory, placement.shard_memory), self._name).wait()
 
     def taken(self, shard: Tensor) -> Tensor:
         placement, device = self._placement, self._placement.optimizer_store.device
         if shard.device.type == device.type:
             return shard
         copy = torch.empty_like(shard, device=device)
-        placement.move(copy, shard, (placement.shard_memory, placement.optimizer_store.memory), self._name).wait()
+        placement.move(copy, shard, (placement.shard_memory, self.memory), self._name).wait()
         return copy
 
 
 class NoMaster:
-    """The parameter shard is its own master: nothing is copied."""
+    """The parameter shard is its own master: nothing is copied.
+
+    Args:
+        shard: the parameter shard, 1-D.
+        memory: in which it rests.
+    """
 
     nbytes = 0
 
-    def __init__(self, shard: Tensor) -> None:
-        self._shard = shard  # 1-D, parameter dtype
+    def __init__(self, shard: Tensor, memory: Memory) -> None:
+        self._shard = shard
+        self.memory = memory
 
     @property
     def dtype(self) -> torch.dtype:
@@ -178,6 +196,10 @@ class CopyMaster:
         return self._values.device
 
     @property
+    def memory(self) -> Memory:
+        return self._home.memory
+
+    @property
     def nbytes(self) -> int:
         return self._values.nbytes
 
@@ -231,6 +253,10 @@ class SplitMaster:
         self._high = high
         self._remainder = remainder
         self._updated = _Kept()
+
+    @property
+    def memory(self) -> Memory:
+        return self._home.memory
 
     @property
     def nbytes(self) -> int:

@@ -248,7 +248,8 @@ class GradientClipping:
             return None
         values = self._map.gradients_of(bucket).sharded.read(0, bucket.layout.shard_numel)
         # Clipping has raised the precision of some ranks' slices only.
-        full = bucket.gather_full(values.to(bucket.placement.sum_dtype(values.dtype)))
+        placement = bucket.placement
+        full = bucket.gather_full(values.to(placement.sum_dtype(values.dtype)), placement.optimizer_store.memory)
         clip = math.prod(self._clip.get(id(o), 1.0) for o in self._optimizers.with_parameter(parameter))
         gradient = bucket.view(full, bucket.index[id(parameter)])
         return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).mul_(clip / self._scale.value)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.sharding import Bucket, Run, Segment
+from lightning_zero.storage import Memory
 
 State = dict[str, Any]
 
@@ -64,9 +65,13 @@ class ShardState:
             if view.data_ptr() != state[name].data_ptr():
                 view.copy_(state[name].reshape(-1))
         scalars = {name: value for name, value in state.items() if name not in names}
-        for segment in run.segments:
-            # Each has its own, which the next update changes in place.
-            self.put_scalars(segment, scalars if segment is run.segments[0] else _copies(scalars), names)
+        first, *others = run.segments
+        self.put_scalars(first, scalars, names)
+        for segment in others:  # each has its own, which the next update changes in place
+            # Equal names stay the objects that they are: the bytes of a pickle depend on which of them are one.
+            known = {name: None for name in self._scalars.get(segment, ()) if name in scalars}
+            same = self.names(segment) == names
+            self.put_scalars(segment, known | _copies(scalars), self.names(segment) if same else names)
 
     def put_slice(self, segment: Segment, state: State, dtype: torch.dtype) -> None:
         """Take over this segment's part of a full parameter's ``state`` (tensors in the parameter's shape).
@@ -112,6 +117,11 @@ class ShardState:
     def clear(self) -> None:
         """Forget everything, as before the first update."""
         self.flat, self._scalars, self._names = {}, {}, {}
+
+    @property
+    def memory(self) -> Memory:
+        """The memory in which per-element state rests."""
+        return self._store.memory
 
     @property
     def nbytes(self) -> int:

@@ -81,7 +81,7 @@ class ShardUpdater(ABC):
         (known,) = self.describe_state([bucket])
         state = self.state_of(bucket)
         parts = {n: state.read(n, dtype, 0, bucket.layout.shard_numel) for n, dtype in known.dtypes.items()}
-        gathered = {name: bucket.gather_full(part) for name, part in parts.items()}
+        gathered = {name: bucket.gather_full(part, state.memory) for name, part in parts.items()}
         flat = {name: bucket.placement.on_host(full, bucket.name) for name, full in gathered.items()}
         return {
             index: {name: bucket.view(flat[name], index).clone() for name in own.names} | copy.deepcopy(own.scalars)

@@ -14,10 +14,11 @@ import torch
 from engine import driver
 from engine.driver import Session, Setup
 from helpers import models
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zero.checkpoint.tiles import snapshot
+from lightning_zero.engine import Engine
 from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy
 from lightning_zero.storage import DONE, Executor, HostStore, InlineExecutor, Lane, Ticket
 
@@ -211,6 +212,23 @@ def test_a_shadow_goes_through_it(make: Callable[[], Executor]) -> None:
         assert torch.equal(bucket.master.read(0, bucket.layout.shard_numel), values)
     if isinstance(executor, Recorder):
         assert all(executor.jobs[Lane.HOST, f"the second values of {b.name}"] == 2 for b in session.engine.buckets)
+
+
+def test_what_is_its_own_master_is_fetched_from_the_device_by_nobody() -> None:
+    """No optimizer has the frozen parameter: unlike the other's master, its values are where it computes."""
+    executor, model = Recorder(), nn.ModuleDict({"frozen": nn.Linear(2, 2, bias=False), "trained": nn.Linear(2, 2)})
+    model["frozen"].requires_grad_(False)
+    placement = driver.make_placement(Setup(2, offload=True), Mesh.single())._replace(executor=executor)
+    engine = Engine(model, placement, optimized=model["trained"].parameters())
+    executor.lanes.clear()
+    for parameter, fetched in ((model["frozen"].weight, 0), (model["trained"].weight, 1)):
+        engine.full_param(parameter)
+        assert executor.lanes[Lane.H2D] == fetched
+    shadow = engine.make_shadow()
+    (frozen,) = [bucket for bucket in engine.buckets if not bucket.optimized]
+    executor.jobs.clear()
+    shadow.swap()  # the values that a host keeps get there
+    assert executor.jobs[Lane.H2D, frozen.name] == 2  # of its own, and of the other bucket of the same name
 
 
 def test_the_copy_of_a_checkpoint_goes_through_it() -> None:
