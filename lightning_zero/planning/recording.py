@@ -25,6 +25,7 @@ from lightning_zero.sharding.partition import ROOT, Unit
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.sharding.prefetch import Prefetcher
 from lightning_zero.sharding.reducer import Reducer
+from lightning_zero.sharding.reduction import Reduction
 from lightning_zero.storage import Memory
 from lightning_zero.update.footprint import Footprint
 
@@ -49,7 +50,7 @@ class RecordedTensor(NamedTuple):
         return Bytes.of(self.memory, self.nbytes)
 
 
-class RecordedGradients:
+class RecordedGradients(Reduction[RecordedTensor]):
     """The gradients of one bucket, from their accumulation until they are cleared; see ``BucketGradients``.
 
     Attributes:
@@ -57,13 +58,11 @@ class RecordedGradients:
     """
 
     def __init__(self, form: BucketForm, account: Account) -> None:
+        super().__init__(form.dtype, form.placement)
         self.reduction = 0
         self._form = form
-        self._dtype, self._layout, self._placement = form.dtype, form.layout, form.placement
         self._account = account
         self._unsharded: dict[int, RecordedTensor] = {}  # by index of the parameter: its `grad`
-        self._sum: RecordedTensor | None = None  # micro-batches summed before the reduction
-        self._window: RecordedTensor | None = None  # micro-batches that replicas have not summed yet
         self._sharded: RecordedTensor | None = None  # the reduced slice
         self._empty = True  # no slice has arrived since the gradients were cleared
 
@@ -85,70 +84,57 @@ class RecordedGradients:
         else:
             self._unsharded[index] = self._take(gradient)
 
-    def accumulate(self) -> None:
-        """Sums 16-bit gradients in fp32 and leaves others in ``grad``."""
-        dtype = self._placement.sum_dtype(self._dtype)
-        if dtype != self._dtype:
-            if self._sum is None:
-                self._sum = self._take(RecordedTensor(self._layout.padded_numel, dtype))
-            self._drop_unsharded()
-
-    def reduce(self, last: bool) -> None:
-        """Reduces the gradients; before the last micro-batch, slices wait for the replicas in a window."""
-        mesh, device = self._placement.mesh, self._placement.device
-        buffer = self._collect()
-        scratch = mesh.shard.scratch(buffer.nbytes, buffer.dtype, device)
-        self.reduction = max(self.reduction, buffer.nbytes + scratch)
-        mesh.shard.count("reduce_scatter", buffer.nbytes)
-        self._account.touch(Bytes(device=scratch))
-        self._give(buffer)
-        fresh = self._take(RecordedTensor(self._layout.shard_numel, buffer.dtype))
-        if mesh.replica.size > 1:
-            if not last or self._window is not None:
-                fresh = self._convert(fresh, self._placement.sum_dtype(fresh.dtype))
-            if self._window is not None:
-                self._give(fresh)
-                fresh = self._window
-            self._window = None if last else fresh
-            if not last:
-                return
-            padding = mesh.replica.padding(fresh.numel, device) * fresh.dtype.itemsize
-            mesh.replica.count("all_reduce", fresh.nbytes + padding)
-            self._account.touch(Bytes(device=mesh.replica.scratch(fresh.nbytes, fresh.dtype, device)))
-        self._add(fresh)
-        self._give(fresh)
-
     def clear(self) -> None:
         """Forgets the sharded gradient; its memory is kept for the next step."""
         self._empty = True
 
-    def _collect(self) -> RecordedTensor:
-        """The flat buffer of a reduction; what it was filled from is given back."""
-        dtype = self._placement.reduce_dtype(self._dtype, summed=self._sum is not None)
-        buffer = self._take(RecordedTensor(self._layout.padded_numel, dtype))
-        if self._sum is not None:
-            total, self._sum = self._convert(self._sum, dtype), None
-            self._give(buffer)
-            buffer = total
-        self._drop_unsharded()
-        return buffer
+    def _zeros(self, dtype: torch.dtype) -> RecordedTensor:
+        return self._take(RecordedTensor(self._form.layout.padded_numel, dtype))
 
-    def _add(self, values: RecordedTensor) -> None:
-        """Adds a reduced slice to the sharded gradient; see ``ShardedGradient``."""
-        store = self._placement.optimizer_store
-        dtype = sharded_gradient_dtype(self._placement.precision.grad_dtype, values.dtype, again=not self._empty)
-        if self._sharded is None:
-            self._sharded = self._take(RecordedTensor(values.numel, dtype, store.memory))
-        elif torch.promote_types(self._sharded.dtype, dtype) != self._sharded.dtype:
-            self._sharded = self._convert(self._sharded, dtype)
-        if not self._empty and store.device != self._placement.device:
-            self._account.touch(Bytes.of(store.memory, values.nbytes))  # moved, then added
-        self._empty = False
-
-    def _drop_unsharded(self) -> None:
+    def _add_unsharded(self, total: RecordedTensor) -> None:
         for gradient in self._unsharded.values():
             self._give(gradient)
         self._unsharded = {}
+
+    _take_unsharded = _add_unsharded
+
+    def _merge(self, total: RecordedTensor, values: RecordedTensor) -> RecordedTensor:
+        self._give(values)
+        return total
+
+    def _convert(self, values: RecordedTensor, dtype: torch.dtype) -> RecordedTensor:
+        if values.dtype == dtype:
+            return values
+        converted = self._take(values._replace(dtype=dtype))  # both are there for a moment
+        self._give(values)
+        return converted
+
+    def _reduce_scatter(self, buffer: RecordedTensor) -> RecordedTensor:
+        shard = self._placement.mesh.shard
+        scratch = shard.scratch(buffer.nbytes, buffer.dtype, self._placement.device)
+        self.reduction = max(self.reduction, buffer.nbytes + scratch)
+        shard.count("reduce_scatter", buffer.nbytes)
+        self._account.touch(Bytes(device=scratch))
+        self._give(buffer)
+        return self._take(RecordedTensor(self._form.layout.shard_numel, buffer.dtype))
+
+    def _sum_replicas(self, shard: RecordedTensor) -> None:
+        replica, device = self._placement.mesh.replica, self._placement.device
+        replica.count("all_reduce", shard.nbytes + replica.padding(shard.numel, device) * shard.dtype.itemsize)
+        self._account.touch(Bytes(device=replica.scratch(shard.nbytes, shard.dtype, device)))
+
+    def _keep(self, shard: RecordedTensor) -> None:
+        """Adds a reduced slice to the sharded gradient; see ``ShardedGradient``."""
+        store = self._placement.optimizer_store
+        dtype = sharded_gradient_dtype(self._placement.precision.grad_dtype, shard.dtype, again=not self._empty)
+        if self._sharded is None:
+            self._sharded = self._take(RecordedTensor(shard.numel, dtype, store.memory))
+        elif torch.promote_types(self._sharded.dtype, dtype) != self._sharded.dtype:
+            self._sharded = self._convert(self._sharded, dtype)
+        if not self._empty and store.device != self._placement.device:
+            self._account.touch(Bytes.of(store.memory, shard.nbytes))  # moved, then added
+        self._empty = False
+        self._give(shard)
 
     def _take(self, tensor: RecordedTensor) -> RecordedTensor:
         self._account.take(tensor.amount)
@@ -156,14 +142,6 @@ class RecordedGradients:
 
     def _give(self, tensor: RecordedTensor) -> None:
         self._account.give(tensor.amount)
-
-    def _convert(self, tensor: RecordedTensor, dtype: torch.dtype) -> RecordedTensor:
-        """The same values in ``dtype``; both tensors are there for a moment where it is another one."""
-        if tensor.dtype == dtype:
-            return tensor
-        converted = self._take(tensor._replace(dtype=dtype))
-        self._give(tensor)
-        return converted
 
 
 class RecordedBucket:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.placement import BucketPlacement
+from lightning_zero.sharding.reduction import Reduction
 from lightning_zero.storage.timers import Phase, timed
 from lightning_zero.torch_private import copy_each
 
@@ -120,7 +121,7 @@ class ShardedGradient:
         return self._values
 
 
-class BucketGradients:
+class BucketGradients(Reduction[Tensor]):
     """The gradients of one bucket; see the module's docstring.
 
     Attributes:
@@ -134,13 +135,12 @@ class BucketGradients:
 
     def __init__(self, bucket: Bucket) -> None:
         placement, layout = bucket.placement, bucket.layout
+        super().__init__(bucket.dtype, placement)
         self.bucket = bucket
         self.timers = placement.mesh.timers
         self.sharded = ShardedGradient(bucket.name, layout.shard_numel, placement)
         self.received = [False] * len(bucket.parameters)
         self._cleared: set[int] = set()  # parameters whose gradients were cleared since the last one arrived
-        self._sum: Tensor | None = None  # 1-D, Ψ
-        self._window: Tensor | None = None  # 1-D, Ψ/S
 
     @property
     def held(self) -> Held:
@@ -167,42 +167,14 @@ class BucketGradients:
     @timed(Phase.REDUCE)
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Before the last micro-batch at stages 0 and 1: sum 16-bit gradients in fp32, leave others in ``grad``."""
         self._note_received()
-        bucket = self.bucket
-        dtype = bucket.placement.sum_dtype(bucket.dtype)
-        if dtype != bucket.dtype:
-            # On every rank, with gradients or without: it decides the dtype of the reduction.
-            if self._sum is None:
-                self._sum = torch.zeros(bucket.layout.padded_numel, dtype=dtype, device=bucket.placement.device)
-            for view, parameter in zip(bucket.views(self._sum), bucket.parameters, strict=True):
-                if parameter.grad is not None:
-                    view.add_(parameter.grad)
-                    parameter.grad = None
+        super().accumulate()
 
     @timed(Phase.REDUCE)
     @torch.no_grad()
     def reduce(self, last: bool) -> None:
-        """Average what is unsharded over all ranks, add this rank's slice to the sharded gradient. Collective.
-
-        Args:
-            last: whether the step follows. Before that, replicas do not sum: their slices wait in a window.
-        """
         self._note_received()
-        placement, name = self.bucket.placement, self.bucket.name
-        mesh = placement.mesh
-        fresh = mesh.shard.reduce_scatter(self._collect(), f"reduce the gradients of {name}")
-        if mesh.replica.size > 1:
-            if not last or self._window is not None:
-                # As in the sharded gradient: micro-batches add up in fp32.
-                fresh = fresh.to(placement.sum_dtype(fresh.dtype))
-            if self._window is not None:
-                fresh = self._window.add_(fresh)
-            self._window = None if last else fresh
-            if not last:
-                return
-            mesh.replica.all_reduce_(fresh, f"sum the gradients of {name} over replicas")
-        self.sharded.add(fresh)
+        super().reduce(last)
 
     def _note_received(self) -> None:
         for i, parameter in enumerate(self.bucket.parameters):
@@ -210,24 +182,42 @@ class BucketGradients:
                 self.received[i] = True
         self._cleared = set()
 
-    def _collect(self) -> Tensor:
-        """Copy the gradients to a flat buffer in the reduce dtype, divided by the number of ranks; free them."""
-        bucket, placement = self.bucket, self.bucket.placement
-        dtype = placement.reduce_dtype(bucket.dtype, summed=self._sum is not None)
-        buffer = torch.zeros(bucket.layout.padded_numel, dtype=dtype, device=placement.device)
+    def _zeros(self, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(self.bucket.layout.padded_numel, dtype=dtype, device=self._placement.device)
+
+    def _add_unsharded(self, total: Tensor) -> None:
+        for view, parameter in zip(self.bucket.views(total), self.bucket.parameters, strict=True):
+            if parameter.grad is not None:
+                view.add_(parameter.grad)
+                parameter.grad = None
+
+    def _take_unsharded(self, buffer: Tensor) -> None:
         targets, sources = [], []
-        for view, parameter in zip(bucket.views(buffer), bucket.parameters, strict=True):
+        for view, parameter in zip(self.bucket.views(buffer), self.bucket.parameters, strict=True):
             if parameter.grad is not None:
                 targets.append(view)
                 sources.append(parameter.grad)
                 parameter.grad = None
         if targets:
             copy_each(targets, sources)
-        if self._sum is not None:
-            buffer = self._sum.add_(buffer).to(dtype)
-            self._sum = None
+
+    def _merge(self, total: Tensor, values: Tensor) -> Tensor:
+        return total.add_(values)
+
+    def _convert(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        return values.to(dtype)
+
+    def _reduce_scatter(self, buffer: Tensor) -> Tensor:
+        mesh = self._placement.mesh
         # Before the sum, so that fp16 sums of many ranks stay in range.
-        return buffer.mul_(1.0 / placement.mesh.world.size)
+        buffer.mul_(1.0 / mesh.world.size)
+        return mesh.shard.reduce_scatter(buffer, f"reduce the gradients of {self.bucket.name}")
+
+    def _sum_replicas(self, shard: Tensor) -> None:
+        self._placement.mesh.replica.all_reduce_(shard, f"sum the gradients of {self.bucket.name} over replicas")
+
+    def _keep(self, shard: Tensor) -> None:
+        self.sharded.add(shard)
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
