@@ -31,8 +31,9 @@ class Ours(Lit):
         strategy = self.trainer.strategy
         for bucket in strategy.engine.buckets:
             state = strategy.engine.updaters[0].state_of(bucket)
-            tensors = [t for t in bucket.master.tensors(0, 1) if t is not None] + list(state.flat.values())
-            self.notes.append((bucket.flat.device.type, {t.device.type for t in tensors}))
+            held = [*bucket.master.tensors(0, 1), *state.flat.values()]
+            places = {value.device.type for value in held if isinstance(value, torch.Tensor)}
+            self.notes.append((bucket.flat.device.type, places))
 
 
 def trained(name: str, precision: str, kind: type[CPUAdam], device: str = "gpu", **options: Any) -> Fitted:

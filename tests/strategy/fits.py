@@ -30,7 +30,7 @@ FEW = ("zero2_offload", "zero3")
 # Each way of keeping gradients, parameters and state once. The other names combine the same parts: a fit of each is
 # compared with one process in test_fit.py.
 SOME = ("zero1", *FEW, "zero3_offload")
-StrategyArgument = str | dict[str, Any]  # a name, or the arguments of a ZeroStrategy
+StrategyArgument = str | dict[str, Any] | Strategy  # a dictionary has the arguments of a ZeroStrategy
 
 
 def slow_unless(fast: Sequence[Any], values: Iterable[Any]) -> list[Any]:
@@ -157,7 +157,7 @@ class Fitted:
 
 def make_strategy(strategy: StrategyArgument) -> str | Strategy:
     """By default small parameters stay whole at stage 3; of these models that is all. Here none does."""
-    if isinstance(strategy, str) and not strategy.startswith("zero3"):
+    if isinstance(strategy, Strategy) or (isinstance(strategy, str) and not strategy.startswith("zero3")):
         return strategy
     options = STRATEGIES[strategy] if isinstance(strategy, str) else strategy
     return ZeroStrategy(**({"persistence_numel": 0} | options))
