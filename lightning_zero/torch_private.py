@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.storage import TypedStorage, UntypedStorage
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -31,6 +32,7 @@ __all__ = [
     "compiled_call",
     "copy_each",
     "file_offset",
+    "foreach_devices",
     "gradient_hooks",
     "has_own_apply",
     "has_post_step_hooks",
@@ -169,6 +171,15 @@ OPTIMIZER_HOOKS = (
 
 # Attributes of OneCycleLR that its constructor derives from its arguments.
 SCHEDULE_OF_ONE_CYCLE = ("_schedule_phases", "_anneal_func_type")
+
+
+def foreach_devices() -> frozenset[str]:
+    """The types of devices whose tensors torch's optimizers update several at a time, unless they are told otherwise.
+
+    That form of a rule may round otherwise than the one for a single tensor. An optimizer says which one it takes
+    nowhere else. The meta device is among them: it stands for an accelerator in plans.
+    """
+    return frozenset([*_get_foreach_kernels_supported_devices(), "meta"])
 
 
 def has_post_step_hooks(optimizer: Optimizer) -> bool:

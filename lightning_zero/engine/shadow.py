@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_zero import ops
 from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.bucket_map import BucketMap
 from lightning_zero.storage import Lane, Memory, TensorStore, Ticket
@@ -153,7 +154,7 @@ class Shadow:
 
 def _tiles(shard: Tensor) -> Iterator[tuple[Tensor, int, int]]:
     """Pieces of the second values of a bucket, with the range of its shard that they belong to."""
-    tile = _HOST_TILE if shard.device.type == "cpu" else _DEVICE_TILE
+    tile = _HOST_TILE if ops.runs_on(shard.device) else _DEVICE_TILE
     for start in range(0, shard.numel(), tile):
         stop = min(start + tile, shard.numel())
         yield shard[start:stop], start, stop

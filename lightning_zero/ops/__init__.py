@@ -18,6 +18,7 @@ except ImportError as error:
         "folder on sys.path hide the installed one."
     ) from error
 
+from lightning_zero.ops.arguments import runs_on
 from lightning_zero.ops.arrays import join_, split_, sum_of_squares, zero_
 from lightning_zero.ops.isa import compiled_isas, isa, supported_isas
 from lightning_zero.ops.threads import bind_threads, get_num_threads, set_num_threads, share_cores
@@ -34,6 +35,7 @@ __all__ = [
     "isa",
     "join_",
     "lion_",
+    "runs_on",
     "set_num_threads",
     "sgd_",
     "share_cores",

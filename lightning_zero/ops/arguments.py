@@ -23,6 +23,11 @@ STATE = (torch.float32, torch.bfloat16)
 LARGEST, _SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 
+def runs_on(device: torch.device) -> bool:
+    """Whether kernels take tensors of a device: they run on the CPU, and read and write its memory."""
+    return device.type == "cpu"
+
+
 class Span(NamedTuple):
     """The bytes [begin, end) of a tensor argument."""
 
@@ -38,7 +43,7 @@ def span(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], count: int 
     if tensor.dtype not in dtypes:
         expected = " or ".join(str(dtype) for dtype in dtypes)
         raise TypeError(f"{name} has dtype {tensor.dtype}; expected {expected}. Convert it with .to(dtype).")
-    if tensor.device.type != "cpu":
+    if not runs_on(tensor.device):
         raise ValueError(f"{name} is on device {tensor.device}; expected cpu. Move it with .cpu().")
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(

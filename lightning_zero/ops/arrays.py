@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.ops import _C
-from lightning_zero.ops.arguments import ANY, DTYPES, FP32, HALF, check_allocated, check_disjoint, span
+from lightning_zero.ops.arguments import ANY, DTYPES, FP32, HALF, check_allocated, check_disjoint, runs_on, span
 from lightning_zero.ops.isa import isa as chosen_isa
 from lightning_zero.ops.threads import get_num_threads, positive
 
@@ -80,7 +80,7 @@ def zero_(tensor: Tensor) -> None:
     Raises:
         ValueError: the tensor is not contiguous, not on the CPU, or its storage does not hold it.
     """
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if not runs_on(tensor.device) or not tensor.is_contiguous():
         raise ValueError(
             f"the tensor is on device {tensor.device} with strides {tensor.stride()}; expected a contiguous one on cpu"
         )

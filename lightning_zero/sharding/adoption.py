@@ -104,7 +104,7 @@ def _room_for_copy(bucket: Bucket) -> Tensor | None:
     if not form.pieces:
         return None
     copy = bucket.placement.optimizer_store.zeros(bucket.layout.shard_numel, form.dtype)
-    if copy.device.type == "cpu":
+    if ops.runs_on(copy.device):
         ops.zero_(copy)  # its pages lie near the threads that will update them
     return copy
 

@@ -218,7 +218,7 @@ class CopyMaster:
     def tensors(self, start: int, stop: int) -> KernelTensors:
         self._updated.forget()
         # On the host the kernel writes the 16-bit shard in the same pass.
-        same_place = self._shard.device.type == "cpu" and self._values.device.type == "cpu"
+        same_place = ops.runs_on(self._shard.device) and ops.runs_on(self._values.device)
         copy_out = self._shard[start:stop] if same_place and self._shard.dtype.itemsize == 2 else None
         return KernelTensors(self._values[start:stop], copy_out=copy_out, copy_ties=self.ties)
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_zero import ops
 from lightning_zero.sharding.collectives import Mesh
 from lightning_zero.sharding.layout import FlatLayout
 from lightning_zero.sharding.policies import MixedPrecisionPolicy, ShardingPolicy
@@ -131,7 +132,7 @@ class BucketPlacement(NamedTuple):
 
     def split_master(self, dtype: torch.dtype) -> MasterForm:
         """The split master of a 16-bit shard: remainders, and the high part where the shard is not on the host."""
-        high = () if self.shard_device.type == "cpu" else (dtype,)
+        high = () if ops.runs_on(self.shard_device) else (dtype,)
         return MasterForm(torch.float32, torch.device("cpu"), (torch.int16, *high))
 
     def reduce_dtype(self, dtype: torch.dtype, summed: bool) -> torch.dtype:

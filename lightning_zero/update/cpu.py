@@ -242,7 +242,7 @@ def _check(parameter: Tensor) -> None:
     """Raises unless a kernel can take a parameter and its gradient."""
     shape, grad = tuple(parameter.shape), parameter.grad
     assert grad is not None
-    if parameter.device.type != "cpu":
+    if not ops.runs_on(parameter.device):
         raise ValueError(
             f"a parameter of shape {shape} is on device {parameter.device}; CPU optimizers update host memory. Move "
             f"it with .cpu(){advice(Case.NOT_ON_HOST, ', or ')}"

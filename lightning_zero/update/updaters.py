@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_zero import ops
 from lightning_zero.advice import Case, advice
 from lightning_zero.sharding import Bucket, BucketForm, BucketPlacement, MasterForm, Run, Segment, runs, tiles
 from lightning_zero.sharding.adoption import begin_to_optimize
 from lightning_zero.sharding.masters import Master
+from lightning_zero.torch_private import foreach_devices
 from lightning_zero.update.cpu import CPUOptimizer
 from lightning_zero.update.footprint import Footprint
 from lightning_zero.update.native import MasterLayout, NativeRule, Numbers, first_index, rule_of_torch
@@ -191,7 +193,7 @@ class TorchUpdater(ShardUpdater):
         # All segments have the same state: that of no step, or of as many.
         parts = [*self._parts([segment for segment, _ in members], groups, master, lambda _: None)]
         tile = max((sum(p.numel for p in piece) for piece in tiles(parts, _tile(master))), default=0)
-        together = any(_steps_together(group, master.device) for group in groups.values())
+        together = any(_steps_together(group, bucket.placement.device) for group in groups.values())
         at_once = tile if together else max((part.numel for part in parts), default=0)
         # At the first step the optimizer makes the state of a tile, which is copied. Gradients are converted, or scaled
         # where they are clipped.
@@ -255,7 +257,10 @@ class TorchUpdater(ShardUpdater):
                 gradient = gradient.to(torch.promote_types(gradient.dtype, tensor.dtype)) * grad_scale
             tensor.grad = gradient.to(tensor.dtype)
             hyperparameters = view.groups[run.segments[0].param]
-            shell_groups.setdefault(id(hyperparameters), ShellGroup([], hyperparameters)).tensors.append(tensor)
+            if id(hyperparameters) not in shell_groups:
+                form = _in_form_for(view.parameters[run.segments[0].param].device, hyperparameters)
+                shell_groups[id(hyperparameters)] = ShellGroup([], form)
+            shell_groups[id(hyperparameters)].tensors.append(tensor)
             state[tensor] = run_state
             by_tensor[tensor] = run
         run_step(self.optimizer, list(shell_groups.values()), state)
@@ -280,9 +285,26 @@ def _tile(master: Master | MasterForm) -> int:
 
 
 def _steps_together(group: dict[str, Any], device: torch.device) -> bool:
-    """Tell whether torch updates all tensors of a group at once, and so takes room for all of them."""
-    foreach = group.get("foreach")
-    return device.type != "cpu" and not group.get("fused") if foreach is None else bool(foreach)
+    """Tell whether torch updates all tensors of a group at once, and so takes room for all of them.
+
+    Args:
+        group: its hyperparameters.
+        device: that trains.
+    """
+    if (foreach := group.get("foreach")) is not None:
+        return bool(foreach)
+    return device.type in foreach_devices() and not group.get("fused") and not group.get("differentiable")
+
+
+def _in_form_for(device: torch.device, group: dict[str, Any]) -> dict[str, Any]:
+    """Hyperparameters by which torch takes that form of the rule which it takes for parameters on ``device``.
+
+    Where state rests must not change a bit. Of NAdam and RAdam the form for many tensors, which torch takes on most
+    accelerators, rounds otherwise than that for one tensor, which it takes on the host.
+    """
+    tensors = any(isinstance(value, Tensor) for value in group.values())  # with these torch takes the latter everywhere
+    free = "foreach" in group and group["foreach"] is None and not tensors
+    return group | {"foreach": True} if free and _steps_together(group, device) else group
 
 
 class NativeUpdater(ShardUpdater):
@@ -321,7 +343,7 @@ class NativeUpdater(ShardUpdater):
         if split and master.pieces and bucket.dtype.itemsize == 2:
             master = bucket.placement.split_master(bucket.dtype)
         names = {name for _, group in self._members(bucket) for name in self._rule.names(group)}
-        rounded = bucket.dtype.itemsize == 2 and bucket.placement.shard_device.type != "cpu"
+        rounded = bucket.dtype.itemsize == 2 and not ops.runs_on(bucket.placement.shard_device)
         scratch = (_PASSING + 1) * master.dtype.itemsize * bucket.layout.shard_numel if rounded else 0
         return Footprint(master, dict.fromkeys(sorted(names), self._numbers.state_dtype), scratch)
 
@@ -381,7 +403,7 @@ def _why_not_native(masters: Iterable[Master | MasterForm], placement: BucketPla
     """Why no kernel can update shards with these masters; ``None`` if one can."""
     precision = placement.precision
     for master in masters:
-        if master.device.type != "cpu":
+        if not ops.runs_on(master.device):
             return f"its masters are not in host memory{advice(Case.MASTERS_NOT_ON_HOST, '; ')}"
         if master.dtype != torch.float32 or torch.float64 in (precision.reduce_dtype, precision.grad_dtype):
             return (

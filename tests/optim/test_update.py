@@ -208,6 +208,30 @@ def test_the_native_kernel_runs_where_it_computes_the_same(
     assert type(session.updater) is (NativeUpdater if native else TorchUpdater)
 
 
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("name", ["nadam", "radam"])
+def test_a_rule_has_the_form_that_torch_takes_on_the_device_that_trains(
+    name: str, offload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever its state rests. Here a CPU stands for a device on which torch updates several tensors at a time."""
+    monkeypatch.setattr(updaters, "foreach_devices", lambda: frozenset({"cpu"}))
+    session = start(Setup(2, offload=offload), name)
+    results = {}
+    for foreach in (True, False):
+        model = models.make_model("mlp")
+        optimizer = models.make_optimizer(name, model, foreach=foreach)
+        for index in range(4):
+            optimizer.zero_grad()
+            models.next_token_loss(model, models.make_batches(index + 1, 1, 1)[index][0][0]).backward()
+            optimizer.step()
+        results[foreach] = model.state_dict()
+    for index in range(4):
+        step(session, index)
+    trained = driver.combine([driver.finish(session)]).weights
+    assert_equal(trained, results[True])
+    assert any(not torch.equal(value, results[False][key]) for key, value in trained.items())
+
+
 def test_a_subclass_of_adam_is_not_taken_for_adam() -> None:
     class Mine(torch.optim.AdamW):
         pass
