@@ -17,7 +17,7 @@ from lightning_zero import checkpoint as _checkpoint
 from lightning_zero.engine import Engine, follow
 from lightning_zero.integration.patches import OnShards
 from lightning_zero.integration.strategy import ZeroStrategy
-from lightning_zero.storage import DeviceStore, HostStore, TensorStore
+from lightning_zero.storage import DeviceStore, HostStore, TensorStore, device_type
 
 _SAVED = ("state_dict", "current_model_state", "averaging_state")  # a checkpoint's entries, by Lightning's names
 
@@ -108,7 +108,8 @@ class EMA(OnShards, EMAWeightAveraging):
         if self._device is None:
             return None
         device = torch.device(self._device)
-        return HostStore(pin=strategy.root_device.type == "cuda") if device.type == "cpu" else DeviceStore(device)
+        in_host_memory = device_type(device).shares_host_memory
+        return HostStore(pin_for=strategy.root_device) if in_host_memory else DeviceStore(device)
 
     @override
     def on_save_checkpoint(

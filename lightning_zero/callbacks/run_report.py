@@ -15,6 +15,8 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
+from lightning_zero.storage import device_type
+
 LAST = 100  # the reported training loss is the mean of this many steps
 
 
@@ -180,8 +182,8 @@ def running_means(values: Sequence[float]) -> list[float]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Reads the most memory that this process held so far: of the GPU if it trains on one, else of the host."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """Reads the most memory that this process held so far: of the device if it is counted there, else of the host."""
+    if (peak := device_type(device).peak_bytes(device)) is not None:
+        return peak
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

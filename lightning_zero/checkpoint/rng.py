@@ -1,4 +1,4 @@
-"""The states of the random number generators: torch's of the CPU and of the rank's GPU, NumPy's and Python's.
+"""The states of the random number generators: torch's of the CPU and of the rank's device, NumPy's and Python's.
 
 A run that resumes draws what the interrupted one would have drawn next: dropout, shuffling, augmentation.
 """
@@ -7,24 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_zero.sharding import Group
+from lightning_zero.storage import RandomState, device_type
 
 ENTRY = "lightning_zero_rng"  # the checkpoint's entry: by generator, [ranks, size of its state]
-
-
-class _Generator(NamedTuple):
-    """Reads, sets and seeds one generator; its state is a 1-D tensor on the CPU."""
-
-    get: Callable[[], Tensor]
-    set: Callable[[Tensor], object]
-    seed: Callable[[int], object]
 
 
 def gather(world: Group, device: torch.device) -> dict[str, Tensor]:
@@ -71,16 +63,15 @@ def note(saved: Mapping[str, Tensor], ranks: int) -> str | None:
     )
 
 
-def _generators(device: torch.device) -> dict[str, _Generator]:
+def _generators(device: torch.device) -> dict[str, RandomState]:
     found = {
-        "torch": _Generator(torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed),
-        "python": _Generator(_get_python, _set_python, random.seed),
+        "torch": RandomState(torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed),
+        "python": RandomState(_get_python, _set_python, random.seed),
     }
     if np.random.get_state(legacy=False)["bit_generator"] == "MT19937":  # what NumPy has but for `set_bit_generator`
-        found["numpy"] = _Generator(_get_numpy, _set_numpy, np.random.seed)
-    if device.type == "cuda":
-        cuda = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-        found["cuda"] = _Generator(cuda.get_state, cuda.set_state, cuda.manual_seed)
+        found["numpy"] = RandomState(_get_numpy, _set_numpy, np.random.seed)
+    if (own := device_type(device).random_state(device)) is not None:
+        found[device.type] = own
     return found
 
 

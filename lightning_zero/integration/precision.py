@@ -240,8 +240,8 @@ def _scaler_of(plugin: Precision) -> LossScaler | None:
     if not isinstance(plugin, MixedPrecision) or plugin.scaler is None:
         return None
     if not plugin.scaler.is_enabled():
-        # For CUDA where there is none, torch disables it by itself.
-        return StaticLossScaler(1.0) if plugin.device == "cpu" or torch.cuda.is_available() else None
+        # Torch itself disables that of a device which is not there.
+        return StaticLossScaler(1.0) if torch.get_device_module(plugin.device).is_available() else None
     stock = plugin.scaler.state_dict()
     given = {
         "init_scale": stock["scale"],

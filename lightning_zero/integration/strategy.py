@@ -51,7 +51,7 @@ from lightning_zero.sharding import (
     sharded_init,
     unshard_parameters,
 )
-from lightning_zero.storage import DeviceStore, Executor, HostStore, InlineExecutor, TensorStore
+from lightning_zero.storage import DeviceStore, Executor, HostStore, InlineExecutor, TensorStore, device_type
 from lightning_zero.update import make_updater
 
 
@@ -278,7 +278,7 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
                 self.launcher.launch(self.setup_environment)
         assert self._mesh is not None
         device = self.root_device
-        on_host = device.type == "cpu" or self.options.offload_params == "cpu"
+        on_host = device_type(device).shares_host_memory or self.options.offload_params == "cpu"
         return sharded_init(self._mesh, device, HostStore() if on_host else DeviceStore(device))
 
     def _shard_size(self) -> int:
@@ -414,7 +414,7 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
         )
 
     def _stores(self, device: torch.device) -> tuple[TensorStore, TensorStore]:
-        host = HostStore(pin=device.type == "cuda")
+        host = HostStore(pin_for=device)
         on_device = DeviceStore(device)
         return (
             host if self.options.offload_optimizer == "cpu" else on_device,
@@ -434,11 +434,11 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
         Args:
             module: one that ``Trainer.init_module`` made and no Trainer has run; default: the one of the last run.
         """
-        if module is not None:
-            unshard_parameters(module.parameters())
-        if self._engine is not None and module in (None, self._engine.module):
+        if self._engine is not None and (module is None or module is self._engine.module):
             self._engine.release()
             self._engine = None
+        elif module is not None:
+            unshard_parameters(module.parameters())
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -19,7 +19,7 @@ from lightning_zero.engine import Engine, engines_of
 from lightning_zero.planning.account import Bytes
 from lightning_zero.planning.plan import Plan, plan
 from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardingPolicy
-from lightning_zero.storage import DeviceStore, HostStore
+from lightning_zero.storage import DeviceStore, HostStore, device_type
 from lightning_zero.update import ShardUpdater
 from lightning_zero.update.attached import parameters_of
 
@@ -115,13 +115,17 @@ class Memory:
         """Plan, what is held now, and remedies, to be printed by rich."""
         engine = next(iter(engines_of(self.module)), None)  # none yet where it was being made
         held = {} if engine is None else held_by(engine)
-        return Group(_table(self.plan, held, self.rank, _peak(self.device)), *_advice(self.remedies), self.hint)
+        return Group(
+            _table(self.plan, held, self.rank, device_type(self.device).peak_bytes(self.device)),
+            *_advice(self.remedies),
+            self.hint,
+        )
 
     def _plan(self, setting: Setting) -> Plan:
         size = setting.shard_size
         # Ranks of one shard group are neighbours.
         mesh = Mesh.imagined(size, self.world_size // size, self.rank)
-        device, host = DeviceStore(self.device), HostStore(pin=self.device.type == "cuda")
+        device, host = DeviceStore(self.device), HostStore(pin_for=self.device)
         placement = BucketPlacement(
             mesh,
             setting.sharding,
@@ -145,7 +149,7 @@ class Memory:
 
     def _critical(self, planned: Plan) -> int:
         """The peak of the memory that runs out; of CPU ranks, host and device are the same."""
-        return planned.peak.total if self.device.type == "cpu" else planned.peak.device
+        return planned.peak.total if device_type(self.device).shares_host_memory else planned.peak.device
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -192,10 +196,6 @@ def planned_parts(planned: Plan) -> dict[str, Bytes]:
             parts["parameters"] += bucket.parameters
     parts["buffers"] = planned.buffers
     return parts
-
-
-def _peak(device: torch.device) -> int | None:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def _table(planned: Plan, measured: dict[str, Bytes], rank: int, peak: int | None) -> Table:

@@ -1,14 +1,15 @@
 """The only module that calls ``torch.distributed``.
 
 A :class:`Mesh` arranges the world as shard groups x replica groups, each a process group of the package's own, so that
-its collectives never interleave with Lightning's. On CPU every rank sends to every other directly, and sums are made in
-rank order: the result is the same on every rank and in every run, equal bit for bit to one process that adds the ranks'
-values in order. Bytes are counted where they are sent.
+its collectives never interleave with Lightning's. How the ranks of a group pass data on depends on its backend for the
+device. In host memory, with a backend that matches messages by tag, every rank sends to every other directly, and sums
+are made in rank order: the result is the same on every rank and in every run, equal bit for bit to one process that
+adds the ranks' values in order. Elsewhere the backend's own collectives do it. Bytes are counted where they are sent.
 
 Ranks that do not issue the same collectives would hang, mix up their data, or (gloo, where sizes differ) abort. Each
 group keeps a *digest* of what was asked of it. While :attr:`Group.checked` is set, ranks compare digests before every
-collective. Afterwards messages between CPU ranks carry the digest as their tag, so that only what belongs together is
-ever matched and the rest ends by the timeout; on other devices :meth:`Mesh.check_digests` finds out once a step.
+collective. Afterwards messages carry the digest as their tag, so that only what belongs together is ever matched and
+the rest ends by the timeout; with a backend's own collectives :meth:`Mesh.check_digests` finds out once a step.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.storage.accelerators import device_type
 from lightning_zero.storage.timers import Phase, Timers
 
 # torch 2.13 renamed the flat collectives; 2.10 to 2.12 have the old names only.
@@ -32,6 +34,7 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # of (size - 1) / size of the data
 
+_TAGGED = frozenset({"gloo", "mpi"})  # backends that match messages by tag
 _HEADER = 128  # bytes: a digest and the beginning of what the collective is for
 _DATA_TAG = 1 << 30  # tags below it are those of headers
 _RECENT = 5  # collectives that an error lists
@@ -67,6 +70,11 @@ class Group:
         self.timers = Timers()
         self.recent: deque[str] = deque(maxlen=_RECENT)
         self._headers = 0
+        if process_group is None:
+            self._backends = dict(dist.Backend.default_device_backend_map)  # by type of device
+        else:
+            pairs = dist.get_backend_config(process_group).split(",")
+            self._backends = dict(pair.split(":", 1) for pair in pairs)
 
     @classmethod
     def for_thread(cls, timeout: timedelta | None = None) -> Group:
@@ -92,19 +100,18 @@ class Group:
         self.calls[collective] += 1
         self.sent[collective] += sent
 
+    def _transport(self, device: torch.device) -> _Transport:
+        """How data in the memory of a device is passed on."""
+        tagged = self._backends.get(device.type) in _TAGGED
+        return _Messages(self) if tagged and device_type(device).shares_host_memory else _Collectives(self)
+
     def padding(self, numel: int, device: torch.device) -> int:
         """Elements that :meth:`all_reduce_` adds to ``numel``."""
-        return -numel % self.size if device.type == "cpu" else 0
+        return self._transport(device).padding(numel)
 
     def scratch(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> int:
         """Bytes that :meth:`reduce_scatter` of ``nbytes`` takes while it runs, its result included."""
-        if self.size == 1:
-            return 0
-        part = nbytes // self.size
-        if device.type != "cpu":
-            return part
-        # What the others send, and the sum; 16-bit summands are widened one by one.
-        return nbytes - part + part * (2 * (4 // dtype.itemsize) if dtype.itemsize < 4 else 1)
+        return 0 if self.size == 1 else self._transport(device).scratch(nbytes // self.size, dtype)
 
     def reset_counters(self) -> None:
         self.sent.clear()
@@ -124,59 +131,31 @@ class Group:
         if self.size == 1:
             return _nothing
         self._announce(what, flat.device)
-        data = flat.view(torch.uint8)  # backends do not know every dtype
-        slices = data.chunk(self.size)
-        own = slices[self.rank]
         self.count("all_gather", flat.nbytes)
-        if flat.device.type == "cpu":
-            return self._exchange([own] * self.size, slices, what)
-        with self._explained(what):
-            work = _all_gather_flat(data, own, group=self.process_group, async_op=True)
-        return lambda: self._wait([work], what)
+        data = flat.view(torch.uint8)  # backends do not know every dtype
+        return self._transport(flat.device).begin_all_gather(data, what)
 
     def reduce_scatter(self, flat: Tensor, what: str) -> Tensor:
         """Sum ``flat`` (1-D, a multiple of ``size``) over the ranks and return this rank's slice of the sum.
 
-        The result has the dtype of ``flat``; on CPU 16-bit values are added in fp32 and rounded once. ``flat`` may be
+        The result has the dtype of ``flat``; messages add 16-bit values in fp32 and round once. ``flat`` may be
         overwritten, and the result may share its memory.
         """
         if self.size == 1:
             return flat
         self._announce(what, flat.device)
         self.count("reduce_scatter", flat.nbytes)
-        if flat.device.type == "cpu":
-            return self._rank_ordered_sum(flat, what)
-        out = flat.new_empty(flat.numel() // self.size)
-        with self._explained(what):
-            _reduce_scatter_flat(out, flat, group=self.process_group)
-        return out
-
-    def _rank_ordered_sum(self, flat: Tensor, what: str) -> Tensor:
-        parts = list(flat.chunk(self.size))
-        # The own part is not received; without it, memory for one part less.
-        received = [part if rank == self.rank else torch.empty_like(part) for rank, part in enumerate(parts)]
-        self._exchange(parts, received, what)()
-        # A part of its own: a view would keep all of `flat` alive for as long as the gradient is.
-        total = received[0].to(torch.float32 if flat.dtype.itemsize < 4 else flat.dtype, copy=True)
-        for other in received[1:]:
-            total += other
-        return total.to(flat.dtype)
+        return self._transport(flat.device).reduce_scatter(flat, what)
 
     def all_reduce_(self, flat: Tensor, what: str) -> Tensor:
         """Sum ``flat`` (1-D) over the ranks, in place; every rank gets the same bits."""
         if self.size == 1:
             return flat
         self._announce(what, flat.device)
-        if flat.device.type != "cpu":
-            with self._explained(what):
-                dist.all_reduce(flat, group=self.process_group)
-            self.count("all_reduce", flat.nbytes)
-            return flat
-        padding = self.padding(flat.numel(), flat.device)
+        transport = self._transport(flat.device)
+        padding = transport.padding(flat.numel())
         padded = torch.nn.functional.pad(flat, (0, padding)) if padding else flat
-        slices = padded.chunk(self.size)
-        slices[self.rank].copy_(self._rank_ordered_sum(padded, what))
-        self._exchange([slices[self.rank]] * self.size, slices, what)()
+        transport.all_reduce_(padded, what)
         self.count("all_reduce", padded.nbytes)
         if padding:
             flat.copy_(padded[: flat.numel()])
@@ -214,7 +193,7 @@ class Group:
     def _exchange(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], what: str, tag: int | None = None
     ) -> Callable[[], None]:
-        """Send ``outgoing[r]`` to every other rank r of a CPU group and receive ``incoming[r]`` from it.
+        """Send ``outgoing[r]`` to every other rank r and receive ``incoming[r]`` from it, in host memory.
 
         Returns what waits for the end of both; neither list may be touched or freed before.
         """
@@ -258,17 +237,108 @@ class Group:
     def _compare(self, what: str, device: torch.device) -> None:
         self._headers += 1
         own = self.digest.to_bytes(4) + what.encode()[: _HEADER - 4].ljust(_HEADER - 4)
-        table = torch.frombuffer(bytearray(own), dtype=torch.uint8).repeat(self.size, 1)
-        if device.type == "cpu":
-            self._exchange([table[self.rank]] * self.size, list(table), what, tag=self._headers % _DATA_TAG)()
-        else:
-            table = table.to(device)
-            with self._explained(what):
-                _all_gather_flat(table.view(-1), table[self.rank].clone(), group=self.process_group)
-        headers = [bytes(row) for row in table.tolist()]
+        header = device_type(device).send(torch.frombuffer(bytearray(own), dtype=torch.uint8), device)
+        table = header.new_empty(self.size, _HEADER)
+        self._transport(device).gather_headers(table, header, what, self._headers % _DATA_TAG)
+        headers = [bytes(row) for row in table.tolist()]  # where a device has them, one wait for it
         if any(header[:4] != own[:4] for header in headers):
             wants = [header[4:].decode(errors="replace").rstrip() for header in headers]
             raise CollectiveError(_disagreement(wants))
+
+
+class _Transport(Protocol):
+    """How the ranks of a group, of several, pass data on in one kind of memory."""
+
+    def padding(self, numel: int) -> int:
+        """Elements that must be added to ``numel`` for :meth:`all_reduce_`."""
+
+    def scratch(self, part: int, dtype: torch.dtype) -> int:
+        """Bytes that :meth:`reduce_scatter` takes where a rank's part has ``part`` bytes, its result included."""
+
+    def begin_all_gather(self, data: Tensor, what: str) -> Callable[[], None]:
+        """See :meth:`Group.begin_all_gather_`; of bytes."""
+
+    def reduce_scatter(self, flat: Tensor, what: str) -> Tensor:
+        """See :meth:`Group.reduce_scatter`."""
+
+    def all_reduce_(self, flat: Tensor, what: str) -> None:
+        """See :meth:`Group.all_reduce_`."""
+
+    def gather_headers(self, table: Tensor, header: Tensor, what: str, tag: int) -> None:
+        """Fill ``table`` ([size, n], bytes) with every rank's ``header`` ([n])."""
+
+
+class _Messages:
+    """Every rank sends to every other, in host memory, and sums in rank order."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def padding(self, numel: int) -> int:
+        return -numel % self._group.size
+
+    def scratch(self, part: int, dtype: torch.dtype) -> int:
+        # What the others send, and the sum; 16-bit summands are widened one by one.
+        others = part * (self._group.size - 1)
+        return others + part * (2 * (4 // dtype.itemsize) if dtype.itemsize < 4 else 1)
+
+    def begin_all_gather(self, data: Tensor, what: str) -> Callable[[], None]:
+        slices = data.chunk(self._group.size)
+        return self._group._exchange([slices[self._group.rank]] * self._group.size, slices, what)
+
+    def reduce_scatter(self, flat: Tensor, what: str) -> Tensor:
+        group, parts = self._group, list(flat.chunk(self._group.size))
+        # The own part is not received; without it, memory for one part less.
+        received = [part if rank == group.rank else torch.empty_like(part) for rank, part in enumerate(parts)]
+        group._exchange(parts, received, what)()
+        # A part of its own: a view would keep all of `flat` alive for as long as the gradient is.
+        total = received[0].to(torch.float32 if flat.dtype.itemsize < 4 else flat.dtype, copy=True)
+        for other in received[1:]:
+            total += other
+        return total.to(flat.dtype)
+
+    def all_reduce_(self, flat: Tensor, what: str) -> None:
+        group, slices = self._group, flat.chunk(self._group.size)
+        slices[group.rank].copy_(self.reduce_scatter(flat, what))
+        group._exchange([slices[group.rank]] * group.size, slices, what)()
+
+    def gather_headers(self, table: Tensor, header: Tensor, what: str, tag: int) -> None:
+        group = self._group
+        table[group.rank].copy_(header)
+        group._exchange([table[group.rank]] * group.size, list(table), what, tag)()
+
+
+class _Collectives:
+    """The backend's own collectives."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def padding(self, numel: int) -> int:
+        return 0
+
+    def scratch(self, part: int, dtype: torch.dtype) -> int:
+        return part
+
+    def begin_all_gather(self, data: Tensor, what: str) -> Callable[[], None]:
+        group, own = self._group, data.chunk(self._group.size)[self._group.rank]
+        with group._explained(what):
+            work = _all_gather_flat(data, own, group=group.process_group, async_op=True)
+        return lambda: group._wait([work], what)
+
+    def reduce_scatter(self, flat: Tensor, what: str) -> Tensor:
+        out = flat.new_empty(flat.numel() // self._group.size)
+        with self._group._explained(what):
+            _reduce_scatter_flat(out, flat, group=self._group.process_group)
+        return out
+
+    def all_reduce_(self, flat: Tensor, what: str) -> None:
+        with self._group._explained(what):
+            dist.all_reduce(flat, group=self._group.process_group)
+
+    def gather_headers(self, table: Tensor, header: Tensor, what: str, tag: int) -> None:
+        with self._group._explained(what):
+            _all_gather_flat(table.view(-1), header, group=self._group.process_group)
 
 
 _REMEDY = (

@@ -31,7 +31,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from lightning_zero.advice import Case, advice
 from lightning_zero.sharding.collectives import Mesh
 from lightning_zero.sharding.freed import FreedParameter, function_name, is_metadata, mark, own_class, unmark
-from lightning_zero.storage import TensorStore, note_freed
+from lightning_zero.storage import TensorStore, device_type, note_freed
 from lightning_zero.torch_private import (
     make_parameter,
     no_subclass_functions,
@@ -174,8 +174,8 @@ def _flat(parameter: Tensor, numel: int) -> Tensor:
 
 
 def _zeros(store: TensorStore, numel: int, dtype: torch.dtype) -> Tensor:
-    small = store.device.type == "cpu" and numel * dtype.itemsize < _SMALL
-    return torch.zeros(numel, dtype=dtype, device="cpu") if small else store.zeros(numel, dtype)
+    small = store.exact and numel * dtype.itemsize < _SMALL
+    return torch.zeros(numel, dtype=dtype, device=store.device) if small else store.zeros(numel, dtype)
 
 
 @torch.no_grad()
@@ -304,7 +304,7 @@ class ShardedInit:
         What refers to a parameter may lie in garbage that only some ranks have collected.
         """
         world = self._mesh.world
-        own = torch.tensor(flags, device=self._device)
+        own = device_type(self._device).send(torch.tensor(flags), self._device)
         votes = own.new_zeros(world.size, *own.shape)
         votes[world.rank] = own
         world.all_gather_(votes.view(-1), "see who uses parameters")

@@ -1,5 +1,9 @@
-"""Where bytes rest, and how they move: stores on the device and on the host, the executor, and a step's timers."""
+"""Where bytes rest, and how they move: stores on the device and on the host, the executor, and a step's timers.
 
+What depends on the type of the device is in :mod:`lightning_zero.storage.accelerators`.
+"""
+
+from lightning_zero.storage.accelerators import DeviceType, RandomState, device_type, register_device_type
 from lightning_zero.storage.device import DeviceStore
 from lightning_zero.storage.executor import DONE, Executor, InlineExecutor, Lane, Ticket
 from lightning_zero.storage.host import HostStore, note_freed
@@ -9,15 +13,19 @@ from lightning_zero.storage.timers import Phase, Timers, timed
 __all__ = [
     "DONE",
     "DeviceStore",
+    "DeviceType",
     "Executor",
     "HostStore",
     "InlineExecutor",
     "Lane",
     "Memory",
     "Phase",
+    "RandomState",
     "TensorStore",
     "Ticket",
     "Timers",
+    "device_type",
     "note_freed",
+    "register_device_type",
     "timed",
 ]

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 
 import torch
 from torch import Tensor
 
 from lightning_zero import ops
+from lightning_zero.storage.accelerators import device_type
 from lightning_zero.storage.store import Memory
 
 HUGE_PAGE = 2 * 1024 * 1024
@@ -26,51 +28,48 @@ class HostStore:
     """State rests in host memory.
 
     Args:
-        pin: lock the pages for asynchronous copies to and from a CUDA device.
+        pin_for: pin the memory for asynchronous copies to and from this device, where its type can; ``None``: do not.
     """
 
     device = torch.device("cpu")
     exact = True
     memory: Memory = "host"
 
-    def __init__(self, pin: bool = False) -> None:
-        self.pin = pin
+    def __init__(self, pin_for: torch.device | None = None) -> None:
+        self._pin_for = pin_for if pin_for is not None and device_type(pin_for).can_pin else None
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        mapping = (_PinnedMapping if self.pin else mmap.mmap)(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE)
+        mapping = (mmap.mmap if self._pin_for is None else _PinnedMapping)(
+            -1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE
+        )
         if len(mapping) >= HUGE_PAGE:
             # Fewer TLB misses: 8 to 14% of an optimizer step's time. A kernel without huge pages ignores the advice.
             mapping.madvise(mmap.MADV_HUGEPAGE)
         tensor = torch.frombuffer(mapping, dtype=dtype)  # keeps the mapping alive; anonymous pages start as zeros
         if isinstance(mapping, _PinnedMapping):
+            assert self._pin_for is not None
             # Pinning would touch every page from this thread. Otherwise pages are taken when they are first written,
             # state by the kernels' threads.
             ops.zero_(tensor)
-            mapping.register(tensor.data_ptr())
+            mapping.pin(tensor.data_ptr(), self._pin_for)
         return tensor
 
 
 class _PinnedMapping(mmap.mmap):
-    """A mapping registered with CUDA; unregistered before it is unmapped."""
+    """A mapping that is pinned for a device; unpinned before it is unmapped."""
 
-    address = 0
+    _pinned: tuple[int, torch.device] | None = None  # address, and for which device
 
-    def register(self, address: int) -> None:
-        _check_cuda(
-            torch.cuda.cudart().cudaHostRegister(address, len(self), 0), f"pin {len(self)} bytes of host memory"
-        )
-        self.address = address
+    def pin(self, address: int, device: torch.device) -> None:
+        device_type(device).pin(address, len(self))
+        self._pinned = address, device
 
     def __del__(self) -> None:
-        if self.address:
-            _check_cuda(torch.cuda.cudart().cudaHostUnregister(self.address), "unpin host memory")
-
-
-def _check_cuda(result: object, action: str) -> None:
-    if int(result) != 0:  # type: ignore[call-overload]
-        raise RuntimeError(
-            f"CUDA could not {action}: {result}; raise the memlock limit (ulimit -l) or use less host state"
-        )
+        if self._pinned is not None and not sys.is_finalizing():  # then torch may be gone, and the memory goes with it
+            address, device = self._pinned
+            # Nobody says which streams still copy to or from here. Memory of this size is freed rarely.
+            device_type(device).synchronize(device)
+            device_type(device).unpin(address)
 
 
 def note_freed(tensor: Tensor, nbytes: int) -> None:

@@ -1,22 +1,23 @@
 """Timers of the phases of a step.
 
 The time between two moments belongs to the innermost phase that is open then, and to no other, so that the phases of a
-step add up to its wall time. On CUDA the moments are events on the current stream: a phase's time is then that of the
-device, what it waits for the host included, and what runs on other streams at the same time costs nothing.
+step add up to its wall time. On an accelerator the moments are events on the current stream: a phase's time is then
+that of the device, what it waits for the host included, and what runs on other streams at the same time costs nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+from lightning_zero.storage.accelerators import Clock, device_type
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,54 +37,18 @@ class Phase(StrEnum):
     OTHER = "other"  # nothing of the above
 
 
-class _Clock(Protocol):
-    def now(self) -> Any:
-        """A mark of this moment."""
-
-    def reached(self, mark: Any) -> bool:
-        """Whether :meth:`between` can be asked about ``mark`` without waiting."""
-
-    def between(self, start: Any, end: Any) -> float:
-        """Seconds; waits until both are reached."""
-
-
-class _HostClock:
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def reached(self, mark: float) -> bool:
-        return True
-
-    def between(self, start: float, end: float) -> float:
-        return end - start
-
-
-class _CudaClock:
-    def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def reached(self, mark: torch.cuda.Event) -> bool:
-        return bool(mark.query())
-
-    def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1000.0
-
-
 class Timers:
     """Times the phases of steps; off, and free, until :meth:`start`."""
 
     def __init__(self) -> None:
-        self._clock: _Clock | None = None
+        self._clock: Clock | None = None
         self._open: list[Phase | None] = []  # from the outermost on; None: not counted
         self._marks: list[tuple[Phase | None, Any]] = []  # of the step under way: which phase goes on from when
         self._ended: deque[list[tuple[Phase | None, Any]]] = deque()  # steps that nobody has taken
 
     def start(self, device: torch.device) -> None:
         """Begin with a step, whose computations run on ``device``."""
-        self._clock = _CudaClock() if device.type == "cuda" else _HostClock()
+        self._clock = device_type(device).clock(device)
         self._open, self._ended = [Phase.OTHER], deque()
         self._marks = [(Phase.OTHER, self._clock.now())]
 
@@ -118,7 +83,7 @@ class Timers:
             self._open.pop()
             self._mark(self._clock)
 
-    def _mark(self, clock: _Clock) -> None:
+    def _mark(self, clock: Clock) -> None:
         self._marks.append((self._open[-1], clock.now()))
 
     def end_step(self) -> None:

@@ -21,6 +21,7 @@ from lightning_zero.sharding.bucket_map import BucketMap
 from lightning_zero.sharding.gradients import BucketGradients
 from lightning_zero.sharding.layout import Segment, runs
 from lightning_zero.sharding.placement import BucketPlacement
+from lightning_zero.storage.accelerators import device_type
 from lightning_zero.storage.timers import Phase, timed
 from lightning_zero.update.attached import AttachedOptimizers, parameters_of
 from lightning_zero.update.gradient_scale import GradientScale
@@ -132,9 +133,11 @@ class GradientClipping:
         everything, mesh, device = self._map.gradients, self._placement.mesh, self._placement.device
         received = [float(received) for gradients in everything for received in gradients.received]
         left = [float(gradients.left_over) for gradients in everything]
-        flags = torch.tensor(received + left, dtype=torch.float64, device=device)
-        digests, squares = mesh.digests().to(device), self._squares()
-        sums = mesh.world.all_reduce_(torch.cat([digests, squares, flags]), "sum up norms and flags").cpu()
+        flags = torch.tensor(received + left, dtype=torch.float64)
+        digests, squares = mesh.digests(), self._squares()
+        parts = [device_type(device).send(part, device) for part in (digests, squares, flags)]
+        # The one wait of the host for the device in a step.
+        sums = mesh.world.all_reduce_(torch.cat(parts), "sum up norms and flags").cpu()
         sizes = [len(digests), len(squares), len(received), len(left)]
         all_digests, totals, users, leavers = (part.tolist() for part in sums.split(sizes))
         mesh.check_digests(all_digests)
@@ -149,7 +152,7 @@ class GradientClipping:
         return stats, []
 
     def _squares(self) -> Tensor:
-        """This rank's part of the squared gradient norm of each optimizer; float64, on the device."""
+        """This rank's part of the squared gradient norm of each optimizer; float64, where gradients rest."""
         owners: dict[int, tuple[int, ...]] = {}
         squares = []
         for number, optimizer in enumerate(self._optimizers):
@@ -161,8 +164,7 @@ class GradientClipping:
             for gradients in self._map.gradients:
                 if not gradients.sharded.empty:
                     _add_squares(gradients, owners, squares)
-        empty = torch.zeros(0, dtype=torch.float64)
-        return (torch.stack(squares) if squares else empty).to(self._placement.device)
+        return torch.stack(squares) if squares else torch.zeros(0, dtype=torch.float64)
 
     def norm(self, optimizer: Optimizer) -> float:
         """The global L2 norm of the gradients of ``optimizer``, clipped or not, as they were measured."""
@@ -177,14 +179,16 @@ class GradientClipping:
 
         It costs an all-reduce of one number per parameter, and only where a message is made of it.
         """
-        flags = {id(p): 0.0 for bucket in self._map.buckets for p in bucket.parameters}
+        device, store = self._placement.device, self._placement.optimizer_store.device
+        numbers = {id(p): n for n, p in enumerate(p for bucket in self._map.buckets for p in bucket.parameters)}
+        flags = torch.zeros(len(numbers), dtype=torch.float64, device=store)
         for bucket, segments in self._map.segments_of(parameters_of(optimizer)):
             sharded = self._map.gradients_of(bucket).sharded
             if not sharded.empty:
-                for s in segments:
-                    finite = bool(sharded.read(s.start, s.stop).isfinite().all())
-                    flags[id(bucket.parameters[s.param])] += not finite
-        vector = torch.tensor([*flags.values()], dtype=torch.float64, device=self._placement.device)
+                for s in segments:  # nobody waits for one answer before the next is asked for
+                    finite = sharded.read(s.start, s.stop).isfinite().all()
+                    flags[numbers[id(bucket.parameters[s.param])]] += finite.logical_not()
+        vector = device_type(device).send(flags, device)
         counts = self._placement.mesh.world.all_reduce_(vector, "name what is not finite").tolist()
         names = [name for bucket in self._map.buckets for name in bucket.names]
         found = [name for name, count in zip(names, counts, strict=True) if count]
@@ -272,7 +276,7 @@ def _add_squares(gradients: BucketGradients, owners: dict[int, tuple[int, ...]],
 
 
 def _sum_of_squares(values: Tensor) -> Tensor | float:
-    if values.device.type == "cpu" and values.dtype != torch.float64:
+    if ops.runs_on(values.device) and values.dtype != torch.float64:
         return ops.sum_of_squares(values)
     total = torch.zeros((), dtype=torch.float64, device=values.device)
     for tile in values.split(_NORM_TILE):

@@ -37,6 +37,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zero.engine import Engine
 from lightning_zero.sharding import Mesh, MixedPrecisionPolicy
@@ -899,3 +900,27 @@ def test_an_overflow_costs_no_collective(pool: RankPool, stage: int) -> None:
     # What a skip spares are the gathers of new parameters; at stage 3 every pass gathers.
     spared = Counter() if stage in (0, 3) else Counter(all_gather=clean["all_gather"])
     assert tolerated == lowering == clean - spared
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host reads one number of a tensor: on a device, each is a wait for it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_gradients_that_are_not_finite_are_named_without_a_wait_for_each(offload: bool) -> None:
+    setup = Setup(2, offload=offload)
+    session = driver.start(models.make_model("transformer"), models.optimizer_factory("sgd"), setup, Mesh.single())
+    named = dict(session.model.named_parameters())
+    chosen = ["blocks.0.up.weight", "norm.weight"]
+    driver.backward(session.engine, sum((named[name] * torch.inf).sum() for name in chosen))  # type: ignore[arg-type]
+    assert session.engine.stats(session.optimizer).found_inf
+    with Reads() as reads:
+        names = session.engine._clipping.nonfinite_names(session.optimizer)
+    assert set(names.split(", ")) == set(chosen)
+    assert reads.count == 0

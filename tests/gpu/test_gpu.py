@@ -43,6 +43,7 @@ from lightning_zero.storage import HostStore
 pytestmark = pytest.mark.gpu
 
 MIB = 2**20
+CUDA = torch.device("cuda", 0)
 
 
 class Runtime:
@@ -74,7 +75,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 @pytest.mark.parametrize("numel", [1, 1000, 3 * MIB])
 def test_host_memory_is_pinned_while_it_lives(runtime: Runtime, numel: int) -> None:
-    tensor = HostStore(pin=True).zeros(numel, torch.float32)
+    tensor = HostStore(pin_for=CUDA).zeros(numel, torch.float32)
     assert tensor.is_pinned()
     assert tensor.count_nonzero() == 0
     address = tensor.data_ptr()
@@ -95,7 +96,7 @@ def test_host_memory_without_a_device_is_not_pinned(runtime: Runtime) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_copies_to_and_from_pinned_memory_are_exact(dtype: torch.dtype) -> None:
-    host = HostStore(pin=True).zeros(MIB + 3, dtype)
+    host = HostStore(pin_for=CUDA).zeros(MIB + 3, dtype)
     device = torch.randn(MIB + 3, device="cuda").to(dtype)
     host.copy_(device, non_blocking=True)
     torch.cuda.synchronize()
@@ -109,7 +110,7 @@ def test_copies_to_and_from_pinned_memory_are_exact(dtype: torch.dtype) -> None:
 
 
 def test_pinned_memory_may_be_taken_and_given_back_many_times() -> None:
-    store = HostStore(pin=True)
+    store = HostStore(pin_for=CUDA)
     for size in range(1, 200):
         assert store.zeros(size * 1021, torch.float32).is_pinned()
 

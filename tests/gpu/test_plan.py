@@ -43,7 +43,7 @@ class Deep(nn.Module):
 
 
 def make_placement(stage: int, offload: bool, precision: MixedPrecisionPolicy) -> BucketPlacement:
-    store = HostStore(pin=True) if offload else DeviceStore(CUDA)
+    store = HostStore(pin_for=CUDA) if offload else DeviceStore(CUDA)
     policy = ShardingPolicy.from_stage(stage)
     return BucketPlacement(Mesh.single(), policy, precision, CUDA, store, store if stage == 3 else DeviceStore(CUDA))
 

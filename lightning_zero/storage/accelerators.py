@@ -1,0 +1,238 @@
+"""Types of devices: what the package needs of one beside tensors, streams and collectives; one object per type.
+
+Most of it torch offers for every accelerator alike, and :class:`Accelerator` is that. What only one type has, such as
+pinning of memory that is mapped already, is in its own class. A type that torch knows as ``PrivateUse1`` may bring an
+object of its own by :func:`register_device_type`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Clock(Protocol):
+    """Marks moments of what a device does, and tells the time between two."""
+
+    def now(self) -> Any:
+        """A mark of this moment."""
+
+    def reached(self, mark: Any) -> bool:
+        """Whether :meth:`between` can be asked about ``mark`` without waiting."""
+
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds; waits until both are reached."""
+
+
+class RandomState(NamedTuple):
+    """Reads, sets and seeds one generator; its state is a 1-D tensor on the CPU."""
+
+    get: Callable[[], Tensor]
+    set: Callable[[Tensor], object]
+    seed: Callable[[int], object]
+
+
+class DeviceType(Protocol):
+    """The devices of one type.
+
+    Attributes:
+        shares_host_memory: whether their tensors take the host's memory, which is then the only one there is.
+        can_pin: whether :meth:`pin` works.
+    """
+
+    @property
+    def shares_host_memory(self) -> bool: ...
+
+    @property
+    def can_pin(self) -> bool: ...
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Lock pages of host memory, so that the devices copy to and from them asynchronously, at full speed.
+
+        Raises:
+            RuntimeError: the system refuses.
+        """
+        ...
+
+    def unpin(self, address: int) -> None:
+        """Undo :meth:`pin`, after the last copy to or from there has ended."""
+        ...
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait until a device has done all that it was asked for."""
+        ...
+
+    def send(self, values: Tensor, device: torch.device) -> Tensor:
+        """A few ``values``, which the host has just made, on a device; the host does not wait for it, if it can."""
+        ...
+
+    def clock(self, device: torch.device) -> Clock:
+        """A clock of the computations on a device."""
+        ...
+
+    def random_state(self, device: torch.device) -> RandomState | None:
+        """A device's default generator; ``None``: it has none but torch's of the CPU."""
+        ...
+
+    def peak_bytes(self, device: torch.device) -> int | None:
+        """The most memory that torch's tensors took on a device so far; ``None``: nobody counts."""
+        ...
+
+
+class _HostClock:
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def reached(self, mark: float) -> bool:
+        return True
+
+    def between(self, start: float, end: float) -> float:
+        return end - start
+
+
+class _EventClock:
+    """Events on the current stream of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def reached(self, mark: torch.Event) -> bool:
+        return bool(mark.query())
+
+    def between(self, start: torch.Event, end: torch.Event) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000.0
+
+
+class Cpu:
+    """The host's processors."""
+
+    shares_host_memory = True
+    can_pin = False
+
+    def pin(self, address: int, nbytes: int) -> None:
+        raise NotImplementedError("the host's own processors copy nothing asynchronously")
+
+    def unpin(self, address: int) -> None:
+        raise NotImplementedError("the host's own processors copy nothing asynchronously")
+
+    def synchronize(self, device: torch.device) -> None:
+        """Nothing to wait for."""
+
+    def send(self, values: Tensor, device: torch.device) -> Tensor:
+        return values.to(device)
+
+    def clock(self, device: torch.device) -> Clock:
+        return _HostClock()
+
+    def random_state(self, device: torch.device) -> RandomState | None:
+        return None
+
+    def peak_bytes(self, device: torch.device) -> int | None:
+        return None
+
+
+class Accelerator:
+    """Any accelerator, by what torch offers for all of them.
+
+    Torch may have an allocator of pinned memory for them, but no function that pins memory from elsewhere.
+
+    Args:
+        name: that torch gives the type.
+    """
+
+    shares_host_memory = False
+    can_pin = False
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def pin(self, address: int, nbytes: int) -> None:
+        raise NotImplementedError(f"torch pins no memory for {self._name} but its own")
+
+    def unpin(self, address: int) -> None:
+        raise NotImplementedError(f"torch pins no memory for {self._name} but its own")
+
+    def synchronize(self, device: torch.device) -> None:
+        torch.accelerator.synchronize(device)
+
+    def send(self, values: Tensor, device: torch.device) -> Tensor:
+        if values.device.type != "cpu":
+            return values.to(device)
+        # Torch's allocator gives pinned memory out again only when the copy from it has ended.
+        return (values.pin_memory() if self._allocates_pinned else values).to(device, non_blocking=True)
+
+    @cached_property
+    def _allocates_pinned(self) -> bool:
+        """Whether torch can allocate pinned memory for this type; only a trial tells."""
+        try:
+            return torch.empty(1, pin_memory=True).is_pinned()
+        except RuntimeError:
+            return False
+
+    def clock(self, device: torch.device) -> Clock:
+        return _EventClock(device)
+
+    def random_state(self, device: torch.device) -> RandomState | None:
+        module, device = torch.get_device_module(device), _with_index(device)
+
+        def seed(number: int) -> None:
+            with torch.accelerator.device_index(device.index):
+                module.manual_seed(number)
+
+        return RandomState(partial(module.get_rng_state, device), partial(module.set_rng_state, device=device), seed)
+
+    def peak_bytes(self, device: torch.device) -> int | None:
+        return torch.accelerator.max_memory_allocated(device)
+
+
+class Cuda(Accelerator):
+    """NVIDIA's GPUs, and AMD's, whose runtime torch shows under the same names."""
+
+    can_pin = True
+
+    def pin(self, address: int, nbytes: int) -> None:
+        _check(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0), f"pin {nbytes} bytes of host memory")
+
+    def unpin(self, address: int) -> None:
+        _check(torch.cuda.cudart().cudaHostUnregister(address), "unpin host memory")
+
+
+def _check(result: object, action: str) -> None:
+    if int(result) != 0:  # type: ignore[call-overload]
+        raise RuntimeError(
+            f"CUDA could not {action}: {result}; raise the memlock limit (ulimit -l) or use less host state"
+        )
+
+
+def _with_index(device: torch.device) -> torch.device:
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    return torch.device(device.type, index)
+
+
+_TYPES: dict[str, DeviceType] = {"cpu": Cpu(), "cuda": Cuda("cuda")}
+
+
+def device_type(device: torch.device) -> DeviceType:
+    """The type of a device."""
+    return _TYPES.setdefault(device.type, Accelerator(device.type))
+
+
+def register_device_type(name: str, made: DeviceType) -> None:
+    """Replace the object for a type, such as one that torch does not know.
+
+    Args:
+        name: torch's of the type, such as that given to ``torch.utils.rename_privateuse1_backend``.
+        made: its object.
+    """
+    _TYPES[name] = made
