@@ -41,10 +41,11 @@ class HFGPT2(LanguageModel):
             eos_token_id=None,
             use_cache=False,
         )
-        self.net = GPT2LMHeadModel(config)
+        self.save_hyperparameters({"config": config.to_diff_dict()})  # for `lightning-zero export --format hf`
+        self.model = GPT2LMHeadModel(config)
         if activation_checkpointing:
-            self.net.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Scores of the next token at every position: B T -> B T V."""
-        return self.net(tokens).logits
+        return self.model(tokens).logits

@@ -16,7 +16,6 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -233,41 +232,15 @@ class Block(nn.Sequential):
         super().__init__(nn.Linear(4, 4), nn.Tanh())
 
 
-class Language(LightningModule):
-    """A model of transformers, as `model`."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        super().__init__()
-        self.save_hyperparameters()
-        self.model = GPT2LMHeadModel(GPT2Config(**config))
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        return self.model(input_ids=batch, labels=batch).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
-
-    def train_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(torch.ones(2, 8, dtype=torch.long), batch_size=1)
-
-
-def save_checkpoints(folder: Path) -> None:
-    """As one file and as a folder."""
-    config = {"model_type": "gpt2", "vocab_size": 50, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
-    trainer = make_trainer("zero3", max_epochs=1)
-    trainer.fit(Language(config))
-    for container in ("full", "sharded"):
-        trainer.strategy._options = replace(trainer.strategy.options, checkpoint_format=container)
-        trainer.save_checkpoint(folder / container)
-
-
 @pytest.fixture(scope="module")
-def saved(pool2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of this package, and one of DeepSpeed."""
+def saved(prepared: Path, pool2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of the example with the model of transformers, as file and folder, and the same of DeepSpeed."""
     folder = tmp_path_factory.mktemp("saved")
-    pool2.run(save_checkpoints, folder)
+    run = shortened(f"python examples/gpt2/train.py model=hf_gpt2 trainer.devices=2 {shlex.join(TEXT_DATA)}")
+    for container in ("full", "sharded"):
+        options = ["strategy=zero3", f"strategy.checkpoint_format={container}", f"hydra.run.dir={folder}/run"]
+        pool2.run(run_script, run.script, [*run.arguments, *options, "trainer.max_steps=2"], prepared)
+        (folder / "run" / "checkpoints" / "last.ckpt").rename(folder / container)
     checkpoint = torch.load(folder / "full", weights_only=True)
     names = {name for group in checkpoint["optimizer_states"][0]["param_groups"] for name in group["params"]}
     write_folder(folder / "deepspeed", checkpoint, set(), set(checkpoint["state_dict"]) - names, Folder(3))
@@ -281,20 +254,30 @@ def lightning_zero_command(arguments: list[str]) -> str:
 
 
 @pytest.mark.parametrize("command", starting_with("lightning-zero "))
-def test_verbs(command: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verbs(command: str, prepared: Path, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On checkpoints of the example: `...` is a run with our own model, the others one with that of transformers."""
     _, *arguments = shlex.split(command)
     kind = "deepspeed" if arguments[0] == "convert-deepspeed" else "sharded" if "last.ckpt/" in arguments else "full"
     (tmp_path / "last.ckpt").symlink_to(saved / kind)
+    (tmp_path / "outputs" / "gpt2" / "hf" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "outputs" / "gpt2" / "hf" / "checkpoints" / "last.ckpt").symlink_to(saved / kind)
+    (tmp_path / "outputs" / "gpt2" / "...").symlink_to(prepared / "outputs" / "gpt2" / "...")
     monkeypatch.chdir(tmp_path)
     assert lightning_zero_command(arguments)
-    made = [path for path in tmp_path.iterdir() if path.name != "last.ckpt"]
+    made = [path for path in tmp_path.iterdir() if path.name not in ("last.ckpt", "outputs")]
     for path in made:
         assert weights_in(path), path
     assert len(made) == (arguments[0] not in ("inspect", "doctor"))
 
 
 def weights_in(path: Path) -> list[str]:
-    """Names in a checkpoint or an export."""
+    """Names in a checkpoint or an export, which transformers loads where it is one for them."""
+    if (path / "config.json").exists():
+        from transformers import AutoModelForCausalLM
+
+        model, about = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+        assert not any(about.values()), about
+        return list(model.state_dict())
     if path.is_dir():
         with safe_open(path / "model.safetensors", "pt") as file:
             return list(file.keys())

@@ -242,7 +242,7 @@ def test_the_model_of_transformers_equals_ours_for_two_steps(gpt2: SimpleNamespa
         kind(**NANO, optimizer=composed().optimizer, **options)
         for kind, options in ((gpt2.model.GPT, {}), (gpt2.hf.HFGPT2, {"activation_checkpointing": recompute}))
     )
-    copy_weights(ours, theirs.net)
+    copy_weights(ours, theirs.model)
     batches = torch.randint(256, (2, 4, 9))
     losses = []
     for model in (ours, theirs):
@@ -258,7 +258,7 @@ def test_the_model_of_transformers_equals_ours_for_two_steps(gpt2: SimpleNamespa
         trainer.fit(model, DataLoader([(tokens[:, :-1], tokens[:, 1:]) for tokens in batches], batch_size=None))
         losses.append(model._loss((batches[0, :, :-1], batches[0, :, 1:]), "mean").item())
     start = [p.detach().clone() for p in theirs.parameters()]
-    copy_weights(ours, theirs.net)
+    copy_weights(ours, theirs.model)
     assert losses[1] == pytest.approx(losses[0], rel=1e-9)
     for p, q in zip(start, theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q.detach(), rtol=1e-6, atol=1e-9)
