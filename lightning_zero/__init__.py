@@ -27,6 +27,8 @@ if TYPE_CHECKING:
         CPUAdamW,
         CPULion,
         DynamicLossScaler,
+        LossScaleError,
+        SkippedStepsError,
         StaticLossScaler,
     )
 
@@ -39,6 +41,8 @@ __all__ = [
     "CheckpointError",
     "CollectiveError",
     "DynamicLossScaler",
+    "LossScaleError",
+    "SkippedStepsError",
     "StaticLossScaler",
     "ZeroPrecision",
     "ZeroStrategy",
@@ -60,6 +64,8 @@ _HOMES = {
     "CheckpointError": "lightning_zero.checkpoint",
     "CollectiveError": "lightning_zero.sharding",
     "DynamicLossScaler": "lightning_zero.update",
+    "LossScaleError": "lightning_zero.update",
+    "SkippedStepsError": "lightning_zero.update",
     "StaticLossScaler": "lightning_zero.update",
     "ZeroPrecision": "lightning_zero.integration.precision",
     "ZeroStrategy": "lightning_zero.integration.strategy",

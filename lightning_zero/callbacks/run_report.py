@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
+from lightning_zero.integration.precision import ZeroPrecision
 from lightning_zero.storage import device_type
 
 LAST = 100  # the reported training loss is the mean of this many steps
@@ -139,6 +140,7 @@ class RunReport(pl.Callback):
             "val_loss": self.val_loss,
             "train_loss": fmean(last) if last else None,
             "steps": trainer.global_step,
+            **skips_of(trainer),
             self.speed_name: round(trained / self.clock.seconds, 1) if last else None,
             "strategy": self.strategy,
             "world_size": trainer.world_size,
@@ -174,6 +176,12 @@ class RunReport(pl.Callback):
         if axes.lines:
             axes.legend()
         figure.savefig(path, dpi=150)
+
+
+def skips_of(trainer: pl.Trainer) -> dict[str, Any]:
+    """Reads how many steps a strategy of this package has skipped; another one does not say."""
+    plugin = trainer.strategy.precision_plugin
+    return {"skipped_steps": plugin.skipped_steps} if isinstance(plugin, ZeroPrecision) else {}
 
 
 def running_means(values: Sequence[float]) -> list[float]:

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,14 +46,8 @@ from lightning_zero.update.attached import (
 )
 from lightning_zero.update.clipping import GradientClipping, GradientStats
 from lightning_zero.update.gradient_scale import GradientScale
-from lightning_zero.update.loss_scaler import LossScaleError, LossScaler
-
-
-class StepOutcome(NamedTuple):
-    """The outcome of an optimizer's last step."""
-
-    grad_norm: float  # global L2 norm of the unscaled, averaged gradients before clipping; inf or nan where one is
-    skipped: bool
+from lightning_zero.update.loss_scaler import LossScaler
+from lightning_zero.update.outcomes import StepOutcome, StepOutcomes
 
 
 class Engine:
@@ -69,7 +61,7 @@ class Engine:
         placement: as it was given.
         released: whether :meth:`release` was called; the engine holds nothing then.
         skip_nonfinite: whether steps with a gradient that is not finite are skipped.
-        skipped_steps: how many were.
+        outcomes: of the steps of the attached optimizers.
         number: of the engines of this process, in the order of their making.
         shadows: those of :meth:`make_shadow` that someone refers to, by their number.
 
@@ -84,6 +76,7 @@ class Engine:
         bucket_size_mb: size, in 2^20 bytes, up to which small units share a bucket at stages 0-2.
         scaler: chooses the factor of :meth:`scale_loss`; ``None``: no scaling. All optimizers share it.
         skip_nonfinite: skip the step, on all ranks, when a gradient is not finite; with a scaler that always happens.
+        max_consecutive_skips: see :class:`~lightning_zero.update.outcomes.StepOutcomes`.
         persistence_numel: parameters with at most so many elements stay unsharded at stage 3.
         max_live_numel: units are not gathered ahead beyond so many elements in unsharded units at stage 3.
         check_steps: number of first optimizer steps in which ranks compare notes before each collective.
@@ -103,6 +96,7 @@ class Engine:
         bucket_size_mb: float = 25.0,
         scaler: LossScaler | None = None,
         skip_nonfinite: bool = True,
+        max_consecutive_skips: int | None = None,
         persistence_numel: int = 0,
         max_live_numel: int | None = None,
         check_steps: int = 10,
@@ -112,9 +106,8 @@ class Engine:
         self.placement = placement
         self.released = False
         self.skip_nonfinite = skip_nonfinite or scaler is not None
-        self.skipped_steps = 0
         self._scale = GradientScale(scaler)
-        self._outcomes: dict[int, StepOutcome] = {}  # by id of the optimizer: its last step
+        self.outcomes = StepOutcomes(self._scale, max_consecutive_skips, placement.mesh.world.rank == 0)
         self.shadows: weakref.WeakValueDictionary[int, Shadow] = weakref.WeakValueDictionary()
         self._shadow_numbers = itertools.count()
         unit_list, specs = partition(module, placement, optimized, units, bucket_size_mb, persistence_numel)
@@ -243,7 +236,7 @@ class Engine:
         self.zero_grad(p for b in self.buckets for p in b.parameters)
 
     def _forget_steps(self) -> None:
-        self._outcomes = {}
+        self.outcomes.forget()
         self._clipping.forget()
 
     @property
@@ -323,15 +316,17 @@ class Engine:
 
         Raises:
             LossScaleError: gradients overflow at the smallest loss scale.
+            SkippedStepsError: as many steps in a row were skipped as may be.
         """
         stats = self.stats(optimizer)
         self._count_checked()
         note_step(optimizer)
-        skipped = stats.found_inf and self.skip_nonfinite
-        self._outcomes[id(optimizer)] = StepOutcome(self._clipping.unclipped_norm(optimizer), skipped)
-        if skipped:
-            self._skip(optimizer)
+        norm = self._clipping.unclipped_norm(optimizer)
+        if skipped := stats.found_inf and self.skip_nonfinite:
+            self.outcomes.skip(optimizer, norm, lambda: self._clipping.nonfinite_names(optimizer))
+            self.zero_grad(parameters_of(optimizer))
         else:
+            self.outcomes.take(optimizer, norm)
             update = Optimizer.profile_hook_step(lambda optimizer: self._update(optimizer, stats.used))
             update(optimizer)
             self._scale.judge(found_inf=False)
@@ -351,39 +346,19 @@ class Engine:
         if has_post_step_hooks(optimizer):
             self.settle()  # they may read parameters
 
-    def _skip(self, optimizer: Optimizer) -> None:
-        self.skipped_steps += 1
-        try:
-            falls = self._scale.judge(found_inf=True)
-        except LossScaleError as error:
-            names = self._clipping.nonfinite_names(optimizer)
-            raise LossScaleError(f"{error}. Not finite: the gradient of {names}") from None
-        if falls:
-            self._warn(
-                f"gradients overflowed: the loss scale falls from {self._scale.value:g} to {self._scale.next:g} "
-                f"(steps skipped so far: {self.skipped_steps})"
-            )
-        # Where no lower scale can help, the data or the model is at fault. Ever more rarely: it may be every step.
-        elif self._scale.at_minimum and self.skipped_steps & (self.skipped_steps - 1) == 0:
-            names = self._clipping.nonfinite_names(optimizer)
-            self._warn(
-                f"skipped a step of {type(optimizer).__name__} on all ranks: inf or nan in the gradient of {names} "
-                f"(steps skipped so far: {self.skipped_steps}; the next warning comes when they are twice as many)"
-            )
-        self.zero_grad(parameters_of(optimizer))
-
-    def _warn(self, message: str) -> None:
-        if self.placement.mesh.world.rank == 0:
-            warnings.warn(message, stacklevel=5)
-
     @property
     def loss_scale(self) -> float:
         """The factor of the next :meth:`scale_loss`; 1 without a scaler."""
         return self._scale.next
 
+    @property
+    def skipped_steps(self) -> int:
+        """The number of steps that were skipped; a run that resumes goes on counting."""
+        return self.outcomes.skipped
+
     def last_step(self, optimizer: Optimizer) -> StepOutcome | None:
         """The outcome of the last step of ``optimizer``; ``None`` before the first one since it was attached."""
-        return self._outcomes.get(id(optimizer))
+        return self.outcomes.last(optimizer)
 
     # -------------------------------------------------------------------------------------------------- consistency
 

@@ -222,6 +222,21 @@ class CheckpointingStrategy(EngineStrategy):
         if self._rng and (note := _checkpoint.rng.note(self._rng, self.world_size)):
             rank_zero_info(f"ZeroStrategy: {note}")
 
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        # The user's `train_dataloader` has drawn as in the first run; what follows goes on from the checkpoint.
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.training:
+            self._restore_rng()
+        return super().process_dataloader(dataloader)
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        if not begins_epoch(self.lightning_module.trainer.fit_loop):
+            self._restore_rng()  # the run that saved drew for the loader's iterator before
+        self._rng = None
+
     def _restore_rng(self) -> None:
         if self._rng is not None and self._mesh is not None:
             _checkpoint.rng.restore(self._rng, self._mesh.world.rank, self.root_device)

@@ -55,6 +55,9 @@ class StrategyOptions:
         skip_nonfinite: skip a step, on all ranks and with a warning, when a gradient is not finite. With a loss scaler
             (fp16) that always happens. Parameters, optimizer state, step-wise schedulers and Lightning's
             ``WeightAveraging`` are left as they were; ``trainer.global_step`` counts the step.
+        max_consecutive_skips: end the run with an error, on all ranks, when so many steps of an optimizer in a row were
+            skipped, which trains nothing; ``None``: never. Skips by which a dynamic loss scaler looks for a scale do
+            not count: it ends at its smallest.
         checkpoint_format: ``"full"``: one ordinary file, which all ranks write together, or rank 0 alone where they
             share no file system. ``"sharded"``: a folder by ``torch.distributed.checkpoint``, to which each rank adds
             its part.
@@ -83,6 +86,7 @@ class StrategyOptions:
     detect_data_edits: bool = False
     native_optimizer: NativeName = "auto"
     skip_nonfinite: bool = True
+    max_consecutive_skips: int | None = 25
     checkpoint_format: FormatName = "full"
     async_save: bool = False
     checksums: bool = True
@@ -113,6 +117,9 @@ class StrategyOptions:
         _check_count("check_steps", self.check_steps, "a number of steps >= 0; the default is 10")
         if self.max_live_numel is not None:
             _check_count("max_live_numel", self.max_live_numel, "a number of elements >= 0, or None for no limit")
+        if self.max_consecutive_skips is not None:
+            skips = "a number of steps >= 1, or None for no limit; the default is 25"
+            _check_count("max_consecutive_skips", self.max_consecutive_skips, skips, least=1)
 
     def _check_stores(self) -> None:
         optimizer, params = self.offload_optimizer, self.offload_params
@@ -193,8 +200,8 @@ def _check_positive(name: str, value: object, expectation: str) -> None:
         raise ValueError(f"{name}={value!r} must be {expectation}")
 
 
-def _check_count(name: str, value: object, expectation: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+def _check_count(name: str, value: object, expectation: str, least: int = 0) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}={value!r} must be {expectation}")
 
 

@@ -129,13 +129,13 @@ class ZeroPrecision(Precision):
     def attach(self, engine: Engine) -> None:
         """Scale, clip and count through ``engine`` from now on."""
         if engine is not self._engine:
-            engine.skipped_steps = self.skipped_steps
+            engine.outcomes.skipped = self.skipped_steps
             self._engine = engine
 
     @property
     def skipped_steps(self) -> int:
         """Optimizer steps skipped so far, over all fits with this plugin."""
-        return self._skipped_steps if self._engine is None else self._engine.skipped_steps
+        return self._skipped_steps if self._engine is None else self._engine.outcomes.skipped
 
     @property
     def engine(self) -> Engine:
@@ -209,7 +209,7 @@ class ZeroPrecision(Precision):
         if self._engine is None:
             self._skipped_steps = state_dict["skipped_steps"]
         else:
-            self._engine.skipped_steps = state_dict["skipped_steps"]
+            self._engine.outcomes.skipped = state_dict["skipped_steps"]
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

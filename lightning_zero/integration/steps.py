@@ -10,14 +10,16 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.integration import patches, private
 from lightning_zero.integration.base import EngineStrategy
-from lightning_zero.integration.precision import unwrap
+from lightning_zero.integration.precision import ZeroPrecision, unwrap
 from lightning_zero.storage import Phase
 
 
@@ -111,6 +113,16 @@ class SteppingStrategy(EngineStrategy):
         # The hooks that follow may read any parameter.
         self.engine.settle()
         return output
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        steps, skipped = self.engine.outcomes.counts()
+        if skipped:
+            # Some belong to a loss scaler's search in any healthy run.
+            searching = isinstance(plugin := self.precision_plugin, ZeroPrecision) and plugin.scaler is not None
+            say = rank_zero_info if searching and 10 * skipped <= steps else rank_zero_warn
+            say(f"ZeroStrategy: {skipped} of {steps} optimizer steps were skipped: a gradient was not finite")
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> float:
         """Clip the averaged gradients of ``optimizer`` by their global norm; returns the norm before clipping.

@@ -28,7 +28,7 @@ from lightning_zero import ops
 from lightning_zero.checkpoint import Background, CheckpointError
 from lightning_zero.engine import Engine, engines_of
 from lightning_zero.integration import patches, private, remedies
-from lightning_zero.integration.checkpointing import CheckpointingStrategy, begins_epoch
+from lightning_zero.integration.checkpointing import CheckpointingStrategy
 from lightning_zero.integration.launchers import make_launcher
 from lightning_zero.integration.names import register_in
 from lightning_zero.integration.options import (
@@ -101,6 +101,9 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
         skip_nonfinite: skip a step, on all ranks and with a warning, when a gradient is not finite. With a loss scaler
             (fp16) that always happens. Parameters, optimizer state, step-wise schedulers and Lightning's
             ``WeightAveraging`` are left as they were; ``trainer.global_step`` counts the step.
+        max_consecutive_skips: end the run with an error, on all ranks, when so many steps of an optimizer in a row were
+            skipped, which trains nothing; ``None``: never. Skips by which a dynamic loss scaler looks for a scale do
+            not count: it ends at its smallest.
         checkpoint_format: ``"full"``: one ordinary file, which all ranks write together, or rank 0 alone where they
             share no file system. ``"sharded"``: a folder by ``torch.distributed.checkpoint``, to which each rank adds
             its part.
@@ -135,6 +138,7 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
         detect_data_edits: bool = False,
         native_optimizer: NativeName = "auto",
         skip_nonfinite: bool = True,
+        max_consecutive_skips: int | None = 25,
         checkpoint_format: FormatName = "full",
         async_save: bool = False,
         checksums: bool = True,
@@ -160,6 +164,7 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
             detect_data_edits=detect_data_edits,
             native_optimizer=native_optimizer,
             skip_nonfinite=skip_nonfinite,
+            max_consecutive_skips=max_consecutive_skips,
             checkpoint_format=checkpoint_format,
             async_save=async_save,
             checksums=checksums,
@@ -384,6 +389,7 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
                 detect_data_edits=self.options.detect_data_edits,
                 scaler=precision.scaler,
                 skip_nonfinite=self.options.skip_nonfinite,
+                max_consecutive_skips=self.options.max_consecutive_skips,
             )
             private.report_device(module, self.root_device)
             precision.attach(engine)
@@ -478,18 +484,3 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         return self._policy.shard_params
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        # The user's `train_dataloader` has drawn as in the first run; what follows goes on from the checkpoint.
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.training:
-            self._restore_rng()
-        return super().process_dataloader(dataloader)
-
-    @override
-    def on_train_start(self) -> None:
-        assert self.lightning_module is not None
-        if not begins_epoch(self.lightning_module.trainer.fit_loop):
-            self._restore_rng()  # the run that saved drew for the loader's iterator before
-        self._rng = None

@@ -43,6 +43,8 @@ from torch.utils.data import DataLoader
 from lightning_zero import DynamicLossScaler, StaticLossScaler, ZeroPrecision
 from lightning_zero.callbacks import GradientMonitor
 from lightning_zero.schedulers import WarmupCosineLR
+from lightning_zero.update import SkippedStepsError, StepOutcomes
+from lightning_zero.update.gradient_scale import GradientScale
 
 # How each kind of skip is asked for. The first overflow does not move the default scaler.
 FP16 = {"plugins": "16-mixed"}
@@ -54,6 +56,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 FALLS = "gradients overflowed"
 SKIPPED = "skipped a step"
+SUMMARY = "optimizer steps were skipped"
 
 
 def flags_of(mode: str, **scaler: Any) -> dict[str, Any]:
@@ -107,6 +110,7 @@ class Observer(Callback):
         self.steps: list[int] = []
         self.norms: list[float | None] = []
         self.warned: list[str] = []
+        self.summary: list[str] = []
 
     def __getstate__(self) -> dict[str, Any]:
         # Lightning gives every callback methods of the module.
@@ -134,7 +138,9 @@ def observed(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(strategy, recipe, module, callbacks=[observer], **flags)
-    observer.warned = [str(w.message) for w in caught if FALLS in str(w.message) or SKIPPED in str(w.message)]
+    messages = [str(w.message) for w in caught]
+    observer.warned = [message for message in messages if FALLS in message or SKIPPED in message]
+    observer.summary = [message for message in messages if SUMMARY in message]
     return observer
 
 
@@ -264,11 +270,49 @@ def test_one_warning_names_the_parameter(pool: RankPool, name: str, mode: str) -
 @ranks(2)
 @pytest.mark.parametrize("name", ["zero2", "zero3_offload"])
 def test_warnings_of_skips_that_no_scale_can_help_become_rare(pool: RankPool, name: str) -> None:
+    """At the end one of them says how many of the steps there were."""
     planted = functools.partial(Planted, at=[(n, 0) for n in range(7)])
     runs = pool.run(observed, name, Recipe(steps=8, optimizer="momentum"), planted)
     assert [text.partition("so far: ")[2][0] for text in runs[0].warned] == ["1", "2", "4"]
+    (summary,) = runs[0].summary
+    assert "7 of 8 optimizer steps were skipped" in summary
     assert runs[0].skipped[-1] == 7
-    assert runs[1].warned == []
+    assert runs[1].warned == runs[1].summary == []
+
+
+@ranks(2)
+@pytest.mark.parametrize(("name", "mode"), [("zero2", "bf16-mixed"), ("zero3_offload", "32-true")])
+def test_steps_that_are_skipped_in_a_row_end_the_run_on_all_ranks(pool: RankPool, name: str, mode: str) -> None:
+    planted = functools.partial(Planted, at=[(0, 1), (1, 0), *((n, 1) for n in range(3, 6))])  # a step between
+    strategy = strategy_of(name) | {"max_consecutive_skips": 3}
+    with pytest.raises(RankError, match=r"(?s)3 steps of SGD in a row.*model\.norm\.weight.*max_consec") as caught:
+        pool.run_within(20, observed, strategy, Recipe(steps=8, optimizer="momentum"), planted, **flags_of(mode))
+    assert {failure.kind for failure in caught.value.failures.values()} == {"SkippedStepsError"}
+    assert len(caught.value.failures) == 2
+
+
+@pytest.mark.filterwarnings("ignore:skipped a step", "ignore:gradients overflowed")
+def test_the_search_for_a_loss_scale_counts_as_no_skips_in_a_row() -> None:
+    """A healthy fp16 run begins with it; at the smallest scale skips count, those of each optimizer for themselves."""
+    scaler = DynamicLossScaler(init_scale=2.0**40, on_min_scale="continue")
+    outcomes = StepOutcomes(GradientScale(scaler), limit=3, warns=False)
+    a, b = (SGD([torch.zeros(1, requires_grad=True)]) for _ in range(2))
+
+    def skip(optimizer: Optimizer) -> None:
+        outcomes._scale.begin_backward()
+        outcomes.skip(optimizer, math.inf, lambda: "weight")
+
+    while not scaler.at_minimum:
+        skip(a)
+    assert outcomes.skipped == 41  # the first one is spared
+    for _ in range(2):
+        skip(a)
+        skip(b)
+    outcomes.take(b, 1.0)
+    skip(b)
+    with pytest.raises(SkippedStepsError, match=r"3 steps of SGD in a row .* of weight"):
+        skip(a)
+    assert outcomes.counts() == (47, 46)
 
 
 @ranks(2)

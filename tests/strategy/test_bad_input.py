@@ -80,6 +80,7 @@ def test_parameters_are_offloaded_at_stage_3_only(stage: int) -> None:
         ("native_optimizer", True, "'auto', 'off'"),
         ("start_method", "thread", "'popen', 'spawn', 'fork', 'forkserver'"),
         ("skip_nonfinite", "no", "True or False"),
+        ("max_consecutive_skips", 0, ">= 1"),
         ("checksums", 3, "True or False"),
         ("units", "Block", "list"),
         ("units", nn.Linear, "list"),

@@ -32,6 +32,7 @@ OTHERS: dict[str, Any] = {
     "detect_data_edits": True,
     "native_optimizer": "off",
     "skip_nonfinite": False,
+    "max_consecutive_skips": 6,
     "checkpoint_format": "sharded",
     "async_save": True,
     "checksums": False,

@@ -1,0 +1,113 @@
+"""The outcomes of optimizer steps: taken, or skipped on all ranks because a gradient was not finite."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch.optim import Optimizer
+
+from lightning_zero.update.gradient_scale import GradientScale
+from lightning_zero.update.loss_scaler import LossScaleError
+
+
+class StepOutcome(NamedTuple):
+    """The outcome of an optimizer's last step."""
+
+    grad_norm: float  # global L2 norm of the unscaled, averaged gradients before clipping; inf or nan where one is
+    skipped: bool
+
+
+class SkippedStepsError(RuntimeError):
+    """An optimizer's steps were skipped one after the other: nothing is trained any more."""
+
+
+class StepOutcomes:
+    """Notes the outcome of each step; lets the loss scaler judge skips, warns of them and ends a run of nothing else.
+
+    All ranks note the same outcomes, so that they warn and raise together.
+
+    Attributes:
+        skipped: number of skipped steps; a run that resumes goes on counting.
+
+    Args:
+        scale: of the gradients, with its scaler.
+        limit: raise at so many skips of one optimizer in a row; ``None``: never. Those by which the scaler looks for a
+            scale do not count: they end at its smallest.
+        warns: whether this rank is the one that warns.
+    """
+
+    def __init__(self, scale: GradientScale, limit: int | None, warns: bool) -> None:
+        self.skipped = 0
+        self._scale = scale
+        self._limit = limit
+        self._warns = warns
+        self._last: dict[int, StepOutcome] = {}  # by id of the optimizer
+        self._in_a_row: Counter[int] = Counter()  # by id of the optimizer: skips that no lower scale could help
+        self._steps = self._skipped_before = 0  # since `forget`; then
+
+    def forget(self) -> None:
+        """Begin anew, with other optimizers; the number of skipped steps stays."""
+        self._last.clear()
+        self._in_a_row.clear()
+        self._steps, self._skipped_before = 0, self.skipped
+
+    def last(self, optimizer: Optimizer) -> StepOutcome | None:
+        """The outcome of the last step of ``optimizer``; ``None`` before the first one."""
+        return self._last.get(id(optimizer))
+
+    def counts(self) -> tuple[int, int]:
+        """Steps since :meth:`forget`, and how many of them were skipped."""
+        return self._steps, self.skipped - self._skipped_before
+
+    def take(self, optimizer: Optimizer, grad_norm: float) -> None:
+        """Note a step that is taken."""
+        self._steps += 1
+        self._last[id(optimizer)] = StepOutcome(grad_norm, skipped=False)
+        self._in_a_row[id(optimizer)] = 0
+
+    def skip(self, optimizer: Optimizer, grad_norm: float, nonfinite_names: Callable[[], str]) -> None:
+        """Note a step that is skipped, and tell the loss scaler.
+
+        Args:
+            optimizer: whose step it is.
+            grad_norm: of its gradients.
+            nonfinite_names: says which are not finite; a collective, which is called on all ranks or on none.
+
+        Raises:
+            LossScaleError: gradients overflow at the smallest loss scale.
+            SkippedStepsError: there were too many in a row.
+        """
+        self._steps += 1
+        self._last[id(optimizer)] = StepOutcome(grad_norm, skipped=True)
+        self.skipped += 1
+        try:
+            falls = self._scale.judge(found_inf=True)
+        except LossScaleError as error:
+            raise LossScaleError(f"{error}. Not finite: the gradient of {nonfinite_names()}") from None
+        if falls:
+            self._warn(
+                f"gradients overflowed: the loss scale falls from {self._scale.value:g} to {self._scale.next:g} "
+                f"(steps skipped so far: {self.skipped})"
+            )
+        elif self._scale.at_minimum:  # where no lower scale can help, the data or the model is at fault
+            self._in_a_row[id(optimizer)] += 1
+            name = type(optimizer).__name__
+            if self._in_a_row[id(optimizer)] == self._limit:
+                raise SkippedStepsError(
+                    f"{self._limit} steps of {name} in a row were skipped on all ranks: inf or nan in the gradient of "
+                    f"{nonfinite_names()}. Nothing is trained any more. Look at the data and the loss of these steps, "
+                    "or lower the learning rate; max_consecutive_skips is the limit, None for no limit"
+                )
+            # Ever more rarely: it may be every step.
+            if self.skipped & (self.skipped - 1) == 0:
+                self._warn(
+                    f"skipped a step of {name} on all ranks: inf or nan in the gradient of {nonfinite_names()} "
+                    f"(steps skipped so far: {self.skipped}; the next warning comes when they are twice as many)"
+                )
+
+    def _warn(self, message: str) -> None:
+        if self._warns:
+            warnings.warn(message, stacklevel=6)
