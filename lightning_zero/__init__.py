@@ -77,12 +77,23 @@ _HOMES = {
     "load_from_checkpoint": "lightning_zero.integration.loading",
 }
 
+# Attributes like them, without an import of their own.
+_MODULES = frozenset(
+    "callbacks checkpoint cli config engine integration ops planning schedulers sharding storage tools update".split()
+)
+
 register()
 provide_advice()
 
 
 def __getattr__(name: str) -> Any:
     # Imported when it is used: importing the package stays cheap.
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

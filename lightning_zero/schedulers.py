@@ -4,14 +4,43 @@ A resumed run goes on at the saved step, by its own arguments: with a larger ``t
 first step still has the saved rate, and the optimizer's groups keep what was saved: base rates, peaks, momenta.
 """
 
+import functools
+import inspect
 import math
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, ParamSpec
 
 from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_zero.torch_private import SCHEDULE_OF_ONE_CYCLE
+
+P = ParamSpec("P")
+# DeepSpeed's names of arguments, with ours.
+_OF_DEEPSPEED = {
+    "total_num_steps": "total_steps",
+    "warmup_num_steps": "warmup_steps",
+    "warmup_min_lr": "min_lr",
+    "warmup_max_lr": "max_lr",
+    "last_batch_iteration": "last_epoch",
+}
+
+
+def _takes_names_of_deepspeed(init: Callable[P, None]) -> Callable[P, None]:
+    """Decorates a constructor such that it also takes DeepSpeed's names of its arguments."""
+    known = inspect.signature(init).parameters
+
+    @functools.wraps(init)
+    def renamed(*args: P.args, **kwargs: P.kwargs) -> None:
+        for theirs, ours in _OF_DEEPSPEED.items():
+            if theirs in kwargs and ours in known:
+                if ours in kwargs:
+                    raise TypeError(f"{theirs}= is DeepSpeed's name of {ours}=; give one of them.")
+                kwargs[ours] = kwargs.pop(theirs)
+        init(*args, **kwargs)
+
+    return renamed
 
 
 class _KeepsArguments(LRScheduler):
@@ -84,7 +113,8 @@ class WarmupLR(_KeepsArguments):
     As in DeepSpeed, the first two steps use the minimum, because its schedule starts at -1 and `i = 0` adds
     nothing yet: with `min_lr=0` they change no parameter (but do change the optimizer's state). A warm-up of one
     step counts as two. Unlike there, an unknown `warmup_type` is an error, and `max_lr=None` is each group's own
-    learning rate instead of the first one's.
+    learning rate instead of the first one's. DeepSpeed's names of the arguments are taken too, `warmup_min_lr`,
+    `warmup_max_lr`, `warmup_num_steps`, so that the `params` of its configuration fit.
 
     Args:
         optimizer: The optimizer whose groups are scheduled.
@@ -100,6 +130,7 @@ class WarmupLR(_KeepsArguments):
 
     _arguments = frozenset({"min_lr", "max_lr", "warmup_steps", "warmup_type", "total_steps"})
 
+    @_takes_names_of_deepspeed
     def __init__(
         self,
         optimizer: Optimizer,
@@ -147,7 +178,8 @@ class WarmupDecayLR(WarmupLR):
 
     After the warm-up, g is `(total_steps - i) / (total_steps - warmup_steps)` and at least 0. The minimum is
     reached at step `total_steps + 1`, because `i` lags one step behind. `max_lr=None` is each group's own learning
-    rate, 0.001 in DeepSpeed; there, a warm-up that ends after `total_steps` is a warning, here an error.
+    rate, 0.001 in DeepSpeed; there, a warm-up that ends after `total_steps` is a warning, here an error. DeepSpeed's
+    names of the arguments are taken too, such as `total_num_steps`.
 
     Args:
         optimizer: The optimizer whose groups are scheduled.
@@ -162,6 +194,7 @@ class WarmupDecayLR(WarmupLR):
         ValueError: For a negative or an impossible argument.
     """
 
+    @_takes_names_of_deepspeed
     def __init__(
         self,
         optimizer: Optimizer,

@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.distributed import Store
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
@@ -227,3 +229,8 @@ def storage_number(storage: UntypedStorage) -> int:
 def file_offset(storage: UntypedStorage) -> int | None:
     """Where in its file a storage lies that ``torch.load`` made on the meta device; torch before 2.13 may not say."""
     return getattr(storage, "_checkpoint_offset", None)
+
+
+def default_store() -> Store:
+    """The key-value store of the default process group, over which ranks have found each other."""
+    return _get_default_store()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from lightning.pytorch.strategies import StrategyRegistry
@@ -27,8 +28,10 @@ def test_importing_registers_the_strategies() -> None:
 
 def test_importing_the_package_imports_no_engine() -> None:
     """Which keeps it fast: milliseconds after `lightning`, of which the strategies need the rest anyway."""
-    code = "import lightning, lightning_zero, sys; print([m for m in sys.modules if m.startswith('lightning_zero.')])"
-    assert run_python(code).stdout.strip() == str(
+    code = "import lightning, lightning_zero, sys; print([m for m in sys.modules if m.startswith('lightning_zero.')])\n"
+    use = "print(lightning_zero.schedulers.WarmupLR, lightning_zero.callbacks.EMA, lightning_zero.engine.Engine)"
+    before, after = run_python(code + use).stdout.splitlines()
+    assert before == str(
         [
             "lightning_zero.integration",
             "lightning_zero.advice",
@@ -37,6 +40,15 @@ def test_importing_the_package_imports_no_engine() -> None:
             "lightning_zero.version",
         ]
     )
+    assert after.count("<class 'lightning_zero.") == 3
+
+
+def test_every_folder_is_an_attribute() -> None:
+    """Without an import of its own."""
+    package = Path(lightning_zero.__file__).parent
+    parts = {path.parent.name for path in package.glob("*/__init__.py")} | {"schedulers"}
+    assert parts - {"conf"} == lightning_zero._MODULES
+    assert {*lightning_zero.__all__, *parts} - {"conf"} <= set(dir(lightning_zero))
 
 
 @pytest.mark.slow

@@ -34,8 +34,8 @@ class Breakdown(pl.Callback):
     * ``data``: the next batch; ``other``: callbacks, loggers, checkpoints, Lightning's loops.
 
     On CUDA times are those of the stream, by events, which no step waits for: its values may be logged some steps
-    later. By hand, use ``self.manual_backward``; another backward counts as ``forward``. Under another strategy than
-    :class:`~lightning_zero.ZeroStrategy` the callback only warns.
+    later. In manual optimization call ``self.manual_backward``: the time of a plain ``loss.backward()`` is counted as
+    ``forward``. Under another strategy than :class:`~lightning_zero.ZeroStrategy` the callback only warns.
 
     Logged as ``time_ms/forward`` and so on, in milliseconds.
 

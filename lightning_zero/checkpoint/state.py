@@ -86,16 +86,21 @@ def _load_parameters(
     state = names_of(module, state)
     _run_load_hooks(module, state)
     live = module.state_dict(keep_vars=True)
-    problems = [
-        f"{key!r} has shape {tuple(state[key].shape)} in the checkpoint and {tuple(value.shape)} in the module"
+    # In the words of torch, which loads modules that are not sharded.
+    problems = []
+    if strict:
+        for what, names in ("Missing", live.keys() - state.keys()), ("Unexpected", state.keys() - live.keys()):
+            if names:
+                listed = ", ".join(f'"{key}"' for key in (*live, *state) if key in names)
+                problems.append(f"{what} key(s) in state_dict: {listed}. ")
+    problems += [
+        f"size mismatch for {key}: copying a param with shape {state[key].shape} from checkpoint, "
+        f"the shape in current model is {value.shape}."
         for key, value in live.items()
         if key in state and isinstance(value, Tensor) and value.shape != state[key].shape
     ]
-    if strict:
-        problems += [f"{key!r} is missing in the checkpoint" for key in live if key not in state]
-        problems += [f"{key!r} is unknown to the module" for key in state if key not in live]
     if problems:
-        raise RuntimeError(f"the checkpoint does not fit {type(module).__name__}: {'; '.join(problems)}")
+        raise RuntimeError("\n\t".join([f"Error(s) in loading state_dict for {type(module).__name__}:", *problems]))
     for key, value in live.items():
         bucket = engine.bucket_of(value) if isinstance(value, Parameter) else None
         if bucket is not None and key in state:

@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 
+from lightning_zero.version import __version__
+
 __all__ = ["app", "main"]
 
 app = typer.Typer(
@@ -33,8 +35,18 @@ class _Dtype(StrEnum):
 _Checkpoint = Annotated[Path, typer.Argument(metavar="CKPT", help="A checkpoint file or folder.", show_default=False)]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"lightning-zero {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _verbs() -> None:
+def _verbs(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
     """ZeRO data parallelism and offloading for PyTorch Lightning."""
 
 

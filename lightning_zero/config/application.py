@@ -4,10 +4,12 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_zero.config.arguments import check_trainer
 from lightning_zero.config.errors import check_added, check_complete, groups_of_application, run_with_clear_errors
 
 if TYPE_CHECKING:
@@ -42,7 +44,8 @@ def hydra_main(config_name: str, config_path: str | None = None) -> Callable[["T
                 _join_run_folder()
             main = hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)
             groups = functools.partial(groups_of_application, task, config_path)
-            run_with_clear_errors(main(_prepared(task)), task, groups)
+            with _schemas_hidden():
+                run_with_clear_errors(main(_prepared(task)), task, groups)
 
         return run
 
@@ -56,10 +59,28 @@ def _prepared(task: "Task") -> "Task":
     def run(cfg: "DictConfig") -> Any:
         check_added(cfg)
         check_complete(cfg)
+        check_trainer(cfg)
         _publish_run_folder()
         return task(cfg)
 
     return run
+
+
+@contextmanager
+def _schemas_hidden() -> Iterator[None]:
+    """Leaves our schemas out of the groups that `--help` lists: nobody chooses them."""
+    from hydra._internal.hydra import Hydra
+
+    own = Hydra.list_all_config_groups
+
+    def list_groups(hydra: Hydra, parent: str = "") -> list[str]:
+        return [group for group in own(hydra, parent) if not group.startswith("schema/")]
+
+    Hydra.list_all_config_groups = list_groups  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Hydra.list_all_config_groups = own  # type: ignore[method-assign]
 
 
 # -- one run folder for all ranks ---------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from lightning_zero.config.arguments import check_trainer
 from lightning_zero.config.errors import ConfigError
 from lightning_zero.config.schemas import DynamicLossScalerConf, PrecisionConf
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.utilities.types import OptimizerLRScheduler
     from omegaconf import DictConfig
+
+
+WARMUP_STEPS = 100  # of a scheduler whose `warmup_steps` is null
 
 
 def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "Trainer":
@@ -25,10 +29,13 @@ def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "T
     """
     from hydra.utils import instantiate
     from lightning.pytorch.callbacks import LearningRateMonitor
-    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.plugins.io import TorchCheckpointIO
+    from lightning.pytorch.strategies import DDPStrategy, Strategy
 
+    from lightning_zero.integration.checkpointing import FileCheckpointIO
     from lightning_zero.integration.launchers import why_not_in_sweep
 
+    check_trainer(cfg)
     _check_sizes(cfg.trainer)
     strategy = instantiate(cfg.strategy, _convert_="all")
     precision = _precision_arguments(cfg.precision, strategy)
@@ -47,6 +54,9 @@ def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "T
     )
     if isinstance(trainer.strategy, DDPStrategy) and (reason := why_not_in_sweep(trainer.strategy)):
         raise ConfigError(reason)  # ours has refused by itself
+    by_plugin = type(trainer.strategy).load_checkpoint is Strategy.load_checkpoint  # which reads files, and no folders
+    if by_plugin and type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = FileCheckpointIO()
     return trainer
 
 
@@ -165,7 +175,8 @@ def build_optimizers(
         optimizer: A torch optimizer's class and arguments.
         scheduler: A scheduler's class and arguments; without a class: none.
         params: Parameters or parameter groups.
-        total_steps: Optimizer steps of the fit, for a scheduler whose `total_steps` is null.
+        total_steps: Optimizer steps of the fit, for a scheduler whose `total_steps` is null. Where `warmup_steps` is
+            null, 100 of them are the warm-up, or a tenth if that is less.
     """
     options = _arguments(optimizer)
     if len(options.get("betas", (0, 0))) != 2:
@@ -180,6 +191,8 @@ def build_optimizers(
                 "scheduler.total_steps is null, and the fit has no end: set trainer.max_steps or max_epochs."
             )
         arguments["total_steps"] = int(total_steps)
+    if "warmup_steps" in arguments and arguments["warmup_steps"] is None:
+        arguments["warmup_steps"] = min(WARMUP_STEPS, arguments["total_steps"] // 10)
     schedule = _build(scheduler, built, **arguments)
     return {"optimizer": built, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -107,7 +107,7 @@ def check_added(cfg: "DictConfig") -> None:
         if key not in before and not re.search(rf"\$\{{[^}}]*(?<![\w.]){re.escape(key)}(?!\w)", everything):
             keys = _names([*before, *_groups_known_to(loader)])
             advice = f"name it in the primary configuration, or in a value as ${{{key}}}"
-            raise ConfigError(f"{_no_such_key(key, key, _TOP, keys)}\nA key that nothing uses is not added: {advice}.")
+            raise ConfigError(f"{no_such_key(key, key, _TOP, keys)}\nA key that nothing uses is not added: {advice}.")
 
 
 def check_complete(cfg: "DictConfig") -> None:
@@ -188,7 +188,7 @@ def _explain_key(cause: Any, groups: Sequence[str]) -> str:
     owner = str(cause.full_key).rpartition(".")[0] or _TOP
     # A group that no option is chosen of has no key.
     keys = _names([*(cause.parent_node or ()), *(groups if owner == _TOP else ())])
-    message = _no_such_key(str(cause.full_key), str(cause.key), owner, keys)
+    message = no_such_key(str(cause.full_key), str(cause.key), owner, keys)
     if owner != _TOP and cause.object_type is dict:
         message += f"\nTo add a key that is not there yet: +{cause.full_key}=..."
     return message
@@ -199,7 +199,8 @@ def _names(keys: Iterable[Any]) -> list[str]:
     return [str(key) for key in dict.fromkeys(keys) if not str(key).startswith("_") and key != "hydra"]
 
 
-def _no_such_key(full_key: str, key: str, owner: str, keys: list[str]) -> str:
+def no_such_key(full_key: str, key: str, owner: str, keys: list[str]) -> str:
+    """Writes that a key is not among those of its owner, with the closest one and all of them."""
     has = f"{owner} has: {', '.join(keys)}" if keys else f"{owner} has no keys."
     return f"{full_key}: no such key.{_closest(key, keys)}\n{has}"
 

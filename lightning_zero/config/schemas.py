@@ -256,7 +256,7 @@ class CosineConf:
 
     _target_: str = "lightning_zero.schedulers.WarmupCosineLR"
     total_steps: int | None = None
-    warmup_steps: int = 100
+    warmup_steps: int | None = None
     min_lr_ratio: float = 0.1
 
 

@@ -31,6 +31,10 @@ def provide_advice() -> None:
             ),
             Case.CANNOT_BE_SHARDED: "or train with strategy='ddp'",
             Case.MADE_LATE: "`__init__` or `configure_model` is the place for it",
+            Case.UNEVEN_LOADERS: (
+                "Every rank needs as many batches: `drop_last=True` in a batch sampler of your own, or "
+                "Trainer(limit_train_batches=...) with the number of the shortest"
+            ),
             Case.STEP_OF_ITS_OWN: "or change gradients in `on_before_optimizer_step`",
         }
     )

@@ -242,6 +242,24 @@ class CheckpointingStrategy(EngineStrategy):
             _checkpoint.rng.restore(self._rng, self._mesh.world.rank, self.root_device)
 
 
+class FileCheckpointIO(TorchCheckpointIO):
+    """Reads and writes files for other strategies, and says what to do with a folder."""
+
+    @override
+    def load_checkpoint(self, path: private.PathLike, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a checkpoint.
+
+        Raises:
+            CheckpointError: for a folder.
+        """
+        if Path(path).is_dir():
+            raise _checkpoint.CheckpointError(
+                f"{path} is a folder, a sharded checkpoint, which this strategy cannot read. Write it as one file "
+                f"first, `lightning-zero consolidate {path} one.ckpt`, and load that; or use a zero strategy"
+            )
+        return super().load_checkpoint(path, *args, **kwargs)
+
+
 def begins_epoch(loop: private.FitLoop) -> bool:
     """Whether a loop that starts has made the iterator of an epoch that begins, and not to skip what is done of one."""
     if not loop.restarting or loop.restarted_on_epoch_start:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,9 @@ from lightning_zero import checkpoint as _checkpoint
 from lightning_zero.engine import gathered_parameters
 from lightning_zero.integration import private
 
+_SECONDS_TO_END = 1.0
+_KILLED = ", nearly always because host memory ran out: see `dmesg`, the container's log and `lightning-zero doctor`"
+
 
 class ScriptLauncher(private.SubprocessScriptLauncher):
     """Starts the other ranks by running the script again."""
@@ -25,6 +30,18 @@ class ScriptLauncher(private.SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         _recover_checkpoints(trainer)
         return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def ended_by_signal(self) -> str:
+        """Says which of the ranks that this process has started ended by a signal; they had no time to say why."""
+        deadline = time.monotonic() + _SECONDS_TO_END
+        while all(process.poll() is None for process in self.procs) and time.monotonic() < deadline:
+            time.sleep(0.01)  # its connections are closed before it has ended
+        signals = {rank: -(process.poll() or 0) for rank, process in enumerate(self.procs, start=1)}
+        return "; ".join(
+            f"rank {rank} was ended by {signal.Signals(number).name}{_KILLED if number == signal.SIGKILL else ''}"
+            for rank, number in signals.items()
+            if number > 0
+        )
 
 
 class GatheringLauncher(private.MultiProcessingLauncher):
@@ -45,11 +62,17 @@ def make_launcher(strategy: DDPStrategy) -> ScriptLauncher | GatheringLauncher:
     """The launcher of the strategy's start method.
 
     Raises:
-        ValueError: for a job of a sweep that it would start again.
+        ValueError: for a job of a sweep that it would start again, and in a notebook, where there is no script.
     """
     if reason := why_not_in_sweep(strategy):
         raise ValueError(reason)
     method = private.start_method(strategy)
+    if method == "popen" and hasattr(sys, "ps1"):
+        raise ValueError(
+            "start_method='popen' starts the other ranks by running the script again, and in a notebook there is none. "
+            "Use the class and start_method='fork', as in Trainer(strategy=lightning_zero.ZeroStrategy(stage=2, "
+            "start_method='fork'))"
+        )
     if method != "popen":
         return GatheringLauncher(strategy, start_method=method)  # type: ignore[arg-type]  # checked by the options
     assert strategy.cluster_environment is not None

@@ -5,6 +5,7 @@ Importing the package costs milliseconds; engine, kernels and Hydra are imported
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -71,11 +72,29 @@ class _Await(MetaPathFinder):
 
 
 def register_in(registry: StrategyRegistryType) -> None:
-    """Add the names to a registry of strategies."""
+    """Add the names to a registry of strategies, which refuses what is nearly one of them from then on."""
     for name, arguments in STRATEGIES.items():
         offloads = ", state in host memory" if "offload_optimizer" in arguments else ""
         description = f"ZeRO stage {arguments['stage']}{offloads}"
         registry.register(name, _make_strategy, description, override=True, **arguments)
+    # The Trainer looks for a name in this list, and lists none of ours where it misses one.
+    registry.available_strategies = lambda: _Names(registry)  # type: ignore[method-assign]
+
+
+class _Names(list[str]):
+    """The registered names; to look for one that is nearly ours is an error that lists ours."""
+
+    def __contains__(self, name: object) -> bool:
+        found = super().__contains__(name)
+        if not found and isinstance(name, str):
+            close = difflib.get_close_matches(name, STRATEGIES, n=1, cutoff=0.75)
+            if close or name.startswith("zero"):
+                hint = f"did you mean {close[0]!r}? " if close else ""
+                raise ValueError(
+                    f"strategy={name!r} is not a strategy; {hint}The names of lightning_zero are: "
+                    f"{', '.join(STRATEGIES)}. Options go to the class: strategy=lightning_zero.ZeroStrategy(stage=2)"
+                )
+        return found
 
 
 def _refuse_in(strategies: ModuleType) -> None:

@@ -36,9 +36,10 @@ class StrategyOptions:
             Default: those of one node, so that only sums of gradient shards cross the network between nodes. Each node
             then holds a full copy; the number of all ranks takes the least memory, and is the default where nodes have
             one rank.
-        bucket_size_mb: size in 2^20 bytes up to which small units share one collective, stages 0-2.
-        units: what is gathered together at stage 3: module classes, their names, or patterns of module names
-            (``"transformer.h.*"``); default: the outermost repeated blocks.
+        bucket_size_mb: size in 2^20 bytes up to which small units share one bucket, a flat buffer that is reduced and
+            gathered as one, stages 0-2.
+        units: modules whose parameters are gathered together at stage 3: their classes, class names, or patterns of
+            module names (``"transformer.h.*"``); default: the outermost repeated blocks.
         persistence_numel: parameters with at most so many elements (biases, norms) stay unsharded at stage 3: it costs
             little memory and saves small collectives; 0 shards all.
         max_live_numel: at stage 3 the next unit is gathered while one computes, unless more than so many elements of

@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_zero.integration import patches, private
 from lightning_zero.integration.base import EngineStrategy
 from lightning_zero.integration.precision import ZeroPrecision, unwrap
+from lightning_zero.sharding import Subject
 from lightning_zero.storage import Phase
 
 
@@ -39,12 +40,21 @@ class SteppingStrategy(EngineStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._in_training_step = True
+        self._note_last_batch()
         try:
             with self._forward_context():
                 output = super().training_step(*args, **kwargs)
         finally:
             self._in_training_step = False
         return self._no_gradients() if output is None and self._may_lack_a_loss() else output
+
+    def _note_last_batch(self) -> None:
+        """Tell the others, should they ever wait for this rank in vain, where its loader ran out."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.is_last_batch and self._mesh is not None:
+            number, epoch = trainer.fit_loop.epoch_loop.batch_idx + 1, trainer.current_epoch
+            self._mesh.board.put(Subject.LOADER, f"after batch {number} of epoch {epoch}")
 
     def _may_lack_a_loss(self) -> bool:
         """Whether a rank can go without backward while others run one: not where they gather parameters in it."""
@@ -69,6 +79,12 @@ class SteppingStrategy(EngineStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._forward_context():
             return super().predict_step(*args, **kwargs)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._mesh is not None:
+            self._mesh.board.put(Subject.LOADER, "")  # an earlier fit's
 
     @override
     def on_validation_start(self) -> None:

@@ -29,7 +29,7 @@ from lightning_zero.checkpoint import Background, CheckpointError
 from lightning_zero.engine import Engine, engines_of
 from lightning_zero.integration import patches, private, remedies
 from lightning_zero.integration.checkpointing import CheckpointingStrategy
-from lightning_zero.integration.launchers import make_launcher
+from lightning_zero.integration.launchers import ScriptLauncher, make_launcher
 from lightning_zero.integration.names import register_in
 from lightning_zero.integration.options import (
     FormatName,
@@ -48,6 +48,7 @@ from lightning_zero.sharding import (
     Group,
     Mesh,
     ShardingPolicy,
+    Subject,
     sharded_init,
     unshard_parameters,
 )
@@ -82,9 +83,10 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
             Default: those of one node, so that only sums of gradient shards cross the network between nodes. Each node
             then holds a full copy; the number of all ranks takes the least memory, and is the default where nodes have
             one rank.
-        bucket_size_mb: size in 2^20 bytes up to which small units share one collective, stages 0-2.
-        units: what is gathered together at stage 3: module classes, their names, or patterns of module names
-            (``"transformer.h.*"``); default: the outermost repeated blocks.
+        bucket_size_mb: size in 2^20 bytes up to which small units share one bucket, a flat buffer that is reduced and
+            gathered as one, stages 0-2.
+        units: modules whose parameters are gathered together at stage 3: their classes, class names, or patterns of
+            module names (``"transformer.h.*"``); default: the outermost repeated blocks.
         persistence_numel: parameters with at most so many elements (biases, norms) stay unsharded at stage 3: it costs
             little memory and saves small collectives; 0 shards all.
         max_live_numel: at stage 3 the next unit is gathered while one computes, unless more than so many elements of
@@ -449,6 +451,7 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        self._tell_why(exception)
         if self.memory is not None and is_out_of_memory(exception):
             try:
                 console = Console(file=sys.stderr)
@@ -456,6 +459,14 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
             except Exception as error:  # noqa: BLE001  (the other one says what went wrong, and goes on)
                 exception.add_note(f"ZeroStrategy could not report what the memory holds: {error!r}")
         super().on_exception(exception)
+
+    def _tell_why(self, exception: BaseException) -> None:
+        """Name this rank's error to the ranks that wait for it, or to the user that of a rank that ended in silence."""
+        if not isinstance(exception, CollectiveError):
+            if self._mesh is not None:
+                self._mesh.board.put(Subject.FAILURE, " ".join(f"{type(exception).__name__}: {exception}".split()))
+        elif isinstance(self.launcher, ScriptLauncher) and (ended := self.launcher.ended_by_signal()):
+            exception.add_note(ended)
 
     @override
     def teardown(self) -> None:

@@ -3,10 +3,10 @@
 Glossary, of all floors:
 
 unit
-    A module whose parameters are gathered together, such as a block of a transformer; the rest is the root's.
+    A module whose parameters are gathered together, such as one of a transformer's blocks; the rest is the root's.
 bucket
-    Parameters of one unit (of several small ones at stages 0 to 2), of one dtype, that are gathered, reduced and
-    updated together.
+    Parameters of one unit (of several small ones at stages 0 to 2), of one dtype, in one flat buffer: gathered, reduced
+    and updated together.
 flat buffer
     The 1-D tensor in which a bucket's parameters lie one after the other; they are views of it.
 shard
@@ -33,6 +33,7 @@ lane, ticket
     An ordered queue of an executor, such as copies to the host; the handle by which one waits for work in it.
 """
 
+from lightning_zero.sharding.board import Board, Subject
 from lightning_zero.sharding.bucket import Bucket, BucketState, ParameterSpec
 from lightning_zero.sharding.collectives import CollectiveError, Group, Mesh
 from lightning_zero.sharding.forms import BucketForm
@@ -45,6 +46,7 @@ from lightning_zero.sharding.policies import MixedPrecisionPolicy, ShardingPolic
 from lightning_zero.sharding.sharded_init import ShardedInit, ShardedParameter, sharded_init, unshard_parameters
 
 __all__ = [
+    "Board",
     "Bucket",
     "BucketForm",
     "BucketGradients",
@@ -64,6 +66,7 @@ __all__ = [
     "ShardedInit",
     "ShardedParameter",
     "ShardingPolicy",
+    "Subject",
     "Unit",
     "find_units",
     "runs",

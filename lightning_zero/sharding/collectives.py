@@ -14,6 +14,7 @@ the rest ends by the timeout; with a backend's own collectives :meth:`Mesh.check
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.sharding.board import Board
 from lightning_zero.storage.accelerators import device_type
 from lightning_zero.storage.timers import Phase, Timers
+from lightning_zero.torch_private import default_store
 
 # torch 2.13 renamed the flat collectives; 2.10 to 2.12 have the old names only.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -57,6 +60,7 @@ class Group:
         sent: bytes that this rank has sent, by collective, for a ring or direct exchange; without those of checks.
         calls: number of collectives issued, by collective.
         timers: of what waits for other ranks.
+        board: notes of all ranks, for errors.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -68,6 +72,7 @@ class Group:
         self.sent: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self.timers = Timers()
+        self.board = Board()
         self.recent: deque[str] = deque(maxlen=_RECENT)
         self._headers = 0
         if process_group is None:
@@ -219,11 +224,21 @@ class Group:
             with self.timers.phase(Phase.WAIT):
                 yield
         except RuntimeError as error:
-            raise CollectiveError(
-                f"rank {self.rank} of {self.size} could not {what}: another rank failed, or does something else than "
-                f"this one, or takes longer than the timeout. Before it, this rank had asked for: "
-                f"{', '.join(self.recent) or 'nothing'}. {_REMEDY} ({error})"
-            ) from error
+            raise CollectiveError(self._explanation(what, str(error))) from error
+
+    def _explanation(self, what: str, error: str) -> str:
+        """The message where the backend failed; the cause comes last, where it is known."""
+        failed = f"rank {self.rank} of {self.size} could not {what}"
+        if cause := self.board.explain():
+            return f"{failed}, because {cause}"
+        if any(words in error for words in _CLOSED):
+            return (
+                f"{failed}, because another rank has ended without an error of Python, as one that was killed ({error})"
+            )
+        return (
+            f"{failed}: another rank failed, or does something else than this one, or takes longer than the timeout. "
+            f"Before it, this rank had asked for: {', '.join(self.recent) or 'nothing'}. {_REMEDY} ({error})"
+        )
 
     # -------------------------------------------------------------------------------------------------- consistency
 
@@ -243,7 +258,7 @@ class Group:
         headers = [bytes(row) for row in table.tolist()]  # where a device has them, one wait for it
         if any(header[:4] != own[:4] for header in headers):
             wants = [header[4:].decode(errors="replace").rstrip() for header in headers]
-            raise CollectiveError(_disagreement(wants))
+            raise CollectiveError(_disagreement(wants, self.board))
 
 
 class _Transport(Protocol):
@@ -341,6 +356,7 @@ class _Collectives:
             _all_gather_flat(table.view(-1), header, group=self._group.process_group)
 
 
+_CLOSED = ("closed by peer", "reset by peer", "Broken pipe")  # in errors of gloo
 _REMEDY = (
     "All ranks must run the same units in the same order, and as many backward passes and steps. Where they take "
     "different ways through the model, hold what they read whole on all ranks (`with "
@@ -348,13 +364,14 @@ _REMEDY = (
 )
 
 
-def _disagreement(wants: Sequence[str]) -> str:
+def _disagreement(wants: Sequence[str], board: Board) -> str:
     """The message where the ranks of a group are about to do, or did, different things."""
     ranks: dict[str, list[int]] = {}
     for rank, want in enumerate(wants):
         ranks.setdefault(want, []).append(rank)
     said = "; ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}: {want}" for want, r in ranks.items())
-    return f"ranks do not do the same. {said}. {_REMEDY}"
+    cause = board.explain()
+    return f"ranks do not do the same. {said}. {f'The cause: {cause}' if cause else _REMEDY}"
 
 
 def _nothing() -> None:
@@ -369,16 +386,18 @@ class Mesh:
 
     Attributes:
         timers: of all that this rank does between the groups' collectives, and of waiting for them.
+        board: notes of all ranks, for errors.
     """
 
     world: Group
     shard: Group
     replica: Group
     timers: Timers = field(default_factory=Timers)
+    board: Board = field(default_factory=Board)
 
     def __post_init__(self) -> None:
         for group in (self.world, self.shard, self.replica):
-            group.timers = self.timers
+            group.timers, group.board = self.timers, self.board
 
     def check(self, enabled: bool) -> None:
         """Compare the ranks before each collective from now on, or no longer. The same call on all ranks."""
@@ -406,7 +425,8 @@ class Mesh:
         same &= all(replica[rank] == replica[rank % size] for rank in range(self.world.size))
         if not same:
             own = ", ".join([*self.shard.recent, *(self.replica.recent if self.replica is not self.shard else ())])
-            raise CollectiveError(_disagreement(self.world.all_gather_object(own, "compare what ranks did")))
+            wants = self.world.all_gather_object(own, "compare what ranks did")
+            raise CollectiveError(_disagreement(wants, self.board))
 
     @classmethod
     def single(cls) -> Mesh:
@@ -442,7 +462,12 @@ class Mesh:
         world = _new_groups([list(range(world_size))], rank, timeout)
         shard = world if size == world_size else _new_groups(shards, rank, timeout)
         replica = world if size == 1 else _new_groups(replicas, rank, timeout)
-        return cls(world, shard, replica)
+        # Each mesh has a board of its own: the same number on all ranks, which make their meshes together.
+        store = dist.PrefixStore(f"mesh {next(_MESHES)}", default_store())
+        return cls(world, shard, replica, board=Board(rank, world_size, store))
+
+
+_MESHES = itertools.count()
 
 
 def _new_groups(partition: Sequence[list[int]], rank: int, timeout: timedelta | None) -> Group:

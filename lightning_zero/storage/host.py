@@ -1,6 +1,6 @@
 """Tensors in host memory, each in an anonymous mapping of its exact size.
 
-The C allocator keeps freed blocks and fragments under tensors of model size, and torch's pinned allocator rounds up to
+The C allocator keeps freed pieces and fragments under tensors of model size, and torch's pinned allocator rounds up to
 powers of two; a mapping of its own per tensor takes the bytes asked for (rounded to a page) and gives them back when
 the tensor dies.
 """

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning import LightningDataModule, LightningModule, __version__
+from torch import nn
 
 from lightning_zero import load_from_checkpoint
+from lightning_zero.checkpoint.state import load_module_state_dict
+from lightning_zero.engine import Engine
+from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardingPolicy
+from lightning_zero.storage import DeviceStore
 
 
 class Scaled(LightningModule):
@@ -66,3 +72,19 @@ def test_a_data_module_has_its_hyperparameters(path: Path) -> None:
 def test_what_is_no_class_of_lightnings_is_refused(cls: Any, path: Path) -> None:
     with pytest.raises(TypeError, match="must be a class"):
         load_from_checkpoint(cls, path)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_state_that_does_not_fit_is_told_in_torchs_words(strict: bool) -> None:
+    """So that it reads alike where a module is sharded already, at stage 3, and where it is not yet."""
+    plain = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    own, cpu = plain.state_dict(), DeviceStore(torch.device("cpu"))
+    stage_3 = ShardingPolicy.from_stage(3), MixedPrecisionPolicy()
+    engine = Engine(copy.deepcopy(plain), BucketPlacement(Mesh.single(), *stage_3, cpu.device, cpu, cpu))
+    state = {name: value for name, value in own.items() if name != "1.bias"} | {"2.weight": torch.ones(2)}
+    state |= {"0.weight": torch.ones(3, 4), "1.running_mean": torch.ones(4)}
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight") as theirs:
+        plain.load_state_dict(state, strict)
+    with pytest.raises(RuntimeError) as ours:
+        load_module_state_dict(engine, state, strict)
+    assert str(ours.value) == str(theirs.value)

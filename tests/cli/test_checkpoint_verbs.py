@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from typer import BadParameter
 from typer.testing import CliRunner, Result
 
+import lightning_zero
 from lightning_zero.cli import app
 from lightning_zero.cli.export import parse_size
 
@@ -43,6 +44,10 @@ WEIGHTS = {"model.a": torch.randn(2, 3), "model.b": torch.randn(4), "other": tor
 
 def invoke(*arguments: Any) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+def test_the_version_is_printed() -> None:
+    assert invoke("--version").stdout == f"lightning-zero {lightning_zero.__version__}\n"
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_zero
-from lightning_zero import DynamicLossScaler, StaticLossScaler, ZeroPrecision, ZeroStrategy
+from lightning_zero import CheckpointError, DynamicLossScaler, StaticLossScaler, ZeroPrecision, ZeroStrategy
 from lightning_zero.callbacks import EMA, Breakdown, MemoryReport
 from lightning_zero.config import ConfigError, build_optimizers, build_trainer, hydra_main, micro_batch_size
 from lightning_zero.config.builders import build_group
@@ -139,6 +139,14 @@ def test_every_precision_builds_with_ddp_or_says_why_not(composed: Compose, grou
         assert build_trainer(cfg).precision == downgraded.get(option, cfg.precision.precision)
 
 
+def test_another_strategy_says_what_to_do_with_a_folder(composed: Compose, folder: Path) -> None:
+    strategy = build_trainer(composed("strategy=ddp")).strategy
+    with pytest.raises(CheckpointError, match=f"lightning-zero consolidate {folder} one.ckpt"):
+        strategy.load_checkpoint(folder)
+    torch.save({"epoch": 1}, folder / "file")
+    assert strategy.load_checkpoint(folder / "file") == {"epoch": 1}
+
+
 def test_every_option_of_a_loss_scaler_can_be_overridden(composed: Compose) -> None:
     values: dict[str, Any] = {
         "init_scale": 128.0,
@@ -195,6 +203,13 @@ def test_every_scheduler_builds_over_the_whole_fit(composed: Compose, option: st
         built["optimizer"].step()
         scheduler.step()
     assert max(rates) == pytest.approx(0.5)  # the peak is the optimizer's own rate
+
+
+def test_a_short_fit_has_a_short_warmup(composed: Compose) -> None:
+    cfg = composed("scheduler=cosine")
+    for total, expected in ((1, 0), (50, 5), (999, 99), (2000, 100)):
+        built = build_optimizers(cfg.optimizer, cfg.scheduler, [torch.nn.Parameter(torch.zeros(2))], total)
+        assert built["lr_scheduler"]["scheduler"].warmup_steps == expected
 
 
 def test_parameter_groups_keep_their_own_settings(composed: Compose) -> None:
@@ -461,7 +476,9 @@ def run_app(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
             ["eksperiment: no such key. Did you mean 'experiment'?", "the configuration has: strategy, precision"],
         ),
         (["run_dir=x", "+speed=2"], ["speed: no such key.\n", "A key that nothing uses is not added"]),
-        (["run_dir=x", "+trainer.devises=2"], ["Trainer", "unexpected keyword argument 'devises'"]),
+        (["run_dir=x", "+trainer.devises=2"], ["trainer.devises: no such key. Did you mean 'devices'?", "max_time"]),
+        (["run_dir=x", "trainer.max_steps=abc"], ["trainer.max_steps=abc must be a whole number."]),
+        (["run_dir=x", "trainer.limit_val_batches=all"], ["trainer.limit_val_batches=all must be a number or null."]),
         (["run_dir=x", "+trainer.strategy=ddp"], ["trainer.strategy has no effect", "Use strategy=... instead"]),
         (["run_dir=x", "+trainer.precision=64"], ["trainer.precision has no effect", "Use precision=... instead"]),
         (["run_dir=x", "+trainer.callbacks=[]"], ["trainer.callbacks has no effect", "Use callbacks=... instead"]),
@@ -481,7 +498,8 @@ def run_app(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
 def test_mistakes_name_what_would_be_right(
     run_app: Callable[..., str], overrides: list[str], expected: list[str]
 ) -> None:
-    message = run_app(*overrides, task=lambda cfg: (cfg.scheduler, build_trainer(cfg)))
+    # As tasks do, this one uses some values before there is a Trainer.
+    message = run_app(*overrides, task=lambda cfg: (cfg.trainer.max_steps + 0, cfg.scheduler, build_trainer(cfg)))
     assert "Traceback" not in message
     for part in expected:
         assert part in message
@@ -514,7 +532,10 @@ def test_additions_that_are_used_are_taken(folder: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["scheduler=cosine"], ["WarmupCosineLR", "warmup_steps=100 must be", "less than total_steps=50"]),
+        (
+            ["scheduler=cosine", "scheduler.warmup_steps=100"],
+            ["WarmupCosineLR", "warmup_steps=100 must be", "less than total_steps=50"],
+        ),
         (["optimizer.lr=-1"], ["AdamW", "Invalid learning rate: -1"]),
         (["optimizer.betas=[0.9]"], ["optimizer.betas=[0.9] must be two numbers, such as [0.9,0.999]"]),
         (["scheduler=warmup", "scheduler.warmup_steps=-1"], ["WarmupLR", "warmup_steps=-1 must be at least 1"]),
@@ -539,6 +560,16 @@ def test_a_schedule_over_a_fit_without_end_is_refused(run_app: Callable[..., str
 
     message = run_app("run_dir=x", "scheduler=cosine", task=task)
     assert message.startswith("scheduler.total_steps is null, and the fit has no end: set trainer.max_steps")
+
+
+def test_help_lists_the_groups_that_one_can_choose(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["main.py", "--help"])
+    hydra_main(config_name="main", config_path=str(folder))(build_trainer)()
+    text = capsys.readouterr().out
+    assert "strategy: ddp, zero0, zero1" in text
+    assert "schema" not in text
 
 
 def test_a_misspelt_group_in_a_file_is_named(run_app: Callable[..., str], folder: Path) -> None:

@@ -83,6 +83,23 @@ def test_warmup_goes_deepspeeds_way(warmup_type: str, rise: list[float]) -> None
     assert seen == pytest.approx([0.1 + share for share in [*rise, *DECAY]])
 
 
+def test_deepspeeds_names_of_arguments_are_taken() -> None:
+    """The `params` of its configuration as they are."""
+    params: dict[str, Any] = {
+        "warmup_min_lr": 0.1,
+        "warmup_max_lr": 1.1,
+        "warmup_num_steps": 4,
+        "last_batch_iteration": -1,
+    }
+    assert run(WarmupLR(sgd(7.0), **params), 5) == pytest.approx([0.1 + share for share in LOG[:5]])
+    decay = WarmupDecayLR(sgd(7.0), **params, total_num_steps=8)
+    assert run(decay, 11) == pytest.approx([0.1 + share for share in [*LOG, *DECAY]])
+    with pytest.raises(TypeError, match="warmup_num_steps= is DeepSpeed's name of warmup_steps="):
+        WarmupLR(sgd(7.0), warmup_steps=4, warmup_num_steps=4)
+    with pytest.raises(TypeError, match="total_num_steps"):
+        WarmupLR(sgd(7.0), total_num_steps=8)
+
+
 def test_the_tutorials_warmup() -> None:
     """0 to 1e-3 in 1,000 steps: step t has 1e-3 * log(t) / log(1000), a decimal logarithm over 3."""
     seen = run(WarmupLR(sgd(1e-3), warmup_steps=1000), 1002)

@@ -56,8 +56,9 @@ def launch(command: list[str], folder: Path, **options: Any) -> tuple[int, str, 
         (PLAIN, "zero2_offload"),
         pytest.param(TORCHRUN, "zero2", marks=pytest.mark.slow),
         pytest.param(PLAIN, {"stage": 3, "start_method": "spawn"}, marks=pytest.mark.slow),
+        pytest.param(PLAIN, {"stage": 2, "start_method": "fork"}, marks=pytest.mark.slow),
     ],
-    ids=["popen", "torchrun", "spawn"],
+    ids=["popen", "torchrun", "spawn", "fork"],
 )
 def test_a_launched_run_trains_as_one_process_would(command: list[str], strategy: Any, tmp_path: Path) -> None:
     """After a spawned run the module of the main process is whole, at stage 3 too."""
@@ -83,5 +84,14 @@ def test_a_rank_that_raises_ends_the_run_with_its_error(
     status, output, seconds = launch(command, tmp_path, strategy=strategy, fail_on=rank)
     assert status != 0
     assert f"LookupError: rank {rank} gave up" in output
+    if command is PLAIN:  # torchrun has a report of its own
+        assert f"rank {rank} " in output.splitlines()[-1]  # whichever rank printed it
     assert not (tmp_path / "weights.pt").exists()
     assert seconds < LIMIT
+
+
+@pytest.mark.slow
+def test_the_last_line_names_a_rank_that_was_killed(tmp_path: Path) -> None:
+    status, output, _ = launch(PLAIN, tmp_path, strategy="zero2", fail_on=1, killed=True)
+    assert status != 0
+    assert output.splitlines()[-1].startswith("rank 1 was ended by SIGKILL, nearly always because host memory ran out")

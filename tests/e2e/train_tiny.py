@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from typing import Any
 
@@ -18,19 +20,21 @@ RECIPE = Recipe(optimizer="momentum", steps=4)
 
 
 class FailsOn(Lit):
-    """Raises on one rank in the second step; -1: on none."""
+    """Raises on one rank in the second step, or is killed; -1: on none."""
 
-    def __init__(self, recipe: Recipe, rank: int) -> None:
+    def __init__(self, recipe: Recipe, rank: int, killed: bool) -> None:
         super().__init__(recipe)
-        self.rank = rank
+        self.rank, self.killed = rank, killed
 
     def training_step(self, batch: Tensor, index: int) -> Tensor | None:
         if index == 1 and dist.get_rank() == self.rank:
+            if self.killed:
+                os.kill(os.getpid(), signal.SIGKILL)
             raise LookupError(f"rank {self.rank} gave up")
         return super().training_step(batch, index)
 
 
-def main(strategy: str | dict[str, Any], out: str, fail_on: int = -1) -> None:
+def main(strategy: str | dict[str, Any], out: str, fail_on: int = -1, killed: bool = False) -> None:
     torch.set_num_threads(1)
     trainer = Trainer(
         strategy=ZeroStrategy(**strategy) if isinstance(strategy, dict) else strategy,
@@ -44,7 +48,7 @@ def main(strategy: str | dict[str, Any], out: str, fail_on: int = -1) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = FailsOn(RECIPE, fail_on)
+    module = FailsOn(RECIPE, fail_on, killed)
     trainer.fit(module)
     with gathered_parameters(module):
         if trainer.is_global_zero:

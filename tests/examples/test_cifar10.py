@@ -82,7 +82,7 @@ def test_the_experiment_is_deepspeeds_tutorial(cifar10: SimpleNamespace) -> None
 
 def test_choices_beside_the_experiment_win() -> None:
     cfg = composed("experiment=tutorial", "callbacks=none", "model=resnet18", "scheduler=cosine")
-    assert (cfg.callbacks, cfg.model.network, cfg.scheduler.warmup_steps) == ({}, "resnet18", 100)
+    assert (cfg.callbacks, cfg.model.network, cfg.scheduler.warmup_steps) == ({}, "resnet18", None)
 
 
 def test_the_primary_configuration_lists_every_option() -> None:

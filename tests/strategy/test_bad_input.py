@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero import DynamicLossScaler, ZeroPrecision, ZeroStrategy
+from lightning_zero.integration.names import STRATEGIES
 
 
 def contains(*parts: str) -> str:
@@ -37,6 +39,25 @@ def test_an_unknown_option_lists_the_known(option: str, meant: str | None) -> No
     with pytest.raises(TypeError, match=contains(option, "offload_params", "shard_size", "timeout")) as caught:
         ZeroStrategy(2, **{option: "cpu"})
     assert (f"did you mean {meant!r}" in str(caught.value)) == (meant is not None)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("zero4", "zero"), ("zero3-offload", "zero3_offload"), ("zero_offload", "zero"), ("zer2", "zero2")],
+)
+def test_a_name_that_is_nearly_ours_lists_ours(name: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=contains(f"strategy={name!r}", f"mean '{meant}", *STRATEGIES)):
+        Trainer(strategy=name, accelerator="cpu", logger=False)
+    with pytest.raises(ValueError, match="invalid strategy name: `strategy='dpd'`"):
+        Trainer(strategy="dpd", accelerator="cpu", logger=False)
+
+
+def test_a_store_that_is_listed_is_accepted() -> None:
+    """By whoever writes what DeepSpeed's strategy takes, for one."""
+    with pytest.raises(ValueError, match="offload_optimizer=True") as caught:
+        ZeroStrategy(2, offload_optimizer=True)  # type: ignore[arg-type]
+    for word in re.findall(r"'(\w+)'", str(caught.value)):
+        assert ZeroStrategy(2, offload_optimizer=word).options.offload_optimizer == word
 
 
 @pytest.mark.parametrize("option", ["offload_optimizer", "offload_params"])
@@ -96,6 +117,12 @@ def test_other_options(option: str, value: Any, expected: str) -> None:
 def test_stage_0_has_no_shards() -> None:
     with pytest.raises(ValueError, match=contains("shard_size=2", "stage=0", "stage=1")):
         ZeroStrategy(0, shard_size=2)
+
+
+def test_a_notebook_has_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(ValueError, match=contains("start_method='popen'", "notebook", "start_method='fork'")):
+        Trainer(strategy="zero2", accelerator="cpu", logger=False)
 
 
 def test_an_engine_is_asked_for_too_early() -> None:

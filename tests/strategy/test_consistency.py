@@ -10,6 +10,7 @@ import torch.distributed as dist
 from helpers.ranks import RankError, RankPool, ranks
 from strategy.fits import Lit, Recipe, fit
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 STEPS = 12
 
@@ -49,6 +50,39 @@ def test_another_branch_on_one_rank_is_an_error_on_all(pool: RankPool, module: t
         "model.blocks.0" in failure.message or "model.blocks.1" in failure.message for failure in failures.values()
     )
     assert set(failures) == set(range(4))
+
+
+class Failing(Lit):
+    """Rank 1 fails in its second step."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        if dist.get_rank() == 1 and index == 1:
+            raise LookupError("no such token")
+        return super().training_step(batch, index)
+
+
+class Uneven(Lit):
+    """Rank 1 has a batch less than the other."""
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(list(super().loader())[dist.get_rank() :], batch_size=None)  # type: ignore[arg-type]
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("module", "cause", "end"),
+    [
+        (Failing, "because rank 1 failed: LookupError: no such token", "no such token"),
+        (Uneven, "a loader ran out of batches: on rank 1 after batch 2 of epoch 0; not yet on rank 0", "the shortest"),
+    ],
+)
+def test_the_rank_that_waits_in_vain_names_the_cause(pool: RankPool, module: type[Lit], cause: str, end: str) -> None:
+    with pytest.raises(RankError) as caught:
+        pool.run_within(60, fit, {"stage": 2, "timeout": 1.0}, Recipe(steps=3), module)
+    failure = caught.value.failures[0]
+    assert failure.kind == "CollectiveError"
+    assert cause in failure.message
+    assert failure.message.splitlines()[-1].endswith(end)
 
 
 @ranks(2)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,8 @@ from helpers.ranks import RankPool, ranks
 from strategy.fits import DDP, MOMENTUM, Lit, Recipe, assert_as_ddp, assert_same, fit, main_names, slow_unless
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lightning_zero.sharding import FreedParameter
 
 MOMENTS = ["__init__", "configure_optimizers", "on_train_start", "batch 1"]
 moments = pytest.mark.parametrize("moment", slow_unless(["batch 1"], MOMENTS))
@@ -42,6 +47,62 @@ class Hooked(Lit):
 
     def register(self) -> None:
         raise NotImplementedError
+
+
+# --------------------------------------------------------------------------------------------- the table of the docs
+
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "own-code.md"
+
+
+def rows() -> Iterator[tuple[list[str], bool]]:
+    """The hooks of each row of the table that a fit calls, and whether parameters are freed in them."""
+    for line in TABLE.read_text().splitlines():
+        if line.startswith("| `"):
+            hooks, weights = line.strip("| ").split(" | ")
+            names = [name for name in re.findall(r"`(\w+)`", hooks) if name not in NEVER]
+            if names:
+                yield names, "freed" in weights
+
+
+NEVER = ("on_exception", "prepare_data", "setup", "configure_model", "on_load_checkpoint", "test_step", "predict_step")
+
+
+class Watching(Lit):
+    """Notes in every hook whether a parameter is freed: one of a unit, in steps one that is outside of all."""
+
+    def look(self, hook: str) -> None:
+        in_step = hook in ("training_step", "validation_step")
+        parameter = self.model.norm.weight if in_step else self.model.blocks[0].up.weight
+        self.notes.append((hook, isinstance(parameter, FreedParameter)))
+
+
+def watched(name: str) -> Any:
+    own = getattr(Lit, name)
+
+    def hook(self: Watching, *args: Any, **kwargs: Any) -> Any:
+        if name != "optimizer_step":
+            self.look(name)
+        output = own(self, *args, **kwargs)
+        if name == "optimizer_step":
+            self.look(name)
+        return output
+
+    return hook
+
+
+def watch(strategy: str) -> Any:
+    listed = [name for names, _ in rows() for name in names]
+    module = type("Watching", (Watching,), {name: watched(name) for name in listed})
+    return fit(strategy, MOMENTUM, module, limit_val_batches=1, num_sanity_val_steps=1)
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["zero3", "zero2"])
+def test_hooks_see_the_weights_that_the_page_says(pool: RankPool, name: str) -> None:
+    seen = dict(pool.run(watch, name)[0].notes)
+    expected = {hook: freed and name == "zero3" for hooks, freed in rows() for hook in hooks}
+    assert seen == {hook: freed for hook, freed in expected.items() if hook in seen}
+    assert expected.keys() - seen.keys() <= {"on_save_checkpoint"}
 
 
 # --------------------------------------------------------------------------------------------------- gradients
