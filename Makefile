@@ -18,7 +18,7 @@ export PIP_CONSTRAINT := $(abspath constraints.txt)
 export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-slow test-cpp test-cpp-tsan lint format docs wheel clean
+.PHONY: help demo test test-slow test-cpp test-cpp-tsan mutants lint format docs wheel clean
 
 help:
 	@echo "demo       train GPT-2 with strategy=zero2_offload on two ranks; ARGS=... adds overrides"
@@ -26,6 +26,7 @@ help:
 	@echo "test-slow  slow tests, and test-cpp-tsan"
 	@echo "test-cpp   C++ tests, plain and with the address and undefined-behavior sanitizers; needs GoogleTest"
 	@echo "test-cpp-tsan  C++ tests of what uses threads, with the thread sanitizer"
+	@echo "mutants    plant small errors in a copy of the package, each of which a test must notice; ARGS=... chooses some"
 	@echo "lint       ruff, mypy, clang-format, codespell"
 	@echo "format     rewrite files in the project's format"
 	@echo "docs       build the documentation in site/; ARGS=serve shows it while it is written"
@@ -76,6 +77,10 @@ test-cpp: $(VENV)/.installed-dev
 
 test-cpp-tsan: $(VENV)/.installed-dev
 	$(call run_cpp_tests,cpp-tsan,thread,ThreadPool|BindThreads|Parallel)
+
+# -P: as above, this folder stays off sys.path.
+mutants: $(VENV)/.installed-dev
+	PYTHONPATH=tests $(BIN)/python -P -m mutants --jobs $(JOBS) $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
