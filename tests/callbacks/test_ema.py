@@ -230,6 +230,23 @@ def test_steps_that_come_two_at_a_time(pool: RankPool) -> None:
     assert_same(runs[1].weights, runs[0].weights)
 
 
+def fit_elsewhere() -> tuple[Weights, Weights, Weights]:
+    """Ours under another strategy: updated every two steps; never; and a fit without it."""
+    seldom, never = EMA(decay=0.75, update_every_n_steps=2), EMA(update_starting_at_step=100)
+    fits = (fit(DDP, MOMENTUM, TwoOptimizers, callbacks=some) for some in ([seldom], [never], []))
+    first, second, third = (fitted.weights for fitted in fits)
+    return first, second, third
+
+
+@ranks(2)
+@pytest.mark.filterwarnings("ignore:.*was never updated")
+def test_under_another_strategy_it_is_lightnings(pool: RankPool) -> None:
+    """But that several optimizers step several at a time, and that weights stay where it was never updated."""
+    seldom, never, without = pool.run(fit_elsewhere)[0]
+    assert_same(seldom, pool.run(fit_averaged, DDP, MOMENTUM, TwoOptimizers, {})[0].weights)
+    assert_same(never, without)
+
+
 def fit_with_a_used_average(name: str) -> Weights:
     average = make_average(name)
     for _ in range(2):

@@ -319,13 +319,16 @@ class Derived(TorchCheckpointIO):
 
 
 @ranks(2)
-@pytest.mark.parametrize("io", [Derived, AsyncCheckpointIO])
 @few_names
-def test_other_writers_get_everything_on_rank_0(pool: RankPool, name: str, io: type[Any], tmp_path: Path) -> None:
-    path, other = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
-    pool.run(save_through, name, io, str(path))
-    pool.run(save_at_end, name, RECIPE, str(other))
-    assert_same_files(path, other)
+def test_other_writers_get_everything_on_rank_0(pool: RankPool, name: str, tmp_path: Path) -> None:
+    """Writers of users, and Lightning's own where the path is a remote one."""
+    ours, derived, background, remote = (tmp_path / f"{letter}.ckpt" for letter in "abcd")
+    pool.run(save_at_end, name, RECIPE, str(ours))
+    pool.run(save_through, name, Derived, str(derived))
+    pool.run(save_through, name, AsyncCheckpointIO, str(background))
+    pool.run(save_at_end, name, RECIPE, f"file://{remote}")
+    for path in (derived, background, remote):
+        assert_same_files(path, ours)
 
 
 class Remembers(SGD):

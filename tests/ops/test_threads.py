@@ -208,6 +208,7 @@ def test_the_environment_gives_the_number(value: str, monkeypatch: pytest.Monkey
 def test_an_empty_environment_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_ZERO_NUM_THREADS", "")
     monkeypatch.setenv("LIGHTNING_ZERO_CORES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "97")  # torch's, not ours
     module = fresh("threads")
     assert module._THREADS.asked is None
     assert module.get_num_threads() == module._cores()

@@ -293,20 +293,23 @@ def test_modules_are_copied_and_pickled(pool: RankPool, name: str, released: boo
             assert_same(state, expected)
 
 
-def export(name: str) -> tuple[bool, bool]:
+def export(name: str, precision: str) -> tuple[bool, bool, set[torch.dtype]]:
     lit = Lit(Recipe(model="mlp"))
-    trainer = make_trainer(name)
+    trainer = make_trainer(name, precision=precision)
     trainer.fit(lit)
     trainer.strategy.release(lit)  # by its name, as one that no Trainer has run
     tokens = torch.arange(1, 6).view(1, -1)
     expected = lit.model(tokens)
     exported = torch.export.export(lit.model, (tokens,)).module()(tokens)
     traced = torch.jit.trace(lit.model, (tokens,))(tokens)
-    return torch.equal(exported, expected), torch.equal(traced, expected)
+    return torch.equal(exported, expected), torch.equal(traced, expected), {p.dtype for p in lit.parameters()}
 
 
 @ranks(1)
-@pytest.mark.parametrize("name", ["zero2_offload", "zero3"])
+@pytest.mark.parametrize(
+    ("name", "precision", "dtype"),
+    [("zero2_offload", "bf16-true", torch.float32), ("zero3", "64-true", torch.float64)],
+)
 @pytest.mark.filterwarnings("ignore")
-def test_a_released_module_is_exported(pool: RankPool, name: str) -> None:
-    assert pool.run(export, name)[0] == (True, True)
+def test_a_released_module_is_exported(pool: RankPool, name: str, precision: str, dtype: torch.dtype) -> None:
+    assert pool.run(export, name, precision)[0] == (True, True, {dtype})
