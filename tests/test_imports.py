@@ -47,7 +47,7 @@ FACADE = {"config"}  # may import public names from the package itself
 LIGHTNING = ("cli", "callbacks", "config", "integration", "schedulers")  # the floors that know Lightning
 # What needs no collective: is there a process group, and how large is it?
 QUERIES = frozenset("is_available is_initialized get_rank get_world_size is_gloo_available is_nccl_available".split())
-STORES = frozenset("PrefixStore TCPStore".split())
+STORES = frozenset("PrefixStore Store TCPStore _get_default_store".split())  # values by key, no collective
 FORMATS = "torch.distributed.checkpoint."  # files
 # Words of a user of Lightning or Hydra, which messages of the floors below take from `lightning_zero.advice`.
 ADVICE = re.compile(
