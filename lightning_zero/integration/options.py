@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, get_args
 
 P = ParamSpec("P")
@@ -27,51 +27,10 @@ _STAGES = (0, 1, 2, 3)
 class StrategyOptions:
     """Options of :class:`~lightning_zero.ZeroStrategy`, checked one by one and against each other.
 
-    Attributes:
-        stage: 0, 1, 2 or 3.
-        offload_optimizer: where masters, optimizer state and reduced gradients rest: ``"none"`` (the device) or
-            ``"cpu"``.
-        offload_params: where parameter shards rest at stage 3: ``"none"`` (the device) or ``"cpu"``.
-        shard_size: number of neighbouring ranks that share one copy of the state; must divide the number of ranks.
-            Default: those of one node, so that only sums of gradient shards cross the network between nodes. Each node
-            then holds a full copy; the number of all ranks takes the least memory, and is the default where nodes have
-            one rank.
-        bucket_size_mb: size in 2^20 bytes up to which small units share one bucket, a flat buffer that is reduced and
-            gathered as one, stages 0-2.
-        units: modules whose parameters are gathered together at stage 3: their classes, class names, or patterns of
-            module names (``"transformer.h.*"``); default: the outermost repeated blocks.
-        persistence_numel: parameters with at most so many elements (biases, norms) stay unsharded at stage 3: it costs
-            little memory and saves small collectives; 0 shards all.
-        max_live_numel: at stage 3 the next unit is gathered while one computes, unless more than so many elements of
-            units were unsharded then; ``None``: no limit, so that two units are unsharded at a time. 0 gathers nothing
-            ahead.
-        check_steps: number of first optimizer steps in which ranks compare notes before every collective, so that
-            those that do not do the same get an error at once. Afterwards they get it at the end of the step or,
-            where a collective waits for a rank that never joins, after ``timeout``.
-        detect_data_edits: for debugging, at stages 0 to 2: keep what was written through ``parameter.data`` between
-            steps also without ``gathered_parameters(writeback=True)``. Every step reads the rank's shard twice more
-            for that and waits for the device.
-        native_optimizer: ``"auto"`` runs torch's Adam(W), Adagrad, SGD by native kernels where state rests in host
-            memory; ``"off"`` runs torch's own code.
-        skip_nonfinite: skip a step, on all ranks and with a warning, when a gradient is not finite. With a loss scaler
-            (fp16) that always happens. Parameters, optimizer state, step-wise schedulers and Lightning's
-            ``WeightAveraging`` are left as they were; ``trainer.global_step`` counts the step.
-        max_consecutive_skips: end the run with an error, on all ranks, when so many steps of an optimizer in a row were
-            skipped, which trains nothing; ``None``: never. Skips by which a dynamic loss scaler looks for a scale do
-            not count: it ends at its smallest.
-        checkpoint_format: ``"full"``: one ordinary file, which all ranks write together, or rank 0 alone where they
-            share no file system. ``"sharded"``: a folder by ``torch.distributed.checkpoint``, to which each rank adds
-            its part.
-        async_save: checkpoints during ``fit`` are copied to host memory, which takes as much of it as the rank's part
-            of the checkpoint, and written while training goes on. An error appears at the next save or at the end.
-        checksums: write checksums of all tensors into checkpoints, and verify them when one is loaded; it is read once
-            more for that, each rank a part.
-        timeout: seconds after which a collective fails that some rank never joins.
-        start_method: how the other ranks are started: ``"popen"`` re-runs the script.
-        process_group_backend: of torch, ``"nccl"`` or ``"gloo"``; default: the one that fits the accelerator.
+    What each is for says the constructor, which has an argument for it.
 
     Raises:
-        ValueError: for a value that is not one of those above, or a combination that cannot work.
+        ValueError: for a value that is not one of those described there, or a combination that cannot work.
         TypeError: for a value of the wrong kind.
     """
 
@@ -177,7 +136,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "offload_optimizer": get_args(StoreName),
     "offload_params": get_args(StoreName),
 }
-NAMES = tuple(field.name for field in fields(StrategyOptions))
 
 
 def lists_options(init: Callable[P, None]) -> Callable[P, None]:
