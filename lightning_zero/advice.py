@@ -15,6 +15,8 @@ class Case(Enum):
     """Situations in which a message leaves the remedy to the driver."""
 
     INITIALIZED_IN_SHARDS = auto()  # a parameter is used that was initialized in shards and that no engine runs
+    FREED = auto()  # a parameter is used where a rank holds only its shard
+    RANKS_DIFFER = auto()  # the ranks' collectives do not fit together
     STATE_IS_SHARDED = auto()  # an optimizer's state is read
     STATE_DOES_NOT_FIT = auto()  # a checkpoint's optimizer state is another optimizer's
     LOSS_IS_NOT_SCALED = auto()  # backward ran on a loss that the loss scaler has not seen

@@ -52,7 +52,7 @@ FORMATS = "torch.distributed.checkpoint."  # files
 # Words of a user of Lightning or Hydra, which messages of the floors below take from `lightning_zero.advice`.
 ADVICE = re.compile(
     r"\bzero[0-3]|\bTrainer\b|LightningModule|\btrainer\.|\bstrategy[.=]|\bconfigure_(model|optimizers)\b|\bckpt_path\b"
-    r"|\bmanual_backward\b|\bon_before_\w+|\boffload_(optimizer|params)\b|\bprecision='"
+    r"|\bmanual_backward\b|\bon_before_\w+|\boffload_(optimizer|params)\b|\bprecision='|\blightning_zero\.gathered_"
 )
 
 

@@ -18,6 +18,14 @@ def provide_advice() -> None:
                 "trainer.init_module():` or `with lightning_zero.gathered_parameters(module):`. For another strategy "
                 "or none, make it an ordinary module with `trainer.strategy.release(module)` on all ranks"
             ),
+            Case.FREED: (
+                "Use `with lightning_zero.gathered_parameters(module):` on all ranks, around the code that reads it."
+            ),
+            Case.RANKS_DIFFER: (
+                "Where they take different ways through the model, hold what they read whole on all ranks (`with "
+                "lightning_zero.gathered_parameters(module):`), or make the module around it one unit "
+                "(`units=[...]`)."
+            ),
             Case.STATE_IS_SHARDED: (
                 "read it with trainer.strategy.optimizer_state(optimizer) on all ranks, or from a checkpoint of the "
                 "Trainer"

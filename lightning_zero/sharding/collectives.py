@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.advice import Case, advice
 from lightning_zero.sharding.board import Board
 from lightning_zero.storage.accelerators import device_type
 from lightning_zero.storage.timers import Phase, Timers
@@ -237,7 +238,7 @@ class Group:
             )
         return (
             f"{failed}: another rank failed, or does something else than this one, or takes longer than the timeout. "
-            f"Before it, this rank had asked for: {', '.join(self.recent) or 'nothing'}. {_REMEDY} ({error})"
+            f"Before it, this rank had asked for: {', '.join(self.recent) or 'nothing'}. {_expectation()} ({error})"
         )
 
     # -------------------------------------------------------------------------------------------------- consistency
@@ -357,11 +358,13 @@ class _Collectives:
 
 
 _CLOSED = ("closed by peer", "reset by peer", "Broken pipe")  # in errors of gloo
-_REMEDY = (
-    "All ranks must run the same units in the same order, and as many backward passes and steps. Where they take "
-    "different ways through the model, hold what they read whole on all ranks (`with "
-    "lightning_zero.gathered_parameters(module):`), or make the module around it one unit (`units=[...]`)."
-)
+
+
+def _expectation() -> str:
+    return (
+        "All ranks must run the same units in the same order, and as many backward passes and steps"
+        f"{advice(Case.RANKS_DIFFER, '. ')}"
+    )
 
 
 def _disagreement(wants: Sequence[str], board: Board) -> str:
@@ -371,7 +374,7 @@ def _disagreement(wants: Sequence[str], board: Board) -> str:
         ranks.setdefault(want, []).append(rank)
     said = "; ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}: {want}" for want, r in ranks.items())
     cause = board.explain()
-    return f"ranks do not do the same. {said}. {f'The cause: {cause}' if cause else _REMEDY}"
+    return f"ranks do not do the same. {said}. {f'The cause: {cause}' if cause else _expectation()}"
 
 
 def _nothing() -> None:

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch.nn import Parameter
 
+from lightning_zero.advice import Case, advice
 from lightning_zero.torch_private import no_subclass_functions, tree_leaves
 
 P = ParamSpec("P")
@@ -47,8 +48,7 @@ class FreedParameter(Parameter):
             names = ", ".join(repr(parameter._zero_name) for parameter in freed)
             raise RuntimeError(
                 f"{function_name(func)} on parameter {names or '(unknown)'}, which is freed: at stage 3 a rank holds "
-                "only a shard of it outside its module's forward and backward. Use `with "
-                "lightning_zero.gathered_parameters(module):` on all ranks, around the code that reads it."
+                f"only a shard of it outside its module's forward and backward{advice(Case.FREED, '. ')}"
             )
         with no_subclass_functions():
             return func(*args, **(kwargs or {}))

@@ -208,7 +208,7 @@ class TorchUpdater(ShardUpdater):
         master: Master | MasterForm,
         state_key: Callable[[Segment], Hashable],
     ) -> Iterator[Run]:
-        """What torch updates as one tensor each.
+        """Cut segments into runs that torch updates as one tensor each.
 
         Args:
             segments: to update, in ascending order.
@@ -270,7 +270,7 @@ class TorchUpdater(ShardUpdater):
 
 
 class _Part(NamedTuple):
-    """What torch updates as one tensor, and its state as the optimizer wants it."""
+    """A run that torch updates as one tensor, and its state as the optimizer wants it."""
 
     run: Run
     state: dict[str, Any]
