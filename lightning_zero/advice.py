@@ -19,6 +19,7 @@ class Case(Enum):
     RANKS_DIFFER = auto()  # the ranks' collectives do not fit together
     STATE_IS_SHARDED = auto()  # an optimizer's state is read
     STATE_DOES_NOT_FIT = auto()  # a checkpoint's optimizer state is another optimizer's
+    DAMAGED = auto()  # a checkpoint's checksums do not match
     LOSS_IS_NOT_SCALED = auto()  # backward ran on a loss that the loss scaler has not seen
     NOT_ON_HOST = auto()  # a CPU optimizer got a parameter on a device
     MASTERS_NOT_ON_HOST = auto()  # a kernel for host memory got masters on a device

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightning_zero.advice import Case, advice
 from lightning_zero.sharding import Group
 
 T = TypeVar("T")
@@ -19,8 +20,8 @@ class CheckpointError(RuntimeError):
 def damaged(path: Path, names: Iterable[str]) -> CheckpointError:
     """The error of a checkpoint in which the checksums of the tensors ``names`` do not match."""
     return CheckpointError(
-        f"{path} is damaged: the checksum of {shortened(names)} does not match. Use an earlier checkpoint; "
-        "checksums=False in the strategy loads this one all the same"
+        f"{path} is damaged: the checksum of {shortened(names)} does not match. Use an earlier checkpoint"
+        f"{advice(Case.DAMAGED, '; ')}"
     )
 
 

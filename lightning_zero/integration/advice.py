@@ -31,6 +31,7 @@ def provide_advice() -> None:
                 "Trainer"
             ),
             Case.STATE_DOES_NOT_FIT: WEIGHTS_ALONE,
+            Case.DAMAGED: "checksums=False in the strategy loads this one all the same",
             Case.LOSS_IS_NOT_SCALED: "self.manual_backward(loss) in a LightningModule",
             Case.NOT_ON_HOST: "train with an offloading strategy such as strategy='zero2_offload'",
             Case.MASTERS_NOT_ON_HOST: "use offload_optimizer='cpu'",
