@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from time import perf_counter  # the function, not the module: tests replace its
 import hypothesis
 import pytest
 import torch
+from device import where
 from helpers.ranks import REPRODUCIBLE, ForkServer, RankPool
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -82,16 +84,18 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 @pytest.fixture(scope="session")
-def rank_pools() -> Iterator[Callable[[int], RankPool]]:
-    """Running pools by world size, which all tests share."""
+def rank_pools() -> Iterator[Callable[..., RankPool]]:
+    """Running pools by world size, with the simulated device or without, which all tests share."""
     server = ForkServer()
-    pools: dict[int, RankPool] = {}
+    pools: dict[tuple[int, bool], RankPool] = {}
 
-    def running(world_size: int) -> RankPool:
-        if world_size not in pools:
-            pools[world_size] = RankPool(world_size, server)
-        pools[world_size].start()
-        return pools[world_size]
+    def running(world_size: int, simulated: bool = False) -> RankPool:
+        key = (world_size, simulated)
+        if key not in pools:
+            options = where.rank_options() if simulated else {}
+            pools[key] = RankPool(world_size, server, **options)
+        pools[key].start()
+        return pools[key]
 
     yield running
     for pool in pools.values():
@@ -118,6 +122,44 @@ def pool4(rank_pools: Callable[[int], RankPool]) -> RankPool:
 def pool(request: pytest.FixtureRequest, rank_pools: Callable[[int], RankPool]) -> RankPool:
     """A pool of the world sizes that `helpers.ranks.ranks` gives."""
     return rank_pools(request.param)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "on_device" in metafunc.fixturenames:
+        marker = metafunc.definition.get_closest_marker("device")
+        if marker is None:
+            raise pytest.UsageError(f"{metafunc.definition.nodeid} uses a device: mark it with pytest.mark.device")
+        metafunc.parametrize("on_device", where.cases(marker.args))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Have a test of the simulated device run by a rank that has it; pytest's own process never does."""
+    device = pyfuncitem.funcargs.get("device")
+    if not isinstance(device, where.OnRank):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    where.run_test(device, pyfuncitem.obj, arguments)
+    return True
+
+
+@pytest.fixture
+def device(on_device: where.Where, rank_pools: Callable[..., RankPool]) -> torch.device | where.OnRank:
+    """The device of a test marked `device`. The simulated one is in a rank of its own, which runs the whole test."""
+    if on_device.simulated:
+        return where.OnRank(rank_pools(1, simulated=True), on_device)
+    return torch.device(on_device.type, 0)
+
+
+@pytest.fixture
+def device_pool1(on_device: where.Where, rank_pools: Callable[..., RankPool]) -> where.DevicePool:
+    """A pool of one rank that has a device, for a test marked `device` that runs here."""
+    return where.DevicePool(rank_pools(1, simulated=on_device.simulated), on_device)
+
+
+@pytest.fixture
+def device_pool2(on_device: where.Where, rank_pools: Callable[..., RankPool]) -> where.DevicePool:
+    return where.DevicePool(rank_pools(2, simulated=on_device.simulated), on_device)
 
 
 @pytest.fixture(scope="session")

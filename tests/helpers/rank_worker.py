@@ -36,12 +36,18 @@ MAX_MESSAGE = 65536
 
 @dataclasses.dataclass(frozen=True)
 class RankSpec:
-    """Who a forked rank is, its working folder, and the port that its launcher variables name."""
+    """Who a forked rank is, its working folder, and the port that its launcher variables name.
+
+    `setup` names a function, as "module:function", that the rank calls before its first job; `backend` is that of its
+    process groups.
+    """
 
     rank: int
     world_size: int
     folder: str
     port: int
+    setup: str = ""
+    backend: str = "gloo"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +97,9 @@ def become_rank(fd: int, spec: RankSpec) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ.update(launcher_variables(spec))
+    if spec.setup:
+        module, _, function = spec.setup.partition(":")
+        getattr(importlib.import_module(module), function)()
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     connection = Connection(fd)
     threading.Thread(target=receive, args=(connection, jobs), daemon=True).start()
@@ -176,7 +185,7 @@ def clean_state(spec: RankSpec, job: Job) -> Iterator[None]:
     gc.collect()
     gc.freeze()  # what a job imported stays, too: torch.compile and transformers alone have 100,000 objects
     torch.distributed.init_process_group(
-        "gloo",
+        spec.backend,
         init_method=f"file://{spec.folder}/store{job.number}",
         rank=spec.rank,
         world_size=spec.world_size,

@@ -129,11 +129,17 @@ def server_environment() -> dict[str, str]:
 
 
 class RankPool:
-    """`world_size` processes that run functions together, started at first use and again after a hang."""
+    """`world_size` processes that run functions together, started at first use and again after a hang.
 
-    def __init__(self, world_size: int, server: ForkServer, *, timeout: float = 60.0) -> None:
+    `setup` and `backend` are those of `rank_worker.RankSpec`.
+    """
+
+    def __init__(
+        self, world_size: int, server: ForkServer, *, timeout: float = 60.0, setup: str = "", backend: str = "gloo"
+    ) -> None:
         self.world_size = world_size
         self.timeout = timeout
+        self._setup, self._backend = setup, backend
         self._server = server
         self._folder = tempfile.TemporaryDirectory(prefix=f"ranks{world_size}-", ignore_cleanup_errors=True)
         self._pids: list[int] = []
@@ -152,7 +158,7 @@ class RankPool:
             return
         port = free_port()
         for rank in range(self.world_size):
-            spec = rank_worker.RankSpec(rank, self.world_size, self._folder.name, port)
+            spec = rank_worker.RankSpec(rank, self.world_size, self._folder.name, port, self._setup, self._backend)
             pid, connection = self._server.fork(spec)
             self._pids.append(pid)
             self._connections.append(connection)
@@ -197,9 +203,14 @@ class RankPool:
         self.kill()
         self._folder.cleanup()
 
-    def _job(self, seconds: float, function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
+    @staticmethod
+    def check(function: Callable[..., Any]) -> None:
+        """Raises TypeError if the ranks cannot find the function by its name."""
         if "<" in function.__qualname__:
             raise TypeError(f"{function.__qualname__} is not at module level: the ranks cannot find it by name")
+
+    def _job(self, seconds: float, function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
+        self.check(function)
         self._jobs += 1
         job = rank_worker.Job(
             number=self._jobs,

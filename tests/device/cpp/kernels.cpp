@@ -1,0 +1,472 @@
+#include "kernels.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/_scaled_dot_product_attention_math.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/bernoulli.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include <cmath>
+
+#include "device.h"
+
+namespace sim {
+
+at::Tensor seen(const at::Tensor& t) {
+  if (!on_device(t)) return t;
+  const auto options = t.options().device(at::kCPU).requires_grad(false);
+  void* memory = t.numel() ? arena().seen(t.const_data_ptr()) : nullptr;
+  at::AutoDispatchBelowADInplaceOrView below;
+  return at::from_blob(memory, t.sizes(), t.strides(), options);
+}
+
+at::Tensor unowned(const at::Tensor& t) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  const auto options = t.options().requires_grad(false).pinned_memory(false);
+  return at::from_blob(const_cast<void*>(t.const_data_ptr()), t.sizes(), t.strides(), options);
+}
+
+namespace {
+
+struct Plain {
+  c10::impl::ExcludeDispatchKeyGuard keys{
+      c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset |
+      c10::DispatchKeySet({c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::Python,
+                           c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Functionalize})};
+};
+
+}  // namespace
+
+SignalPtr launch(const std::string& name, Resource resource, double seconds, std::function<void()> run) {
+  auto signal = std::make_shared<Signal>();
+  Task task{name, nullptr, {}, signal, false, resource, seconds};
+  task.run = [run = std::move(run)] {
+    Plain plain;
+    run();
+  };
+  scheduler().submit(current_stream(), std::move(task));
+  return signal;
+}
+
+at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, c10::ScalarType dtype,
+                         c10::Device device) {
+  c10::DeviceGuard guard(device);
+  return at::detail::empty_strided_generic(size, stride, at::GetAllocator(kType),
+                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype);
+}
+
+namespace {
+
+// --------------------------------------------------------------------------------------------------- tensors
+// and views
+
+at::Tensor make_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype,
+                        std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>) {
+  return empty_strided(size, stride, c10::dtype_or_default(dtype), c10::device_or_default(device));
+}
+
+at::Tensor make_empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
+                      std::optional<c10::Device> device, std::optional<bool>,
+                      std::optional<c10::MemoryFormat> format) {
+  c10::DeviceGuard guard(c10::device_or_default(device));
+  return at::detail::empty_generic(size, at::GetAllocator(kType),
+                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                   c10::dtype_or_default(dtype), format);
+}
+
+const at::Tensor& resize_(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat>) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_sizes_contiguous(C10_AS_INTARRAYREF_SLOW(size));
+  const size_t bytes = (impl->storage_offset() + impl->numel()) * self.itemsize();
+  if (impl->numel() && bytes > self.storage().nbytes()) {
+    c10::DeviceGuard guard(self.device());
+    at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(self.storage(), bytes);
+  }
+  return self;
+}
+
+at::Tensor as_strided(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+                      std::optional<c10::SymInt> offset) {
+  return at::native::as_strided_tensorimpl(
+      self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
+      offset ? std::optional<int64_t>(offset->expect_int()) : std::nullopt);
+}
+
+at::Tensor view(const at::Tensor& self, c10::SymIntArrayRef size) {
+  return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size));
+}
+
+at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+}
+
+at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
+  return at::native::set_tensor_(self, source);
+}
+
+at::Tensor& set_storage(at::Tensor& self, at::Storage source) { return at::native::set_(self, source); }
+
+at::Tensor& set_part(at::Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size,
+                     c10::SymIntArrayRef stride) {
+  return at::native::set_storage_cpu_(self, source, offset.expect_int(), C10_AS_INTARRAYREF_SLOW(size),
+                                      C10_AS_INTARRAYREF_SLOW(stride));
+}
+
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  allocator().recordStream(self.storage().data_ptr(), stream);
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+  if (from.sizes() != to.sizes()) resize_(to, from.sym_sizes(), std::nullopt);
+  return copy_from(from, to, false);
+}
+
+at::Scalar item(const at::Tensor& self) {
+  c10::DeviceGuard guard(self.device());
+  wait_for_stream(current_stream(), "item");
+  return seen(self).item();
+}
+
+// `parameter.data = ` a tensor of the device, whose parameter is on the host: torch allows it between CPU and
+// CUDA.
+bool same_kind_of_tensor(const at::Tensor& self, const at::Tensor& from) {
+  const auto dense = [](const at::Tensor& t) {
+    return t.layout() == at::kStrided && (t.is_cpu() || on_device(t));
+  };
+  return dense(self) && dense(from);
+}
+
+// ------------------------------------------------------------------------------------------------------- any
+// operator
+
+// Applies `change` to every tensor of an argument.
+template <typename Change>
+c10::IValue mapped(const c10::IValue& value, const Change& change) {
+  if (value.isTensor()) return value.toTensor().defined() ? c10::IValue(change(value.toTensor())) : value;
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& t : value.toTensorVector()) list.push_back(t.defined() ? change(t) : t);
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const auto& t : value.toOptionalTensorVector())
+      list.push_back(t && t->defined() ? std::optional<at::Tensor>(change(*t)) : t);
+    return list;
+  }
+  return value;
+}
+
+at::Tensor outline(const at::Tensor& t) {
+  return at::detail::empty_strided_meta(t.sizes(), t.strides(), t.scalar_type(), std::nullopt,
+                                        c10::Device(c10::kMeta), std::nullopt);
+}
+
+// One call of an operator, on its way to a task.
+class Call {
+ public:
+  Call(const c10::OperatorHandle& op, torch::jit::Stack* stack)
+      : op_(op),
+        schema_(op.schema()),
+        count_(schema_.arguments().size()),
+        returns_(schema_.returns().size()),
+        arguments_(torch::jit::last(*stack, count_).vec()) {
+    find_device();
+  }
+
+  std::vector<c10::IValue> run() {
+    c10::DeviceGuard guard(*device_);
+    check_devices();
+    infer_results();
+    make_inputs();
+    return known_ ? enqueue() : run_now();
+  }
+
+ private:
+  const std::string& name() const { return schema_.name(); }
+
+  void find_device() {
+    auto look = [&](const at::Tensor& t) {
+      if (on_device(t) && !device_) device_ = t.device();
+      return t;
+    };
+    for (const auto& argument : arguments_) mapped(argument, look);
+    for (const auto& argument : arguments_)
+      if (argument.isDevice() && !device_) device_ = argument.toDevice();
+    TORCH_CHECK(device_, name(), " has no tensor of the simulated device");
+  }
+
+  void check_devices() {
+    const bool indexes = name().find("index") != std::string::npos;  // indices may be on the host
+    auto check = [&](const at::Tensor& t) {
+      TORCH_CHECK(t.device() == *device_ || t.dim() == 0 || (indexes && t.is_cpu()), name(),
+                  ": Expected all tensors to be on the same device, but one is on ", t.device(),
+                  ", others on ", *device_);
+      return t;
+    };
+    for (const auto& argument : arguments_) mapped(argument, check);
+  }
+
+  // Shapes and dtypes of the results, from what the meta device says.
+  void infer_results() {
+    torch::jit::Stack shapes;
+    for (const auto& argument : arguments_)
+      shapes.push_back(argument.isDevice() ? c10::IValue(c10::Device(c10::kMeta))
+                                           : mapped(argument, outline));
+    try {
+      Plain plain;
+      op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &shapes);
+    } catch (const std::exception&) {
+      return;
+    }
+    results_ = torch::jit::last(shapes, returns_).vec();
+    if (name() == "aten::native_layer_norm") {  // its kernel keeps statistics in another dtype than CUDA's
+      const auto& input = arguments_[0].toTensor();
+      const bool mixed =
+          arguments_[2].isTensor() && arguments_[2].toTensor().scalar_type() != input.scalar_type();
+      for (size_t i : {1, 2})
+        results_[i] = results_[i].toTensor().to(mixed ? at::kFloat : input.scalar_type());
+    }
+    known_ = true;
+    for (const auto& result : results_)
+      known_ &= result.isTensor() || result.isTensorList() || result.isNone();
+  }
+
+  // The arguments as the kernel sees them; scalars of the host are read now, and random numbers drawn.
+  void make_inputs() {
+    auto as_seen = [&](const at::Tensor& t) { return on_device(t) ? seen(t) : t.detach().clone(); };
+    for (size_t i = 0; i < count_; i++) {
+      const auto& argument = arguments_[i];
+      if (argument.isDevice()) {
+        inputs_.push_back(c10::Device(c10::kCPU));
+      } else if (argument.isGenerator() || takes_generator(i)) {
+        const auto& of_device =
+            argument.isGenerator() ? argument.toGenerator() : default_generator(device_->index());
+        TORCH_CHECK(of_device.device().type() == kType, name(), ": the generator is on ", of_device.device());
+        inputs_.push_back(generator_of_task(of_device));
+      } else {
+        inputs_.push_back(mapped(argument, as_seen));
+      }
+    }
+  }
+
+  bool takes_generator(size_t i) const {
+    return schema_.arguments()[i].type()->str().find("Generator") != std::string::npos;
+  }
+
+  // Which argument a return is, where it is one.
+  std::optional<size_t> returned_argument(size_t index) const {
+    const auto* alias = schema_.returns()[index].alias_info();
+    if (!alias) return std::nullopt;
+    TORCH_CHECK(alias->isWrite(), name(), " is a view, and needs a kernel of its own");
+    for (size_t i = 0; i < count_; i++)
+      if (const auto* other = schema_.arguments()[i].alias_info(); other && *other == *alias) return i;
+    return std::nullopt;
+  }
+
+  // Shapes depend on values: the host waits, as on CUDA.
+  std::vector<c10::IValue> run_now() {
+    wait_for_stream(current_stream(), name());
+    {
+      Plain plain;
+      op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &inputs_);
+    }
+    auto values = torch::jit::last(inputs_, returns_).vec();
+    auto made = [&](const at::Tensor& t) {
+      auto out = empty_strided(t.sizes(), t.strides(), t.scalar_type(), *device_);
+      auto value = t.detach();
+      if (t.numel())
+        launch(name(), Resource::compute, 0, [value, out = seen(out)]() mutable { out.copy_(value); });
+      return out;
+    };
+    std::vector<c10::IValue> outputs;
+    for (size_t i = 0; i < returns_; i++) {
+      const auto same = returned_argument(i);
+      outputs.push_back(same ? arguments_[*same] : mapped(values[i], made));
+    }
+    return outputs;
+  }
+
+  // The results are made at once, and filled by a task.
+  std::vector<c10::IValue> enqueue() {
+    std::vector<c10::IValue> outputs, targets(returns_);
+    auto made = [&](const at::Tensor& t) {
+      return empty_strided(t.sizes(), t.strides(), t.scalar_type(), *device_);
+    };
+    for (size_t i = 0; i < returns_; i++) {
+      if (const auto same = returned_argument(i)) {
+        const auto& argument = arguments_[*same];
+        if (argument.isTensor() && argument.toTensor().sizes() != results_[i].toTensor().sizes()) {  // `out=`
+          resize_(argument.toTensor(), c10::fromIntArrayRefSlow(results_[i].toTensor().sizes()),
+                  std::nullopt);
+          inputs_[*same] = seen(argument.toTensor());
+        }
+        outputs.push_back(argument);
+        continue;
+      }
+      outputs.push_back(mapped(results_[i], made));
+      targets[i] = mapped(outputs.back(), [](const at::Tensor& t) { return seen(t); });
+    }
+    launch(name(), Resource::compute, seconds(outputs),
+           [op = op_, inputs = std::move(inputs_), targets, returns = returns_]() mutable {
+             op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &inputs);
+             fill(targets, torch::jit::last(inputs, returns).vec());
+           });
+    return outputs;
+  }
+
+  static void fill(const std::vector<c10::IValue>& targets, const std::vector<c10::IValue>& values) {
+    for (size_t i = 0; i < targets.size(); i++) {
+      if (targets[i].isTensor() && targets[i].toTensor().defined())
+        targets[i].toTensor().copy_(values[i].toTensor());
+      if (!targets[i].isTensorList()) continue;
+      const auto to = targets[i].toTensorVector(), from = values[i].toTensorVector();
+      for (size_t j = 0; j < to.size(); j++) to[j].copy_(from[j]);
+    }
+  }
+
+  // Of the cost model: what is read and written at the memory's rate, or products at that of arithmetic.
+  double seconds(const std::vector<c10::IValue>& outputs) const {
+    double bytes = 0, largest = 0, product = 1;
+    int matrices = 0;
+    auto count = [&](const at::Tensor& t) {
+      bytes += double(t.nbytes());
+      return t;
+    };
+    for (const auto& argument : arguments_) mapped(argument, count);
+    for (const auto& output : outputs) mapped(output, count);
+    auto multiply = [&](const at::Tensor& t) {
+      if (t.dim() < 2) return t;
+      product *= double(t.numel());
+      largest = std::max(largest, double(t.dim() > 2 ? t.size(0) : 1));
+      matrices++;
+      return t;
+    };
+    // (n x k)(k x m) -> (n x m): the sizes multiply to the square of n k m; a batch multiplies all three.
+    static const std::set<std::string> products = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"};
+    double flops = 0;
+    if (products.count(name())) {
+      const size_t first = arguments_.size() > 3 ? 1 : 0;
+      mapped(arguments_[first], multiply);
+      mapped(arguments_[first + 1], multiply);
+      mapped(outputs[0], multiply);
+      if (matrices == 3) flops = 2 * std::sqrt(product / std::max(1.0, largest));
+    }
+    const auto& costs = scheduler().costs;
+    return costs.launch + std::max(bytes / costs.memory, flops / costs.flops);
+  }
+
+  const c10::OperatorHandle& op_;
+  const c10::FunctionSchema& schema_;
+  const size_t count_, returns_;
+  std::vector<c10::IValue> arguments_;
+  std::optional<c10::Device> device_;
+  bool known_ = false;
+  std::vector<c10::IValue> results_;  // on the meta device
+  torch::jit::Stack inputs_;
+};
+
+void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  auto outputs = Call(op, stack).run();
+  torch::jit::drop(*stack, op.schema().arguments().size());
+  for (auto& output : outputs) stack->push_back(std::move(output));
+}
+
+// ----------------------------------------------------------------------- operators that torch composes for
+// other devices
+
+std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p,
+                                                  std::optional<bool> train) {
+  auto mask = at::empty_like(input, input.options().dtype(at::kBool));
+  if (!train.value_or(true) || p == 0) return {input.clone(), mask.fill_(true)};
+  mask.bernoulli_(1 - p);
+  return {input.mul(mask).mul(p == 1 ? 0.0 : 1 / (1 - p)), mask};
+}
+
+at::Tensor native_dropout_backward(const at::Tensor& gradient, const at::Tensor& mask, double scale) {
+  return gradient.mul(mask).mul(scale);
+}
+
+at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                     const std::optional<at::Tensor>& mask, double dropout, bool causal,
+                     std::optional<double> scale, bool grouped) {
+  const bool fused =
+      dropout == 0 && !grouped && query.dim() == 4 && query.size(-1) == value.size(-1) &&
+      (!mask || !mask->defined() || (!mask->requires_grad() && mask->scalar_type() != at::kBool));
+  if (fused) {  // the host's kernel: the same bits
+    return std::get<0>(
+        at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, mask, scale));
+  }
+  return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, mask, dropout, causal,
+                                                            std::nullopt, scale, grouped));
+}
+
+// Convolutions have an entry of their own for devices that torch does not know: made on the host's side of a
+// task.
+at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight,
+                       const std::optional<at::Tensor>& bias, c10::SymIntArrayRef stride,
+                       c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed,
+                       c10::SymIntArrayRef output_padding, c10::SymInt groups) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
+  torch::jit::Stack stack{input, weight, bias, stride, padding, dilation, transposed, output_padding, groups};
+  kernel(op, &stack);
+  return stack.back().toTensor();
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, c10::SymIntArrayRef stride,
+    c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed,
+    c10::SymIntArrayRef output_padding, c10::SymInt groups, std::array<bool, 3> mask) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", "");
+  const auto channels = transposed ? weight.sym_size(1) * groups : weight.sym_size(0);
+  const std::array<c10::SymInt, 1> bias{channels};
+  torch::jit::Stack stack{gradient,       input,   weight,   c10::SymIntArrayRef(bias),
+                          stride,         padding, dilation, transposed,
+                          output_padding, groups,  mask};
+  kernel(op, &stack);
+  auto tensor = [](const c10::IValue& value) { return value.isTensor() ? value.toTensor() : at::Tensor(); };
+  return {tensor(stack[0]), tensor(stack[1]), tensor(stack[2])};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", make_empty);
+  m.impl("empty_strided", make_strided);
+  m.impl("as_strided", as_strided);
+  m.impl("view", view);
+  m.impl("_reshape_alias", reshape_alias);
+  m.impl("resize_", resize_);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_local_scalar_dense", item);
+  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("set_.source_Storage", set_storage);
+  m.impl("set_.source_Storage_storage_offset", set_part);
+  m.impl("record_stream", record_stream);
+  m.impl("_has_compatible_shallow_copy_type", same_kind_of_tensor);
+  m.impl("native_dropout", native_dropout);
+  m.impl("native_dropout_backward", native_dropout_backward);
+  m.impl("scaled_dot_product_attention", attention);
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
+  m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&kernel>());  // as on CUDA one kernel
+}
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("scaled_dot_product_attention", attention); }
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&kernel>()); }
+
+}  // namespace sim

@@ -1,0 +1,154 @@
+"""`simccl`: collectives of device tensors with NCCL's semantics."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from device import sim
+from device.where import DevicePool
+from helpers.ranks import RankError
+from torch import Tensor
+
+SCHEDULES = ("eager", "lazy", "random1", "random2")
+
+
+def every_collective() -> dict[str, Tensor]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = torch.device(sim.DEVICE, rank)
+    torch.accelerator.set_device_index(rank)
+    own = torch.arange(4.0, device=device) + 10 * rank
+    found = {}
+
+    def empty(numel: int) -> Tensor:
+        return torch.empty(numel, device=device)
+
+    found["all_reduce"] = own.clone()
+    dist.all_reduce(found["all_reduce"])
+    found["mean"] = own.to(torch.bfloat16)
+    dist.all_reduce(found["mean"], dist.ReduceOp.AVG)
+    found["maximum"] = own.clone()
+    dist.all_reduce(found["maximum"], dist.ReduceOp.MAX)
+    found["all_gather_into_tensor"] = empty(4 * world)
+    dist.all_gather_into_tensor(found["all_gather_into_tensor"], own)
+    parts = [empty(4) for _ in range(world)]
+    dist.all_gather(parts, own)
+    found["all_gather"] = torch.stack(parts)
+    found["reduce_scatter_tensor"] = empty(4 // world)
+    dist.reduce_scatter_tensor(found["reduce_scatter_tensor"], own)
+    found["reduce_scatter"] = empty(2)
+    dist.reduce_scatter(found["reduce_scatter"], list(own.chunk(world)) if world > 1 else [own[:2]])
+    found["broadcast"] = own.clone()
+    dist.broadcast(found["broadcast"], src=world - 1)
+    found["all_to_all_single"] = empty(4)
+    dist.all_to_all_single(found["all_to_all_single"], own)
+    swapped = [empty(4 // world) for _ in range(world)]
+    dist.all_to_all(swapped, list(own.chunk(world)))
+    found["all_to_all"] = torch.cat(swapped)
+    found["coalesced"] = empty(8 * world)
+    with dist._coalescing_manager(device=device, async_ops=True) as together:
+        for half in found["coalesced"].chunk(2):
+            dist.all_gather_into_tensor(half, own)
+    together.wait()
+    dist.barrier()
+    return found
+
+
+@pytest.mark.device(*SCHEDULES)
+def test_collectives_give_what_they_should(device_pool2: DevicePool) -> None:
+    one, other = device_pool2.run(every_collective)
+    own = [torch.arange(4.0), torch.arange(4.0) + 10]
+    both = {
+        "all_reduce": own[0] + own[1],
+        "mean": ((own[0] + own[1]) / 2).bfloat16(),
+        "maximum": own[1],
+        "all_gather_into_tensor": torch.cat(own),
+        "all_gather": torch.stack(own),
+        "broadcast": own[1],
+        "coalesced": torch.cat(own * 2),
+    }
+    each = {
+        "reduce_scatter_tensor": (own[0] + own[1]).chunk(2),
+        "reduce_scatter": (own[0] + own[1]).chunk(2),
+        "all_to_all_single": (torch.cat([own[0][:2], own[1][:2]]), torch.cat([own[0][2:], own[1][2:]])),
+        "all_to_all": (torch.cat([own[0][:2], own[1][:2]]), torch.cat([own[0][2:], own[1][2:]])),
+    }
+    for name, expected in both.items():
+        assert torch.equal(one[name], expected), name
+        assert torch.equal(other[name], expected), name
+    for name, (first, second) in each.items():
+        assert torch.equal(one[name], first), name
+        assert torch.equal(other[name], second), name
+
+
+def host_waits(right: bool) -> tuple[dict[str, int], bool]:
+    """How often the host waits in an asynchronous collective, and whether its result is right."""
+    rank, c = dist.get_rank(), sim.install()
+    x = torch.full((1000,), rank + 1.0, device=sim.DEVICE)
+    dist.barrier()
+    c.reset_counters()
+    work = dist.all_reduce(x, async_op=True)
+    if right:
+        work.wait()
+    y = x + 1
+    waits = c.waits()
+    result = bool(y.cpu().eq(4).all())
+    work.wait()
+    dist.barrier()
+    return waits, result
+
+
+@pytest.mark.device
+def test_waiting_for_a_collective_lets_the_stream_wait_and_not_the_host(device_pool2: DevicePool) -> None:
+    assert device_pool2.run(host_waits, right=True) == [({}, True)] * 2
+    assert device_pool2.run(host_waits, right=False) == [({}, False)] * 2
+
+
+def goes_on_beside_its_host() -> float:
+    """Rank 1's host waits for rank 0's, and rank 0's for a collective that rank 1 has enqueued and not waited for."""
+    x = torch.ones(4, device=sim.DEVICE)
+    work = dist.all_reduce(x, async_op=True)
+    note = torch.zeros(1)
+    if dist.get_rank() == 0:
+        work.wait()
+        note[0] = x.sum().item()
+    dist.broadcast(note, src=0)
+    work.wait()
+    return float(note)
+
+
+@pytest.mark.device
+def test_a_device_goes_on_while_its_host_waits_for_another_host(device_pool2: DevicePool) -> None:
+    assert device_pool2.run(goes_on_beside_its_host) == [8.0, 8.0]
+
+
+def misses_a_rank() -> str:
+    group = dist.new_group(backend=sim.BACKEND, timeout=timedelta(seconds=0.5))
+    x = torch.ones(4, device=sim.DEVICE)
+    if dist.get_rank() == 0:
+        dist.all_reduce(x, group=group)
+        with pytest.raises(RuntimeError, match="all-reduce") as caught:
+            x.cpu()
+        return str(caught.value)
+    time.sleep(1)
+    return ""
+
+
+@pytest.mark.device
+def test_a_missing_rank_ends_by_the_timeout(device_pool2: DevicePool) -> None:
+    message, _ = device_pool2.run(misses_a_rank)
+    assert "imed out" in message or "timeout" in message.lower(), message
+
+
+def takes_a_host_tensor() -> None:
+    group = dist.new_group(backend=sim.BACKEND)
+    dist.all_reduce(torch.ones(1), group=group)
+
+
+@pytest.mark.device
+def test_a_host_tensor_is_refused(device_pool2: DevicePool) -> None:
+    with pytest.raises(RankError, match="cpu"):
+        device_pool2.run(takes_a_host_tensor)

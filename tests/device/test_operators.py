@@ -1,0 +1,101 @@
+"""Operators on the simulated device: the host's bits, CUDA's autocast, random numbers that no schedule changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from device import sim
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Network(nn.Module):
+    """One of each kind: convolution, normalizations, attention, embedding, tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 16)
+        self.mix = nn.Conv1d(16, 16, 3, padding=1)
+        self.norms = nn.ModuleList([nn.BatchNorm1d(16), nn.LayerNorm(16), nn.RMSNorm(16)])
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.head = nn.Linear(16, 11, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norms[0](self.mix(self.tokens(tokens).transpose(1, 2))).transpose(1, 2)
+        y = self.norms[1](x)
+        x = self.norms[2](x + self.attention(y, y, y, need_weights=False)[0])
+        x = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)[:, 0]
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), tokens.flatten())
+
+
+def train(device: torch.device | str, dtype: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(1)
+    network = Network().to(dtype).to(device)
+    optimizer = torch.optim.AdamW(network.parameters(), 1e-2)
+    tokens = torch.arange(24).reshape(3, 8).remainder(11).to(device)
+    for _ in range(3):
+        optimizer.zero_grad()
+        network(tokens).backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 0.1, foreach=True)
+        optimizer.step()
+    return [value.cpu() for value in network.state_dict().values()]
+
+
+@pytest.mark.device("eager", "lazy", "random1")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_training_gives_the_hosts_bits(device: torch.device, dtype: torch.dtype) -> None:
+    for ours, hosts in zip(train(device, dtype), train("cpu", dtype), strict=True):
+        torch.testing.assert_close(ours, hosts, rtol=0, atol=0)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_autocast_casts_as_on_cuda(device: torch.device, dtype: torch.dtype) -> None:
+    low, x = torch.ones(4, 4, device=device, dtype=dtype), torch.ones(4, 4, device=device)
+    cases: dict[Callable[[], Tensor], torch.dtype] = {
+        lambda: x @ x: dtype,
+        lambda: F.linear(x, x): dtype,
+        lambda: F.conv1d(x[None], x[..., None]): dtype,
+        lambda: F.scaled_dot_product_attention(x[None], x[None], x[None]): dtype,
+        lambda: low.softmax(-1): torch.float32,
+        lambda: F.cross_entropy(low, low.argmax(-1)): torch.float32,
+        lambda: F.layer_norm(low, (4,)): torch.float32,
+        low.sum: torch.float32,
+        low.norm: torch.float32,
+        low.exp: torch.float32,
+        lambda: torch.addcmul(low, x, low): torch.float32,  # the widest
+        lambda: low + low: dtype,
+        lambda: F.gelu(low): dtype,
+    }
+    with torch.autocast(device.type, dtype):
+        for number, (function, expected) in enumerate(cases.items()):
+            assert function().dtype == expected, number
+        with pytest.raises(RuntimeError, match="unsafe to autocast"):
+            F.binary_cross_entropy(x, x)
+
+
+def draw(device: torch.device) -> list[Tensor]:
+    torch.manual_seed(5)
+    x = torch.ones(50, device=device)
+    own = torch.Generator(device).manual_seed(7)
+    drawn = torch.randn(50, device=device), F.dropout(x), torch.randperm(50, device=device, generator=own)
+    return [tensor.cpu() for tensor in drawn]
+
+
+@pytest.mark.device
+def test_random_numbers_follow_the_calls_and_not_the_schedule(device: torch.device) -> None:
+    expected = draw(device)
+    assert expected[0].std() > 0.5
+    assert sorted(expected[1].unique().tolist()) == [0.0, 2.0]
+    assert sorted(expected[2].tolist()) == list(range(50))
+    for schedule in ("eager", "random"):
+        sim.install().schedule(schedule, 3)
+        assert all(map(torch.equal, draw(device), expected))
+    state = torch.sim.get_rng_state(device)
+    once = torch.rand(3, device=device).cpu()
+    torch.sim.set_rng_state(state, device)
+    assert torch.equal(torch.rand(3, device=device).cpu(), once)
+    assert not torch.equal(torch.rand(3, device=device).cpu(), once)

@@ -1,0 +1,121 @@
+"""Where a test marked `device` runs: on the simulated device, in a rank that has it, and on CUDA where there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from device import accelerator, build, sim
+from helpers.ranks import RankError, RankPool
+from torch.utils._pytree import tree_map
+
+T = TypeVar("T")
+SETUP = "device.where:prepare_rank"  # of the ranks that have the simulated device
+DEFAULT_SCHEDULES = ("lazy",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """A device type, and the schedule of the simulated one."""
+
+    type: str
+    schedule: sim.Schedule = sim.LAZY
+
+    def __str__(self) -> str:
+        return f"{self.type}-{self.schedule}" if self.simulated else self.type
+
+    @property
+    def simulated(self) -> bool:
+        return self.type == sim.DEVICE
+
+    @property
+    def accelerator(self) -> str:
+        """The name under which Lightning knows it."""
+        return self.type if self.simulated else "gpu"
+
+
+def cases(schedules: Iterable[str]) -> list[Any]:
+    """The parameters of a test with the marker `device`, whose arguments are schedules."""
+    simulated = [Where(sim.DEVICE, sim.Schedule.parse(name)) for name in schedules or DEFAULT_SCHEDULES]
+    params = [pytest.param(where, id=str(where)) for where in simulated]
+    if torch.cuda.is_available():
+        params.append(pytest.param(Where("cuda"), id="cuda", marks=pytest.mark.gpu))
+    return params
+
+
+class DevicePool:
+    """A rank pool whose ranks have the device: `run` is the pool's, under the test's schedule."""
+
+    def __init__(self, pool: RankPool, where: Where) -> None:
+        self.pool, self.where = pool, where
+        self.world_size = pool.world_size
+
+    def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
+        """The results on every rank, with tensors of the device moved to the host."""
+        if not self.where.simulated:
+            return self.pool.run(function, *args, **kwargs)
+        self.pool.check(function)
+        return self.pool.run(run_scheduled, self.where.schedule, function, args, kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnRank:
+    """In the place of the device of a test that a rank runs."""
+
+    pool: RankPool
+    where: Where
+
+
+def rank_options() -> dict[str, str]:
+    """Of a pool with the simulated device; builds it where that has not been done."""
+    build.library()
+    return {"setup": SETUP, "backend": f"cpu:gloo,{sim.DEVICE}:{sim.BACKEND}"}
+
+
+def prepare_rank() -> None:
+    """Gives a forked rank the simulated device, for life."""
+    sim.install()
+    accelerator.register()
+
+
+def run_scheduled(schedule: sim.Schedule, function: Callable[..., T], args: Any, kwargs: Any) -> T:
+    with sim.scheduled(schedule):
+        result: T = tree_map(to_host, function(*args, **kwargs))
+    return result
+
+
+def to_host(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) and value.device.type == sim.DEVICE else value
+
+
+# ---------------------------------------------------------------------------------------- a whole test, run by a rank
+
+MADE_THERE = "monkeypatch"  # by the rank: it would change the wrong process
+
+
+def run_test(on: OnRank, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Runs a test function, with the device for `device`, on the rank of a pool of one."""
+    for name, value in arguments.items():
+        if name not in (MADE_THERE, "device"):
+            try:
+                pickle.dumps(value)
+            except Exception as error:
+                raise TypeError(f"a test with `device` runs in another process, and {name} cannot go there") from error
+    sent = {name: None if name in (MADE_THERE, "device") else value for name, value in arguments.items()}
+    try:
+        on.pool.run(run_scheduled, on.where.schedule, call_test, (function, sent), {})
+    except RankError as error:
+        failure = error.failures[error.rank]
+        if failure.kind == "Skipped":
+            pytest.skip(failure.message)
+        raise
+
+
+def call_test(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        there = {"device": torch.device(sim.DEVICE, 0), MADE_THERE: monkeypatch}
+        function(**{name: there.get(name, value) for name, value in arguments.items()})
