@@ -24,7 +24,6 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from strategy.fits import FEW, Lit, Recipe, assert_same, make_trainer, more_names, slow_unless, state_of
 from torch import Tensor, nn
 from torch.optim import SGD
-from zlib_ng.zlib_ng import crc32_combine
 
 from lightning_zero import CheckpointError
 from lightning_zero.checkpoint import archive, begin, load, rng, shards, tiles
@@ -169,10 +168,11 @@ LONG = bytes(torch.randint(256, (2 * tiles._CACHED + 1000,), dtype=torch.uint8).
 def test_checksums_of_parts_make_up_zlibs(edges: list[int]) -> None:
     with os.fdopen(os.memfd_create("long"), "w+b", buffering=0) as file:
         file.write(LONG)
-        crc = 0
-        for start, stop in itertools.pairwise(edges):
-            crc = crc32_combine(crc, tiles.checksum_of(file.fileno(), start, stop), stop - start)
-        assert crc == zlib.crc32(LONG[edges[0] : edges[-1]])
+        parts = [
+            archive.Checksum("part", start, stop - start, tiles.checksum_of(file.fileno(), start, stop))
+            for start, stop in itertools.pairwise(edges)
+        ]
+        assert archive.combined(reversed(parts)) == zlib.crc32(LONG[edges[0] : edges[-1]])
         with pytest.raises(EOFError, match=rf"the file ends at {len(LONG)}, before {len(LONG) + 1}"):
             tiles.checksum_of(file.fileno(), edges[0], len(LONG) + 1)
 

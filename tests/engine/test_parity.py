@@ -16,8 +16,9 @@ from engine.cases import Case, check_cases, every_stage, every_stage_and_rank, s
 from engine.driver import Setup, assert_close
 from helpers import models
 from helpers.ranks import RankPool, ranks
+from torch import Tensor
 
-from lightning_zero.sharding import MixedPrecisionPolicy
+from lightning_zero.sharding import Mesh, MixedPrecisionPolicy
 
 STAGES = (0, 1, 2, 3)
 CLIP = 0.3  # below all norms of these models' gradients
@@ -150,6 +151,19 @@ def test_bf16_reduced_in_fp32_is_bitwise_equal(pool: RankPool) -> None:
     # With more than two ranks the reference rounds each addition of bf16 values, the engine the sum only.
     precision = dataclasses.replace(BF16_MIXED, reduce_dtype=torch.float32)
     check_cases(pool, [Case(Setup(stage, precision=precision), "momentum", autocast=True) for stage in (1, 3)])
+
+
+def sum_of_ranks(values: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's part of the sum over ranks of multiples of `values`: the engine's, and one added in fp32."""
+    group = Mesh.create().shard
+    given = [values * (rank + 1) for rank in range(group.size)]
+    total = torch.stack(given).float().cumsum(0)[-1].to(values.dtype)
+    return group.reduce_scatter(given[group.rank], "sum"), total.chunk(group.size)[group.rank]
+
+
+def test_16_bit_sums_are_rounded_once(pool4: RankPool) -> None:
+    for ours, expected in pool4.run(sum_of_ranks, torch.randn(256).bfloat16()):
+        assert torch.equal(ours, expected)
 
 
 def test_the_native_kernel_is_within_its_bound(pool2: RankPool) -> None:
