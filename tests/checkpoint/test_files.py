@@ -20,9 +20,8 @@ from strategy.fits import (
     Recipe,
     assert_same,
     full_batch_loss,
+    main_names,
     make_trainer,
-    more_names,
-    more_names_and_sizes,
     observe,
     slow_unless,
     state_of,
@@ -44,7 +43,8 @@ def weights_in(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-@more_names_and_sizes
+@ranks(2)
+@main_names
 def test_a_file_holds_whole_named_full_precision_state(
     pool: RankPool, name: str, precision: str, tmp_path: Path
 ) -> None:
@@ -72,7 +72,7 @@ def test_a_file_holds_whole_named_full_precision_state(
 
 
 @ranks(2)
-@more_names
+@main_names
 def test_tied_parameters_are_stored_once(pool: RankPool, name: str, tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
     pool.run(save_at_end, name, RECIPE, path)
@@ -82,7 +82,7 @@ def test_tied_parameters_are_stored_once(pool: RankPool, name: str, tmp_path: Pa
 
 
 @ranks(2)
-@more_names
+@main_names
 def test_frozen_parameters_and_buffers_are_stored(pool: RankPool, name: str, tmp_path: Path) -> None:
     path, recipe = str(tmp_path / "a.ckpt"), dataclasses.replace(RECIPE, model="frozen")
     pool.run(save_at_end, name, recipe, path, module=WithBuffers)
@@ -119,7 +119,7 @@ class WithBuffers(Resumable):
 
 
 @ranks(2)
-@more_names
+@main_names
 def test_a_parameter_that_was_never_used_has_no_state(pool: RankPool, name: str, tmp_path: Path) -> None:
     path, recipe = str(tmp_path / "a.ckpt"), dataclasses.replace(RECIPE, model="optional")
     pool.run(save_at_end, name, recipe, path)
@@ -129,7 +129,7 @@ def test_a_parameter_that_was_never_used_has_no_state(pool: RankPool, name: str,
 
 
 @ranks(2)
-@more_names
+@main_names
 def test_plain_pytorch_goes_on_from_a_file(pool: RankPool, name: str, tmp_path: Path) -> None:
     """The weights, and the state in torch's own format, in a loop without this package."""
     path = str(tmp_path / "a.ckpt")
@@ -146,7 +146,8 @@ def test_plain_pytorch_goes_on_from_a_file(pool: RankPool, name: str, tmp_path: 
     optimizer.step()
 
 
-@more_names_and_sizes
+@ranks(2)
+@main_names
 def test_load_from_checkpoint(pool: RankPool, name: str, tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
     results = pool.run(save_at_end, name, RECIPE, path)
@@ -173,7 +174,7 @@ def fit_and_keep(
 
 @ranks(2)
 @pytest.mark.parametrize(("mode", "kept"), [("min", {9, 12}), pytest.param("max", {3, 6}, marks=pytest.mark.slow)])
-@more_names
+@main_names
 def test_model_checkpoint_keeps_the_best_and_the_last(
     pool: RankPool, name: str, mode: str, kept: set[int], tmp_path: Path
 ) -> None:
@@ -303,7 +304,7 @@ def loaded_by_a_user(name: str, path: str, recipe: Recipe) -> dict[str, Tensor]:
 
 
 @ranks(2)
-@more_names
+@main_names
 def test_weights_loaded_by_hand_reach_the_masters(pool: RankPool, name: str, tmp_path: Path) -> None:
     path, recipe = str(tmp_path / "a.ckpt"), Recipe(optimizer="momentum")
     saved = pool.run(save_at_end, name, recipe, path)
@@ -319,7 +320,8 @@ def fit_evaluated_only(name: str, path: str, recipe: Recipe) -> tuple[float, dic
     return loss, state_of(trainer)
 
 
-@more_names_and_sizes
+@ranks(2)
+@main_names
 def test_a_file_is_tested_without_a_fit(pool: RankPool, name: str, tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
     saved = pool.run(save_at_end, name, RECIPE, path)[0].weights

@@ -21,7 +21,7 @@ from helpers.ranks import RankPool, ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from strategy.fits import FEW, Lit, Recipe, assert_same, make_trainer, more_names, slow_unless, state_of
+from strategy.fits import FEW, Lit, Recipe, assert_same, make_trainer, slow_unless, state_of
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -249,7 +249,7 @@ def save_counted(strategy: Any, path: str, **flags: Any) -> tuple[int, int]:
 
 @ranks(2, slow=(1, 4))
 @pytest.mark.parametrize("precision", slow_unless(["bf16-mixed"], ["32-true", "bf16-mixed"]))
-@more_names
+@main_names
 def test_ranks_write_equal_shares_a_tile_at_a_time(pool: RankPool, name: str, precision: str, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     written = pool.run(save_counted, name, str(path), precision=precision)

@@ -29,8 +29,8 @@ from strategy.fits import (
     Recipe,
     assert_same,
     assert_same_states,
+    main_names,
     make_trainer,
-    more_names,
     observe,
     slow_unless,
 )
@@ -116,7 +116,7 @@ def plain_state(path: str) -> dict[str, Any]:
 
 
 @ranks(2)
-@more_names
+@main_names
 def test_a_run_saved_while_its_scale_falls_goes_on_as_if_never_stopped(
     pool: RankPool, name: str, tmp_path: Path
 ) -> None:
@@ -233,7 +233,7 @@ def test_precisions_with_and_without_a_scaler_take_turns(
 
 
 @ranks(1)
-@more_names
+@main_names
 def test_the_scale_of_lightnings_own_mixed_precision_goes_on(pool: RankPool, name: str, tmp_path: Path) -> None:
     path = str(tmp_path / "ddp.ckpt")
     (theirs,) = pool.run(run, "ddp", RECIPE, stock, save=(6, path), steps=6)

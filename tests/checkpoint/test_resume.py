@@ -17,7 +17,6 @@ from lightning import Callback
 from strategy.fits import (
     FEW,
     NAMES,
-    SOME,
     Fitted,
     Lit,
     Recipe,
@@ -25,9 +24,8 @@ from strategy.fits import (
     assert_same,
     assert_same_states,
     halving,
+    main_names,
     make_trainer,
-    more_names,
-    more_names_and_sizes,
     observe,
     slow_unless,
 )
@@ -156,7 +154,8 @@ def resume_twice_in_one_process(name: str, path: str, recipe: Recipe) -> Fitted:
     return observe(trainer, lit)
 
 
-@more_names_and_sizes
+@ranks(2)
+@main_names
 def test_a_trainer_may_go_back_to_its_own_checkpoint(pool: RankPool, name: str, tmp_path: Path) -> None:
     recipe = dataclasses.replace(RECIPE, micro=1)
     whole = pool.run(run, name, recipe, steps=4)
@@ -224,7 +223,7 @@ def test_ddp_and_ours_resume_from_each_other_on_other_ranks(
 
 
 @ranks(1)
-@more_names
+@main_names
 def test_ddp_resumes_bit_for_bit_from_ours_and_ours_from_its(pool: RankPool, name: str, tmp_path: Path) -> None:
     """On one rank nothing is summed: weights, Adam's state, the learning rate and the loader's place must all be right.
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from device.where import DevicePool
 from helpers.ranks import RankPool
 from strategy.fits import Recipe, assert_same, fit
-
-from device.where import DevicePool
 
 NAMES = ("zero2_offload", "zero3")
 

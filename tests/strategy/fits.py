@@ -27,9 +27,6 @@ from lightning_zero.integration.names import STRATEGIES
 
 NAMES = ("zero0", "zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload")
 FEW = ("zero2_offload", "zero3")
-# Each way of keeping gradients, parameters and state once. The other names combine the same parts: a fit of each is
-# compared with one process in test_fit.py.
-SOME = ("zero1", *FEW, "zero3_offload")
 StrategyArgument = str | dict[str, Any] | Strategy  # a dictionary has the arguments of a ZeroStrategy
 
 
@@ -38,32 +35,15 @@ def slow_unless(fast: Sequence[Any], values: Iterable[Any]) -> list[Any]:
     return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-# The fast tests run with a few names on two ranks; the slow ones with one more, and on one rank as well.
-MORE = (*FEW, "zero3_offload")
-more_names = pytest.mark.parametrize("name", slow_unless(FEW, MORE))
-# What compares two fits, of the strategy and of `ddp`.
-main_names = pytest.mark.parametrize("name", slow_unless(("zero3",), MORE))
+# What the integration does is the same under every name: the fast tests run with one, the slow ones with one more. A
+# fit of every name is compared with one process in test_fit.py.
+main_names = pytest.mark.parametrize("name", slow_unless(("zero3",), FEW))
 
 
 def main_names_and(argument: str, value: Any, *others: Any) -> pytest.MarkDecorator:
-    """Every name with the first value, `zero3` with the others as well: slow but for the first of both."""
-    slow = [(name, value) for name in MORE if name != "zero3"] + [("zero3", other) for other in others]
-    cases = [("zero3", value), *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]
-    return pytest.mark.parametrize(("name", argument), cases)
-
-
-one_or_two_ranks = pytest.mark.parametrize(
-    "pool", [pytest.param(1, marks=pytest.mark.slow), 2], indirect=True, ids=["1ranks", "2ranks"]
-)
-# One rank: where nothing is sharded.
-more_names_and_sizes = pytest.mark.parametrize(
-    ("pool", "name"),
-    [
-        *(pytest.param(2, name, marks=[] if name in FEW else pytest.mark.slow) for name in MORE),
-        pytest.param(1, "zero3", marks=pytest.mark.slow),
-    ],
-    indirect=["pool"],
-)
+    """`zero3` with the first value, fast, and the other name with each of the others, slow."""
+    slow = [pytest.param("zero2_offload", other, marks=pytest.mark.slow) for other in others]
+    return pytest.mark.parametrize(("name", argument), [("zero3", value), *slow])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +174,13 @@ def fit(
     trainer = make_trainer(strategy, **({"accumulate_grad_batches": recipe.micro} | flags))
     trainer.fit(lit, ckpt_path=ckpt_path)
     return observe(trainer, lit)
+
+
+def fit_each(
+    strategy: StrategyArgument, recipe: Recipe, modules: Sequence[Callable[[Recipe], Lit]], **flags: Any
+) -> list[Fitted]:
+    """Several fits in one run."""
+    return [fit(strategy, recipe, module, **flags) for module in modules]
 
 
 def observe(trainer: Trainer, lit: Lit) -> Fitted:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
 import torch.distributed as dist
 from helpers import models
 from helpers.ranks import RankPool, ranks
-from helpers.reference import rank_gradients, reduce_ranks, train_reference
+from helpers.reference import train_reference
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     EarlyStopping,
@@ -19,16 +17,13 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from strategy.fits import (
-    NAMES,
     Lit,
     Recipe,
     assert_same,
     fit,
-    more_names_and_sizes,
-    one_or_two_ranks,
+    main_names,
     reduces_each,
     reference,
-    slow_unless,
 )
 from torch import Tensor
 from torch.optim import Optimizer
@@ -36,7 +31,6 @@ from torch.optim import Optimizer
 from lightning_zero import gathered_parameters
 
 MOMENTUM = Recipe(optimizer="momentum")
-WHOLE = [name for name in NAMES if "3" not in name]
 
 
 def weights_after_each_step(name: str, recipe: Recipe, world: int) -> list[dict[str, Tensor]]:
@@ -71,7 +65,8 @@ def fit_and_read(name: str, recipe: Recipe) -> dict[str, list[dict[str, Tensor]]
     return reader.seen
 
 
-@more_names_and_sizes
+@ranks(2)
+@main_names
 def test_callbacks_never_read_stale_parameters(pool: RankPool, name: str) -> None:
     after = weights_after_each_step(name, MOMENTUM, pool.world_size)
     before = [MOMENTUM.make_model().state_dict(), *after[:-1]]
@@ -98,43 +93,12 @@ def fit_and_read_bare(name: str, recipe: Recipe) -> list[dict[str, Tensor]]:
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", WHOLE)
-def test_whole_parameters_need_no_context_to_be_read(pool: RankPool, name: str) -> None:
+def test_whole_parameters_need_no_context_to_be_read(pool: RankPool) -> None:
+    name = "zero2_offload"
     expected = weights_after_each_step(name, MOMENTUM, 2)
     for seen in pool.run(fit_and_read_bare, name, MOMENTUM):
         for actual, weights in zip(seen, expected, strict=True):
             assert_same(actual, weights)
-
-
-class Clamp(Callback):
-    """Changes parameters after each step, as a WGAN does."""
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        with gathered_parameters(pl_module), torch.no_grad():
-            for parameter in pl_module.parameters():
-                parameter.clamp_(-0.3, 0.3)
-
-
-@more_names_and_sizes
-def test_parameters_changed_by_a_callback_stay_changed(pool: RankPool, name: str) -> None:
-    recipe, world = MOMENTUM, pool.world_size
-    model = recipe.make_model()
-    optimizer = recipe.make_optimizer(model)
-    for step in recipe.batches(world):
-        # One reference step at a time cannot carry momentum over: the loop is written out.
-        gradients = one_step_gradients(model, step[0], world)
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.clamp_(-0.3, 0.3)
-    results = pool.run(fit, name, recipe, callbacks=[Clamp()])
-    assert_same(results[0].weights, model.state_dict())
-
-
-def one_step_gradients(model: torch.nn.Module, batches: list[Tensor], world: int) -> Any:
-    return reduce_ranks([rank_gradients(model, batch, models.next_token_loss, 1) for batch in batches], None)
 
 
 def fit_with_monitor(name: str, recipe: Recipe, folder: str) -> dict[str, list[float]]:
@@ -143,11 +107,10 @@ def fit_with_monitor(name: str, recipe: Recipe, folder: str) -> dict[str, list[f
     return monitor.lrs
 
 
-@one_or_two_ranks
-@pytest.mark.parametrize("name", slow_unless(["zero3"], ["zero2_offload", "zero3"]))
-def test_the_learning_rate_monitor_shows_the_rates_used(pool: RankPool, name: str, tmp_path: Path) -> None:
+@ranks(2)
+def test_the_learning_rate_monitor_shows_the_rates_used(pool: RankPool, tmp_path: Path) -> None:
     recipe = Recipe(scheduled=True, options={"lr": 0.25})
-    rates = pool.run(fit_with_monitor, name, recipe, str(tmp_path))[0]
+    rates = pool.run(fit_with_monitor, "zero3", recipe, str(tmp_path))[0]
     assert rates == {"lr-AdamW/pg1": [0.25, 0.125, 0.0625], "lr-AdamW/pg2": [0.25, 0.125, 0.0625]}
 
 
@@ -160,14 +123,15 @@ class WorseOnOneRank(Lit):
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", ["zero1", "zero3"])
-def test_early_stopping_stops_all_ranks_together(pool: RankPool, name: str) -> None:
+def test_early_stopping_stops_all_ranks_together(pool: RankPool) -> None:
     stopping = EarlyStopping("score", patience=2, mode="max", min_delta=0.5)
-    results = pool.run(fit, name, MOMENTUM, WorseOnOneRank, callbacks=[stopping], max_epochs=9, limit_val_batches=1)
+    flags: dict[str, Any] = {"callbacks": [stopping], "max_epochs": 9, "limit_val_batches": 1}
+    results = pool.run(fit, "zero3", MOMENTUM, WorseOnOneRank, **flags)
     assert [result.epochs for result in results] == [3, 3]
 
 
-@more_names_and_sizes
+@ranks(2)
+@main_names
 def test_accumulation_may_be_scheduled(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum", steps=4)
     flat = [step[0] for step in recipe.batches(pool.world_size)]

@@ -29,9 +29,8 @@ from torch._dynamo.utils import counters
 from lightning_zero.sharding import find_units
 
 WORLD = 2
-RECIPE = Recipe(steps=6)
-MOMENTUM = Recipe(optimizer="momentum", steps=6)
-STAGES_0_TO_2 = ["zero0", "zero1", "zero2"]
+RECIPE = Recipe(steps=3)
+MOMENTUM = Recipe(optimizer="momentum", steps=3)
 WHOLE = {"backend": "aot_eager", "fullgraph": True}  # inductor's compiler takes too long here
 QUICK = {"backend": "eager", "fullgraph": True}  # torch's own kernels: traced, and nothing else
 
@@ -143,8 +142,15 @@ def warm(pool2: RankPool) -> None:
     pool2.run(fit_counting, "zero2", CompiledBlocks, Recipe(steps=1))
 
 
-@pytest.mark.parametrize("name", slow_unless(["zero3"], [*STAGES_0_TO_2, "zero3", "zero3_offload"]))
-@pytest.mark.parametrize("module", [CompiledBlocks, BlocksCompiledInPlace])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (CompiledBlocks, "zero3"),
+        pytest.param(BlocksCompiledInPlace, "zero3", marks=pytest.mark.slow),
+        pytest.param(BlocksCompiledInPlace, "zero1", marks=pytest.mark.slow),
+        pytest.param(CompiledBlocks, "zero2_offload", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_units(pool2: RankPool, module: type[Lit], name: str) -> None:
     results = pool2.run(fit_counting, name, module, MOMENTUM)
     expected = reference(name, MOMENTUM, WORLD)
@@ -153,8 +159,9 @@ def test_compiled_units(pool2: RankPool, module: type[Lit], name: str) -> None:
     assert [count for _, count in results] == [1] * WORLD  # for all blocks, and all steps
 
 
-@pytest.mark.parametrize("name", slow_unless(["zero2"], STAGES_0_TO_2))
-@pytest.mark.parametrize("module", [CompiledModel, ModelCompiledInPlace])
+@pytest.mark.parametrize(
+    ("module", "name"), [(CompiledModel, "zero2"), pytest.param(ModelCompiledInPlace, "zero0", marks=pytest.mark.slow)]
+)
 def test_compiled_networks(pool2: RankPool, module: type[Lit], name: str) -> None:
     results = pool2.run(fit_counting, name, module, RECIPE)
     assert_same(results[0][0].weights, reference(name, RECIPE, WORLD).weights)
@@ -167,7 +174,7 @@ def test_compiled_networks(pool2: RankPool, module: type[Lit], name: str) -> Non
         (CompiledParts, None, 2),
         pytest.param(CompiledLater, None, 1, marks=pytest.mark.slow),
         (CompiledRecomputed, ["Block"], 1),
-        (CompiledModel, ["model"], 1),
+        pytest.param(CompiledModel, ["model"], 1, marks=pytest.mark.slow),
         pytest.param(ModelCompiledInPlace, [models.TinyTransformer], 1, marks=pytest.mark.slow),
     ],
 )
@@ -199,8 +206,8 @@ def fit_compiled_module(name: str, recipe: Recipe) -> tuple[Fitted, list[Tensor]
     return observe(trainer, lit), predictions, count
 
 
-@pytest.mark.parametrize("name", slow_unless(["zero2"], STAGES_0_TO_2))
-def test_compiled_lightning_module(pool2: RankPool, name: str) -> None:
+def test_compiled_lightning_module(pool2: RankPool) -> None:
+    name = "zero2"
     results = pool2.run(fit_compiled_module, name, RECIPE)
     expected = reference(name, RECIPE, WORLD)
     assert_same(results[0][0].weights, expected.weights)
@@ -227,14 +234,15 @@ def train_and_resume(folder: str, name: str, first: Any, second: Any, recipe: Re
     return keys, fit(name, recipe, second, ckpt_path=path, max_epochs=2)
 
 
-@pytest.mark.parametrize("name", slow_unless(["zero3"], ["zero2", "zero3"]))
-@pytest.mark.parametrize(("first", "second"), [(CompiledBlocks, Lit), (Lit, CompiledBlocks)])
-def test_checkpoints_know_no_wrapper(pool2: RankPool, tmp_path: Path, name: str, first: Any, second: Any) -> None:
-    results = pool2.run(train_and_resume, str(tmp_path), name, first, second, MOMENTUM)
+@pytest.mark.parametrize(
+    ("first", "second"), [(CompiledBlocks, Lit), pytest.param(Lit, CompiledBlocks, marks=pytest.mark.slow)]
+)
+def test_checkpoints_know_no_wrapper(pool2: RankPool, tmp_path: Path, first: Any, second: Any) -> None:
+    results = pool2.run(train_and_resume, str(tmp_path), "zero3", first, second, MOMENTUM)
     keys, resumed = results[0]
     assert keys == [f"model.{name}" for name in MOMENTUM.make_model().state_dict()]
     batches = MOMENTUM.batches(WORLD)
-    expected = reference(name, MOMENTUM, WORLD, batches=batches + batches)
+    expected = reference("zero3", MOMENTUM, WORLD, batches=batches + batches)
     assert_same(resumed.weights, expected.weights)
     assert_same_states(resumed.optimizer_states[0], expected.optimizer_state)
 
@@ -255,7 +263,7 @@ def release_compiled(module: type[Lit], recipe: Recipe) -> list[Tensor]:
         return [lit.model(batch[:, :-1]), copy.deepcopy(lit).model(batch[:, :-1])]
 
 
-@pytest.mark.parametrize("module", [CompiledBlocks, BlocksCompiledInPlace])
+@pytest.mark.parametrize("module", slow_unless([BlocksCompiledInPlace], [CompiledBlocks, BlocksCompiledInPlace]))
 def test_released_blocks_are_compiled_as_before(pool2: RankPool, module: type[Lit]) -> None:
     model = MOMENTUM.make_model()
     model.load_state_dict(reference("zero3", MOMENTUM, WORLD).weights)
@@ -285,20 +293,19 @@ def test_zero_grad_of_a_wrapper_clears_what_is_reduced(pool2: RankPool) -> None:
     assert_same(results[0].weights, reference("zero2", RECIPE, WORLD).weights)
 
 
-@pytest.mark.parametrize("name", slow_unless(["zero3"], ["zero2", "zero3"]))
-def test_compiled_units_in_bf16(pool2: RankPool, name: str) -> None:
-    plain = pool2.run(fit_counting, name, Lit, RECIPE, precision="bf16-mixed")
-    results = pool2.run(fit_counting, name, BlocksCompiledEagerly, RECIPE, precision="bf16-mixed")
+def test_compiled_units_in_bf16(pool2: RankPool) -> None:
+    plain = pool2.run(fit_counting, "zero3", Lit, RECIPE, precision="bf16-mixed")
+    results = pool2.run(fit_counting, "zero3", BlocksCompiledEagerly, RECIPE, precision="bf16-mixed")
     assert_same(results[0][0].weights, plain[0][0].weights)
     assert results[0][1] == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["zero2", "zero3"])
-def test_inductor(pool2: RankPool, name: str) -> None:
+def test_inductor(pool2: RankPool) -> None:
     """The compiler that is torch's default; it fuses, and rounds otherwise."""
-    results = pool2.run_within(300, fit_inductor, name, Recipe(optimizer="momentum", dtype=torch.float64))
-    expected = reference(name, Recipe(optimizer="momentum", dtype=torch.float64), WORLD)
+    recipe = Recipe(optimizer="momentum", dtype=torch.float64)
+    results = pool2.run_within(300, fit_inductor, "zero3", recipe)
+    expected = reference("zero3", recipe, WORLD)
     torch.testing.assert_close(results[0].weights, expected.weights, rtol=1e-9, atol=1e-12)
 
 

@@ -20,7 +20,6 @@ from strategy.fits import (
     halving,
     make_trainer,
     observe,
-    one_or_two_ranks,
     slow_unless,
 )
 from torch.optim import Optimizer
@@ -37,7 +36,6 @@ CLASSES: dict[str, Any] = {
 }
 SMALL = {"master_layout": "split", "state_dtype": torch.bfloat16, "seed": 3}
 RECIPE = Recipe(steps=3, micro=2, scheduled=True, options={"lr": 0.05, **SMALL})
-PRECISIONS = ("bf16-mixed", "bf16-true", "fp16")
 OFFLOADED = ("zero2_offload", "zero3_offload")
 CLIPPED = {"gradient_clip_val": 0.05}
 
@@ -95,8 +93,10 @@ def assert_same_fits(actual: list[Fitted], expected: list[Fitted]) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", slow_unless(["zero3_offload"], OFFLOADED))
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("zero3_offload", "fp16"), pytest.param("zero2_offload", "bf16-true", marks=pytest.mark.slow)],
+)
 def test_a_resumed_fit_has_the_same_bits(pool: RankPool, name: str, precision: str, tmp_path: Path) -> None:
     path = str(tmp_path / "middle.ckpt")
     whole = pool.run(train, name, RECIPE, Lit, precision, save=(4, path))
@@ -109,7 +109,8 @@ def test_a_resumed_fit_has_the_same_bits(pool: RankPool, name: str, precision: s
 
 
 @ranks(2)
-@pytest.mark.parametrize("module", slow_unless([Lion], [Adam, Adagrad, Lion, Sgd]))
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [Adam, Adagrad, Lion, Sgd])
 def test_a_resumed_fit_of_every_class_has_the_same_bits(pool: RankPool, module: type[Lit], tmp_path: Path) -> None:
     options = {"lr": 0.01, **SMALL} | ({"momentum": 0.9} if module is Sgd else {})
     recipe = dataclasses.replace(RECIPE, options=options)
@@ -120,64 +121,47 @@ def test_a_resumed_fit_of_every_class_has_the_same_bits(pool: RankPool, module: 
 
 
 @ranks(2)
-@pytest.mark.parametrize("change", ["stage", "layout", "torch"])
-def test_a_fit_resumes_elsewhere(pool: RankPool, change: str, tmp_path: Path) -> None:
-    """At another stage, in the other layout, or with torch's own AdamW, which keeps its fp32 state."""
+def test_a_fit_resumes_with_torchs_class(pool: RankPool, tmp_path: Path) -> None:
+    """Which keeps its fp32 state."""
     recipe = dataclasses.replace(RECIPE, options={"lr": 0.05, "master_layout": "split"})
     path = str(tmp_path / "middle.ckpt")
     whole = pool.run(train, "zero2_offload", recipe, Lit, "bf16-mixed", save=(4, path))
-    name, module, other = "zero2_offload", Lit, recipe
-    if change == "stage":
-        name = "zero3_offload"
-    elif change == "layout":
-        other = dataclasses.replace(recipe, options={"lr": 0.05, "master_layout": "fp32"})
-    else:
-        module, other = Torchs, dataclasses.replace(recipe, options={"lr": 0.05})
-    resumed = pool.run(train, name, dataclasses.replace(other, seed=7), module, "bf16-mixed", resume=path)
+    other = dataclasses.replace(recipe, options={"lr": 0.05}, seed=7)
+    resumed = pool.run(train, "zero2_offload", other, Torchs, "bf16-mixed", resume=path)
     assert_same(resumed[0].weights, whole[0].weights)
     assert_same_states(resumed[0].optimizer_states[0], whole[0].optimizer_states[0])
 
 
-@one_or_two_ranks
-@pytest.mark.parametrize("flags", [{}, CLIPPED], ids=["free", "clipped"])
-@pytest.mark.parametrize("name", slow_unless(["zero3_offload"], OFFLOADED))
-def test_fp32_state_gives_the_bits_of_torchs_class(pool: RankPool, name: str, flags: dict[str, Any]) -> None:
+@ranks(2)
+def test_fp32_state_gives_the_bits_of_torchs_class(pool: RankPool) -> None:
     """Both run by the same kernels; two micro-batches a step."""
     recipe = dataclasses.replace(RECIPE, options={"lr": 0.05})
     split = dataclasses.replace(RECIPE, options={"lr": 0.05, "master_layout": "split"})
-    expected = pool.run(train, name, recipe, Torchs, "bf16-mixed", 3, **flags)
-    assert_same_fits(pool.run(train, name, recipe, Lit, "bf16-mixed", 3, **flags), expected)
-    assert_same_fits(pool.run(train, name, split, Lit, "bf16-mixed", 3, **flags), expected)
+    expected, whole, parted, free = (
+        pool.run(train, "zero3_offload", recipe, module, "bf16-mixed", 3, **flags)
+        for recipe, module, flags in (
+            (recipe, Torchs, CLIPPED),
+            (recipe, Lit, CLIPPED),
+            (split, Lit, CLIPPED),
+            (split, Lit, {}),
+        )
+    )
+    assert_same_fits(whole, expected)
+    assert_same_fits(parted, expected)
+    assert not torch.equal(free[0].weights["head.weight"], expected[0].weights["head.weight"])  # clipping counts
 
 
 @ranks(2)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("flags", slow_unless([CLIPPED], [{}, CLIPPED]), ids=["free", "clipped"])
-def test_stages_2_and_3_give_the_same_bits(pool: RankPool, precision: str, flags: dict[str, Any]) -> None:
-    first, second = (pool.run(train, name, RECIPE, Lit, precision, 3, **flags) for name in OFFLOADED)
+def test_stages_2_and_3_give_the_same_bits(pool: RankPool) -> None:
+    first, second = (pool.run(train, name, RECIPE, Lit, "bf16-true", 3, **CLIPPED) for name in OFFLOADED)
     assert_same_fits(first, second)
 
 
 @ranks(2)
-def test_clipping_has_an_effect(pool: RankPool) -> None:
-    recipe = dataclasses.replace(RECIPE, options={"lr": 0.1, **SMALL})
-    free, clipped = (
-        pool.run(train, "zero2_offload", recipe, Sgd, "bf16-mixed", 1, gradient_clip_val=value)[0]
-        for value in (None, 0.01)
-    )
-    start = recipe.make_model().state_dict()
-
-    def moved(fitted: Fitted) -> float:
-        biases = [n for n in start if start[n].dim() < 2]  # no weight decay
-        return float(torch.cat([fitted.weights[n] - start[n] for n in biases]).norm())
-
-    assert moved(clipped) <= 0.01 * 0.1
-    assert moved(free) > 5 * moved(clipped)
-
-
-@ranks(2)
-@pytest.mark.parametrize("precision", slow_unless(["bf16-true"], PRECISIONS))
-@pytest.mark.parametrize("name", slow_unless(["zero2_offload"], OFFLOADED))
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("zero2_offload", "bf16-true"), pytest.param("zero3_offload", "fp16", marks=pytest.mark.slow)],
+)
 def test_a_fit_learns(pool: RankPool, name: str, precision: str) -> None:
     """As torch's AdamW in fp32 does, with six bytes of master and state an element."""
     recipe = Recipe(steps=20, options={"lr": 0.02, **SMALL})
@@ -191,10 +175,10 @@ def test_a_fit_learns(pool: RankPool, name: str, precision: str) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", slow_unless(["zero1", "zero3"], ["zero0", "zero1", "zero2", "zero3"]))
+@pytest.mark.parametrize("name", slow_unless(["zero1"], ["zero1", "zero3"]))
 def test_without_offloading_the_cpu_is_the_device(pool: RankPool, name: str) -> None:
     trained, expected = (pool.run(train, each, RECIPE, Lit, "bf16-mixed", 3) for each in (name, "zero2_offload"))
-    if name in ("zero2", "zero3"):
+    if name == "zero3":
         assert_same_fits(trained, expected)
     else:  # Micro-batches are summed before they are reduced; by Adam's step a sign that rounding decides counts whole.
         start = RECIPE.make_model().state_dict()

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 from helpers import models
 from helpers.ranks import RankPool, ranks
 from strategy.fits import (
     DDP,
     MOMENTUM,
+    Fitted,
     Lit,
     Recipe,
     StrategyArgument,
-    assert_as_ddp,
+    assert_close,
     assert_same,
     fit,
     main_names,
-    slow_unless,
+    main_names_and,
 )
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -33,12 +33,15 @@ Edit = Callable[["Edited"], None]
 
 
 class Edited(Lit):
-    """Makes an edit in one hook, at the second batch; at stage 3 that needs the context."""
+    """Makes one edit after another, each at one batch, in one hook; at stage 3 that needs the context.
 
-    def __init__(self, recipe: Recipe, edit: Edit, hook: str = "on_train_batch_end", writeback: bool = False) -> None:
+    Notes the weights after every batch.
+    """
+
+    def __init__(self, recipe: Recipe, edits: Sequence[Edit], hooks: Sequence[str] = ("on_train_batch_end",)) -> None:
         super().__init__(recipe)
         self.other = [OTHER.make_model()]  # in a list: no submodule
-        self.edit, self.hook, self.writeback = edit, hook, writeback
+        self.edits, self.hooks = edits, hooks
 
     def on_train_batch_start(self, batch: Tensor, index: int) -> None:
         self.reach("on_train_batch_start", index)
@@ -48,11 +51,15 @@ class Edited(Lit):
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, index: int) -> None:
         self.reach("on_train_batch_end", index)
+        with gathered_parameters(self.model):
+            self.notes.append({name: value.clone() for name, value in self.model.state_dict().items()})
 
     def reach(self, hook: str, index: int) -> None:
-        if hook == self.hook and index == 1:
-            with gathered_parameters(self.model, writeback=self.writeback):
-                self.edit(self)
+        number = index - 1
+        if number in range(len(self.edits)) and hook == self.hooks[number % len(self.hooks)]:
+            edit = self.edits[number]
+            with gathered_parameters(self.model, writeback=edit in HIDDEN):
+                edit(self)
 
 
 @torch.no_grad()
@@ -122,36 +129,48 @@ def nothing(lit: Edited) -> None:
 
 
 VISIBLE: list[Edit] = [clamp, reset, initialize, load_all, load_part, copy_some]
-HIDDEN: list[Edit] = [from_vector, assign_data, write_data]
+# These write what no version counter shows.
+HIDDEN: list[Edit] = [from_vector, assign_data, write_data, round_to_half, there_and_back]
 HOOKS = ["on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end"]
 
 
-@ranks(2)
-@main_names
-@pytest.mark.parametrize("edit", VISIBLE + HIDDEN, ids=lambda edit: edit.__name__)
-def test_edits_count(pool: RankPool, name: str, edit: Edit) -> None:
-    assert_as_ddp(pool, name, functools.partial(Edited, edit=edit, writeback=edit in HIDDEN))
-
-
-@ranks(2)
-@main_names
-@pytest.mark.parametrize(("edit", "same"), [(round_to_half, round_in_place), (there_and_back, nothing)])
-def test_a_module_may_change_its_dtype_and_back(pool: RankPool, name: str, edit: Edit, same: Edit) -> None:
-    # ddp itself averages nothing any more once dtypes have changed.
-    expected = pool.run(fit, DDP, MOMENTUM, functools.partial(Edited, edit=same))[0]
-    actual = pool.run(fit, name, MOMENTUM, functools.partial(Edited, edit=edit, writeback=True))[0]
+def assert_same_after_every_batch(actual: Fitted, expected: Fitted, edits: Sequence[Edit]) -> None:
+    for index, (mine, theirs) in enumerate(zip(actual.notes, expected.notes, strict=True)):
+        differing = [name for name, value in theirs.items() if not torch.equal(mine[name], value)]
+        made = [edit.__name__ for edit in edits[:index]]
+        assert not differing, f"after batch {index}, with the edits {made}"
     assert_same(actual.weights, expected.weights)
 
 
 @ranks(2)
 @main_names
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("micro", slow_unless([2], [1, 2]))
-def test_edits_count_in_every_hook(pool: RankPool, name: str, hook: str, micro: int) -> None:
-    recipe = Recipe(optimizer="momentum", steps=4, micro=micro, dtype=torch.float64)
-    module = functools.partial(Edited, edit=clamp, hook=hook)
+def test_edits_count(pool: RankPool, name: str) -> None:
+    edits = [*VISIBLE, from_vector, assign_data, write_data]
+    recipe = Recipe(optimizer="momentum", steps=len(edits) + 2)
+    module = functools.partial(Edited, edits=edits)
     expected, actual = pool.run(fit, DDP, recipe, module)[0], pool.run(fit, name, recipe, module)[0]
-    torch.testing.assert_close(actual.weights, expected.weights, rtol=1e-9, atol=1e-12)
+    assert_same_after_every_batch(actual, expected, edits)
+
+
+@ranks(2)
+@main_names
+def test_a_module_may_change_its_dtype_and_back(pool: RankPool, name: str) -> None:
+    # ddp itself averages nothing any more once dtypes have changed.
+    same, edits = [round_in_place, nothing], [round_to_half, there_and_back]
+    expected = pool.run(fit, DDP, MOMENTUM, functools.partial(Edited, edits=same))[0]
+    actual = pool.run(fit, name, MOMENTUM, functools.partial(Edited, edits=edits))[0]
+    assert_same_after_every_batch(actual, expected, edits)
+
+
+@ranks(2)
+@main_names
+def test_edits_count_in_every_hook(pool: RankPool, name: str) -> None:
+    """The first between the micro-batches of a step, the second between its reduction and its update."""
+    recipe = Recipe(optimizer="momentum", steps=4, micro=2, dtype=torch.float64)
+    module = functools.partial(Edited, edits=[clamp] * len(HOOKS), hooks=HOOKS)
+    expected, actual = pool.run(fit, DDP, recipe, module)[0], pool.run(fit, name, recipe, module)[0]
+    for mine, theirs in zip([actual.weights, *actual.notes], [expected.weights, *expected.notes], strict=True):
+        assert_close(mine, theirs)
 
 
 # ------------------------------------------------------------------------------------- weights out and in again
@@ -176,28 +195,19 @@ class Swaps(Lit):
 
 
 class SwapsSplit(Swaps):
-    layout = "split"
-
     def configure_optimizers(self) -> Optimizer:
-        return CPUAdamW(self.model.parameters(), lr=1e-2, master_layout=self.layout)
-
-
-class SwapsWhole(SwapsSplit):
-    layout = "fp32"
+        return CPUAdamW(self.model.parameters(), lr=1e-2, master_layout="split")
 
 
 @ranks(2)
-@main_names
-@pytest.mark.parametrize("precision", slow_unless(["32-true", "bf16-mixed"], ["32-true", "bf16-mixed", "bf16-true"]))
+@main_names_and("precision", "bf16-mixed", "bf16-true")
 def test_weights_come_back_exactly(pool: RankPool, name: StrategyArgument, precision: str) -> None:
     check_swaps(pool, name, Swaps, precision)
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", slow_unless(["zero3_offload"], ["zero2_offload", "zero3_offload"]))
-@pytest.mark.parametrize("module", [SwapsSplit, SwapsWhole])
-def test_masters_of_cpu_optimizers_come_back_exactly(pool: RankPool, name: str, module: type[Lit]) -> None:
-    check_swaps(pool, name, module, "bf16-true")
+def test_masters_of_cpu_optimizers_come_back_exactly(pool: RankPool) -> None:
+    check_swaps(pool, "zero3_offload", SwapsSplit, "bf16-true")
 
 
 def check_swaps(pool: RankPool, name: StrategyArgument, module: type[Lit], precision: str) -> None:

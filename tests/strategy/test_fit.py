@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,9 @@ import torch
 import torch.distributed as dist
 from helpers import models
 from helpers.ranks import RankError, RankPool, ranks
+from lightning import Callback, LightningModule, Trainer
 from strategy.fits import (
-    FEW,
     NAMES,
-    SOME,
     Fitted,
     Lit,
     Recipe,
@@ -23,13 +23,13 @@ from strategy.fits import (
     assert_same,
     assert_same_states,
     fit,
+    full_batch_loss,
     halving,
     is_native,
     main_names,
-    more_names,
-    more_names_and_sizes,
+    make_trainer,
+    observe,
     reference,
-    slow_unless,
 )
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -43,86 +43,82 @@ def check(strategy: StrategyArgument, recipe: Recipe, results: list[Fitted], **o
     assert_same_states(results[0].optimizer_states[0], expected.optimizer_state, native=native)
 
 
-@ranks(2, slow=(1,))
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+@ranks(2)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_name_trains_as_one_process_would(pool: RankPool, name: str, optimizer: str) -> None:
-    recipe = Recipe(optimizer=optimizer)
+def test_every_name_trains_as_one_process_would(pool: RankPool, name: str) -> None:
+    """At stages 0 to 2 every rank shows the weights; at stage 3 rank 0 alone gathers them."""
+    recipe = Recipe(optimizer="momentum")
     results = pool.run(fit, name, recipe)
     check(name, recipe, results)
     assert [result.steps for result in results] == [recipe.steps] * pool.world_size
-
-
-@ranks(2, slow=(1,))
-@pytest.mark.parametrize("name", NAMES)
-def test_everything_at_once(pool: RankPool, name: str) -> None:
-    """Accumulation with a short last step, clipping and a scheduler; the other tests take them one by one."""
-    recipe = Recipe(micro=2, tail=1, scheduled=True)
-    results = pool.run(fit, name, recipe, gradient_clip_val=0.3)
-    check(name, recipe, results, clip_norm=0.3)
+    if "3" in name:
+        assert not results[1].weights
+    else:
+        assert_same(results[1].weights, results[0].weights)
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", slow_unless(FEW, NAMES))
-def test_whole_ranks_hold_the_same_weights(pool: RankPool, name: str) -> None:
-    """What a rank shows of its own: everything at stages 0 to 2, nothing at stage 3."""
-    first, second = (result.weights for result in pool.run(fit, name))
-    if "3" in name:
-        assert not second
-    else:
-        assert_same(second, first)
+@pytest.mark.parametrize("name", NAMES)
+def test_everything_at_once(pool: RankPool, name: str) -> None:
+    """Accumulation with a short last step, clipping and a scheduler."""
+    recipe = Recipe(micro=2, tail=1, scheduled=True)
+    results = pool.run(fit, name, recipe, gradient_clip_val=0.3)
+    check(name, recipe, results, clip_norm=0.3)
+    assert [result.steps for result in results] == [recipe.steps + 1] * pool.world_size
 
 
-@more_names_and_sizes
-@pytest.mark.parametrize(
-    ("flags", "options"),
-    [
-        ({"gradient_clip_val": 0.3}, {"clip_norm": 0.3}),
-        ({"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}, {"clip_value": 0.02}),
-    ],
-    ids=["norm", "value"],
-)
-def test_trainer_clips_gradients(pool: RankPool, name: str, flags: dict[str, Any], options: dict[str, Any]) -> None:
-    recipe = Recipe(optimizer="momentum", micro=2)
-    check(name, recipe, pool.run(fit, name, recipe, **flags), **options)
-    clipped, free = reference(name, recipe, 1, **options), reference(name, recipe, 1)
-    assert not torch.equal(clipped.weights["head.weight"], free.weights["head.weight"])
+class SavesAfterTheFirstEpoch(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
 
 
-@more_names_and_sizes
-def test_gradients_accumulate_and_the_last_step_may_be_short(pool: RankPool, name: str) -> None:
-    recipe = Recipe(micro=3, steps=2, tail=1)
-    results = pool.run(fit, name, recipe)
-    check(name, recipe, results)
-    assert results[0].steps == 3
-
-
-@more_names_and_sizes
-def test_the_learning_rate_used_is_the_schedulers(pool: RankPool, name: str) -> None:
-    recipe = Recipe(scheduled=True, steps=4)
-    check(name, recipe, pool.run(fit, name, recipe))
-
-
-@pytest.mark.parametrize("model", ["mlp", "frozen", "optional"])
-@more_names_and_sizes
-def test_other_models_train_as_one_process_would(pool: RankPool, name: str, model: str) -> None:
-    recipe = Recipe(model=model, optimizer="momentum", flagged=models.not_on_rank_0)
-    check(name, recipe, pool.run(fit, name, recipe))
+def live(name: str, recipe: Recipe, path: str) -> tuple[Fitted, Fitted, float, Fitted]:
+    """Two epochs; the second once more from a checkpoint; a test; and a fit with a new optimizer."""
+    flags: dict[str, Any] = {"gradient_clip_val": 0.3, "accumulate_grad_batches": recipe.micro, "max_epochs": 2}
+    lit = Lit(recipe)
+    trainer = make_trainer(name, callbacks=[SavesAfterTheFirstEpoch(path)], **flags)
+    trainer.fit(lit)
+    whole = observe(trainer, lit)
+    resumed = fit(name, dataclasses.replace(recipe, seed=7), ckpt_path=path, **flags)
+    loss = trainer.test(lit, verbose=False)[0]["test_loss"]
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(lit)
+    return whole, resumed, loss, observe(trainer, lit)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("pool", "model", "optimizer", "name"),
-    [
-        (*((2, "frozen"), (1, "transformer"), (4, "optional"))[(i + j) % 3], optimizer, name)
-        for (i, optimizer), (j, name) in itertools.product(enumerate(sorted(models.OPTIMIZERS)), enumerate(SOME))
-    ],
+    ("pool", "name"),
+    [((1, 2, 4)[(i + shift) % 3], name) for i, name in enumerate(NAMES) for shift in (0, 1)],
     indirect=["pool"],
 )
-def test_every_optimizer_and_model(pool: RankPool, name: str, optimizer: str, model: str) -> None:
-    """Every two settings meet."""
-    recipe = Recipe(model=model, optimizer=optimizer, micro=2, steps=3, tail=1, flagged=models.by_turns, scheduled=True)
-    check(name, recipe, pool.run(fit, name, recipe, gradient_clip_val=0.3), clip_norm=0.3)
+def test_a_whole_life(pool: RankPool, name: str, tmp_path: Path) -> None:
+    """Every name on one rank, on two or on four, with all that its fits are combined with elsewhere."""
+    recipe = Recipe(optimizer="momentum", micro=2, tail=1, scheduled=True)
+    world = pool.world_size
+    batches = recipe.batches(world)
+    results = pool.run(live, name, recipe, str(tmp_path / "saved.ckpt"))
+    whole, resumed, _, again = results[0]
+    expected = reference(name, recipe, world, batches=batches * 2, clip_norm=0.3)
+    for fitted in (whole, resumed):
+        assert_same(fitted.weights, expected.weights)
+        assert_same_states(fitted.optimizer_states[0], expected.optimizer_state)
+        assert fitted.steps == 2 * (recipe.steps + 1)
+    loss = full_batch_loss(expected.weights, recipe, batches)
+    assert [tested for _, _, tested, _ in results] == [pytest.approx(loss, rel=1e-5)] * world
+    model = recipe.make_model()
+    model.load_state_dict(expected.weights)
+    assert_same(again.weights, reference(name, recipe, world, model=model, clip_norm=0.3).weights)
+
+
+@ranks(2)
+def test_a_parameter_may_be_used_on_some_ranks_only(pool: RankPool) -> None:
+    recipe = Recipe(model="optional", optimizer="momentum", flagged=models.not_on_rank_0)
+    check("zero3", recipe, pool.run(fit, "zero3", recipe))
 
 
 class SkipsFlagged(Lit):
@@ -142,7 +138,7 @@ def only_first_of_step_1(step: int, micro: int, rank: int) -> bool:
 
 
 @ranks(1)
-@more_names
+@main_names
 def test_a_micro_batch_may_have_no_loss(pool: RankPool, name: str) -> None:
     recipe = Recipe(flagged=only_first_of_step_1, micro=2)
     check(name, recipe, pool.run(fit, name, recipe, SkipsFlagged), loss_fn=loss_or_nothing)
@@ -153,7 +149,7 @@ def step_1(step: int, micro: int, rank: int) -> bool:
 
 
 @ranks(1)
-@more_names
+@main_names
 def test_a_step_without_a_loss_changes_nothing(pool: RankPool, name: str) -> None:
     recipe = Recipe(flagged=step_1, optimizer="momentum")
     results = pool.run(fit, name, recipe, SkipsFlagged)
@@ -167,12 +163,16 @@ def rank_1_in_step_1(step: int, micro: int, rank: int) -> bool:
     return (step, rank) == (1, 1)
 
 
-WHOLE = [name for name in NAMES if "3" not in name]
-
-
-@ranks(2, slow=(4,))
-@pytest.mark.parametrize("name", slow_unless(["zero1", "zero2_offload"], ["zero1", "zero2", "zero2_offload"]))
-@pytest.mark.parametrize("flagged", [rank_1_in_step_1, models.by_turns, step_1])
+@pytest.mark.parametrize(
+    ("pool", "name", "flagged"),
+    [
+        (2, "zero1", models.by_turns),
+        (2, "zero2_offload", rank_1_in_step_1),
+        (2, "zero1", step_1),
+        pytest.param(4, "zero2", models.by_turns, marks=pytest.mark.slow),
+    ],
+    indirect=["pool"],
+)
 def test_a_rank_without_a_loss_adds_no_gradient(
     pool: RankPool, name: str, flagged: Callable[[int, int, int], bool]
 ) -> None:
@@ -214,7 +214,8 @@ def own_parameters_loss(module: nn.Module, batch: Tensor) -> Tensor:
     return OwnParameters.training_step(module, batch, 0)  # type: ignore[arg-type]
 
 
-@more_names_and_sizes
+@ranks(2)
+@main_names
 def test_the_modules_own_parameters_may_be_used_directly(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum")
     results = pool.run(fit, name, recipe, OwnParameters)
@@ -234,7 +235,7 @@ class SeededByRank(Lit):
 
 
 @ranks(2)
-@more_names
+@main_names
 def test_ranks_start_from_the_weights_of_rank_0(pool: RankPool, name: str) -> None:
     recipe = Recipe(optimizer="momentum")
     results = pool.run(fit, name, recipe, SeededByRank)
@@ -242,69 +243,6 @@ def test_ranks_start_from_the_weights_of_rank_0(pool: RankPool, name: str) -> No
         weights = dict(result.weights)
         assert torch.equal(weights.pop("offset"), torch.zeros(3))
         assert_same(weights, reference(name, recipe, 2).weights)
-
-
-class ClipsItself(Lit):
-    """Clips in Lightning's hook for it: only in odd steps, and by the strategy's own function."""
-
-    def configure_gradient_clipping(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        self.notes.append(float(self.trainer.strategy.clip_grad_norm_(optimizer, 0.3)))
-
-
-class ClipsByTrainer(Lit):
-    """Calls what Lightning's documentation says to call from the hook."""
-
-    def configure_gradient_clipping(
-        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-    ) -> None:
-        self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
-
-
-@ranks(2)
-@main_names
-@pytest.mark.parametrize("module", [ClipsItself, ClipsByTrainer])
-def test_the_clipping_hook_may_be_overridden(pool: RankPool, name: str, module: type[Lit]) -> None:
-    recipe = Recipe(optimizer="momentum")
-    results = pool.run(fit, name, recipe, module)
-    check(name, recipe, results, clip_norm=0.3)
-    if module is ClipsItself:
-        norms = reference(name, recipe, pool.world_size, clip_norm=0.3).norms
-        for result in results:
-            assert result.notes == pytest.approx(norms, rel=1e-6)
-
-
-class ReadsNorm(Lit):
-    """Asks for the gradient norm in the hook that may look at reduced gradients."""
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        self.notes.append(self.trainer.strategy.grad_norm(optimizer))
-
-
-@more_names_and_sizes
-def test_the_gradient_norm_is_the_global_one(pool: RankPool, name: str) -> None:
-    recipe = Recipe(optimizer="momentum", micro=2)
-    results = pool.run(fit, name, recipe, ReadsNorm)
-    norms = reference(name, recipe, pool.world_size).norms
-    assert [result.notes for result in results] == [pytest.approx(norms, rel=1e-6)] * pool.world_size
-    check(name, recipe, results)
-
-
-class NotFinite(Lit):
-    """The second batch has an infinite loss on the last rank."""
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        last = dist.get_rank() == dist.get_world_size() - 1
-        return super().training_step(batch, index) * (torch.inf if index == 1 and last else 1.0)
-
-
-@more_names_and_sizes
-def test_a_step_with_a_gradient_that_is_not_finite_is_skipped(pool: RankPool, name: str) -> None:
-    recipe = Recipe(optimizer="momentum")
-    results = pool.run(fit, name, recipe, NotFinite, gradient_clip_val=0.3)
-    batches = recipe.batches(pool.world_size)
-    del batches[1]
-    expected = reference(name, recipe, pool.world_size, batches=batches, clip_norm=0.3)
-    assert_same(results[0].weights, expected.weights)
 
 
 class Interval(Lit):
@@ -319,9 +257,8 @@ class Interval(Lit):
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", slow_unless(["zero3"], ["zero2_offload", "zero3"]))
-def test_schedulers_may_step_with_epochs(pool: RankPool, name: str) -> None:
-    results = pool.run(fit, name, Recipe(options={"lr": 0.5}, optimizer="sgd"), Interval, max_epochs=3)
+def test_schedulers_may_step_with_epochs(pool: RankPool) -> None:
+    results = pool.run(fit, "zero3", Recipe(options={"lr": 0.5}, optimizer="sgd"), Interval, max_epochs=3)
     assert results[0].notes == [0.5, 0.25, 0.125]
 
 
@@ -330,7 +267,8 @@ class NoOptimizer(Lit):
         return None
 
 
-@more_names_and_sizes
+@ranks(2)
+@main_names
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers.*")
 def test_a_module_without_an_optimizer_runs(pool: RankPool, name: str) -> None:
     recipe = Recipe()

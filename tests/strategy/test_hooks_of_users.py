@@ -13,18 +13,17 @@ import torch
 import torch.distributed as dist
 from helpers import models
 from helpers.ranks import RankPool, ranks
-from strategy.fits import DDP, MOMENTUM, Lit, Recipe, assert_as_ddp, assert_same, fit, main_names, slow_unless
+from strategy.fits import DDP, MOMENTUM, Lit, Recipe, assert_as_ddp, assert_same, fit, fit_each, main_names, slow_unless
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.sharding import FreedParameter
 
-MOMENTS = ["__init__", "configure_optimizers", "on_train_start", "batch 1"]
-moments = pytest.mark.parametrize("moment", slow_unless(["batch 1"], MOMENTS))
+moments = pytest.mark.parametrize("moment", slow_unless(["batch 1"], ["__init__", "batch 1"]))
 
 
 class Hooked(Lit):
-    """Registers its hooks at one of MOMENTS."""
+    """Registers its hooks at a moment: in `__init__`, `configure_optimizers`, `on_train_start`, or before a batch."""
 
     def __init__(self, recipe: Recipe, moment: str = "on_train_start") -> None:
         super().__init__(recipe)
@@ -141,16 +140,28 @@ class ReplacesGrad(ChangesGrad):
         parameter.grad = scale(parameter.grad)
 
 
+class ComesAndGoes(ChangesGrad):
+    """Registers its hooks for every batch anew."""
+
+    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
+        hook = self.change
+        self.handles = [p.register_post_accumulate_grad_hook(hook) for p in self.model.parameters()]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
 @ranks(2)
 @main_names
 @pytest.mark.parametrize(
     ("module", "moment"),
     [
         (ScalesGradient, "batch 1"),
-        (ChangesGrad, "__init__"),
+        (ComesAndGoes, "never"),
         (ReplacesGrad, "__init__"),
-        *(pytest.param(ScalesGradient, moment, marks=pytest.mark.slow) for moment in MOMENTS if moment != "batch 1"),
-        pytest.param(ReplacesGrad, "batch 1", marks=pytest.mark.slow),
+        pytest.param(ChangesGrad, "configure_optimizers", marks=pytest.mark.slow),
+        pytest.param(ScalesGradient, "on_train_start", marks=pytest.mark.slow),
     ],
 )
 def test_hooks_change_local_gradients(pool: RankPool, name: str, moment: str, module: type[Hooked]) -> None:
@@ -175,29 +186,10 @@ class FrozenBlock(Lit):
 
 @ranks(2)
 @main_names
-@pytest.mark.parametrize("moment", slow_unless(["__init__"], ["__init__", "on_train_start"]))
-def test_a_hook_may_drop_a_gradient(pool: RankPool, name: str, moment: str) -> None:
+def test_a_hook_may_drop_a_gradient(pool: RankPool, name: str) -> None:
     expected = pool.run(fit, DDP, MOMENTUM, FrozenBlock)[0].weights
-    module = functools.partial(DropsGrad, moment=moment)
+    module = functools.partial(DropsGrad, moment="__init__")
     assert_same(pool.run(fit, name, MOMENTUM, module)[0].weights, expected)
-
-
-class ComesAndGoes(ChangesGrad):
-    """Registers its hooks for every batch anew."""
-
-    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
-        hook = self.change
-        self.handles = [p.register_post_accumulate_grad_hook(hook) for p in self.model.parameters()]
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-
-@ranks(2)
-@main_names
-def test_hooks_may_come_and_go(pool: RankPool, name: str) -> None:
-    assert_as_ddp(pool, name, ComesAndGoes)
 
 
 class Manual(ChangesGrad):
@@ -286,10 +278,10 @@ class StepHooks(Hooked):
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", slow_unless(["zero2_offload"], ["zero1", "zero2_offload"]))
-def test_step_hooks_of_optimizers(pool: RankPool, name: str) -> None:
-    assert_as_ddp(pool, name, StepHooks)
-    assert pool.run(fit, name, MOMENTUM, StepHooks)[0].notes == ["before", "after"] * MOMENTUM.steps
+def test_step_hooks_of_optimizers(pool: RankPool) -> None:
+    expected, actual = (pool.run(fit, name, MOMENTUM, StepHooks)[0] for name in (DDP, "zero2_offload"))
+    assert_same(actual.weights, expected.weights)
+    assert actual.notes == ["before", "after"] * MOMENTUM.steps
 
 
 class ReadsNorms(Lit):
@@ -316,11 +308,11 @@ class ReadsNormsLate(ReadsNorms):
 
 @ranks(2)
 @main_names
-@pytest.mark.parametrize("module", [ReadsNorms, ReadsNormsLate])
-def test_norms_and_clipping_in_hooks(pool: RankPool, name: str, module: type[Lit]) -> None:
+def test_norms_and_clipping_in_hooks(pool: RankPool, name: str) -> None:
     expected = pool.run(fit, DDP, MOMENTUM, Lit, gradient_clip_val=0.3)[0].weights
-    result = pool.run(fit, name, MOMENTUM, module)[0]
-    torch.testing.assert_close(result.weights, expected, rtol=1e-5, atol=1e-7)
-    for before, returned, after in zip(*[iter(result.notes)] * 3, strict=True):
-        assert before == returned > 0.3
-        assert after == pytest.approx(0.3, rel=1e-4)
+    modules = [ReadsNorms, ReadsNormsLate]
+    for module, result in zip(modules, pool.run(fit_each, name, MOMENTUM, modules)[0], strict=True):
+        torch.testing.assert_close(result.weights, expected, rtol=1e-5, atol=1e-7)
+        for before, returned, after in zip(*[iter(result.notes)] * 3, strict=True):
+            assert before == returned > 0.3, module
+            assert after == pytest.approx(0.3, rel=1e-4), module

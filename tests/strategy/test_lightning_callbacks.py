@@ -70,13 +70,12 @@ def moving_average(weights: Sequence[Weights], decay: float) -> Weights:
     return mean
 
 
-def make_averaging(kind: str) -> WeightAveraging:
-    return EMAWeightAveraging(decay=0.75) if kind == "ema" else WeightAveraging()
+def make_averaging() -> WeightAveraging:
+    return EMAWeightAveraging(decay=0.75)
 
 
-def fit_averaged(name: str, recipe: Recipe, kind: str = "ema", **flags: Any) -> Fitted:
-    averaging = make_averaging(kind)
-    return fit(name, recipe, callbacks=[averaging], limit_val_batches=1, val_check_interval=1, **flags)
+def fit_averaged(name: str, module: type[Lit] = Lit, **flags: Any) -> Fitted:
+    return fit(name, MOMENTUM, module, callbacks=[make_averaging()], limit_val_batches=1, val_check_interval=1, **flags)
 
 
 @ranks(2)
@@ -87,21 +86,10 @@ def test_weight_averaging(pool: RankPool, name: str, precision: str) -> None:
 
     That of 16-bit parameters is one of their masters.
     """
-    results = pool.run(fit_averaged, name, MOMENTUM, precision=precision)
+    results = pool.run(fit_averaged, name, precision=precision)
     recorded = pool.run(fit_and_record, name, MOMENTUM, precision=precision)[0]
     assert_same(results[0].weights, moving_average(recorded, 0.75))
     assert not torch.equal(results[0].weights["head.weight"], recorded[-1]["head.weight"])
-
-
-@ranks(2)
-@main_names_and("precision", "32-true", "bf16-true")
-@pytest.mark.filterwarnings("ignore:.*keeps a full copy")
-def test_the_equally_weighted_average(pool: RankPool, name: str, precision: str) -> None:
-    results = pool.run(fit_averaged, name, MOMENTUM, "swa", precision=precision)
-    recorded = pool.run(fit_and_record, name, MOMENTUM, precision=precision)[0]
-    mean = {key: torch.stack([w[key].double() for w in recorded]).mean(0) for key in recorded[0]}
-    actual = {key: value.double() for key, value in results[0].weights.items()}
-    torch.testing.assert_close(actual, mean, rtol=1e-6, atol=1e-7)
 
 
 class ValidationLosses(Lit):
@@ -109,29 +97,24 @@ class ValidationLosses(Lit):
         self.notes.append(models.next_token_loss(self.model, batch).item())
 
 
-def validation_losses(name: str) -> list[float]:
-    flags = {"callbacks": [make_averaging("ema")], "limit_val_batches": 1, "val_check_interval": 1}
-    return fit(name, MOMENTUM, ValidationLosses, **flags).notes
-
-
 @ranks(2)
 @main_names
 @pytest.mark.filterwarnings("ignore:.*keeps a full copy")
 def test_validation_sees_the_average(pool: RankPool, name: str) -> None:
-    losses = pool.run(validation_losses, name)
-    assert losses == pool.run(validation_losses, DDP)
-    assert len(set(losses[0])) == MOMENTUM.steps
+    results, expected = (pool.run(fit_averaged, each, ValidationLosses) for each in (name, DDP))
+    assert [result.notes for result in results] == [result.notes for result in expected]
+    assert len(set(results[0].notes)) == MOMENTUM.steps
 
 
 def fit_in_two_halves(name: str, recipe: Recipe, folder: str, precision: str) -> Weights:
     """Averages, saves after the first epoch, and goes on from the checkpoint with everything new."""
     flags: dict[str, Any] = {"precision": precision, "limit_val_batches": 1}
     path = f"{folder}/half.ckpt"
-    first = make_trainer(name, callbacks=[make_averaging("ema"), SavesAfterTheFirstEpoch(path)], max_epochs=2, **flags)
+    first = make_trainer(name, callbacks=[make_averaging(), SavesAfterTheFirstEpoch(path)], max_epochs=2, **flags)
     lit = Lit(recipe)
     first.fit(lit)
     whole = observe(first, lit).weights
-    second = make_trainer(name, callbacks=[make_averaging("ema")], max_epochs=2, **flags)
+    second = make_trainer(name, callbacks=[make_averaging()], max_epochs=2, **flags)
     again = Lit(recipe)
     second.fit(again, ckpt_path=path)
     resumed = observe(second, again).weights
@@ -159,7 +142,7 @@ def test_averaging_resumes(pool: RankPool, name: str, precision: str, tmp_path: 
 def fit_averaged_twice(name: str) -> Weights:
     """A second fit copies a module that is sharded by then."""
     lit = Lit(MOMENTUM)
-    trainer = make_trainer(name, callbacks=[make_averaging("ema"), StochasticWeightAveraging(0.1, 1)])
+    trainer = make_trainer(name, callbacks=[make_averaging(), StochasticWeightAveraging(0.1, 1)])
     trainer.fit(lit)
     trainer.test(lit, verbose=False)
     trainer.fit_loop.max_epochs = 2
@@ -210,7 +193,7 @@ def test_what_averaging_costs_at_stage_3_is_said(pool: RankPool) -> None:
 def fit_and_catch_warnings(name: str) -> bool:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit_averaged(name, MOMENTUM)
+        fit(name, Recipe(steps=1), callbacks=[make_averaging()])
     return any("EMAWeightAveraging keeps a full copy of Lit" in str(w.message) for w in caught)
 
 
@@ -286,13 +269,6 @@ def test_finetuning(pool1: RankPool, pool2: RankPool, name: str, kind: str) -> N
     statistics = {key for key in expected if "running" in key or "tracked" in key}  # each rank has its own
     assert_close(*({k: v for k, v in weights.items() if k not in statistics} for weights in (actual, expected)))
     assert not torch.equal(actual["blocks.0.up.weight"], DOUBLE.make_model().blocks[0].up.weight)
-
-
-@main_names_and("kind", "blocks", "backbone")
-@pytest.mark.filterwarnings("ignore:.*duplicate parameters", "ignore:.*already exist within another group")
-def test_finetuning_in_one_process(pool1: RankPool, name: str, kind: str) -> None:
-    expected, actual = pool1.run(fit_finetuning, "auto", kind)[0], pool1.run(fit_finetuning, name, kind)[0]
-    assert_same(actual.weights, expected.weights)
 
 
 # ----------------------------------------------------------------------------------------------------- pruning

@@ -18,18 +18,14 @@ from strategy.fits import (
     Fitted,
     Lit,
     Recipe,
-    assert_close,
     assert_same,
     fit,
     halve,
     is_native,
     main_names,
     make_trainer,
-    more_names_and_sizes,
     observe,
-    one_or_two_ranks,
     reference,
-    slow_unless,
 )
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -41,9 +37,7 @@ from lightning_zero.update import LossScaler
 
 
 class Manual(Lit):
-    """One optimizer; accumulates, clips and steps the scheduler by hand."""
-
-    clip: float | None = None
+    """One optimizer; accumulates and steps the scheduler by hand."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
@@ -57,103 +51,19 @@ class Manual(Lit):
         with optimizer.toggle_model(sync_grad=(index + 1) % micro == 0):
             self.manual_backward(models.next_token_loss(self.model, batch) / micro)
         if (index + 1) % micro == 0:
-            self.clip_by_hand(optimizer)
             optimizer.step()
             if self.recipe.scheduled:
                 self.lr_schedulers().step()
 
-    def clip_by_hand(self, optimizer: Optimizer) -> None:
-        pass
 
-
-class ManualClipped(Manual):
-    def clip_by_hand(self, optimizer: Optimizer) -> None:
-        self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
-
-
-class ManualValueClipped(Manual):
-    def clip_by_hand(self, optimizer: Optimizer) -> None:
-        self.clip_gradients(optimizer, gradient_clip_val=0.02, gradient_clip_algorithm="value")
-
-
-@more_names_and_sizes
-@pytest.mark.parametrize("micro", slow_unless([2], [1, 2]))
-def test_one_optimizer_by_hand(pool: RankPool, name: str, micro: int) -> None:
-    recipe = Recipe(micro=micro, scheduled=True)
+@ranks(2)
+@main_names
+def test_one_optimizer_by_hand(pool: RankPool, name: str) -> None:
+    recipe = Recipe(micro=2, scheduled=True)
     results = pool.run(fit, name, recipe, Manual, accumulate_grad_batches=1)
     native = is_native(name, recipe)
     assert_same(results[0].weights, reference(name, recipe, pool.world_size).weights, native=native)
     assert results[0].steps == recipe.steps
-
-
-@more_names_and_sizes
-@pytest.mark.parametrize(
-    ("module", "options"), [(ManualClipped, {"clip_norm": 0.3}), (ManualValueClipped, {"clip_value": 0.02})]
-)
-def test_gradients_may_be_clipped_by_hand(
-    pool: RankPool, name: str, module: type[Lit], options: dict[str, float]
-) -> None:
-    recipe = Recipe(optimizer="momentum")
-    results = pool.run(fit, name, recipe, module)
-    assert_same(results[0].weights, reference(name, recipe, pool.world_size, **options).weights)
-
-
-class PlainBackward(Manual):
-    """Calls `loss.backward()` itself, as nobody should but some do."""
-
-    def training_step(self, batch: Tensor, index: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        models.next_token_loss(self.model, batch).backward()
-        optimizer.step()
-
-
-@more_names_and_sizes
-def test_a_plain_backward_call_trains_too(pool: RankPool, name: str) -> None:
-    recipe = Recipe(optimizer="momentum")
-    results = pool.run(fit, name, recipe, PlainBackward)
-    assert_same(results[0].weights, reference(name, recipe, pool.world_size).weights)
-
-
-class WithClosure(Manual):
-    """Hands the whole computation to the optimizer's step."""
-
-    def training_step(self, batch: Tensor, index: int) -> None:
-        optimizer = self.optimizers()
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = models.next_token_loss(self.model, batch)
-            self.manual_backward(loss)
-            return loss
-
-        optimizer.step(closure=closure)
-
-
-@more_names_and_sizes
-def test_a_closure_may_be_given_by_hand(pool: RankPool, name: str) -> None:
-    recipe = Recipe(optimizer="momentum")
-    results = pool.run(fit, name, recipe, WithClosure)
-    assert_same(results[0].weights, reference(name, recipe, pool.world_size).weights)
-
-
-class Uneven(Manual):
-    """Backward twice before a step, without saying so: the gradients of both calls count."""
-
-    def training_step(self, batch: Tensor, index: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        for _ in range(2):
-            self.manual_backward(models.next_token_loss(self.model, batch) / 2)
-        optimizer.step()
-
-
-@more_names_and_sizes
-def test_several_backwards_add_up(pool: RankPool, name: str) -> None:
-    recipe = Recipe(optimizer="momentum")
-    results = pool.run(fit, name, recipe, Uneven)
-    # A half and a half is the whole, exactly.
-    assert_same(results[0].weights, reference(name, recipe, pool.world_size).weights)
 
 
 # ------------------------------------------------------------------------------------------------------------------ GAN
@@ -162,21 +72,16 @@ FEATURES, LATENT, STEPS = 7, 3, 4
 
 
 class Gan(LightningModule):
-    """A generator and a discriminator. `toggle` is Lightning's way; without it each backward reaches both networks.
+    """A generator and a discriminator. `toggle` is Lightning's way; without it each backward reaches both networks."""
 
-    Args:
-        toggle: switch off gradients of the other network during each backward.
-        dtype: of parameters and data.
-    """
-
-    def __init__(self, toggle: bool, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, toggle: bool) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.toggle = toggle
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(1)
-            self.generator = nn.Sequential(nn.Linear(LATENT, 9), nn.Tanh(), nn.Linear(9, FEATURES)).to(dtype)
-            self.discriminator = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1)).to(dtype)
+            self.generator = nn.Sequential(nn.Linear(LATENT, 9), nn.Tanh(), nn.Linear(9, FEATURES))
+            self.discriminator = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1))
         self.notes: list[Any] = []
 
     def generator_loss(self, z: Tensor, real: Tensor) -> Tensor:
@@ -211,8 +116,7 @@ class Gan(LightningModule):
         return optimizers, [torch.optim.lr_scheduler.LambdaLR(optimizer, halve) for optimizer in optimizers]
 
     def train_dataloader(self) -> Any:
-        dtype = next(self.parameters()).dtype
-        batches = [ranks_of[dist.get_rank()] for ranks_of in gan_batches(dist.get_world_size(), dtype)]
+        batches = [ranks_of[dist.get_rank()] for ranks_of in gan_batches(dist.get_world_size())]
         return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 
@@ -224,24 +128,21 @@ def make_optimizers(gan: Gan) -> list[Optimizer]:
     ]
 
 
-def gan_batches(world: int, dtype: torch.dtype, steps: int = STEPS) -> list[list[tuple[Tensor, Tensor]]]:
+def gan_batches(world: int, steps: int = STEPS) -> list[list[tuple[Tensor, Tensor]]]:
     generator = torch.Generator().manual_seed(2)
 
     def batch() -> tuple[Tensor, Tensor]:
-        return (
-            torch.randn(4, LATENT, generator=generator, dtype=dtype),
-            torch.randn(4, FEATURES, generator=generator, dtype=dtype),
-        )
+        return torch.randn(4, LATENT, generator=generator), torch.randn(4, FEATURES, generator=generator)
 
     return [[batch() for _ in range(world)] for _ in range(steps)]
 
 
-def plain_gan(world: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def plain_gan(world: int) -> dict[str, Tensor]:
     """The loop of PyTorch's own tutorial, on the batches of all ranks."""
-    gan = Gan(toggle=False, dtype=dtype)
+    gan = Gan(toggle=False)
     optimizers = make_optimizers(gan)
     schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, halve) for optimizer in optimizers]
-    for step in gan_batches(world, dtype):
+    for step in gan_batches(world):
         losses: list[Callable[..., Tensor]] = [gan.generator_loss, gan.discriminator_loss]
         for optimizer, loss, scheduler in zip(optimizers, losses, schedulers, strict=True):
             optimizer.zero_grad()
@@ -252,23 +153,20 @@ def plain_gan(world: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in gan.state_dict().items()}
 
 
-def fit_gan(name: str, toggle: bool, dtype: torch.dtype) -> Fitted:
-    gan = Gan(toggle, dtype)
+def fit_gan(name: str) -> Fitted:
+    gan = Gan(toggle=False)
     trainer = make_trainer(name)
     trainer.fit(gan)
     return observe(trainer, gan)  # type: ignore[arg-type]
 
 
-@more_names_and_sizes
-@pytest.mark.parametrize("dtype", slow_unless([torch.float64], [torch.float64, torch.float32]))
-@pytest.mark.parametrize("toggle", [True, False])
-def test_a_gan_trains_as_in_plain_pytorch(pool: RankPool, name: str, toggle: bool, dtype: torch.dtype) -> None:
-    results = pool.run(fit_gan, name, toggle, dtype)
-    expected = plain_gan(pool.world_size, dtype)
-    if dtype == torch.float32:
-        assert_same(results[0].weights, expected, native="offload" in name)  # the sum of two has one order
-    else:
-        assert_close(results[0].weights, expected)
+@ranks(2)
+@main_names
+def test_a_gan_trains_as_in_plain_pytorch(pool: RankPool, name: str) -> None:
+    results = pool.run(fit_gan, name)
+    assert_same(
+        results[0].weights, plain_gan(pool.world_size), native="offload" in name
+    )  # the sum of two has one order
     generator, discriminator = results[0].optimizer_states
     assert all(name.startswith("generator") for name in generator)
     assert all(values.keys() == {"step", "sum"} for values in discriminator.values())
@@ -310,7 +208,7 @@ class ScaledGan(Gan):
             self.notes.append((strategy.loss_scale, strategy.last_step_skipped(optimizer), scheduler.last_epoch))
 
     def train_dataloader(self) -> Any:
-        batches = [ranks_of[dist.get_rank()] for ranks_of in gan_batches(dist.get_world_size(), torch.float32, ROUNDS)]
+        batches = [ranks_of[dist.get_rank()] for ranks_of in gan_batches(dist.get_world_size(), ROUNDS)]
         return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 
@@ -345,7 +243,7 @@ def plain_scaled_gan(world: int, fp16: bool) -> tuple[dict[str, Tensor], list[tu
     optimizers = make_optimizers(master)
     schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, halve) for optimizer in optimizers]
     scale, notes = PlainScale(), []
-    for index, step in enumerate(gan_batches(world, torch.float32, ROUNDS)):
+    for index, step in enumerate(gan_batches(world, ROUNDS)):
         for network, (optimizer, scheduler) in enumerate(zip(optimizers, schedulers, strict=True)):
             used, per_rank = scale.value, []
             for rank, batch in enumerate(step):
@@ -382,8 +280,9 @@ def fit_scaled_gan(name: str, toggle: bool, precision: str, scaler: LossScaler |
 
 @ranks(2)
 @main_names
-@pytest.mark.parametrize("precision", slow_unless(["16-mixed"], ["16-mixed", "32-true"]))
-@pytest.mark.parametrize("toggle", [True, False])
+@pytest.mark.parametrize(
+    ("toggle", "precision"), [(True, "16-mixed"), pytest.param(False, "32-true", marks=pytest.mark.slow)]
+)
 def test_a_gan_with_loss_scaling_is_a_plain_loop_with_loss_scaling(
     pool: RankPool, name: str, toggle: bool, precision: str
 ) -> None:
@@ -398,62 +297,6 @@ def test_a_gan_with_loss_scaling_is_a_plain_loop_with_loss_scaling(
     assert min(scales) == START / 2  # it fell
     assert scales[-1] > min(scales)  # and grew again
     assert results[0].steps == 2 * ROUNDS
-
-
-class Lagging(ScaledGan):
-    """The discriminator steps in every second round only; until then its gradients are held, and add up."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
-        generator, discriminator = self.optimizers()
-        generator.zero_grad()
-        self.manual_backward(self.generator_loss(*batch))
-        generator.step()
-        self.notes.append(self.trainer.strategy.loss_scale)
-        self.manual_backward(self.discriminator_loss(*batch))
-        if index % 2:
-            discriminator.step()
-            discriminator.zero_grad()
-            self.notes.append(self.trainer.strategy.loss_scale)
-
-
-def fit_scaled(module: type[ScaledGan], name: str, scaler: LossScaler | None) -> Fitted:
-    gan = module(toggle=False)
-    trainer = make_trainer(name, plugins=[ZeroPrecision("32-true", scaler=scaler)])
-    trainer.fit(gan)
-    return observe(trainer, gan)  # type: ignore[arg-type]
-
-
-@more_names_and_sizes
-@pytest.mark.parametrize("window", slow_unless([1], [1, 2]))
-def test_gradients_held_while_the_scale_grows_are_what_they_were(pool: RankPool, name: str, window: int) -> None:
-    """The scale is a power of two, so that fp32 shows nothing of it."""
-    expected = pool.run(fit_scaled, Lagging, name, None)[0]
-    results = pool.run(fit_scaled, Lagging, name, DynamicLossScaler(init_scale=2.0, window=window))
-    steps = ROUNDS + ROUNDS // 2
-    assert results[0].notes == [2.0 ** (1 + n // window) for n in range(1, steps + 1)]
-    assert_same(results[0].weights, expected.weights)
-
-
-class Together(ScaledGan):
-    """One backward, then both optimizers step: the second step's gradients have the scale from before the growth."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
-        generator, discriminator = self.optimizers()
-        for optimizer in (generator, discriminator):
-            optimizer.zero_grad()
-        self.manual_backward(self.generator_loss(*batch))
-        for optimizer in (generator, discriminator):
-            optimizer.step()
-            self.notes.append(self.trainer.strategy.loss_scale)
-
-
-@more_names_and_sizes
-def test_two_steps_of_one_backward_share_its_scale(pool: RankPool, name: str) -> None:
-    expected = pool.run(fit_scaled, Together, name, None)[0]
-    results = pool.run(fit_scaled, Together, name, DynamicLossScaler(init_scale=2.0, window=1))
-    assert_same(results[0].weights, expected.weights)
-    # The scale moves once a round, and so not during the second step.
-    assert results[0].notes == [2.0 ** (2 + n // 2) for n in range(2 * ROUNDS)]
 
 
 class ByEpoch(Manual):
@@ -472,9 +315,8 @@ class ByEpoch(Manual):
         self.notes.append(self.trainer.optimizers[0].param_groups[0]["lr"])
 
 
-@one_or_two_ranks
-@pytest.mark.parametrize("name", ["zero2_offload", "zero3"])
-def test_a_scheduler_stepped_by_hand_after_the_epoch_ignores_skips(pool: RankPool, name: str) -> None:
+@ranks(2)
+def test_a_scheduler_stepped_by_hand_after_the_epoch_ignores_skips(pool: RankPool) -> None:
     recipe = Recipe(steps=2, scheduled=True, optimizer="momentum", options={"lr": 1.0})
-    results = pool.run(fit, name, recipe, ByEpoch, max_epochs=3)
+    results = pool.run(fit, "zero3", recipe, ByEpoch, max_epochs=3)
     assert [result.notes for result in results] == [[0.5, 0.25, 0.125]] * pool.world_size

@@ -6,54 +6,72 @@ import copy
 import functools
 import pickle
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from helpers import models
 from helpers.ranks import RankError, RankPool, ranks
-from strategy.fits import DDP, MOMENTUM, Lit, Recipe, assert_as_ddp, assert_same, assert_same_states, fit, main_names
+from strategy.fits import (
+    DDP,
+    MOMENTUM,
+    Lit,
+    Recipe,
+    assert_same,
+    assert_same_states,
+    fit,
+    main_names,
+    optimizer_state,
+    state_of,
+)
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from lightning_zero import ZeroStrategy
 
-Edit = Callable[["AtBatch2"], None]
+Edit = Callable[["Edited"], None]
 
 
-class AtBatch2(Lit):
-    """Does something to the optimizer before the third batch."""
+class Edited(Lit):
+    """Does something to the optimizer before the third batch and each that follows, as long as there is something.
 
-    def __init__(self, recipe: Recipe, edit: Edit) -> None:
+    Notes the weights after every batch, and for how many parameters there is state.
+    """
+
+    def __init__(self, recipe: Recipe, edits: Sequence[Edit]) -> None:
         super().__init__(recipe)
-        self.edit = edit
+        self.edits = edits
 
     def on_train_batch_start(self, batch: Tensor, index: int) -> None:
-        if index == 2:
-            self.edit(self)
+        for edit in self.edits[index - 2 : index - 1] if index >= 2 else ():
+            edit(self)
 
+    def on_train_batch_end(self, *_: Any) -> None:
+        states = optimizer_state(self.trainer, self.trainer.optimizers[0])
+        self.notes.append((state_of(self.trainer), len(states)))
+
+
+class BeginsWithABlock(Edited):
     def configure_optimizers(self) -> Optimizer:
-        if self.edit not in JOINING:
-            return self.recipe.make_optimizer(self.model)
         return self.recipe.make_optimizer(self.model.blocks[0])
 
 
-def add_group(lit: AtBatch2) -> None:
-    rest = [p for name, p in lit.model.named_parameters() if "blocks.0" not in name]
+def add_group(lit: Edited) -> None:
+    rest = [p for name, p in lit.model.named_parameters() if "blocks" not in name]
     lit.trainer.optimizers[0].add_param_group({"params": rest, "lr": 0.05})
 
 
-def extend_group(lit: AtBatch2) -> None:
+def extend_group(lit: Edited) -> None:
     lit.trainer.optimizers[0].param_groups[0]["params"] += list(lit.model.blocks[1].parameters())
 
 
-def exchange_groups(lit: AtBatch2) -> None:
+def exchange_groups(lit: Edited) -> None:
     fresh = lit.recipe.make_optimizer(lit.model.blocks[1])
     forget_others(lit.trainer.optimizers[0], fresh.param_groups)
 
 
-def drop_group(lit: AtBatch2) -> None:
+def drop_group(lit: Edited) -> None:
     optimizer = lit.trainer.optimizers[0]
     forget_others(optimizer, optimizer.param_groups[:1])
 
@@ -67,27 +85,27 @@ def forget_others(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
     optimizer.param_groups = groups
 
 
-def change_rates(lit: AtBatch2) -> None:
+def change_rates(lit: Edited) -> None:
     for group in lit.trainer.optimizers[0].param_groups:
         group["lr"] *= 0.25
         group["weight_decay"] = 0.01
 
 
-def clear_state(lit: AtBatch2) -> None:
+def clear_state(lit: Edited) -> None:
     lit.trainer.optimizers[0].state.clear()
 
 
-def replace_state(lit: AtBatch2) -> None:
+def replace_state(lit: Edited) -> None:
     lit.trainer.optimizers[0].state = defaultdict(dict)
 
 
-def assign_state(lit: AtBatch2) -> None:
+def assign_state(lit: Edited) -> None:
     state = lit.trainer.optimizers[0].state
     for parameter in lit.model.blocks[1].parameters():
         state[parameter] = {"momentum_buffer": torch.full(parameter.shape, 0.125)}
 
 
-def load_partial_state(lit: AtBatch2) -> None:
+def load_partial_state(lit: Edited) -> None:
     """The state of all but one parameter."""
     optimizer = lit.trainer.optimizers[0]
     groups = copy.deepcopy([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups])
@@ -101,27 +119,28 @@ def load_partial_state(lit: AtBatch2) -> None:
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-JOINING = [add_group, extend_group, exchange_groups]
-EDITS: list[Edit] = [
-    *JOINING,
-    drop_group,
-    change_rates,
-    clear_state,
-    replace_state,
-    assign_state,
-    load_partial_state,
-]
-
-
 @ranks(2)
 @main_names
-@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
-def test_edits_of_an_optimizer_count(pool: RankPool, name: str, edit: Edit) -> None:
-    module = functools.partial(AtBatch2, edit=edit)
-    expected, actual = pool.run(fit, DDP, MOMENTUM, module)[0], pool.run(fit, name, MOMENTUM, module)[0]
-    assert_same(actual.weights, expected.weights)
-    # ddp's state has indices for names.
-    assert len(actual.optimizer_states[0]) == len(expected.optimizer_states[0])
+def test_edits_of_an_optimizer_count(pool: RankPool, name: str) -> None:
+    edits = [
+        extend_group,
+        add_group,
+        change_rates,
+        load_partial_state,
+        assign_state,
+        clear_state,
+        replace_state,
+        drop_group,
+        exchange_groups,
+    ]
+    recipe = Recipe(optimizer="momentum", steps=len(edits) + 3)
+    module = functools.partial(BeginsWithABlock, edits=edits)
+    expected, actual = pool.run(fit, DDP, recipe, module)[0], pool.run(fit, name, recipe, module)[0]
+    for index, ((mine, count), (theirs, expected_count)) in enumerate(zip(actual.notes, expected.notes, strict=True)):
+        differing = [key for key, value in theirs.items() if not torch.equal(mine[key], value)]
+        made = [edit.__name__ for edit in edits[: max(index - 1, 0)]]
+        assert not differing, f"after batch {index}, with the edits {made}"
+        assert count == expected_count, f"after batch {index}, with the edits {made}"
 
 
 @ranks(2)
@@ -129,13 +148,13 @@ def test_edits_of_an_optimizer_count(pool: RankPool, name: str, edit: Edit) -> N
 @pytest.mark.parametrize("edit", [clear_state, replace_state], ids=lambda edit: edit.__name__)
 def test_cleared_state_counts_its_steps_anew(pool: RankPool, name: str, edit: Edit) -> None:
     recipe = Recipe(optimizer="rmsprop", steps=4)
-    module = functools.partial(AtBatch2, edit=edit)
+    module = functools.partial(Edited, edits=[edit])
     expected, actual = pool.run(fit, DDP, recipe, module)[0], pool.run(fit, name, recipe, module)[0]
     assert_same(actual.weights, expected.weights)
     assert {float(state["step"]) for state in actual.optimizer_states[0].values()} == {2.0}
 
 
-def read_state(lit: AtBatch2) -> None:
+def read_state(lit: Edited) -> None:
     optimizer = lit.trainer.optimizers[0]
     assert isinstance(lit.trainer.strategy, ZeroStrategy)
     assert not optimizer.state
@@ -151,7 +170,7 @@ def read_state(lit: AtBatch2) -> None:
 @main_names
 def test_reading_sharded_state_says_what_to_do(pool: RankPool, name: str) -> None:
     plain = pool.run(fit, name, MOMENTUM)[0]
-    read = pool.run(fit, name, MOMENTUM, functools.partial(AtBatch2, edit=read_state))[0]
+    read = pool.run(fit, name, MOMENTUM, functools.partial(Edited, edits=[read_state]))[0]
     assert_same(read.weights, plain.weights)
     assert_same_states(read.optimizer_states[0], plain.optimizer_states[0])
 
@@ -159,7 +178,7 @@ def test_reading_sharded_state_says_what_to_do(pool: RankPool, name: str) -> Non
 # ---------------------------------------------------------------------------------------------- new parameters
 
 
-class Grows(AtBatch2):
+class Grows(Edited):
     """Has a parameter more from the third batch on."""
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
@@ -167,7 +186,7 @@ class Grows(AtBatch2):
         return loss + self.late.square().sum() if hasattr(self, "late") else loss
 
 
-def grow(lit: AtBatch2) -> None:
+def grow(lit: Edited) -> None:
     lit.late = nn.Parameter(torch.ones(3))
     lit.trainer.optimizers[0].add_param_group({"params": [lit.late]})
 
@@ -176,46 +195,15 @@ def grow(lit: AtBatch2) -> None:
 @main_names
 def test_a_parameter_made_while_training_is_named(pool: RankPool, name: str) -> None:
     with pytest.raises(RankError, match=r"'late'.*joined Grows after.*configure_model") as caught:
-        pool.run_within(10, fit, name, MOMENTUM, functools.partial(Grows, edit=grow))
+        pool.run_within(10, fit, name, MOMENTUM, functools.partial(Grows, edits=[grow]))
     assert len(caught.value.failures) == 2
 
 
-def join_foreign(lit: AtBatch2) -> None:
+def join_foreign(lit: Edited) -> None:
     lit.trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
 @ranks(2)
 def test_a_parameter_of_no_module_is_refused(pool: RankPool) -> None:
-    with pytest.raises(RankError, match=r"shape \(3,\) that is not registered in AtBatch2"):
-        pool.run_within(10, fit, "zero2", MOMENTUM, functools.partial(AtBatch2, edit=join_foreign))
-
-
-# ------------------------------------------------------------------------------------------- several optimizers
-
-
-class Overlapping(Lit):
-    """Two optimizers over overlapping parameters, by turns."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, index: int) -> None:
-        optimizer = self.optimizers()[index % 2]
-        self.toggle_optimizer(optimizer)
-        optimizer.zero_grad()
-        self.manual_backward(models.next_token_loss(self.model, batch))
-        optimizer.step()
-        self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self) -> Any:
-        blocks = self.model.blocks
-        first = SGD([*blocks[0].parameters(), *blocks[1].parameters()], lr=0.1, momentum=0.9)
-        second = SGD([*blocks[1].parameters(), *self.model.norm.parameters()], lr=0.2, momentum=0.5)
-        return [first, second]
-
-
-@ranks(2)
-@main_names
-def test_optimizers_may_overlap(pool: RankPool, name: str) -> None:
-    assert_as_ddp(pool, name, Overlapping)
+    with pytest.raises(RankError, match=r"shape \(3,\) that is not registered in Edited"):
+        pool.run_within(10, fit, "zero2", MOMENTUM, functools.partial(Edited, edits=[join_foreign]))

@@ -33,10 +33,10 @@ from strategy.fits import (
     assert_same,
     fit,
     main_names,
+    main_names_and,
     make_trainer,
     observe,
     reference,
-    slow_unless,
     state_of,
 )
 from torch import Tensor, nn
@@ -44,31 +44,36 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import gathered_parameters
 
-FLAGS: dict[str, dict[str, Any]] = {
-    "limit_train_batches": {"limit_train_batches": 2, "max_epochs": 2},
-    "overfit_batches": {"overfit_batches": 2, "max_epochs": 2, "limit_val_batches": None},
-    "fast_dev_run": {"fast_dev_run": 2},
-    "max_steps": {"max_steps": 3, "max_epochs": -1},
-    "max_time": {"max_time": timedelta(hours=1)},
-    "detect_anomaly": {"detect_anomaly": True},
-    "inference_mode": {"inference_mode": False, "limit_val_batches": 1, "val_check_interval": 2},
-    "sanity": {"num_sanity_val_steps": 2, "limit_val_batches": None},
-    "simple": {"profiler": "simple"},
-    "advanced": {"profiler": "advanced"},
-    "deterministic": {"deterministic": True},
-    "benchmark": {"benchmark": False},
-    "reload": {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2},
+# Each changes which batches are seen, when, or how backward runs.
+TOGETHER: dict[str, Any] = {
+    "limit_train_batches": 3,
+    "max_epochs": 2,
+    "reload_dataloaders_every_n_epochs": 1,
+    "num_sanity_val_steps": 2,
+    "limit_val_batches": None,
+    "detect_anomaly": True,
+    "profiler": "simple",
 }
-# The fast ones change which batches are seen, when, and how backward runs.
-FAST = ["limit_train_batches", "overfit_batches", "fast_dev_run", "max_steps", "detect_anomaly", "sanity", "reload"]
+OVERFIT: dict[str, Any] = {"overfit_batches": 2, "max_epochs": 2, "limit_val_batches": None}
+OTHERS: dict[str, Any] = {
+    "max_steps": 3,
+    "max_epochs": -1,
+    "max_time": timedelta(hours=1),
+    "inference_mode": False,
+    "limit_val_batches": 1,
+    "val_check_interval": 2,
+    "profiler": "advanced",
+    "deterministic": True,
+    "benchmark": False,
+}
+DEV: dict[str, Any] = {"fast_dev_run": 2}
 
 
 @ranks(2)
-@main_names
-@pytest.mark.parametrize("flag", slow_unless(FAST, FLAGS))
+@main_names_and("flags", TOGETHER, OVERFIT, OTHERS, DEV)
 @pytest.mark.filterwarnings("ignore:.*overfit", "ignore:Anomaly Detection")
-def test_flags_change_no_number(pool: RankPool, name: str, flag: str) -> None:
-    assert_as_ddp(pool, name, Lit, **FLAGS[flag])
+def test_flags_change_no_number(pool: RankPool, name: str, flags: dict[str, Any]) -> None:
+    assert_as_ddp(pool, name, Lit, **flags)
 
 
 def fit_barebones(name: str) -> dict[str, Tensor]:
@@ -155,12 +160,12 @@ class Tunable(Lit):
 
 def fit_with(name: str, kind: str, folder: str) -> tuple[Fitted, Any]:
     lit = Tunable(Recipe(optimizer="momentum", steps=4))
-    callbacks: dict[str, Any] = {
-        "lr": lambda: LearningRateFinder(num_training_steps=8, min_lr=1e-4, max_lr=0.5),
-        "timer": lambda: Timer(timedelta(hours=1)),
-        "stats": lambda: DeviceStatsMonitor(cpu_stats=False),
-        "lambda": lambda: LambdaCallback(on_train_batch_end=lambda *_: lit.notes.append("end")),
-    }
+    watching = [
+        LearningRateFinder(num_training_steps=8, min_lr=1e-4, max_lr=0.5),
+        Timer(timedelta(hours=1)),
+        DeviceStatsMonitor(cpu_stats=False),
+        LambdaCallback(on_train_batch_end=lambda *_: lit.notes.append("end")),
+    ]
     flags = {"logger": CSVLogger(folder), "limit_train_batches": 4, "default_root_dir": folder}
     if kind == "tuner":
         trainer = make_trainer(name, **flags)
@@ -168,14 +173,13 @@ def fit_with(name: str, kind: str, folder: str) -> tuple[Fitted, Any]:
         assert found is not None
         lit.notes.append(found.results["loss"])
     else:
-        trainer = make_trainer(name, callbacks=[callbacks[kind]()], **flags)
+        trainer = make_trainer(name, callbacks=watching, **flags)
     trainer.fit(lit)
     return observe(trainer, lit), (lit.lr, lit.batch_size)
 
 
 @ranks(2)
-@main_names
-@pytest.mark.parametrize("kind", ["lr", "timer", "stats", "lambda", "tuner"])
+@main_names_and("kind", "callbacks", "tuner")
 def test_callbacks_that_tune_and_watch(pool: RankPool, name: str, kind: str, tmp_path: Path) -> None:
     expected, found = pool.run(fit_with, DDP, kind, str(tmp_path / "ddp"))[0]
     actual, mine = pool.run(fit_with, name, kind, str(tmp_path / "zero"))[0]
@@ -224,8 +228,7 @@ def fit_and_go_on(name: str, folder: str, kind: type[Fails]) -> tuple[dict[str, 
 
 
 @ranks(2)
-@main_names
-@pytest.mark.parametrize("kind", [Fails, Stops, Interrupted])
+@main_names_and("kind", Fails, Stops, Interrupted)
 def test_a_fit_that_ended_early_goes_on(pool: RankPool, name: str, kind: type[Fails], tmp_path: Path) -> None:
     expected = pool.run(fit_and_go_on, DDP, str(tmp_path / "ddp"), kind)[0]
     actual = pool.run(fit_and_go_on, name, str(tmp_path / "zero"), kind)[0]
@@ -284,8 +287,7 @@ def copies(name: str, released: bool) -> list[dict[str, Tensor]]:
 
 
 @ranks(2)
-@main_names
-@pytest.mark.parametrize("released", [False, True])
+@main_names_and("released", False, True)
 def test_modules_are_copied_and_pickled(pool: RankPool, name: str, released: bool) -> None:
     expected = reference(name, MOMENTUM, 2).weights
     for states in pool.run(copies, name, released):

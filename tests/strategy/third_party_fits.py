@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-STEPS = 10
+STEPS = 5
 
 
 class Lit(LightningModule):
