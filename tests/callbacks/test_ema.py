@@ -29,7 +29,6 @@ from strategy.fits import (
     fit,
     make_trainer,
     observe,
-    slow_unless,
     state_of,
 )
 from torch import Tensor, nn
@@ -40,7 +39,8 @@ from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.tools.contents import read_checkpoint
 
 Weights = dict[str, Tensor]
-names = pytest.mark.parametrize("name", slow_unless(["zero3"], ["zero2_offload", "zero3"]))
+# Where the average is kept is a matter of the engine's own tests; the first test and the checkpoints' go round.
+names = pytest.mark.parametrize("name", ["zero3"])
 EACH_STEP = {"limit_val_batches": 1, "val_check_interval": 1}  # validation after every one
 
 
@@ -87,7 +87,6 @@ NO_BUFFERS = {"use_buffers": False, "device": "cpu"}
     [
         ("zero3", {}),
         pytest.param("zero1", {}, marks=pytest.mark.slow),
-        pytest.param("zero3", NO_BUFFERS, marks=pytest.mark.slow),
         pytest.param("zero2_offload", NO_BUFFERS, marks=pytest.mark.slow),
         pytest.param("zero3_offload", SELDOM, marks=pytest.mark.slow),
     ],
@@ -345,20 +344,17 @@ def run(strategy: StrategyArgument, *, save: str | None = None, resume: str | No
 
 CROSSINGS = [
     (Place("zero3", 2, "sharded"), Place("zero2_offload", 1)),
-    (Place("zero3", 2), Place("ddp", 2)),
     (Place("ddp", 2), Place("zero3", 2)),
-    (Place("zero2_offload", 1), Place("zero3", 2)),
-    (Place("ddp", 2), Place("zero1", 4)),
-    (Place("zero1", 4), Place("ddp", 1)),
+    (Place("zero3", 2), Place("ddp", 1)),
     (Place("zero1", 4, "sharded"), Place("zero3_offload", 2)),
-    (Place("zero3_offload", 1, "sharded"), Place("zero3", 4)),
+    (Place("zero3_offload", 1), Place("zero1", 4)),
     (Place("zero0", 2), Place("zero3", 2)),
 ]
 
 
 @pytest.mark.parametrize(
     ("writer", "reader"),
-    [pytest.param(w, r, id=f"{w}->{r}", marks=[] if n < 3 else pytest.mark.slow) for n, (w, r) in enumerate(CROSSINGS)],
+    [pytest.param(w, r, id=f"{w}->{r}", marks=[] if n < 2 else pytest.mark.slow) for n, (w, r) in enumerate(CROSSINGS)],
 )
 def test_a_checkpoint_resumes_elsewhere(
     rank_pools: Callable[[int], RankPool], writer: Place, reader: Place, tmp_path: Path
@@ -406,11 +402,10 @@ def fit_and_save(strategy: StrategyArgument, folder: str) -> list[Weights]:
     "strategy",
     [
         {"stage": 3, "checkpoint_format": "sharded"},
-        pytest.param({"stage": 2, "offload_optimizer": "cpu"}, marks=pytest.mark.slow),
-        pytest.param({"stage": 3, "async_save": True}, marks=pytest.mark.slow),
+        pytest.param({"stage": 2, "offload_optimizer": "cpu", "async_save": True}, marks=pytest.mark.slow),
         pytest.param({"stage": 3, "checkpoint_io": OwnIO()}, marks=pytest.mark.slow),
     ],
-    ids=["sharded", "offload", "async", "gathered"],
+    ids=["sharded", "offload and async", "gathered"],
 )
 def test_a_checkpoint_holds_both(pool: RankPool, strategy: dict[str, Any], tmp_path: Path) -> None:
     first, second, *_ = pool.run(fit_and_save, strategy, str(tmp_path))[0]
@@ -571,10 +566,9 @@ def test_a_save_after_the_end_has_the_weights_in_training(pool: RankPool, name: 
     assert_same(plain(saved["state_dict"]), pool.run(fit_averaged, name, MOMENTUM, Lit, {})[0].weights)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("decay", 1.5), ("decay", -0.1), ("update_every_n_steps", 0), ("update_starting_at_step", -1)],
-)
-def test_impossible_averages_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{name}={value} must"):
-        EMA(**{name: value})
+def test_impossible_averages_are_refused() -> None:
+    impossible: list[tuple[str, Any]] = [("decay", 1.5), ("decay", -0.1)]
+    impossible += [("update_every_n_steps", 0), ("update_starting_at_step", -1)]
+    for name, value in impossible:
+        with pytest.raises(ValueError, match=f"{name}={value} must"):
+            EMA(**{name: value})

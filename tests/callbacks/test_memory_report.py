@@ -174,7 +174,6 @@ CPU_ALLOCATOR = "[enforce fail at alloc_cpu.cpp:126] DefaultCPUAllocator: {}: yo
     ("error", "callbacks"),
     [
         (torch.OutOfMemoryError("a test's"), []),
-        (RuntimeError(CPU_ALLOCATOR.format("can't allocate memory")), []),
         (RuntimeError(CPU_ALLOCATOR.format("not enough memory")), [MemoryReport(table=False)]),
     ],
 )
@@ -221,7 +220,8 @@ def test_errors_that_mean_it() -> None:
     wrapped = RuntimeError("rank 0 could not gather")
     wrapped.__cause__ = torch.OutOfMemoryError("a test's")
     pinned = RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
-    for error in (MemoryError(), OSError(errno.ENOMEM, "mmap"), wrapped, pinned):
+    allocator = RuntimeError(CPU_ALLOCATOR.format("can't allocate memory"))
+    for error in (MemoryError(), OSError(errno.ENOMEM, "mmap"), wrapped, pinned, allocator):
         assert is_out_of_memory(error)
     for error in (OSError(errno.ENOENT, "file"), RuntimeError("shape"), ValueError("memory")):
         assert not is_out_of_memory(error)

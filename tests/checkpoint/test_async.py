@@ -16,7 +16,7 @@ from checkpoint.test_sharded import assert_equal_trees
 from helpers.ranks import RankPool, ranks
 from lightning import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from strategy.fits import FEW, Recipe, make_trainer, slow_unless
+from strategy.fits import Recipe, make_trainer
 
 from lightning_zero import CheckpointError
 from lightning_zero.checkpoint import load
@@ -26,8 +26,6 @@ from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.storage import InlineExecutor
 
 RECIPE = Recipe(optimizer="adamw", steps=4, options={"lr": 0.05})
-formats = pytest.mark.parametrize("container", ["full", "sharded"])
-few_names = pytest.mark.parametrize("name", slow_unless(("zero2_offload",), FEW))
 
 
 def hold_and_let_go(nbytes: int) -> tuple[int, int]:
@@ -82,8 +80,7 @@ def save_while_training(strategy: dict[str, Any], path: str, until: int) -> int:
 
 
 @ranks(2)
-@formats
-@few_names
+@pytest.mark.parametrize(("name", "container"), [("zero3", "full"), ("zero2_offload", "sharded")])
 def test_training_goes_on_and_the_checkpoint_is_of_the_step(
     pool: RankPool, name: str, container: str, tmp_path: Path
 ) -> None:
@@ -154,9 +151,8 @@ def keep_one(strategy: dict[str, Any], folder: str) -> list[int]:
 
 
 @ranks(2)
-@formats
-def test_the_older_one_stays_until_the_newer_is_complete(pool: RankPool, container: str, tmp_path: Path) -> None:
-    options = {**STRATEGIES["zero2"], "checkpoint_format": container, "async_save": True}
+def test_the_older_one_stays_until_the_newer_is_complete(pool: RankPool, tmp_path: Path) -> None:
+    options = {**STRATEGIES["zero2"], "checkpoint_format": "sharded", "async_save": True}
     counts, _ = pool.run(keep_one, options, str(tmp_path))
     assert counts[0] == 0
     assert all(count in (1, 2) for count in counts[2:])
@@ -201,13 +197,10 @@ def keep_best(strategy: dict[str, Any], folder: str) -> dict[str, float]:
 
 
 @ranks(2)
-@formats
-def test_top_k_of_one_name_and_the_link_are_as_in_blocking_saves(
-    pool: RankPool, container: str, tmp_path: Path
-) -> None:
+def test_top_k_of_one_name_and_the_link_are_as_in_blocking_saves(pool: RankPool, tmp_path: Path) -> None:
     kept = []
     for folder, background in (("a", False), ("b", True)):
-        options = {**STRATEGIES["zero2"], "checkpoint_format": container, "async_save": background}
+        options = {**STRATEGIES["zero2"], "checkpoint_format": "sharded", "async_save": background}
         kept.append(pool.run(keep_best, options, str(tmp_path / folder))[0])
     assert kept[0] == kept[1] == {"best.ckpt": 1.0, "best-v1.ckpt": 2.0}
     assert files_in(tmp_path / "a") == files_in(tmp_path / "b")
@@ -230,9 +223,8 @@ def save_at_teardown(strategy: dict[str, Any], path: str) -> bool:
 
 
 @ranks(2)
-@formats
-def test_a_save_that_nobody_would_wait_for_is_blocking(pool: RankPool, container: str, tmp_path: Path) -> None:
-    options = {**STRATEGIES["zero2"], "checkpoint_format": container, "async_save": True}
+def test_a_save_that_nobody_would_wait_for_is_blocking(pool: RankPool, tmp_path: Path) -> None:
+    options = {**STRATEGIES["zero2"], "checkpoint_format": "full", "async_save": True}
     assert pool.run(save_at_teardown, options, str(tmp_path / "a.ckpt")) == [True, True]
 
 

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoint.resuming import save_at_end
 from helpers import models
 from helpers.ranks import RankPool, ranks
-from strategy.fits import DDP, Lit, Recipe, slow_unless
+from strategy.fits import DDP, Lit, Recipe
 
 from lightning_zero import DynamicLossScaler, ZeroPrecision
 from lightning_zero.checkpoint import CheckpointError
@@ -38,7 +38,7 @@ def fp16(recipe: Recipe, path: str) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", slow_unless(("zero3", DDP), ("zero1", "zero3", "zero3_offload", DDP)))
+@pytest.mark.parametrize("name", ["zero3", DDP])
 def test_a_checkpoint_is_described(pool: RankPool, name: str, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     pool.run(save_at_end, name, RECIPE, str(path))

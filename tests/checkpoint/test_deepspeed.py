@@ -21,7 +21,7 @@ from checkpoint.resuming import Resumable, run
 from checkpoint.train_deepspeed import CASES, RECIPE, SAVED, STEPS, Buffered
 from helpers.deepspeed_folder import Folder, classes, write_folder
 from helpers.ranks import RankPool, ranks
-from strategy.fits import Fitted, assert_same, assert_same_states, slow_unless
+from strategy.fits import Fitted, assert_same, assert_same_states
 from torch import Tensor
 
 from lightning_zero import DynamicLossScaler
@@ -101,14 +101,14 @@ def test_every_layout_becomes_the_checkpoint_that_it_was_made_of(
     assert (written_by["stage"], written_by["world_size"]) == (layout.stage, layout.ranks)
 
 
-@pytest.mark.parametrize("stage", slow_unless([3], [1, 2, 3]))
-def test_what_was_16_bit_becomes_fp32(original: dict[str, Any], stage: int, tmp_path: Path) -> None:
-    folder = write(tmp_path / "a", original, Folder(stage, half=torch.bfloat16))
-    convert(folder, tmp_path / "a.ckpt", trust=True)
+def test_what_was_16_bit_becomes_fp32(original: dict[str, Any], tmp_path: Path) -> None:
     rounded = {
         name: value.bfloat16().float() if name in FROZEN else value for name, value in original["state_dict"].items()
     }
-    assert_same_values(load(tmp_path / "a.ckpt"), original | {"state_dict": rounded})
+    for stage in (1, 2, 3):
+        folder = write(tmp_path / f"{stage}", original, Folder(stage, half=torch.bfloat16))
+        convert(folder, tmp_path / f"{stage}.ckpt", trust=True)
+        assert_same_values(load(tmp_path / f"{stage}.ckpt"), original | {"state_dict": rounded})
 
 
 @ranks(2)
@@ -153,21 +153,21 @@ def deepspeeds_scales(state: dict[str, Any], steps: int) -> list[float]:
     return scales
 
 
-@pytest.mark.parametrize("since", [1, 2, 3, 4, 5, 9])  # right after an overflow DeepSpeed waits one step longer
-def test_the_loss_scale_grows_when_deepspeeds_does(original: dict[str, Any], since: int, tmp_path: Path) -> None:
-    state = {"cur_scale": 8.0, "cur_iter": 20, "last_overflow_iter": 19 - since, "scale_window": 3, "dynamic": True}
-    state |= {"delayed_shift": 3, "cur_hysteresis": 2}
-    folder = write(tmp_path / "a", original, Folder(2, ranks=1, scaler=state, more={"skipped_steps": 4}))
-    convert(folder, tmp_path / "a.ckpt", trust=True)
-    saved = load(tmp_path / "a.ckpt")["ZeroPrecision"]
-    assert saved["skipped_steps"] == 4
-    assert saved["scaler"]["overflows"] == 1
-    scaler, scales = DynamicLossScaler(window=3), []
-    scaler.load_state_dict(saved["scaler"])
-    for _ in range(10):
-        scaler.update(False)
-        scales.append(scaler.scale)
-    assert scales == deepspeeds_scales(state, 10)
+def test_the_loss_scale_grows_when_deepspeeds_does(original: dict[str, Any], tmp_path: Path) -> None:
+    for since in (1, 2, 3, 4, 5, 9):  # right after an overflow DeepSpeed waits one step longer
+        state = {"cur_scale": 8.0, "cur_iter": 20, "last_overflow_iter": 19 - since, "scale_window": 3, "dynamic": True}
+        state |= {"delayed_shift": 3, "cur_hysteresis": 2}
+        layout = Folder(2, ranks=1, scaler=state, more={"skipped_steps": 4})
+        convert(write(tmp_path / f"{since}", original, layout), tmp_path / f"{since}.ckpt", trust=True)
+        saved = load(tmp_path / f"{since}.ckpt")["ZeroPrecision"]
+        assert saved["skipped_steps"] == 4, since
+        assert saved["scaler"]["overflows"] == 1, since
+        scaler, scales = DynamicLossScaler(window=3), []
+        scaler.load_state_dict(saved["scaler"])
+        for _ in range(10):
+            scaler.update(False)
+            scales.append(scaler.scale)
+        assert scales == deepspeeds_scales(state, 10), since
 
 
 # --------------------------------------------------------------------------------------------------------- entries
@@ -261,15 +261,15 @@ DAMAGES: list[tuple[int, Callable[[Path], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("stage", "damage", "message"), DAMAGES, ids=[message for *_, message in DAMAGES])
-def test_what_cannot_be_converted_is_an_error(
-    original: dict[str, Any], stage: int, damage: Callable[[Path], Any], message: str, tmp_path: Path
-) -> None:
-    folder = write(tmp_path / "a", original, Folder(stage))
-    damage(folder / "checkpoint")
-    with pytest.raises(CheckpointError, match=message):
-        convert(folder, tmp_path / "a.ckpt", trust=True)
-    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+def test_what_cannot_be_converted_is_an_error(original: dict[str, Any], tmp_path: Path) -> None:
+    whole = {stage: write(tmp_path / f"stage {stage}", original, Folder(stage)) for stage in (2, 3)}
+    for number, (stage, damage, message) in enumerate(DAMAGES):
+        work = tmp_path / f"{number}"
+        folder = shutil.copytree(whole[stage], work / "a")
+        damage(folder / "checkpoint")
+        with pytest.raises(CheckpointError, match=message):
+            convert(folder, work / "a.ckpt", trust=True)
+        assert [file.name for file in work.iterdir()] == ["a"], message
 
 
 def test_wrong_paths_are_errors(original: dict[str, Any], tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_deepspeeds_own_folders(folders: Path, whole: tuple[Fitted, Path], case:
 
 @pytest.mark.slow
 @ranks(2)
-@pytest.mark.parametrize(("case", "strategy"), [("stage1", "zero3_offload"), ("stage2", "zero2"), ("stage3", "zero3")])
+@pytest.mark.parametrize(("case", "strategy"), [("stage1", "zero3_offload"), ("stage3", "zero2")])
 def test_a_run_of_deepspeed_goes_on(pool: RankPool, folders: Path, case: str, strategy: str, tmp_path: Path) -> None:
     """As DeepSpeed itself goes on."""
     convert(folders / case, tmp_path / "a.ckpt", trust=True)
@@ -353,7 +353,7 @@ def test_a_run_of_deepspeed_goes_on(pool: RankPool, folders: Path, case: str, st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["stage1", "stage2", "stage3", "stage1_bf16", "stage2_fp16"])
+@pytest.mark.parametrize("case", ["stage1_bf16", "stage2_fp16", "stage3"])
 def test_the_folders_of_these_tests_are_laid_out_like_deepspeeds(folders: Path, case: str, tmp_path: Path) -> None:
     convert(folders / case, tmp_path / "a.ckpt", trust=True)
     zero = CASES[case]["zero_optimization"]

@@ -14,7 +14,6 @@ from helpers.ranks import RankPool, ranks
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from strategy.fits import (
-    FEW,
     Fitted,
     Lit,
     Recipe,
@@ -23,7 +22,6 @@ from strategy.fits import (
     main_names,
     make_trainer,
     observe,
-    slow_unless,
     state_of,
 )
 from torch import Tensor, nn
@@ -42,50 +40,94 @@ def weights_in(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
     return {name.removeprefix("model."): value for name, value in checkpoint["state_dict"].items()}
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-@ranks(2)
-@main_names
-def test_a_file_holds_whole_named_full_precision_state(
-    pool: RankPool, name: str, precision: str, tmp_path: Path
-) -> None:
-    path = str(tmp_path / "a.ckpt")
-    results = pool.run(save_at_end, name, RECIPE, path, precision=precision)
-    checkpoint = load(path)
+@dataclasses.dataclass
+class Saved:
+    """A file at the end of a fit on two ranks, and the weights of then."""
+
+    name: str
+    path: str
+    weights: dict[str, Tensor]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("zero3", "bf16-mixed"),
+        pytest.param(("zero2_offload", "32-true"), marks=pytest.mark.slow),
+        pytest.param(("zero1", "bf16-true"), marks=pytest.mark.slow),
+    ],
+    ids="-".join,
+)
+def saved(request: pytest.FixtureRequest, pool2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    name, precision = request.param
+    path = str(tmp_path_factory.mktemp("files") / "a.ckpt")
+    return Saved(name, path, pool2.run(save_at_end, name, RECIPE, path, precision=precision)[0].weights)
+
+
+def test_a_file_holds_whole_named_full_precision_state(saved: Saved) -> None:
+    checkpoint = load(saved.path)
     plain = Lit(RECIPE)
     assert list(checkpoint["state_dict"]) == list(plain.state_dict())
     for key, value in plain.state_dict().items():
         assert checkpoint["state_dict"][key].shape == value.shape
         assert checkpoint["state_dict"][key].dtype == torch.float32
-    assert_same(weights_in(checkpoint), results[0].weights)
-    (saved,) = checkpoint["optimizer_states"]
+    assert_same(weights_in(checkpoint), saved.weights)
+    (optimizer,) = checkpoint["optimizer_states"]
     parameters = dict(plain.named_parameters())
-    assert saved["state"].keys() == parameters.keys()
-    for key, state in saved["state"].items():
+    assert optimizer["state"].keys() == parameters.keys()
+    for key, state in optimizer["state"].items():
         assert state["exp_avg"].shape == state["exp_avg_sq"].shape == parameters[key].shape
         assert state["exp_avg"].dtype == torch.float32
         assert int(state["step"]) == RECIPE.steps
-    assert [group["weight_decay"] for group in saved["param_groups"]] == [0.1, 0.0]
-    assert [group["lr"] for group in saved["param_groups"]] == [0.05 / 8] * 2
-    named = [key for group in saved["param_groups"] for key in group["params"]]
+    assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.1, 0.0]
+    assert [group["lr"] for group in optimizer["param_groups"]] == [0.05 / 8] * 2
+    named = [key for group in optimizer["param_groups"] for key in group["params"]]
     assert sorted(named) == sorted(parameters)
     assert checkpoint["global_step"] == RECIPE.steps
-
-
-@ranks(2)
-@main_names
-def test_tied_parameters_are_stored_once(pool: RankPool, name: str, tmp_path: Path) -> None:
-    path = str(tmp_path / "a.ckpt")
-    pool.run(save_at_end, name, RECIPE, path)
-    weights = weights_in(load(path))
+    # Tied parameters are stored once.
+    weights = weights_in(checkpoint)
     assert weights["head.weight"].data_ptr() == weights["tokens.weight"].data_ptr()
-    assert "model.head.weight" not in load(path)["optimizer_states"][0]["state"]
+    assert "model.head.weight" not in optimizer["state"]
+
+
+def test_plain_pytorch_goes_on_from_a_file(saved: Saved) -> None:
+    """The weights, and the state in torch's own format, in a loop without this package."""
+    checkpoint = load(saved.path)
+    module = Lit(RECIPE)
+    module.load_state_dict(checkpoint["state_dict"])
+    optimizer = RECIPE.make_optimizer(module.model)
+    optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+    state = {key.removeprefix("model."): value for key, value in checkpoint["optimizer_states"][0]["state"].items()}
+    for key, parameter in module.model.named_parameters():
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], state[key]["exp_avg"])
+    models.next_token_loss(module.model, RECIPE.batches(1)[0][0][0]).backward()
+    optimizer.step()
+
+
+def test_load_from_checkpoint(saved: Saved) -> None:
+    loaded = Lit.load_from_checkpoint(saved.path, recipe=dataclasses.replace(RECIPE, seed=7))
+    assert_same(loaded.model.state_dict(), saved.weights)
+
+
+def evaluate(name: str, path: str, recipe: Recipe) -> tuple[float, dict[str, Tensor]]:
+    """No `fit` before: the module is sharded for evaluation, and saved from there."""
+    lit = Lit(dataclasses.replace(recipe, seed=7))
+    trainer = make_trainer(name)
+    loss = trainer.test(lit, ckpt_path=path, verbose=False)[0]["test_loss"]
+    return loss, state_of(trainer)
+
+
+def test_a_file_is_tested_without_a_fit(pool2: RankPool, saved: Saved) -> None:
+    expected = full_batch_loss(saved.weights, RECIPE, RECIPE.batches(2))
+    results = pool2.run(evaluate, saved.name, saved.path, RECIPE)
+    assert [loss for loss, _ in results] == [pytest.approx(expected, rel=1e-5)] * 2
+    assert_same(results[0][1], saved.weights)
 
 
 @ranks(2)
-@main_names
-def test_frozen_parameters_and_buffers_are_stored(pool: RankPool, name: str, tmp_path: Path) -> None:
+def test_frozen_parameters_and_buffers_are_stored(pool: RankPool, tmp_path: Path) -> None:
     path, recipe = str(tmp_path / "a.ckpt"), dataclasses.replace(RECIPE, model="frozen")
-    pool.run(save_at_end, name, recipe, path, module=WithBuffers)
+    pool.run(save_at_end, "zero3", recipe, path, module=WithBuffers)
     checkpoint = load(path)
     plain = WithBuffers(recipe)
     assert list(checkpoint["state_dict"]) == list(plain.state_dict())
@@ -119,40 +161,12 @@ class WithBuffers(Resumable):
 
 
 @ranks(2)
-@main_names
-def test_a_parameter_that_was_never_used_has_no_state(pool: RankPool, name: str, tmp_path: Path) -> None:
+def test_a_parameter_that_was_never_used_has_no_state(pool: RankPool, tmp_path: Path) -> None:
     path, recipe = str(tmp_path / "a.ckpt"), dataclasses.replace(RECIPE, model="optional")
-    pool.run(save_at_end, name, recipe, path)
+    pool.run(save_at_end, "zero3", recipe, path)
     saved = load(path)["optimizer_states"][0]
     assert not [key for key in saved["state"] if "adapter" in key]
     assert [key for group in saved["param_groups"] for key in group["params"] if "adapter" in key]
-
-
-@ranks(2)
-@main_names
-def test_plain_pytorch_goes_on_from_a_file(pool: RankPool, name: str, tmp_path: Path) -> None:
-    """The weights, and the state in torch's own format, in a loop without this package."""
-    path = str(tmp_path / "a.ckpt")
-    pool.run(save_at_end, name, RECIPE, path)
-    checkpoint = load(path)
-    module = Lit(RECIPE)
-    module.load_state_dict(checkpoint["state_dict"])
-    optimizer = RECIPE.make_optimizer(module.model)
-    optimizer.load_state_dict(checkpoint["optimizer_states"][0])
-    state = {key.removeprefix("model."): value for key, value in checkpoint["optimizer_states"][0]["state"].items()}
-    for key, parameter in module.model.named_parameters():
-        assert torch.equal(optimizer.state[parameter]["exp_avg"], state[key]["exp_avg"])
-    models.next_token_loss(module.model, RECIPE.batches(1)[0][0][0]).backward()
-    optimizer.step()
-
-
-@ranks(2)
-@main_names
-def test_load_from_checkpoint(pool: RankPool, name: str, tmp_path: Path) -> None:
-    path = str(tmp_path / "a.ckpt")
-    results = pool.run(save_at_end, name, RECIPE, path)
-    loaded = Lit.load_from_checkpoint(path, recipe=dataclasses.replace(RECIPE, seed=7))
-    assert_same(loaded.model.state_dict(), results[0].weights)
 
 
 def fit_and_keep(
@@ -173,8 +187,10 @@ def fit_and_keep(
 
 
 @ranks(2)
-@pytest.mark.parametrize(("mode", "kept"), [("min", {9, 12}), pytest.param("max", {3, 6}, marks=pytest.mark.slow)])
-@main_names
+@pytest.mark.parametrize(
+    ("name", "mode", "kept"),
+    [("zero3", "min", {9, 12}), pytest.param("zero2_offload", "max", {3, 6}, marks=pytest.mark.slow)],
+)
 def test_model_checkpoint_keeps_the_best_and_the_last(
     pool: RankPool, name: str, mode: str, kept: set[int], tmp_path: Path
 ) -> None:
@@ -224,11 +240,10 @@ def go_on_from_the_last(name: str, folder: str, recipe: Recipe) -> tuple[int, li
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", slow_unless(["zero3"], FEW))
-def test_the_last_file_is_a_link(pool: RankPool, name: str, tmp_path: Path) -> None:
+def test_the_last_file_is_a_link(pool: RankPool, tmp_path: Path) -> None:
     """It follows the newest file, of which only one is kept, and every function of the Trainer goes on from it."""
     recipe = Recipe(optimizer="sgd")
-    results = pool.run(go_on_from_the_last, name, str(tmp_path), recipe)
+    results = pool.run(go_on_from_the_last, "zero3", str(tmp_path), recipe)
     assert {file.name for file in tmp_path.iterdir()} == {"step=9.ckpt", "last.ckpt"}
     assert (tmp_path / "last.ckpt").is_symlink()
     assert (tmp_path / "last.ckpt").resolve() == tmp_path / "step=9.ckpt"
@@ -252,10 +267,9 @@ def keep_weights_only(name: str, folder: str) -> tuple[dict[str, Tensor], str]:
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", FEW)
-def test_a_callback_may_keep_weights_alone(pool: RankPool, name: str, tmp_path: Path) -> None:
+def test_a_callback_may_keep_weights_alone(pool: RankPool, tmp_path: Path) -> None:
     """At full precision, to be tested and loaded; a fit that would resume from them is refused."""
-    (weights, error), _ = pool.run(keep_weights_only, name, str(tmp_path))
+    (weights, error), _ = pool.run(keep_weights_only, "zero3", str(tmp_path))
     path = str(tmp_path / "weights.ckpt")
     assert "checkpoint contains only the model" in error
     assert "optimizer_states" not in load(path)
@@ -285,11 +299,10 @@ def save_and_test(name: str, path: str, recipe: Recipe) -> list[Any]:
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", ["zero2", "zero3"])
-def test_the_checkpoint_hooks_of_the_module_run(pool: RankPool, name: str, tmp_path: Path) -> None:
+def test_the_checkpoint_hooks_of_the_module_run(pool: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
     keys = sorted(Hooked(RECIPE).state_dict())
-    assert pool.run(save_and_test, name, path, RECIPE) == [[(RECIPE.steps, keys)]] * 2
+    assert pool.run(save_and_test, "zero3", path, RECIPE) == [[(RECIPE.steps, keys)]] * 2
     assert "optimizer_states" not in load(str(tmp_path / "weights.ckpt"))
 
 
@@ -310,22 +323,3 @@ def test_weights_loaded_by_hand_reach_the_masters(pool: RankPool, name: str, tmp
     saved = pool.run(save_at_end, name, recipe, path)
     loaded = pool.run(loaded_by_a_user, name, path, Recipe(seed=7))
     assert_same(loaded[0], saved[0].weights)
-
-
-def fit_evaluated_only(name: str, path: str, recipe: Recipe) -> tuple[float, dict[str, Tensor]]:
-    """No `fit` before: the module is sharded for evaluation, and saved from there."""
-    lit = Lit(dataclasses.replace(recipe, seed=7))
-    trainer = make_trainer(name)
-    loss = trainer.test(lit, ckpt_path=path, verbose=False)[0]["test_loss"]
-    return loss, state_of(trainer)
-
-
-@ranks(2)
-@main_names
-def test_a_file_is_tested_without_a_fit(pool: RankPool, name: str, tmp_path: Path) -> None:
-    path = str(tmp_path / "a.ckpt")
-    saved = pool.run(save_at_end, name, RECIPE, path)[0].weights
-    expected = full_batch_loss(saved, RECIPE, RECIPE.batches(pool.world_size))
-    results = pool.run(fit_evaluated_only, name, path, RECIPE)
-    assert [loss for loss, _ in results] == [pytest.approx(expected, rel=1e-5)] * pool.world_size
-    assert_same(results[0][1], saved)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoint.resuming import Resumable, run
 from helpers.ranks import RankPool, ranks
-from strategy.fits import Lit, Recipe, assert_same, assert_same_states, slow_unless
+from strategy.fits import Lit, Recipe, assert_same, assert_same_states
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 from torch.optim import Optimizer
 
@@ -43,8 +43,9 @@ def as_fsdp_saves(path: Path, module: Lit) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("module", slow_unless([Reversed], [Resumable, Reversed, OneGroup]))
-@pytest.mark.parametrize("name", slow_unless(["zero3"], ["zero0", "zero1", "zero3", "zero2_offload"]))
+@pytest.mark.parametrize(
+    ("name", "module"), [("zero3", Reversed), pytest.param("zero2_offload", OneGroup, marks=pytest.mark.slow)]
+)
 def test_a_full_checkpoint_of_fsdp_resumes(pool: RankPool, name: str, module: type[Lit], tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     whole = pool.run(run, name, RECIPE, module, steps=4, save=(2, str(path)))[0]

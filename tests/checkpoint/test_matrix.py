@@ -112,12 +112,15 @@ def write(rank_pools: Callable[[int], RankPool], tmp_path_factory: pytest.TempPa
     return write
 
 
-@pytest.fixture
-def sampled(write: Writer, reader: Place) -> list[Written]:
-    return [write(writer) for writer in SAMPLE[reader]]
+# Few enough for the fast tests, from and to every number of ranks.
+FAST = (Place("zero3", 2), Place("zero1", 4), Place("zero3_offload", 1))
 
 
-def check(pool: RankPool, reader: Place, files: list[Written]) -> None:
+@pytest.mark.parametrize(
+    "reader", [place if place in FAST else pytest.param(place, marks=pytest.mark.slow) for place in PLACES], ids=str
+)
+def test_a_file_of_another_place_resumes(rank_pools: Any, reader: Place, write: Writer) -> None:
+    pool, files = rank_pools(reader.ranks), [write(writer) for writer in SAMPLE[reader]]
     by_rank = pool.run_within(240, run_each, reader.name, [{"resume": file.path} for file in files])
     for (_, writer, whole), resumed in zip(files, zip(*by_rank, strict=True), strict=True):
         assert trace_of(list(resumed)) == trace_of(whole)[SAVED:], writer
@@ -136,17 +139,6 @@ def assert_same_ends(resumed: Fitted, whole: Fitted, *, bitwise: bool) -> None:
     assert ours.keys() == theirs.keys()
     for name, values in theirs.items():
         assert_close(ours[name], values)
-
-
-@pytest.mark.parametrize("reader", PLACES, ids=str)
-def test_a_file_of_another_place_resumes(rank_pools: Any, reader: Place, sampled: list[Written]) -> None:
-    check(rank_pools(reader.ranks), reader, sampled)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reader", PLACES, ids=str)
-def test_the_files_of_all_places_resume(rank_pools: Any, reader: Place, write: Writer) -> None:
-    check(rank_pools(reader.ranks), reader, [write(writer) for writer in PLACES])
 
 
 def test_the_sample_has_every_place() -> None:
