@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn import Parameter

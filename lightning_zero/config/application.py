@@ -76,7 +76,7 @@ def _schemas_hidden() -> Iterator[None]:
     def list_groups(hydra: Hydra, parent: str = "") -> list[str]:
         return [group for group in own(hydra, parent) if not group.startswith("schema/")]
 
-    Hydra.list_all_config_groups = list_groups  # type: ignore[method-assign]
+    Hydra.list_all_config_groups = list_groups  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_zero import checkpoint as _checkpoint
 from lightning_zero.engine import gathered_parameters
 from lightning_zero.integration import private
+from lightning_zero.sharding import Board, CollectiveError, Subject, is_communication_error
 
 _SECONDS_TO_END = 1.0
 _KILLED = ", nearly always because host memory ran out: see `dmesg`, the container's log and `lightning-zero doctor`"
@@ -34,7 +35,7 @@ class ScriptLauncher(private.SubprocessScriptLauncher):
     def ended_by_signal(self) -> str:
         """Says which of the ranks that this process has started ended by a signal; they had no time to say why."""
         deadline = time.monotonic() + _SECONDS_TO_END
-        while all(process.poll() is None for process in self.procs) and time.monotonic() < deadline:
+        while self.procs and all(process.poll() is None for process in self.procs) and time.monotonic() < deadline:
             time.sleep(0.01)  # its connections are closed before it has ended
         signals = {rank: -(process.poll() or 0) for rank, process in enumerate(self.procs, start=1)}
         return "; ".join(
@@ -56,6 +57,23 @@ class GatheringLauncher(private.MultiProcessingLauncher):
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
         with gathered_parameters(trainer.lightning_module):
             return super()._collect_rank_zero_results(trainer, results)
+
+
+def tell_why(exception: BaseException, board: Board, launcher: object) -> None:
+    """Name this rank's error to the ranks that wait for it; where it waited itself, say last why another is gone.
+
+    Args:
+        exception: with which this rank's fit ends.
+        board: of the ranks.
+        launcher: of this process.
+    """
+    if not is_communication_error(exception):
+        board.put(Subject.FAILURE, " ".join(f"{type(exception).__name__}: {exception}".split()))
+        return
+    if not isinstance(exception, CollectiveError) and (cause := board.explain()):  # Lightning's own collectives
+        exception.add_note(cause)
+    if isinstance(launcher, ScriptLauncher) and (ended := launcher.ended_by_signal()):
+        exception.add_note(ended)
 
 
 def make_launcher(strategy: DDPStrategy) -> ScriptLauncher | GatheringLauncher:

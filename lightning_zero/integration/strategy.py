@@ -29,7 +29,7 @@ from lightning_zero.checkpoint import Background, CheckpointError
 from lightning_zero.engine import Engine, engines_of
 from lightning_zero.integration import patches, private, remedies
 from lightning_zero.integration.checkpointing import CheckpointingStrategy
-from lightning_zero.integration.launchers import ScriptLauncher, make_launcher
+from lightning_zero.integration.launchers import make_launcher, tell_why
 from lightning_zero.integration.names import register_in
 from lightning_zero.integration.options import (
     FormatName,
@@ -43,12 +43,12 @@ from lightning_zero.integration.precision import ZeroPrecision, as_zero_precisio
 from lightning_zero.integration.steps import SteppingStrategy
 from lightning_zero.planning.memory import Memory, is_out_of_memory
 from lightning_zero.sharding import (
+    Board,
     BucketPlacement,
     CollectiveError,
     Group,
     Mesh,
     ShardingPolicy,
-    Subject,
     sharded_init,
     unshard_parameters,
 )
@@ -451,7 +451,7 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
-        self._tell_why(exception)
+        tell_why(exception, Board() if self._mesh is None else self._mesh.board, self.launcher)
         if self.memory is not None and is_out_of_memory(exception):
             try:
                 console = Console(file=sys.stderr)
@@ -459,14 +459,6 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
             except Exception as error:  # noqa: BLE001  (the other one says what went wrong, and goes on)
                 exception.add_note(f"ZeroStrategy could not report what the memory holds: {error!r}")
         super().on_exception(exception)
-
-    def _tell_why(self, exception: BaseException) -> None:
-        """Name this rank's error to the ranks that wait for it, or to the user that of a rank that ended in silence."""
-        if not isinstance(exception, CollectiveError):
-            if self._mesh is not None:
-                self._mesh.board.put(Subject.FAILURE, " ".join(f"{type(exception).__name__}: {exception}".split()))
-        elif isinstance(self.launcher, ScriptLauncher) and (ended := self.launcher.ended_by_signal()):
-            exception.add_note(ended)
 
     @override
     def teardown(self) -> None:

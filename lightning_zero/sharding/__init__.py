@@ -35,7 +35,7 @@ lane, ticket
 
 from lightning_zero.sharding.board import Board, Subject
 from lightning_zero.sharding.bucket import Bucket, BucketState, ParameterSpec
-from lightning_zero.sharding.collectives import CollectiveError, Group, Mesh
+from lightning_zero.sharding.collectives import CollectiveError, Group, Mesh, is_communication_error
 from lightning_zero.sharding.forms import BucketForm
 from lightning_zero.sharding.freed import FreedParameter
 from lightning_zero.sharding.gradients import BucketGradients, ShardedGradient
@@ -69,6 +69,7 @@ __all__ = [
     "Subject",
     "Unit",
     "find_units",
+    "is_communication_error",
     "runs",
     "sharded_init",
     "tiles",

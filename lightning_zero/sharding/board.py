@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from enum import StrEnum
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lightning_zero.advice import Case, advice
 
@@ -25,11 +25,12 @@ class Board:
         rank: this process's.
         size: number of ranks.
         store: shared by them; ``None``: nothing is noted.
+        name: of this board among others in the store.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None, name: str = "") -> None:
         self.rank, self.size = rank, size
-        self._store = None if store is None else PrefixStore("lightning_zero", store)
+        self._store = None if store is None else PrefixStore(f"lightning_zero/{name}", store)
 
     def put(self, subject: Subject, text: str) -> None:
         """Note ``text`` in the place of what this rank noted before; where the store is gone nobody can read it."""

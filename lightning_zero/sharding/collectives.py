@@ -14,7 +14,6 @@ the rest ends by the timeout; with a backend's own collectives :meth:`Mesh.check
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -357,6 +356,13 @@ class _Collectives:
             _all_gather_flat(table.view(-1), header, group=self._group.process_group)
 
 
+def is_communication_error(error: BaseException) -> bool:
+    """Whether a collective has failed, of this package or of anyone who uses ``torch.distributed``."""
+    return isinstance(error, CollectiveError | dist.DistError) or (
+        isinstance(error, RuntimeError) and "/gloo/" in str(error)
+    )
+
+
 _CLOSED = ("closed by peer", "reset by peer", "Broken pipe")  # in errors of gloo
 
 
@@ -465,12 +471,14 @@ class Mesh:
         world = _new_groups([list(range(world_size))], rank, timeout)
         shard = world if size == world_size else _new_groups(shards, rank, timeout)
         replica = world if size == 1 else _new_groups(replicas, rank, timeout)
-        # Each mesh has a board of its own: the same number on all ranks, which make their meshes together.
-        store = dist.PrefixStore(f"mesh {next(_MESHES)}", default_store())
-        return cls(world, shard, replica, board=Board(rank, world_size, store))
+        return cls(world, shard, replica, board=_board_of(world))
 
 
-_MESHES = itertools.count()
+def _board_of(world: Group) -> Board:
+    """A board of its own for each mesh: the names of process groups are the same on all ranks."""
+    if world.process_group is None:
+        return Board()
+    return Board(world.rank, world.size, default_store(), world.process_group.group_name)
 
 
 def _new_groups(partition: Sequence[list[int]], rank: int, timeout: timedelta | None) -> Group:

@@ -566,7 +566,8 @@ def test_help_lists_the_groups_that_one_can_choose(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["main.py", "--help"])
-    hydra_main(config_name="main", config_path=str(folder))(build_trainer)()
+    with pytest.raises(SystemExit, match="0"):
+        hydra_main(config_name="main", config_path=str(folder))(build_trainer)()
     text = capsys.readouterr().out
     assert "strategy: ddp, zero0, zero1" in text
     assert "schema" not in text
