@@ -21,6 +21,8 @@ class Case(Enum):
     STATE_DOES_NOT_FIT = auto()  # a checkpoint's optimizer state is another optimizer's
     DAMAGED = auto()  # a checkpoint's checksums do not match
     LOSS_IS_NOT_SCALED = auto()  # backward ran on a loss that the loss scaler has not seen
+    NOT_FLUSHED = auto()  # a gradient is read or changed before it is averaged
+    NOT_LAST_MICRO_BATCH = auto()  # one that more will be added to
     NOT_ON_HOST = auto()  # a CPU optimizer got a parameter on a device
     MASTERS_NOT_ON_HOST = auto()  # a kernel for host memory got masters on a device
     MASTERS_NOT_FP32 = auto()  # a kernel that needs fp32 masters got others

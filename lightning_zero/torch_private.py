@@ -38,12 +38,14 @@ __all__ = [
     "gradient_hooks",
     "has_own_apply",
     "has_post_step_hooks",
+    "inside_backward",
     "is_traceable_wrapper_subclass",
     "load_hooks",
     "make_parameter",
     "make_wrapper",
     "mark_for_schedulers",
     "no_subclass_functions",
+    "no_torch_function",
     "no_torch_functions",
     "note_step",
     "pickled_tensor",
@@ -70,6 +72,9 @@ T = TypeVar("T", bound=Tensor)
 # extending it name them so.
 no_subclass_functions = torch._C.DisableTorchFunctionSubclass
 no_torch_functions = torch._C.DisableTorchFunction
+
+# The `__torch_function__` of a subclass that has none, as `Parameter`'s: functions do not make their results its own.
+no_torch_function = torch._C._disabled_torch_function_impl
 
 
 def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -120,6 +125,11 @@ def users_of_storage(storage: UntypedStorage) -> int:
 def autograd_number(node: Node) -> int:
     """The order in which nodes were made, which is that of backward, reversed."""
     return node._sequence_nr()
+
+
+def inside_backward() -> bool:
+    """Whether the caller is a hook or a function that autograd runs, in any of its threads."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def gradient_hooks(parameter: Parameter) -> dict[int, Any]:

@@ -254,6 +254,8 @@ def typed_storage() -> object:
 OWNERS: dict[str, Callable[[], object]] = {
     "nn.Module._apply": lambda: torch.nn.Module,
     "torch._C": lambda: torch,
+    "torch._C._current_graph_task_id": lambda: torch._C,
+    "torch._C._disabled_torch_function_impl": lambda: torch._C,
     "torch._C._storage_Use_Count": lambda: torch._C,
     "torch._foreach_copy_": lambda: torch,
     "torch._utils": lambda: torch,

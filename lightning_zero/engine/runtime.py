@@ -29,6 +29,7 @@ from lightning_zero.sharding.buffers import broadcast_buffers, convert_buffers
 from lightning_zero.sharding.compiled import Handle
 from lightning_zero.sharding.freed import without_freed_checks
 from lightning_zero.sharding.gradients import BucketGradients
+from lightning_zero.sharding.held import answer_for
 from lightning_zero.sharding.hooks import GradientHooks, UnshardHooks, install_refresh_hooks, install_unshard_hooks
 from lightning_zero.sharding.partition import check_initialized, check_same, partition
 from lightning_zero.sharding.placement import BucketPlacement
@@ -48,6 +49,7 @@ from lightning_zero.update.clipping import GradientClipping, GradientStats
 from lightning_zero.update.gradient_scale import GradientScale
 from lightning_zero.update.loss_scaler import LossScaler
 from lightning_zero.update.outcomes import StepOutcome, StepOutcomes
+from lightning_zero.update.visible_gradients import VisibleGradients
 
 
 class Engine:
@@ -63,6 +65,7 @@ class Engine:
         skip_nonfinite: whether steps with a gradient that is not finite are skipped.
         outcomes: of the steps of the attached optimizers.
         number: of the engines of this process, in the order of their making.
+        shows_sums: whether user code sees averaged sums before the last micro-batch, which takes a small all-reduce.
         shadows: those of :meth:`make_shadow` that someone refers to, by their number.
 
     Args:
@@ -106,6 +109,7 @@ class Engine:
         self.placement = placement
         self.released = False
         self.skip_nonfinite = skip_nonfinite or scaler is not None
+        self.shows_sums = False
         self._scale = GradientScale(scaler)
         self.outcomes = StepOutcomes(self._scale, max_consecutive_skips, placement.mesh.world.rank == 0)
         self.shadows: weakref.WeakValueDictionary[int, Shadow] = weakref.WeakValueDictionary()
@@ -120,6 +124,8 @@ class Engine:
         self._reducer = Reducer(self._map.gradients, placement.sharding)
         self._optimizers = AttachedOptimizers(self._map)
         self._clipping = GradientClipping(self._map, self._optimizers, self._scale, placement)
+        self._visible = VisibleGradients(self._map, self._reducer, self._clipping, self.zero_grad)
+        answer_for((p for bucket in self.buckets for p in bucket.parameters), self._visible)
         self._prefetcher = Prefetcher([self._map.own(unit) for unit in unit_list], max_live_numel)
         self._gradient_hooks = GradientHooks(self._map, self._on_gradient)
         self._refresh_hooks: list[Handle] = []
@@ -213,6 +219,8 @@ class Engine:
         for hooks in self._unshard_hooks:
             hooks.end_backward()
         self._reshard()
+        if self._optimizers.updaters and (self._reducer.last_micro_batch or self.shows_sums):
+            self._measure()  # the step would do it; before that, user code may ask for gradients
 
     def _reshard(self) -> None:
         self._prefetcher.end_pass()
@@ -320,6 +328,7 @@ class Engine:
         """
         stats = self.stats(optimizer)
         self._count_checked()
+        self.placement.mesh.note("a step")  # which communicates no more: what it needs to know came with the flush
         note_step(optimizer)
         norm = self._clipping.unclipped_norm(optimizer)
         if skipped := stats.found_inf and self.skip_nonfinite:

@@ -33,6 +33,11 @@ def provide_advice() -> None:
             Case.STATE_DOES_NOT_FIT: WEIGHTS_ALONE,
             Case.DAMAGED: "checksums=False in the strategy loads this one all the same",
             Case.LOSS_IS_NOT_SCALED: "self.manual_backward(loss) in a LightningModule",
+            Case.NOT_FLUSHED: (
+                "use self.manual_backward(loss), after which it is; in automatic optimization `on_after_backward` and "
+                "`on_before_optimizer_step` come later"
+            ),
+            Case.NOT_LAST_MICRO_BATCH: "`on_before_optimizer_step` is the place for it",
             Case.NOT_ON_HOST: "train with an offloading strategy such as strategy='zero2_offload'",
             Case.MASTERS_NOT_ON_HOST: "use offload_optimizer='cpu'",
             Case.MASTERS_NOT_FP32: (

@@ -186,6 +186,13 @@ class ZeroPrecision(Precision):
         return self.engine.scale_loss(super().pre_backward(tensor, module))
 
     @override
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Backward, and the reduction of all gradients: ``on_after_backward`` comes after it."""
+        self.engine.begin_backward()
+        super().backward(*args, **kwargs)
+        self.engine.flush()
+
+    @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip the averaged gradients of ``optimizer`` by their global norm over all shards."""
         self.engine.clip_grad_norm_(unwrap(optimizer), clip_val)

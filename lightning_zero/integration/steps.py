@@ -10,7 +10,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -22,6 +24,8 @@ from lightning_zero.integration.base import EngineStrategy
 from lightning_zero.integration.precision import ZeroPrecision, unwrap
 from lightning_zero.sharding import Subject
 from lightning_zero.storage import Phase
+
+_AFTER_BACKWARD = "on_after_backward"
 
 
 class SteppingStrategy(EngineStrategy):
@@ -110,14 +114,6 @@ class SteppingStrategy(EngineStrategy):
             return super().backward(*args, **kwargs)
 
     @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        self.engine.begin_backward()
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        self.engine.flush()
-
-    @override
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -143,7 +139,8 @@ class SteppingStrategy(EngineStrategy):
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> float:
         """Clip the averaged gradients of ``optimizer`` by their global norm; returns the norm before clipping.
 
-        Use it for :func:`torch.nn.utils.clip_grad_norm_`, which sees no gradients once they are reduced. Collective.
+        As :func:`torch.nn.utils.clip_grad_norm_`, without a pass over the gradients: the update applies the factor.
+        Collective.
         """
         return self.engine.clip_grad_norm_(unwrap(optimizer), max_norm)
 
@@ -173,6 +170,24 @@ class SteppingStrategy(EngineStrategy):
         """
         outcome = self.engine.last_step(unwrap(optimizer))
         return None if outcome is None else outcome.grad_norm
+
+    def _show_sums(self, trainer: pl.Trainer) -> None:
+        """Let ``on_after_backward``, where it is overridden, see averaged sums of the first micro-batches. Collective.
+
+        Replicas sum in the last one only.
+        """
+        assert self.lightning_module is not None
+        callbacks: Sequence[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        own = [is_overridden(_AFTER_BACKWARD, self.lightning_module)]
+        own += [is_overridden(_AFTER_BACKWARD, callback, pl.Callback) for callback in callbacks]
+        mesh, fitting = self.engine.placement.mesh, trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._policy.shard_grads and mesh.replica.size == 1:
+            self.engine.shows_sums = any(mesh.world.all_gather_object(any(own), "ask for hooks after backward"))
+
+    def _forget_gradients(self) -> None:
+        """Clear what was averaged last: after the fit it would be nobody's gradient."""
+        if self._engine is not None and not self._engine.released:
+            self._engine.zero_grad(p for bucket in self._engine.buckets for p in bucket.parameters)
 
     def _pass_over_skips(self, callbacks: Sequence[pl.Callback]) -> None:
         """Have schedulers and averaged weights, which follow the optimizer step by step, pass over skipped steps."""

@@ -258,8 +258,7 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
         if self._engine is None or self._engine.released:
             yield
             return
-        assert self.lightning_module is not None
-        with self._engine.gathered(self.lightning_module.parameters(), writeback, full_precision):
+        with self._engine.gathered(self._engine.module.parameters(), writeback, full_precision):
             yield
         self._engine.settle()
 
@@ -325,6 +324,7 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
             self.memory = self._describe_memory(self.lightning_module, optimizers, trainer.accumulate_grad_batches)
         self._shard(self.lightning_module, optimizers if fitting else None)
         self.setup_precision_plugin()
+        self._show_sums(trainer)
         for wrapper in self._lightning_optimizers:
             # The wrapper inherits the optimizer's class and would find the class's method before the engine's.
             wrapper.__dict__["zero_grad"] = wrapper.optimizer.zero_grad
@@ -465,6 +465,7 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
         # Shards stay for `trainer.save_checkpoint`, `test` and a second `fit`; no rank may wait for another here.
         assert self.accelerator is not None
         self._rng = self.memory = None
+        self._forget_gradients()
         while self._undo:
             self._undo.pop()()
         self.precision_plugin.teardown()

@@ -20,7 +20,7 @@ tile
 master
     The values of a shard at full precision, which updates change: the shard itself, a copy, or a split of both.
 sharded gradient
-    A shard of the averaged gradient; before its reduction a gradient is unsharded.
+    A shard of the averaged gradient; before its reduction a gradient is unsharded, and local: of one rank.
 unshard, reshard
     Gather all shards into the flat buffer; free it. A full-precision unshard gathers masters instead.
 stale

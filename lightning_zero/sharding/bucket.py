@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_zero.sharding.freed import mark_freed, mark_gathered
+from lightning_zero.sharding.held import hold_parameter, release_parameter
 from lightning_zero.sharding.layout import Segment
 from lightning_zero.sharding.masters import Master, NoMaster
 from lightning_zero.sharding.memory_format import MemoryFormat
@@ -107,6 +108,7 @@ class Bucket:
         self.flat, self.shard, self.master = flat, shard, master
         for view, parameter in zip(self.views(flat), self.parameters, strict=True):
             parameter.data = view
+            hold_parameter(parameter)
         self._remember()
         self.reshard()
 
@@ -328,4 +330,5 @@ class Bucket:
         full = self.gather_master()
         for view, parameter in zip(self.views(full), self.parameters, strict=True):
             mark_gathered(parameter)
+            release_parameter(parameter)
             parameter.data = view.clone()

@@ -75,6 +75,7 @@ class Group:
         self.board = Board()
         self.recent: deque[str] = deque(maxlen=_RECENT)
         self._headers = 0
+        self._noted = ""
         if process_group is None:
             self._backends = dict(dist.Backend.default_device_backend_map)  # by type of device
         else:
@@ -242,8 +243,14 @@ class Group:
 
     # -------------------------------------------------------------------------------------------------- consistency
 
+    def note(self, what: str) -> None:
+        """Let the next collective find out whether all ranks have done something that needs no communication."""
+        self._noted = what
+
     def _announce(self, what: str, device: torch.device) -> None:
         """Before a collective: note it, and find out whether all ranks are about to do the same."""
+        if self._noted:
+            what, self._noted = f"{what}, after {self._noted}", ""
         self.digest = zlib.crc32(what.encode(), self.digest)
         if self.checked:
             self._compare(what, device)
@@ -412,6 +419,11 @@ class Mesh:
         """Compare the ranks before each collective from now on, or no longer. The same call on all ranks."""
         for group in (self.world, self.shard, self.replica):
             group.checked = enabled
+
+    def note(self, what: str) -> None:
+        """See :meth:`Group.note`."""
+        for group in (self.world, self.shard, self.replica):
+            group.note(what)
 
     def digests(self) -> Tensor:
         """This rank's digests of its shard and replica group among zeros for the others; [2 * world size] float64.

@@ -3,7 +3,7 @@
 Tensors of one bucket on one rank (Ψ elements, padded to S shards):
 
     part        tensor                                     held from                       until
-    UNSHARDED   ``parameter.grad``, parameter dtype        a backward, or user code        accumulated or reduced
+    UNSHARDED   the local gradient, parameter dtype        a backward, or user code        accumulated or reduced
     SUM         1-D, Ψ, fp32 or wider, device              the first micro-batch that is   reduced
                                                            accumulated (16-bit parameters
                                                            at stages 0 and 1)
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.sharding.bucket import Bucket
+from lightning_zero.sharding.held import local_grad, set_local_grad
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.sharding.reduction import Reduction
 from lightning_zero.storage.timers import Phase, timed
@@ -91,6 +92,12 @@ class ShardedGradient:
         assert self._values is not None
         return self._values[start:stop]
 
+    @property
+    def shown_dtype(self) -> torch.dtype:
+        """The dtype of the values after :meth:`raise_precision`."""
+        held = torch.float32 if self._values is None else self._values.dtype
+        return self._fixed_dtype or torch.promote_types(held, torch.float32)
+
     def raise_precision(self) -> None:
         """Make the values fp32, unless the dtype is fixed, before they are scaled or compared with fp32 numbers."""
         if not self._empty and self._fixed_dtype is None:
@@ -146,7 +153,7 @@ class BucketGradients(Reduction[Tensor]):
     def held(self) -> Held:
         """The parts that exist."""
         held = Held.NONE
-        if any(p.grad is not None for p in self.bucket.parameters):
+        if any(local_grad(p) is not None for p in self.bucket.parameters):
             held |= Held.UNSHARDED
         if self._sum is not None:
             held |= Held.SUM
@@ -176,9 +183,13 @@ class BucketGradients(Reduction[Tensor]):
         self._note_received()
         super().reduce(last)
 
+    def local_sum(self, index: int) -> Tensor | None:
+        """A view of this rank's fp32 sum of one parameter's gradients over micro-batches, if there is one."""
+        return None if self._sum is None or not self.received[index] else self.bucket.view(self._sum, index)
+
     def _note_received(self) -> None:
         for i, parameter in enumerate(self.bucket.parameters):
-            if parameter.grad is not None:
+            if local_grad(parameter) is not None:
                 self.received[i] = True
         self._cleared = set()
 
@@ -187,17 +198,17 @@ class BucketGradients(Reduction[Tensor]):
 
     def _add_unsharded(self, total: Tensor) -> None:
         for view, parameter in zip(self.bucket.views(total), self.bucket.parameters, strict=True):
-            if parameter.grad is not None:
-                view.add_(parameter.grad)
-                parameter.grad = None
+            if (gradient := local_grad(parameter)) is not None:
+                view.add_(gradient)
+                set_local_grad(parameter, None)
 
     def _take_unsharded(self, buffer: Tensor) -> None:
         targets, sources = [], []
         for view, parameter in zip(self.bucket.views(buffer), self.bucket.parameters, strict=True):
-            if parameter.grad is not None:
+            if (gradient := local_grad(parameter)) is not None:
                 targets.append(view)
-                sources.append(parameter.grad)
-                parameter.grad = None
+                sources.append(gradient)
+                set_local_grad(parameter, None)
         if targets:
             copy_each(targets, sources)
 
@@ -222,7 +233,7 @@ class BucketGradients(Reduction[Tensor]):
     @torch.no_grad()
     def scale(self, factor: float) -> None:
         """Multiply all that is held by ``factor``."""
-        held = [p.grad for p in self.bucket.parameters if p.grad is not None]
+        held = [gradient for p in self.bucket.parameters if (gradient := local_grad(p)) is not None]
         held += [t for t in (self._sum, self._window) if t is not None]
         if not self.sharded.empty:
             self.sharded.raise_precision()
@@ -231,7 +242,7 @@ class BucketGradients(Reduction[Tensor]):
             gradient.mul_(factor)
 
     def clear(self, indices: Iterable[int], keep_used: bool = False) -> None:
-        """Forget the gradients of some parameters but for ``grad``; with ``keep_used`` they count as zero gradients."""
+        """Forget the gradients of some parameters, but for local ones; ``keep_used``: they count as zero gradients."""
         chosen = set(indices)
         if not keep_used:
             for i in chosen:

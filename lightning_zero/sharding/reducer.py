@@ -50,7 +50,7 @@ class Reducer:
         self._all = tuple(gradients)
         self._sharding = sharding
         self.in_backward = False
-        self._last_micro_batch = True
+        self.last_micro_batch = True  # whether a step follows the backward that runs, or the last one
         self._eager = False  # reduce during backward, not only at its flush
         self._pending: list[Reducible] = []  # not yet reduced in this backward, in launch order
         self._expected: dict[int, int] = {}  # by id: parameters that require a gradient
@@ -60,11 +60,11 @@ class Reducer:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Around the backward of every micro-batch but the last of a step."""
-        previous, self._last_micro_batch = self._last_micro_batch, False
+        previous, self.last_micro_batch = self.last_micro_batch, False
         try:
             yield
         finally:
-            self._last_micro_batch = previous
+            self.last_micro_batch = previous
 
     def begin(self, eager: bool) -> None:
         """Before a backward; see :meth:`Engine.begin_backward`."""
@@ -78,7 +78,7 @@ class Reducer:
 
     @property
     def _reduces_now(self) -> bool:
-        return self._sharding.shard_grads or self._last_micro_batch
+        return self._sharding.shard_grads or self.last_micro_batch
 
     def mark_ready(self, gradients: Reducible, index: int) -> None:
         """The gradient of a bucket's parameter ``index`` has been accumulated."""
@@ -97,7 +97,7 @@ class Reducer:
                 self._reduce(gradients)
 
     def _reduce(self, gradients: Reducible) -> None:
-        gradients.reduce(self._last_micro_batch)
+        gradients.reduce(self.last_micro_batch)
         if gradients in self._pending:  # a unit that is called twice is reduced twice
             self._pending.remove(gradients)
         self._open.add(id(gradients))
@@ -112,7 +112,7 @@ class Reducer:
                 gradients.accumulate()
                 self._open.add(id(gradients))
         self._pending = []
-        if self._last_micro_batch:
+        if self.last_micro_batch:
             self._open = set()
 
     @staticmethod

@@ -357,9 +357,9 @@ def attach_module(module: nn.Module, target: Target) -> None:
     # Its name makes the bound method picklable, as a look-up on the unpickled module; a deep copy of the module has
     # parameters that no engine holds.
     def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
-        type(module).zero_grad(module, set_to_none)
         if (alive := engine()) is not None:
             alive.zero_grad(module.parameters(), set_to_none)
+        type(module).zero_grad(module, set_to_none)
 
     # Not by assignment, which torch.compile's wrapper passes on to the module inside.
     vars(module)["zero_grad"] = types.MethodType(zero_grad, module)

@@ -17,8 +17,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero import ops
+from lightning_zero.sharding.averaged_gradient import AveragedGradient
 from lightning_zero.sharding.bucket_map import BucketMap
 from lightning_zero.sharding.gradients import BucketGradients
+from lightning_zero.sharding.held import set_local_grad
 from lightning_zero.sharding.layout import Segment, runs
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.storage.accelerators import device_type
@@ -42,6 +44,11 @@ class GradientClipping:
 
     :meth:`measure` comes before whatever else is asked.
 
+    Attributes:
+        used: ids of the parameters that have a gradient, on any rank; ``None``: not known since the last backward.
+        shown: by id of the parameter: the gradient that user code has seen, as long as it is the parameter's.
+        version: another one after every change of gradients.
+
     Args:
         bucket_map: of the module.
         optimizers: whose gradients are measured and clipped.
@@ -57,10 +64,15 @@ class GradientClipping:
         self._scale = scale
         self._placement = placement
         self.timers = placement.mesh.timers
+        self.version = 0
+        self._overflowed: set[int] = set()  # ids of optimizers with gradients that overflowed before user code saw them
         self.forget()
 
     def forget(self) -> None:
         """Other gradients will follow: nothing is known of them, and no clipping was asked for."""
+        self.version += 1
+        self.used: frozenset[int] | None = None
+        self.shown: dict[int, AveragedGradient] = {}
         self._stats: dict[int, GradientStats] | None = None
         self._norms: dict[int, float] = {}  # by id of the optimizer: the norm before anything was clipped
         self._clip: dict[int, float] = {}  # by id of the optimizer: factor that clipping asked for
@@ -74,14 +86,19 @@ class GradientClipping:
 
     def clear(self, parameters: Iterable[Parameter], set_to_none: bool) -> None:
         """Clear gradients of ``parameters``, unsharded and sharded; see :meth:`Engine.zero_grad`."""
-        self._stats = None
+        self.note_change()
         by_bucket: dict[int, list[int]] = {}
         cleared = set()
         for parameter in parameters:
-            parameter.grad = None
             cleared.add(id(parameter))
+            self.shown.pop(id(parameter), None)
             if (bucket := self._map.holder(parameter)) is not None:
+                set_local_grad(parameter, None)
                 by_bucket.setdefault(id(bucket), []).append(bucket.index[id(parameter)])
+            else:
+                parameter.grad = None
+        if set_to_none and self.used is not None:
+            self.used -= cleared
         for gradients in self._map.gradients:
             if indices := by_bucket.get(id(gradients.bucket)):
                 gradients.clear(indices, keep_used=not set_to_none)
@@ -90,6 +107,7 @@ class GradientClipping:
             if cleared.issuperset(map(id, parameters_of(optimizer))):
                 self._clip.pop(id(optimizer), None)
                 self._norms.pop(id(optimizer), None)
+                self._overflowed.discard(id(optimizer))
 
     # ---------------------------------------------------------------------------------------------------- measures
 
@@ -112,11 +130,18 @@ class GradientClipping:
         self._stats, left_over = self._all_reduce()
         if self._stats is not None:
             self._norms = {key: stats.norm for key, stats in self._stats.items()} | self._norms
+            self.used = frozenset().union(*(stats.used for stats in self._stats.values()))
+            if self._scale.adapts:
+                self._overflowed |= {key for key, stats in self._stats.items() if stats.found_inf}
         return left_over
 
     def stats(self, optimizer: Optimizer) -> GradientStats:
-        """Norm, overflow and used parameters of the gradients of ``optimizer``."""
-        return self._known[id(optimizer)]
+        """Norm, overflow and used parameters of the gradients of ``optimizer``.
+
+        With a loss scaler an overflow stays one, whatever user code makes of the gradients: the scale was too large.
+        """
+        stats = self._known[id(optimizer)]
+        return stats._replace(found_inf=True) if id(optimizer) in self._overflowed else stats
 
     @property
     def _known(self) -> dict[int, GradientStats]:
@@ -208,6 +233,7 @@ class GradientClipping:
         if self._optimizers.shares_parameters(optimizer):
             self._fold_clipping(optimizer)  # the others see them clipped
             self._clamped = True
+        self.version += 1
         return norm
 
     @timed(Phase.OPTIMIZER)
@@ -218,6 +244,7 @@ class GradientClipping:
             bound = min(clip_value * self._scale.value, torch.finfo(gradients.dtype).max)
             gradients.clamp_(-bound, bound)
         self._clamped = True
+        self.version += 1
 
     def _fold_clipping(self, optimizer: Optimizer) -> None:
         """Apply the factor of :meth:`clip_norm_` to the gradients, before more happens to them than a step."""
@@ -238,7 +265,37 @@ class GradientClipping:
                 for run in runs(segments, lambda _: True):
                     yield sharded.read(run.start, run.stop)
 
+    # ----------------------------------------------------------------------------------------- changes by user code
+
+    def note_change(self, used: Parameter | None = None) -> None:
+        """Gradients were changed: what was measured of them is out of date. The same call on all ranks.
+
+        Args:
+            used: one that had no gradient.
+        """
+        self._stats = None
+        self.version += 1
+        if used is not None and self.used is not None:
+            self.used |= {id(used)}
+
+    def fold_clipping(self, parameter: Parameter) -> None:
+        """Apply what clipping asked for to the gradients of an optimizer that has ``parameter``."""
+        for optimizer in self._optimizers.with_parameter(parameter) if self._clip else []:
+            self._fold_clipping(optimizer)
+
+    @property
+    def scale(self) -> float:
+        """The scale of all gradients that are held."""
+        return self._scale.value
+
     # ------------------------------------------------------------------------------------------------------- values
+
+    def factor_of(self, parameter: Parameter) -> float:
+        """The factor that clips and unscales the gradient of ``parameter``."""
+        clip = 1.0
+        if self._clip:
+            clip = math.prod(self._clip.get(id(o), 1.0) for o in self._optimizers.with_parameter(parameter))
+        return clip / self._scale.value
 
     def factor(self, optimizer: Optimizer) -> float:
         """The factor by which an update multiplies the gradients of ``optimizer``: clips and unscales them."""
@@ -254,9 +311,9 @@ class GradientClipping:
         # Clipping has raised the precision of some ranks' slices only.
         placement = bucket.placement
         full = bucket.gather_full(values.to(placement.sum_dtype(values.dtype)), placement.optimizer_store.memory)
-        clip = math.prod(self._clip.get(id(o), 1.0) for o in self._optimizers.with_parameter(parameter))
         gradient = bucket.view(full, bucket.index[id(parameter)])
-        return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).mul_(clip / self._scale.value)
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+        return wide.mul_(self.factor_of(parameter))
 
 
 def _add_squares(gradients: BucketGradients, owners: dict[int, tuple[int, ...]], squares: list[Tensor]) -> None:

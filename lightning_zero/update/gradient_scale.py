@@ -14,12 +14,14 @@ class GradientScale:
 
     Attributes:
         value: that of all gradients that are held; the scaler's may already be the next one.
+        adapts: whether there is a scaler, which must learn of overflows.
 
     Args:
         scaler: chooses the scales; ``None``: always 1.
     """
 
     def __init__(self, scaler: LossScaler | None) -> None:
+        self.adapts = scaler is not None
         self._scaler = StaticLossScaler(1.0) if scaler is None else scaler
         self.value = self._scaler.scale
         self._loss_scaled = False  # since the last `end_backward`
