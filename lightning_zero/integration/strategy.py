@@ -261,6 +261,8 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
         with self._engine.gathered(self._engine.module.parameters(), writeback, full_precision):
             yield
         self._engine.settle()
+        if writeback:
+            self._engine.sync_buffers()  # they were replaced too, on each rank by its own
 
     @override
     @contextlib.contextmanager

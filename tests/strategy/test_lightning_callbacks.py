@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
     EMAWeightAveraging,
+    ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -90,6 +91,34 @@ def test_weight_averaging(pool: RankPool, name: str, precision: str) -> None:
     recorded = pool.run(fit_and_record, name, MOMENTUM, precision=precision)[0]
     assert_same(results[0].weights, moving_average(recorded, 0.75))
     assert not torch.equal(results[0].weights["head.weight"], recorded[-1]["head.weight"])
+
+
+class Normalized(Lit):
+    """Its statistics are another average on each rank."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.model.head = nn.Sequential(self.model.head, nn.Flatten(0, 1), nn.BatchNorm1d(models.VOCAB))
+        self.model.head.append(nn.Unflatten(0, (-1, models.LENGTH)))
+
+
+def logged_and_validated(name: str, folder: str) -> list[float]:
+    """The loss by which a checkpoint was chosen, and that of the checkpoint."""
+    checkpoints = ModelCheckpoint(folder, monitor="val_loss")
+    flags = {"callbacks": [make_averaging("ema"), checkpoints], "enable_checkpointing": True, "limit_val_batches": 2}
+    make_trainer(name, **flags).fit(Normalized(MOMENTUM))
+    later = make_trainer(name, limit_val_batches=2)
+    validated = later.validate(Normalized(MOMENTUM), ckpt_path=checkpoints.best_model_path, verbose=False)
+    return [float(checkpoints.best_model_score), validated[0]["val_loss"]]
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["zero2_offload", "zero3"])
+@pytest.mark.filterwarnings("ignore:.*keeps a full copy")
+def test_the_loss_in_validation_is_that_of_the_checkpoint(pool: RankPool, name: str, tmp_path: Path) -> None:
+    """Of the average, with the buffers that are saved: those of rank 0."""
+    for logged, validated in pool.run(logged_and_validated, name, str(tmp_path)):
+        assert logged == validated
 
 
 class ValidationLosses(Lit):
