@@ -233,9 +233,7 @@ class Group:
         if cause := self.board.explain():
             return f"{failed}, because {cause}"
         if any(words in error for words in _CLOSED):
-            return (
-                f"{failed}, because another rank has ended without an error of Python, as one that was killed ({error})"
-            )
+            return f"{failed}, because another rank has ended without a Python error: it was killed, say ({error})"
         return (
             f"{failed}: another rank failed, or does something else than this one, or takes longer than the timeout. "
             f"Before it, this rank had asked for: {', '.join(self.recent) or 'nothing'}. {_expectation()} ({error})"

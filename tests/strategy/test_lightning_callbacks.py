@@ -105,7 +105,7 @@ class Normalized(Lit):
 def logged_and_validated(name: str, folder: str) -> list[float]:
     """The loss by which a checkpoint was chosen, and that of the checkpoint."""
     checkpoints = ModelCheckpoint(folder, monitor="val_loss")
-    flags = {"callbacks": [make_averaging("ema"), checkpoints], "enable_checkpointing": True, "limit_val_batches": 2}
+    flags = {"callbacks": [make_averaging(), checkpoints], "enable_checkpointing": True, "limit_val_batches": 2}
     make_trainer(name, **flags).fit(Normalized(MOMENTUM))
     later = make_trainer(name, limit_val_batches=2)
     validated = later.validate(Normalized(MOMENTUM), ckpt_path=checkpoints.best_model_path, verbose=False)
