@@ -24,7 +24,8 @@ class Network(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.norms[0](self.mix(self.tokens(tokens).transpose(1, 2))).transpose(1, 2)
+        x = self.mix(self.tokens(tokens).transpose(1, 2)).transpose(1, 2)
+        x = self.norms[0](x.flatten(0, 1)).view_as(x)
         y = self.norms[1](x)
         x = self.norms[2](x + self.attention(y, y, y, need_weights=False)[0])
         x = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)[:, 0]
@@ -34,7 +35,7 @@ class Network(nn.Module):
 def train(device: torch.device | str, dtype: torch.dtype) -> list[Tensor]:
     torch.manual_seed(1)
     network = Network().to(dtype).to(device)
-    optimizer = torch.optim.AdamW(network.parameters(), 1e-2)
+    optimizer = torch.optim.AdamW(network.parameters(), 1e-2, foreach=True)  # the device's default
     tokens = torch.arange(24).reshape(3, 8).remainder(11).to(device)
     for _ in range(3):
         optimizer.zero_grad()

@@ -323,8 +323,9 @@ class SimCCL final : public c10d::Backend {
         total += part.numel();
       }
       at::Tensor input = at::cat(sent), output = at::empty({total}, to[0].options());
+      const auto sizes = output_sizes;  // which gloo takes
       inner->alltoall_base(output, input, output_sizes, input_sizes, options)->wait();
-      const auto parts = output.split_with_sizes(output_sizes);
+      const auto parts = output.split_with_sizes(sizes);
       for (size_t i = 0; i < to.size(); i++) to[i].copy_(parts[i].view(to[i].sizes()));
     };
     return start({"all-to-all", c10d::OpType::ALLTOALL, both(outputs, inputs), outputs,

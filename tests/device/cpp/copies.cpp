@@ -29,7 +29,7 @@ void wait_for_copy(const SignalPtr& signal, const char* name) {
 }
 
 void to_device(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
-  const bool same = from.scalar_type() == to.scalar_type() && dense_alike(from, to);
+  const bool same = from.scalar_type() == to.scalar_type() && (from.is_contiguous() || dense_alike(from, to));
   // Another dtype or order: the host converts, into pageable memory.
   at::Tensor staged = from, kept;
   if (!same) {
@@ -49,8 +49,9 @@ void to_device(const at::Tensor& from, const at::Tensor& to, bool non_blocking) 
 }
 
 void to_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
-  // An asynchronous copy converts on the device, a blocking one on the host.
-  const bool direct = dense_alike(from, to) && (non_blocking || from.scalar_type() == to.scalar_type());
+  // An asynchronous copy converts on the device, a blocking one on the host; the device reorders.
+  const bool direct = (to.is_contiguous() || dense_alike(from, to)) &&
+                      (non_blocking || from.scalar_type() == to.scalar_type());
   const bool pinned = direct && is_pinned(to.const_data_ptr());
   const char* name = "copy to the host";
   if (!pinned)

@@ -234,12 +234,14 @@ class Call {
       return;
     }
     results_ = torch::jit::last(shapes, returns_).vec();
-    if (name() == "aten::native_layer_norm") {  // its kernel keeps statistics in another dtype than CUDA's
-      const auto& input = arguments_[0].toTensor();
-      const bool mixed =
-          arguments_[2].isTensor() && arguments_[2].toTensor().scalar_type() != input.scalar_type();
-      for (size_t i : {1, 2})
-        results_[i] = results_[i].toTensor().to(mixed ? at::kFloat : input.scalar_type());
+    // Normalizations: these kernels keep statistics in the input's dtype where CUDA's have fp32.
+    static const std::map<std::string, size_t> norms = {
+        {"aten::native_layer_norm", 2}, {"aten::native_batch_norm", 1}, {"aten::native_group_norm", 1}};
+    if (const auto norm = norms.find(name()); norm != norms.end()) {
+      const auto dtype = arguments_[0].toTensor().scalar_type();
+      const auto& weight = arguments_[norm->second];
+      const bool mixed = weight.isTensor() && weight.toTensor().scalar_type() != dtype;
+      for (size_t i : {1, 2}) results_[i] = results_[i].toTensor().to(mixed ? at::kFloat : dtype);
     }
     known_ = true;
     for (const auto& result : results_)
@@ -343,12 +345,19 @@ class Call {
   double seconds(const std::vector<c10::IValue>& outputs) const {
     double bytes = 0, largest = 0, product = 1;
     int matrices = 0;
+    double times = 1;
     auto count = [&](const at::Tensor& t) {
-      bytes += double(t.nbytes());
+      bytes += times * double(t.nbytes());
       return t;
     };
-    for (const auto& argument : arguments_) mapped(argument, count);
-    for (const auto& output : outputs) mapped(output, count);
+    for (size_t i = 0; i < count_; i++) {
+      const auto& argument = schema_.arguments()[i];
+      times = argument.alias_info() && argument.alias_info()->isWrite() && !argument.is_out() ? 2 : 1;
+      mapped(arguments_[i], count);
+    }
+    times = 1;
+    for (size_t i = 0; i < returns_; i++)
+      if (!returned_argument(i)) mapped(outputs[i], count);
     auto multiply = [&](const at::Tensor& t) {
       if (t.dim() < 2) return t;
       product *= double(t.numel());
