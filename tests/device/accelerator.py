@@ -8,6 +8,8 @@ import torch
 from device import sim
 from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
 
+from lightning_zero.storage import accelerators, register_device_type
+
 
 class SimAccelerator(Accelerator):
     """Each process takes the device of its local rank."""
@@ -46,7 +48,20 @@ class SimAccelerator(Accelerator):
         return sim.DEVICE
 
 
+class SimDevices(accelerators.Accelerator):
+    """The device type, as the package sees it: memory from elsewhere can be pinned."""
+
+    can_pin = True
+
+    def pin(self, address: int, nbytes: int) -> None:
+        torch.get_device_module(sim.DEVICE).host_register(address, nbytes)
+
+    def unpin(self, address: int) -> None:
+        torch.get_device_module(sim.DEVICE).host_unregister(address)
+
+
 def register() -> None:
-    """Lets Lightning know it by name, once per process."""
+    """Lets Lightning and the package know it, once per process."""
+    register_device_type(sim.DEVICE, SimDevices(sim.DEVICE))
     if sim.DEVICE not in AcceleratorRegistry:
         AcceleratorRegistry.register(sim.DEVICE, SimAccelerator)

@@ -1,4 +1,4 @@
-"""`EMA` on a GPU: where its shards rest, and what they hold."""
+"""`EMA` on a device: where its shards rest, and what they hold."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ranks import RankPool, ranks
+from device.where import DevicePool
 from lightning import LightningModule, Trainer
-from strategy.fits import NAMES, Lit, Recipe, make_trainer, state_of
+from strategy.fits import NAMES, Lit, Recipe, make_trainer, slow_unless, state_of
 from torch import Tensor
 
 from lightning_zero.callbacks import EMA
-
-pytestmark = pytest.mark.gpu
 
 STEPS = 4
 
@@ -61,17 +59,14 @@ def follow(name: str, precision: str, accelerator: str) -> tuple[list[dict[str, 
     return average.weights, average.places, state_of(trainer)
 
 
-def check(pool: RankPool, name: str, precision: str, accelerator: str, places: set[tuple[str, bool]]) -> None:
-    weights, where, end = pool.run(follow, name, precision, accelerator)[0]
-    assert where == places
+@pytest.mark.device("lazy")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", slow_unless(["zero3_offload"], NAMES))
+def test_an_average_on_a_device_follows_the_weights(device_pool1: DevicePool, name: str, precision: str) -> None:
+    where = device_pool1.where
+    weights, places, end = device_pool1.run(follow, name, precision, where.accelerator)[0]
+    assert places == ({("cpu", True)} if "offload" in name else {(where.type, False)})
     expected = {key: value for key, value in weights[0].items() if key != "cache"}
     for step in weights[1:]:
         expected = {key: 0.75 * value + 0.25 * step[key] for key, value in expected.items()}
     torch.testing.assert_close({key: end[key] for key in expected}, expected, rtol=1e-6, atol=1e-7)
-
-
-@ranks(1)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("name", NAMES)
-def test_an_average_on_a_gpu_follows_the_weights(pool: RankPool, name: str, precision: str) -> None:
-    check(pool, name, precision, "gpu", {("cpu", True)} if "offload" in name else {("cuda", False)})

@@ -1,4 +1,7 @@
-"""What only a CUDA device can show: pinned memory, copies between host and device, and memory saved."""
+"""What a device shows that is not the host: pinned memory, copies between the two, memory saved, precisions.
+
+The tests run on the simulated device everywhere, and on CUDA where there is one; those of CUDA's own calls there alone.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.resuming import run
+from device.where import DevicePool
 from helpers import models
-from helpers.ranks import RankPool, ranks
 from lightning import LightningModule
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from strategy.fits import (
+    FEW,
     NAMES,
     Fitted,
     Lit,
@@ -28,6 +32,7 @@ from strategy.fits import (
     fit,
     make_trainer,
     reference,
+    slow_unless,
     state_of,
 )
 from torch import Tensor, nn
@@ -38,12 +43,12 @@ from lightning_zero import DynamicLossScaler, StaticLossScaler, ZeroPrecision, Z
 from lightning_zero.checkpoint import rng
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.sharding import Group
-from lightning_zero.storage import HostStore
-
-pytestmark = pytest.mark.gpu
+from lightning_zero.storage import HostStore, device_type
 
 MIB = 2**20
 CUDA = torch.device("cuda", 0)
+on_device = pytest.mark.device("lazy")
+few_names = pytest.mark.parametrize("name", slow_unless(FEW, NAMES))
 
 
 class Runtime:
@@ -73,8 +78,9 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     return recorder
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("numel", [1, 1000, 3 * MIB])
-def test_host_memory_is_pinned_while_it_lives(runtime: Runtime, numel: int) -> None:
+def test_cudas_runtime_pins_host_memory_while_it_lives(runtime: Runtime, numel: int) -> None:
     tensor = HostStore(pin_for=CUDA).zeros(numel, torch.float32)
     assert tensor.is_pinned()
     assert tensor.count_nonzero() == 0
@@ -89,48 +95,73 @@ def test_host_memory_is_pinned_while_it_lives(runtime: Runtime, numel: int) -> N
     assert runtime.unregistered == [address]
 
 
+@pytest.mark.gpu
 def test_host_memory_without_a_device_is_not_pinned(runtime: Runtime) -> None:
     assert not HostStore().zeros(10, torch.float32).is_pinned()
     assert runtime.registered == {}
 
 
+@pytest.mark.device("lazy", "random1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_copies_to_and_from_pinned_memory_are_exact(dtype: torch.dtype) -> None:
-    host = HostStore(pin_for=CUDA).zeros(MIB + 3, dtype)
-    device = torch.randn(MIB + 3, device="cuda").to(dtype)
-    host.copy_(device, non_blocking=True)
-    torch.cuda.synchronize()
-    assert torch.equal(host, device.cpu())
-    back = host.to("cuda", non_blocking=True)
-    assert torch.equal(back, device)
+def test_copies_to_and_from_pinned_memory_are_exact(dtype: torch.dtype, device: torch.device) -> None:
+    host = HostStore(pin_for=device).zeros(MIB + 3, dtype)
+    values = torch.randn(MIB + 3, device=device).to(dtype)
+    host.copy_(values, non_blocking=True)
+    torch.accelerator.synchronize()
+    assert torch.equal(host, values.cpu())
+    back = host.to(device, non_blocking=True)
+    assert torch.equal(back, values)
     # A part, from an offset that is no multiple of a page.
-    host[5:1005].copy_(device[:1000], non_blocking=True)
-    torch.cuda.synchronize()
-    assert torch.equal(host[5:1005], device[:1000].cpu())
+    host[5:1005].copy_(values[:1000], non_blocking=True)
+    torch.accelerator.synchronize()
+    assert torch.equal(host[5:1005], values[:1000].cpu())
 
 
-def test_pinned_memory_may_be_taken_and_given_back_many_times() -> None:
-    store = HostStore(pin_for=CUDA)
+@on_device
+def test_pinned_memory_may_be_taken_and_given_back_many_times(device: torch.device) -> None:
+    store = HostStore(pin_for=device)
     for size in range(1, 200):
         assert store.zeros(size * 1021, torch.float32).is_pinned()
 
 
-@ranks(1)
+@pytest.mark.device("lazy", "random1", "random2")
+def test_memory_is_given_back_when_the_last_copy_from_it_has_ended(device: torch.device) -> None:
+    for value in range(1, 4):
+        host = HostStore(pin_for=device).zeros(MIB, torch.float32).fill_(value)
+        copy = torch.empty(MIB, device=device)
+        copy.copy_(host, non_blocking=True)
+        del host
+        gc.collect()
+        assert copy.eq(value).all().item()
+
+
+@pytest.mark.device("lazy", "random1")
+def test_small_values_arrive_without_a_wait(device: torch.device) -> None:
+    """Their source is freed at once, and its memory given out again."""
+    kind = device_type(device)
+    sent = [kind.send(torch.full((5,), float(value)), device) for value in range(20)]
+    assert all(values.eq(value).all().item() for value, values in enumerate(sent))
+
+
+@on_device
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
-@pytest.mark.parametrize("name", NAMES)
-def test_float64_training_on_a_gpu_equals_one_cpu_process(pool: RankPool, name: str, optimizer: str) -> None:
+@few_names
+def test_float64_training_on_a_device_equals_one_cpu_process(
+    device_pool1: DevicePool, name: str, optimizer: str
+) -> None:
     recipe = Recipe(dtype=torch.float64, optimizer=optimizer, micro=2, tail=1, scheduled=True)
-    results = pool.run(fit, name, recipe, accelerator="gpu", gradient_clip_val=0.3)
+    results = device_pool1.run(fit, name, recipe, accelerator=device_pool1.where.accelerator, gradient_clip_val=0.3)
     assert_close(results[0].weights, reference(name, recipe, 1, clip_norm=0.3).weights)
 
 
-@ranks(1)
+@pytest.mark.slow
+@on_device
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
 @pytest.mark.parametrize("name", NAMES)
-def test_fp32_training_on_a_gpu_is_near_one_cpu_process(pool: RankPool, name: str, optimizer: str) -> None:
+def test_fp32_training_on_a_device_is_near_one_cpu_process(device_pool1: DevicePool, name: str, optimizer: str) -> None:
     """Two devices round products differently, and Adam divides by the gradient's size: hence the wide bound."""
     recipe = Recipe(optimizer=optimizer, micro=2)
-    results = pool.run(fit, name, recipe, accelerator="gpu")
+    results = device_pool1.run(fit, name, recipe, accelerator=device_pool1.where.accelerator)
     expected = reference(name, recipe, 1).weights
     torch.testing.assert_close(results[0].weights, expected, rtol=1e-3, atol=1e-4)
 
@@ -156,16 +187,16 @@ class Placed(Lit):
         return super().training_step(batch, index)
 
 
-@ranks(1)
-@pytest.mark.parametrize("name", NAMES)
-def test_parameters_and_state_rest_where_the_name_says(pool: RankPool, name: str) -> None:
-    (result,) = pool.run(fit, name, Recipe(), Placed, accelerator="gpu")
-    offloaded = "offload" in name
+@on_device
+@few_names
+def test_parameters_and_state_rest_where_the_name_says(device_pool1: DevicePool, name: str) -> None:
+    (result,) = device_pool1.run(fit, name, Recipe(), Placed, accelerator=device_pool1.where.accelerator)
+    offloaded, device = "offload" in name, device_pool1.where.type
     expected = {
-        "batch": "cuda",
-        "flat": "cuda",
-        "shard": "cpu" if name == "zero3_offload" else "cuda",
-        "state": {"cpu"} if offloaded else {"cuda"},
+        "batch": device,
+        "flat": device,
+        "shard": "cpu" if name == "zero3_offload" else device,
+        "state": {"cpu"} if offloaded else {device},
         "pinned": offloaded,
     }
     assert result.notes
@@ -200,21 +231,22 @@ class Deep(LightningModule):
         return DataLoader([torch.randn(2, 1024) for _ in range(3)], batch_size=None)  # type: ignore[arg-type]
 
 
-def peak_memory(name: str, precision: str) -> int:
+def peak_memory(name: str, precision: str, accelerator: str) -> int:
     """Bytes on the device at the worst moment of a fit."""
     gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    make_trainer(name, accelerator="gpu", precision=precision).fit(Deep())
-    return torch.cuda.max_memory_allocated() - before
+    torch.accelerator.empty_cache()
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    make_trainer(name, accelerator=accelerator, precision=precision).fit(Deep())
+    return torch.accelerator.max_memory_allocated() - before
 
 
-@ranks(1)
+@pytest.mark.slow
+@on_device
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_offloading_saves_device_memory(pool: RankPool, precision: str) -> None:
-    peaks = {name: pool.run(peak_memory, name, precision)[0] / MIB for name in NAMES}
-    print(peaks)
+def test_offloading_saves_device_memory(device_pool1: DevicePool, precision: str) -> None:
+    accelerator = device_pool1.where.accelerator
+    peaks = {name: device_pool1.run(peak_memory, name, precision, accelerator)[0] / MIB for name in NAMES}
     assert peaks["zero2_offload"] < 0.6 * peaks["zero0"]
     assert peaks["zero1_offload"] < 0.7 * peaks["zero0"]
     assert peaks["zero3_offload"] < 0.5 * peaks["zero2_offload"]
@@ -263,7 +295,7 @@ def ours(precision: str) -> ZeroPrecision:
     return ZeroPrecision(precision, scaler=scaler)  # type: ignore[arg-type]
 
 
-def fit_asked(form: str, name: str, precision: str, recipe: Recipe, device: str = "cuda") -> Fitted:
+def fit_asked(form: str, name: str, precision: str, recipe: Recipe, device: str) -> Fitted:
     """A fit whose precision is asked for in one of `FORMS`."""
     stage, offloaded = int(name[4]), "cpu" if "offload" in name else "none"
     instance = functools.partial(
@@ -282,7 +314,7 @@ def fit_asked(form: str, name: str, precision: str, recipe: Recipe, device: str 
             "precision": precision,
         },
     }
-    return fit(recipe=recipe, module=Noted, accelerator="gpu" if device == "cuda" else device, **given[form]())
+    return fit(recipe=recipe, module=Noted, accelerator=device, **given[form]())
 
 
 FORMS = (
@@ -297,22 +329,25 @@ FORMS = (
 )
 
 
-def check_row(result: Fitted, precision: str, device: str = "cuda") -> None:
+def check_row(result: Fitted, precision: str, device: str) -> None:
     *dtypes, scaler = TABLE[precision]
     assert set(result.notes) == {(*dtypes, device, scaler)}
     master = FP64 if precision == "64-true" else FP32
     assert {value.dtype for value in result.weights.values()} == {master}
 
 
-@ranks(1)
-@pytest.mark.parametrize("precision", TABLE)
-@pytest.mark.parametrize("name", ["zero0", "zero2_offload", "zero3", "zero3_offload"])
-@pytest.mark.parametrize("form", FORMS)
-def test_the_precision_table_holds_on_a_gpu(pool: RankPool, form: str, name: str, precision: str) -> None:
+ASKED = [(form, precision) for form in FORMS for precision in TABLE]
+
+
+@on_device
+@pytest.mark.parametrize("asked", slow_unless([("flag", "bf16-mixed"), ("plugin", "16-mixed")], ASKED), ids="-".join)
+def test_the_precision_table_holds_on_a_device(device_pool1: DevicePool, asked: tuple[str, str]) -> None:
     """Here "16-mixed" by flag is fp16, as it says."""
-    recipe = Recipe(optimizer="momentum")
-    (result,) = pool.run(fit_asked, form, name, precision, recipe)
-    check_row(result, precision)
+    (form, precision), recipe, device = asked, Recipe(optimizer="momentum"), device_pool1.where.type
+    names = ("zero0", "zero2_offload", "zero3", "zero3_offload")  # each with each precision, and with each form
+    name = names[(FORMS.index(form) + list(TABLE).index(precision)) % len(names)]
+    (result,) = device_pool1.run(fit_asked, form, name, precision, recipe, device)
+    check_row(result, precision, device)
     if precision.startswith("16") and "plugin" not in form:
         return  # the default scale skips the first steps of this model
     if precision == "16-true" and form.startswith("stock"):
@@ -323,24 +358,19 @@ def test_the_precision_table_holds_on_a_gpu(pool: RankPool, form: str, name: str
     torch.testing.assert_close(result.weights, expected, rtol=tolerance, atol=tolerance)
 
 
-@ranks(1)
+@pytest.mark.slow
+@on_device
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
 @pytest.mark.parametrize("name", NAMES)
-def test_fp16_training_on_a_gpu_is_near_fp32_on_a_cpu(
-    pool: RankPool, name: str, precision: str, micro: int, optimizer: str
+def test_fp16_training_on_a_device_is_near_fp32_on_a_cpu(
+    device_pool1: DevicePool, name: str, precision: str, micro: int, optimizer: str
 ) -> None:
     """Adam's first steps have the size of the learning rate whatever the gradient: hence the wide bound."""
-    check_fp16_parity(pool, name, precision, micro, optimizer)
-
-
-def check_fp16_parity(
-    pool: RankPool, name: str, precision: str, micro: int, optimizer: str, accelerator: str = "gpu"
-) -> None:
     recipe = Recipe(optimizer=optimizer, micro=micro, scheduled=True)
-    flags = {"plugins": [ours(precision)], "accelerator": accelerator, "gradient_clip_val": 0.3}
-    (result,) = pool.run(fit, name, recipe, **flags)
+    flags = {"plugins": [ours(precision)], "accelerator": device_pool1.where.accelerator, "gradient_clip_val": 0.3}
+    (result,) = device_pool1.run(fit, name, recipe, **flags)
     expected = reference(name, recipe, 1, clip_norm=0.3).weights
     torch.testing.assert_close(result.weights, expected, rtol=1e-2, atol=2.5e-2 if optimizer == "adamw" else 5e-3)
     differences = torch.cat([(result.weights[key] - value).flatten().abs() for key, value in expected.items()])
@@ -373,68 +403,65 @@ class WithoutTheSecondStep(Overflowing):
     without = (2, 3)
 
 
-@ranks(1)
-@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
-@pytest.mark.parametrize("name", NAMES)
-def test_an_overflow_on_a_gpu_skips_the_step(pool: RankPool, name: str, precision: str) -> None:
-    check_overflow(pool, name, precision)
-
-
-def check_overflow(pool: RankPool, name: str, precision: str, accelerator: str = "gpu") -> None:
+@on_device
+@pytest.mark.parametrize("precision", slow_unless(["16-mixed"], ["16-mixed", "16-true"]))
+@few_names
+def test_an_overflow_on_a_device_skips_the_step(device_pool1: DevicePool, name: str, precision: str) -> None:
     recipe = Recipe(steps=4, micro=2, scheduled=True)
     scaler = DynamicLossScaler(init_scale=SCALE, hysteresis=2, window=2)
-    flags = {"accelerator": accelerator, "gradient_clip_val": 0.3}
+    flags = {"accelerator": device_pool1.where.accelerator, "gradient_clip_val": 0.3}
     plugin = ZeroPrecision(precision, scaler=scaler)  # type: ignore[arg-type]
-    (planted,) = pool.run(fit, name, recipe, Overflowing, plugins=[plugin], **flags)
+    (planted,) = device_pool1.run(fit, name, recipe, Overflowing, plugins=[plugin], **flags)
     scales, skipped, weights = zip(*planted.notes, strict=True)
     assert scales == (SCALE, SCALE, SCALE, 2 * SCALE)
     assert skipped == (0, 1, 1, 1)
     assert_same(weights[1], weights[0])
     plugin = ZeroPrecision(precision, scaler=StaticLossScaler(SCALE))  # type: ignore[arg-type]
-    (without,) = pool.run(fit, name, recipe, WithoutTheSecondStep, plugins=[plugin], **flags)
+    (without,) = device_pool1.run(fit, name, recipe, WithoutTheSecondStep, plugins=[plugin], **flags)
     # Sums on a GPU may be made in another order the second time.
     torch.testing.assert_close(planted.weights, without.weights, rtol=1e-3, atol=1e-4)
 
 
-@ranks(1)
+@pytest.mark.slow
+@on_device
 @pytest.mark.parametrize("options", [{}, {"checkpoint_format": "sharded"}, {"async_save": True}])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", ["zero2", "zero2_offload", "zero3_offload"])
-def test_a_run_resumes_on_a_gpu(
-    pool: RankPool, name: str, precision: str, options: dict[str, Any], tmp_path: Path
+def test_a_run_resumes_on_a_device(
+    device_pool1: DevicePool, name: str, precision: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """A save in the background is of the step that it was asked in: the training steps that follow overwrite it."""
     recipe, path = Recipe(optimizer="momentum", scheduled=True), str(tmp_path / "a.ckpt")
-    flags = {"accelerator": "gpu", "precision": precision}
+    flags = {"accelerator": device_pool1.where.accelerator, "precision": precision}
     strategy = {**STRATEGIES[name], **options}
-    whole = pool.run(run, strategy, recipe, steps=6, save=(2, path), **flags)[0].weights
+    whole = device_pool1.run(run, strategy, recipe, steps=6, save=(2, path), **flags)[0].weights
     other = dataclasses.replace(recipe, seed=7)
-    resumed = pool.run(run, strategy, other, steps=6, resume=path, **flags)[0].weights
+    resumed = device_pool1.run(run, strategy, other, steps=6, resume=path, **flags)[0].weights
     torch.testing.assert_close(resumed, whole, rtol=1e-5, atol=1e-6)
-    on_cpu = pool.run(run, name, other, steps=6, resume=path, precision=precision)[0].weights
+    on_cpu = device_pool1.run(run, name, other, steps=6, resume=path, precision=precision)[0].weights
     tolerance = 5e-2 if precision == "bf16-mixed" else 1e-3
     torch.testing.assert_close(on_cpu, whole, rtol=tolerance, atol=tolerance)
 
 
-@ranks(1)
-@pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload"])
-def test_evaluation_and_a_second_fit_on_a_gpu(pool: RankPool, name: str) -> None:
+@on_device
+@pytest.mark.parametrize("name", slow_unless(["zero3_offload"], ["zero2_offload", "zero3_offload"]))
+def test_evaluation_and_a_second_fit_on_a_device(device_pool1: DevicePool, name: str) -> None:
     """`teardown` must not move what the next entry point needs."""
     recipe = Recipe(dtype=torch.float64, optimizer="momentum")
     first = reference(name, recipe, 1)
     model = recipe.make_model()
     model.load_state_dict(first.weights)
     expected = reference(name, recipe, 1, model=model).weights
-    weights, loss = pool.run(fit_test_fit, name, recipe)[0]
+    weights, loss = device_pool1.run(fit_test_fit, name, recipe, device_pool1.where.accelerator)[0]
     assert_close(weights, expected)
     with torch.no_grad():
         losses = [models.next_token_loss(model, step[0][0]).item() for step in recipe.batches(1)]
     assert loss == pytest.approx(sum(losses) / len(losses), rel=1e-9)
 
 
-def fit_test_fit(name: str, recipe: Recipe) -> tuple[dict[str, Tensor], float]:
+def fit_test_fit(name: str, recipe: Recipe, accelerator: str) -> tuple[dict[str, Tensor], float]:
     lit = Lit(recipe)
-    trainer = make_trainer(name, accelerator="gpu")
+    trainer = make_trainer(name, accelerator=accelerator)
     trainer.fit(lit)
     loss = trainer.test(lit, verbose=False)[0]["test_loss"]
     trainer.fit_loop.max_epochs = 2
@@ -442,12 +469,41 @@ def fit_test_fit(name: str, recipe: Recipe) -> tuple[dict[str, Tensor], float]:
     return state_of(trainer), loss
 
 
-def test_the_random_state_of_the_gpu_is_saved_and_restored() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    torch.cuda.manual_seed(3)
+@on_device
+def test_the_random_state_of_a_device_is_saved_and_restored(device: torch.device) -> None:
+    torch.get_device_module(device).manual_seed(3)
     saved = rng.gather(Group(), device)
     expected = torch.rand(4, device=device)
     rng.restore(saved, 0, device)
     assert torch.equal(torch.rand(4, device=device), expected)
-    rng.restore({name: torch.cat([state, state.flip(1)]) for name, state in saved.items() if name == "cuda"}, 2, device)
+    state = saved[device.type]
+    rng.restore({device.type: torch.cat([state, state.flip(1)])}, 2, device)
     assert not torch.equal(torch.rand(4, device=device), expected)
+
+
+@on_device
+def test_the_peak_is_what_tensors_took(device: torch.device) -> None:
+    torch.accelerator.reset_peak_memory_stats()
+    before = device_type(device).peak_bytes(device)
+    assert before is not None
+    torch.ones(MIB, device=device)
+    peak = device_type(device).peak_bytes(torch.device(device.type))
+    assert peak is not None
+    assert 4 * MIB <= peak - before <= 4 * MIB + 512
+
+
+def trained_by(name: str, rule: str, accelerator: str) -> dict[str, Tensor]:
+    recipe = Recipe(optimizer=rule)
+    return fit(name, recipe, accelerator=accelerator).weights
+
+
+@on_device
+@pytest.mark.parametrize("rule", ["nadam", "radam"])
+def test_where_state_rests_changes_no_bit(device_pool1: DevicePool, rule: str) -> None:
+    """Torch takes another form of these rules on most devices than on the host."""
+    if not device_pool1.where.simulated:
+        pytest.skip("products and quotients of a GPU may be rounded otherwise than those of a CPU")
+    names = ("zero0", "zero2_offload", "zero3_offload")
+    first, *others = (device_pool1.run(trained_by, name, rule, "sim")[0] for name in names)
+    for weights in others:
+        assert_same(weights, first)

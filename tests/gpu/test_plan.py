@@ -1,17 +1,19 @@
-"""The plan on a GPU: its peak, and no wait of the host per bucket."""
+"""The plan on a device: its peak, and no wait of the host per bucket."""
 
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
+from device import sim
+from device.where import DevicePool
 from engine import driver
 from engine.driver import Session
-from helpers.ranks import RankPool, ranks
 from torch import Tensor, nn
 
 from lightning_zero.engine import Engine
@@ -20,9 +22,8 @@ from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy,
 from lightning_zero.storage import DeviceStore, HostStore
 from lightning_zero.update import make_updater
 
-pytestmark = pytest.mark.gpu
+on_device = pytest.mark.device("lazy")
 
-CUDA = torch.device("cuda", 0)
 PRECISIONS = {"fp32": driver.UNCHANGED, "bf16": MixedPrecisionPolicy(torch.bfloat16, keep_norms=False)}
 WIDTH = 1024
 BUCKET_SIZE_MB = 8.0
@@ -42,10 +43,10 @@ class Deep(nn.Module):
         return x
 
 
-def make_placement(stage: int, offload: bool, precision: MixedPrecisionPolicy) -> BucketPlacement:
-    store = HostStore(pin_for=CUDA) if offload else DeviceStore(CUDA)
-    policy = ShardingPolicy.from_stage(stage)
-    return BucketPlacement(Mesh.single(), policy, precision, CUDA, store, store if stage == 3 else DeviceStore(CUDA))
+def make_placement(stage: int, offload: bool, precision: MixedPrecisionPolicy, device: torch.device) -> BucketPlacement:
+    store = HostStore(pin_for=device) if offload else DeviceStore(device)
+    policy, param_store = ShardingPolicy.from_stage(stage), store if stage == 3 else DeviceStore(device)
+    return BucketPlacement(Mesh.single(), policy, precision, device, store, param_store)
 
 
 def start(placement: BucketPlacement) -> Session:
@@ -62,75 +63,101 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def batch_of(placement: BucketPlacement) -> Tensor:
-    return torch.ones(1, WIDTH, device=CUDA, dtype=placement.precision.param_dtype or torch.float32)
+    return torch.ones(1, WIDTH, device=placement.device, dtype=placement.precision.param_dtype or torch.float32)
 
 
-def measure(stage: int, offload: bool, precision: str) -> dict[str, Any]:
+def measure(stage: int, offload: bool, precision: str, device: torch.device) -> dict[str, Any]:
     """Bytes on the device at rest and at the worst moment of two steps, without what was there before."""
     gc.collect()
-    torch.cuda.empty_cache()
-    torch.ones(1, WIDTH, device=CUDA) @ torch.ones(WIDTH, 1, device=CUDA)  # workspaces of cuBLAS
-    placement = make_placement(stage, offload, PRECISIONS[precision])
+    torch.accelerator.empty_cache()
+    torch.ones(1, WIDTH, device=device) @ torch.ones(WIDTH, 1, device=device)  # workspaces of cuBLAS
+    placement = make_placement(stage, offload, PRECISIONS[precision], device)
     with torch.device("meta"):
         outline = Deep()
     optimizers = [torch.optim.AdamW(outline.parameters())]
     planned = plan(outline, placement, optimizers, bucket_size_mb=BUCKET_SIZE_MB, micro_batches=2)
-    before = torch.cuda.memory_allocated()
+    before = torch.accelerator.memory_allocated()
     session = start(placement)
-    torch.cuda.reset_peak_memory_stats()
+    torch.accelerator.reset_peak_memory_stats()
     for _ in range(2):
         driver.run_step(session, [batch_of(placement)] * 2, loss_of)
     session.optimizer.zero_grad()
     return {
-        "held": torch.cuda.memory_allocated() - before,
-        "peak": torch.cuda.max_memory_allocated() - before,
+        "held": torch.accelerator.memory_allocated() - before,
+        "peak": torch.accelerator.max_memory_allocated() - before,
         "planned held": planned.held.device,
         "planned peak": planned.peak.device,
     }
 
 
-@ranks(1)
+@pytest.mark.slow
+@on_device
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_device_memory_follows_the_plan(pool: RankPool, stage: int, offload: bool, precision: str) -> None:
-    (figures,) = pool.run(measure, stage, offload, precision)
-    print(figures)
+def test_device_memory_follows_the_plan(device: torch.device, stage: int, offload: bool, precision: str) -> None:
+    figures = measure(stage, offload, precision, device)
     slack = 1 << 20  # activations
     assert figures["held"] <= figures["planned held"] * (1 + ROUNDING) + slack
     assert figures["held"] >= figures["planned held"] * 0.99
     assert 0.75 * figures["planned peak"] <= figures["peak"] <= figures["planned peak"] * (1 + ROUNDING) + slack
 
 
+class Waits(Protocol):
+    """Counts how often the host has waited for the device."""
+
+    def __call__(self) -> int: ...
+
+
 @contextmanager
-def no_waiting() -> Iterator[None]:
-    """The host must not wait for the device inside."""
-    torch.cuda.set_sync_debug_mode("error")
+def counted_waits(device: torch.device) -> Iterator[Waits]:
+    """Counts inside: of the simulated device all waits, of CUDA those that torch warns of."""
+    if device.type == sim.DEVICE:
+        with sim.counted() as counts:
+            yield counts.waits.total
+        return
+    torch.cuda.set_sync_debug_mode("warn")
     try:
-        yield
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield lambda: sum("synchroniz" in str(warning.message) for warning in caught)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def backward_without_waiting(stage: int) -> None:
-    session = start(make_placement(stage, False, driver.UNCHANGED))
+@on_device
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_waits_for_the_device_once(device: torch.device, stage: int) -> None:
+    """Where nothing rests on the host: for norm and flags, after the backward."""
+    session = start(make_placement(stage, False, driver.UNCHANGED, device))
     engine, batch = session.engine, batch_of(session.engine.placement)
     driver.run_step(session, [batch, batch], loss_of)
     engine.settle()
-    session.optimizer.zero_grad()
-    torch.cuda.synchronize()
-    with no_waiting():
-        loss = loss_of(session.model, batch)
-        driver.backward(engine, loss, last=False)
-        loss = loss_of(session.model, batch)
-        driver.backward(engine, loss, last=True)
-    # The result of the step's one small all-reduce is read on the host: this does wait.
-    with pytest.raises(RuntimeError, match="synchroniz"), no_waiting():
+    torch.accelerator.synchronize()
+    with counted_waits(device) as waits:
+        session.optimizer.zero_grad()
+        for last in (False, True):
+            driver.backward(engine, loss_of(session.model, batch), last=last)
+        assert waits() == 0
         engine.stats(session.optimizer)
-    session.optimizer.step()
+        assert waits() == 1
+        session.optimizer.step()
+        engine.settle()
+        assert waits() == 1
 
 
-@ranks(1)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_forward_and_backward_never_wait_for_the_device(pool: RankPool, stage: int) -> None:
-    pool.run(backward_without_waiting, stage)
+def waits_of_two_collectives(device: str, checked: bool) -> int:
+    group = Mesh.create().shard
+    group.checked = checked
+    flat = torch.ones(8, device=device)
+    torch.accelerator.synchronize()
+    with counted_waits(flat.device) as waits:
+        group.reduce_scatter(flat, "sum a tensor")
+        group.all_gather_(flat, "gather a tensor")
+        return waits()
+
+
+@on_device
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_collective_waits_for_the_device_only_to_compare_notes(device_pool2: DevicePool, checked: bool) -> None:
+    assert device_pool2.run(waits_of_two_collectives, device_pool2.where.type, checked) == [2 * checked] * 2

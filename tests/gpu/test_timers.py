@@ -1,4 +1,4 @@
-"""The timers on a GPU: times of the stream, read without a wait."""
+"""The timers on a device: times of the stream, read without a wait."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import torch
 
 from lightning_zero.storage import Phase, Timers
 
-pytestmark = pytest.mark.gpu
-
 CYCLES = 200_000_000  # a tenth of a second, about
 
 
+@pytest.mark.gpu
 def test_phases_have_the_time_of_the_stream() -> None:
     device = torch.device("cuda")
     torch.ones(1, device=device).add_(1)
@@ -27,3 +26,16 @@ def test_phases_have_the_time_of_the_stream() -> None:
     (step,) = timers.take(wait=True)
     assert step[Phase.BACKWARD] == pytest.approx(2 * step[Phase.REDUCE], rel=0.2)
     assert step[Phase.OTHER] < 0.1 * step[Phase.REDUCE]
+
+
+@pytest.mark.device("lazy")
+def test_phases_of_a_device_are_timed_by_its_events(device: torch.device) -> None:
+    matrix = torch.ones(256, 256, device=device)
+    timers = Timers()
+    timers.start(device)
+    with timers.phase(Phase.BACKWARD):
+        for _ in range(20):
+            matrix = (matrix @ matrix).clamp_(-1, 1)
+    timers.end_step()
+    (step,) = timers.take(wait=True)
+    assert step[Phase.BACKWARD] > step[Phase.FORWARD] == 0
