@@ -96,7 +96,8 @@ class RecordedGradients(Reduction[RecordedTensor]):
             self._give(gradient)
         self._unsharded = {}
 
-    _take_unsharded = _add_unsharded
+    def _take_unsharded(self, buffer: RecordedTensor) -> None:
+        self._add_unsharded(buffer)
 
     def _merge(self, total: RecordedTensor, values: RecordedTensor) -> RecordedTensor:
         self._give(values)

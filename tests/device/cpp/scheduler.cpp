@@ -10,7 +10,7 @@
 namespace sim {
 
 Scheduler& scheduler() {
-  static auto* the = new Scheduler;  // tensors may outlive other statics
+  static auto* the = new Scheduler;  // tensors may outlive static objects
   return *the;
 }
 
