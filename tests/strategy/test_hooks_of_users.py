@@ -54,8 +54,10 @@ TABLE = Path(__file__).resolve().parents[2] / "docs" / "own-code.md"
 
 
 def rows() -> Iterator[tuple[list[str], bool]]:
-    """The hooks of each row of the table that a fit calls, and whether parameters are freed in them."""
-    for line in TABLE.read_text().splitlines():
+    """The hooks of each row of the page's first table that a fit calls, and whether parameters are freed in them."""
+    table = re.search(r"^\|.*?\n\n", TABLE.read_text(), re.MULTILINE | re.DOTALL)
+    assert table is not None
+    for line in table.group().splitlines():
         if line.startswith("| `"):
             hooks, weights = line.strip("| ").split(" | ")
             names = [name for name in re.findall(r"`(\w+)`", hooks) if name not in NEVER]
