@@ -75,7 +75,9 @@ class Project:
 
     def copy(self, target: Path) -> Path:
         """Copy the whole package into the folder `target`, as a wheel would lay it out, with the finder."""
-        copied = shutil.copytree(self.folder, target / self.package)
+        # Without compiled files: a mutant of the same size, planted in the same second, would not be compiled again.
+        sources = shutil.ignore_patterns("__pycache__")
+        copied = shutil.copytree(self.folder, target / self.package, ignore=sources)
         for name in ELSEWHERE:
             with contextlib.suppress(ModuleNotFoundError):
                 spec = importlib.util.find_spec(f"{self.package}.{name}")
@@ -84,7 +86,7 @@ class Project:
                     if spec.submodule_search_locations is None:
                         shutil.copy2(spec.origin, place.parent)
                     elif not place.exists():
-                        shutil.copytree(Path(spec.origin).parent, place)
+                        shutil.copytree(Path(spec.origin).parent, place, ignore=sources)
         (target / FINDER).write_text(FIND_COPY_FIRST.format(package=self.package))
         return copied
 
@@ -219,6 +221,7 @@ def run_tests(project: Project, arguments: Sequence[str], folder: Path, result: 
     early = [name for name in sys.modules if name.partition(".")[0] == project.package]
     assert not early, f"{early} were imported before the copy could be found"
     os.environ["PYTHONPATH"] = str(folder)
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     # Two jobs share the machine with others: a test's limit of time, which counts per worker, would kill at random.
     os.environ["PYTEST_XDIST_WORKER_COUNT"] = "1000"
     runpy.run_path(str(folder / FINDER))
