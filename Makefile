@@ -18,7 +18,7 @@ export PIP_CONSTRAINT := $(abspath constraints.txt)
 export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-slow test-cpp test-cpp-tsan mutants lint format docs wheel clean
+.PHONY: help demo simulated-device test test-slow test-cpp test-cpp-tsan mutants lint format docs wheel clean
 
 help:
 	@echo "demo       train GPT-2 with strategy=zero2_offload on two ranks; ARGS=... adds overrides"
@@ -54,13 +54,17 @@ demo: $(VENV)/.installed-examples
 # Each worker has rank pools of its own; ranks that wait for each other leave their cores to the other worker's.
 SIDE_BY_SIDE = --numprocesses $(JOBS) --dist worksteal
 
+# Tests build it themselves where it is missing; here no time limit of a test counts the minute.
+simulated-device: $(VENV)/.installed-dev
+	$(BIN)/python tests/device/build.py
+
 # The pytest command, not `python -m pytest`: the latter puts this folder on sys.path, where the sources
 # would hide an installed wheel.
-test: $(VENV)/.installed-dev
+test: simulated-device
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not slow and not gpu" $(ARGS)
 
 # pytest exits with 5 when no test is marked slow.
-test-slow: $(VENV)/.installed-dev test-cpp-tsan
+test-slow: simulated-device test-cpp-tsan
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "slow and not gpu" $(ARGS) || [ $$? -eq 5 ]
 
 # Builds the C++ tests in build/$(1) with the sanitizers $(2) and runs those whose names match $(3).

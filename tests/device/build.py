@@ -90,3 +90,7 @@ def run(command: list[str], built: Path) -> None:
     if done.returncode:
         raise RuntimeError(f"the simulated device does not compile: {' '.join(command)}\n{done.stderr}")
     unfinished.rename(built)
+
+
+if __name__ == "__main__":
+    library()

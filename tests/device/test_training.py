@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from device.sim import Schedule
 from device.where import DevicePool
 from helpers.ranks import RankPool
-from strategy.fits import Recipe, assert_same, fit
+from strategy.fits import NAMES, Recipe, assert_same, fit
 
-NAMES = ("zero2_offload", "zero3")
+SCHEDULES = (Schedule("lazy"), *(Schedule("random", seed) for seed in range(20)))
 
 
 @pytest.mark.device("lazy", "random1")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["zero2_offload", "zero3"])
 def test_training_gives_the_bits_of_cpu_ranks(
     device_pool2: DevicePool, rank_pools: Callable[..., RankPool], name: str
 ) -> None:
@@ -30,3 +31,16 @@ def test_mixed_precision_trains(device_pool1: DevicePool, precision: str) -> Non
     (fitted,) = device_pool1.run(fit, "zero2_offload", Recipe(), accelerator=where.accelerator, precision=precision)
     assert fitted.steps == 3
     assert all(weight.isfinite().all() for weight in fitted.weights.values())
+
+
+@pytest.mark.slow
+@pytest.mark.device("eager")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_gives_the_same_bits(device_pool2: DevicePool, name: str, precision: str) -> None:
+    recipe = Recipe(micro=2)
+    flags = {"accelerator": device_pool2.where.accelerator, "precision": precision, "gradient_clip_val": 0.3}
+    expected = device_pool2.run(fit, name, recipe, **flags)
+    for schedule in SCHEDULES if device_pool2.where.simulated else ():
+        actual = device_pool2.under(schedule).run(fit, name, recipe, **flags)
+        assert_same(actual[0].weights, expected[0].weights)

@@ -54,6 +54,10 @@ class DevicePool:
         self.pool, self.where = pool, where
         self.world_size = pool.world_size
 
+    def under(self, schedule: sim.Schedule) -> DevicePool:
+        """The same ranks, under another schedule."""
+        return DevicePool(self.pool, Where(self.where.type, schedule))
+
     def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
         """The results on every rank, with tensors of the device moved to the host."""
         if not self.where.simulated:
