@@ -124,16 +124,32 @@ def test_gradients_of_replicas(pool: RankPool, stage: int) -> None:
 
 
 class HalvesEach(Lit):
-    """Changes gradients after every micro-batch, and once more before the step."""
+    """Changes gradients after every micro-batch, and before the step before and after Lightning has clipped them."""
+
+    complete = False
 
     def on_after_backward(self) -> None:
         for parameter in self.model.parameters():
             assert parameter.grad is not None
             parameter.grad.mul_(0.5)
 
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.complete = False
+
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.complete = True
         self.notes.append({"before": clip_grad_norm_(self.parameters(), 0.05)})
         self.notes.append(grad_norm(self, 2))
+
+    def configure_gradient_clipping(self, optimizer: Optimizer, **_: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.04, gradient_clip_algorithm="norm")
+        self.notes.append(grad_norm(self, 2))
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(1.5)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.notes.append({"after": grad_norm(self, 2)["grad_2.0_norm_total"] if self.complete else 0.0})
 
 
 @ranks(2)
