@@ -18,6 +18,7 @@ from lightning import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.model_summary import summarize
 from strategy.fits import (
+    FEW,
     NAMES,
     Fitted,
     Lit,
@@ -171,7 +172,7 @@ def train_head_then_all(name: str, recipe: Recipe) -> Fitted:
 
 
 @ranks(2)
-@main_names
+@pytest.mark.parametrize("name", FEW)
 def test_a_second_fit_may_optimize_other_parameters(pool: RankPool, name: str) -> None:
     recipe, world = MOMENTUM, pool.world_size
     options: dict[str, Any] = {"loss_fn": models.next_token_loss, "reduce_each": reduces_each(name)}
