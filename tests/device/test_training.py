@@ -10,7 +10,7 @@ from device.where import DevicePool
 from helpers.ranks import RankPool
 from strategy.fits import NAMES, Recipe, assert_same, fit
 
-SCHEDULES = (Schedule("lazy"), *(Schedule("random", seed) for seed in range(20)))
+FEW_SEEDS, ALL_SEEDS = 4, 20  # all where the host has a part in a step
 
 
 @pytest.mark.device("lazy", "random1")
@@ -41,6 +41,8 @@ def test_every_schedule_gives_the_same_bits(device_pool2: DevicePool, name: str,
     recipe = Recipe(micro=2)
     flags = {"accelerator": device_pool2.where.accelerator, "precision": precision, "gradient_clip_val": 0.3}
     expected = device_pool2.run(fit, name, recipe, **flags)
-    for schedule in SCHEDULES if device_pool2.where.simulated else ():
+    seeds = ALL_SEEDS if name in ("zero2_offload", "zero3_offload") else FEW_SEEDS
+    schedules = (Schedule("lazy"), *(Schedule("random", seed) for seed in range(seeds)))
+    for schedule in schedules if device_pool2.where.simulated else ():
         actual = device_pool2.under(schedule).run(fit, name, recipe, **flags)
         assert_same(actual[0].weights, expected[0].weights)
