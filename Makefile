@@ -18,7 +18,7 @@ export PIP_CONSTRAINT := $(abspath constraints.txt)
 export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo simulated-device test test-slow test-cpp test-cpp-tsan mutants lint format docs wheel clean
+.PHONY: help demo simulated-device test test-slow test-lightning test-cpp test-cpp-tsan mutants lint format docs wheel clean
 
 help:
 	@echo "demo       train GPT-2 with strategy=zero2_offload on two ranks; ARGS=... adds overrides"
@@ -26,6 +26,7 @@ help:
 	@echo "test-slow  slow tests, and test-cpp-tsan"
 	@echo "test-cpp   C++ tests, plain and with the address and undefined-behavior sanitizers; needs GoogleTest"
 	@echo "test-cpp-tsan  C++ tests of what uses threads, with the thread sanitizer"
+	@echo "test-lightning  Lightning's own tests with our strategies; LIGHTNING=folder of its repository, ARGS=... chooses"
 	@echo "mutants    plant small errors in a copy of the package, each of which a test must notice; ARGS=... chooses some"
 	@echo "lint       ruff, mypy, clang-format, codespell"
 	@echo "format     rewrite files in the project's format"
@@ -66,6 +67,12 @@ test: simulated-device
 # pytest exits with 5 when no test is marked slow.
 test-slow: simulated-device test-cpp-tsan
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "slow and not gpu" $(ARGS) || [ $$? -eq 5 ]
+
+# Lightning's own tests, with our names in the place of its default. LIGHTNING is a copy of its repository at the version
+# of constraints.txt; its tests need packages of its own (requirements/pytorch/test.txt).
+test-lightning: $(VENV)/.installed-dev
+	@test -d "$(LIGHTNING)" || { echo "make test-lightning LIGHTNING=folder of Lightning's repository"; exit 2; }
+	$(BIN)/python -m benchmarks.lightning_suite $(LIGHTNING) $(ARGS)
 
 # Builds the C++ tests in build/$(1) with the sanitizers $(2) and runs those whose names match $(3).
 define run_cpp_tests

@@ -1,6 +1,7 @@
 """ZeRO sharding and offloading for PyTorch Lightning.
 
-Importing this package makes ``Trainer(strategy="zero2_offload")`` and its siblings known to ``lightning``.
+Importing this package makes ``Trainer(strategy="zero2_offload")`` and its siblings known to ``lightning``, and to its
+``Fabric``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_zero.checkpoint import CheckpointError
     from lightning_zero.config import hydra_main
     from lightning_zero.engine import full_grad, full_optimizer_state, full_param, gathered_parameters
+    from lightning_zero.integration.fabric import ZeroFabricStrategy
     from lightning_zero.integration.loading import load_from_checkpoint
     from lightning_zero.integration.precision import ZeroPrecision
     from lightning_zero.integration.strategy import ZeroStrategy
@@ -44,6 +46,7 @@ __all__ = [
     "LossScaleError",
     "SkippedStepsError",
     "StaticLossScaler",
+    "ZeroFabricStrategy",
     "ZeroPrecision",
     "ZeroStrategy",
     "__version__",
@@ -67,6 +70,7 @@ _HOMES = {
     "LossScaleError": "lightning_zero.update",
     "SkippedStepsError": "lightning_zero.update",
     "StaticLossScaler": "lightning_zero.update",
+    "ZeroFabricStrategy": "lightning_zero.integration.fabric",
     "ZeroPrecision": "lightning_zero.integration.precision",
     "ZeroStrategy": "lightning_zero.integration.strategy",
     "full_grad": "lightning_zero.engine",
@@ -79,7 +83,8 @@ _HOMES = {
 
 # Attributes like them, without an import of their own.
 _MODULES = frozenset(
-    "callbacks checkpoint cli config engine integration ops planning schedulers sharding storage tools update".split()
+    "callbacks checkpoint cli config engine integration migration ops planning schedulers sharding storage tools"
+    " update".split()
 )
 
 register()

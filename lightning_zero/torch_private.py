@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.storage import TypedStorage, UntypedStorage
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "ORIGINAL",
     "SCHEDULE_OF_ONE_CYCLE",
     "StorageInfo",
+    "TorchDispatchMode",
     "autograd_number",
     "base_of",
     "compiled_call",
@@ -47,6 +48,7 @@ __all__ = [
     "no_subclass_functions",
     "no_torch_function",
     "no_torch_functions",
+    "norms_of_each",
     "note_step",
     "pickled_tensor",
     "registered_modules",
@@ -65,8 +67,8 @@ T = TypeVar("T", bound=Tensor)
 # ------------------------------------------------------------------------------------------------- values and functions
 
 # `tree_leaves` and `tree_map` go through the named tuples, dictionaries and registered classes in the arguments of
-# torch's functions; `is_traceable_wrapper_subclass` tells tensors that consist of others (DTensor, quantized weights).
-# None of the three has a public counterpart.
+# torch's functions; `is_traceable_wrapper_subclass` tells tensors that consist of others (DTensor, quantized weights);
+# a `TorchDispatchMode` sees every operator that runs. None of the four has a public counterpart.
 
 # Contexts inside which no subclass's `__torch_function__` is called, and no function mode either. Torch's own notes on
 # extending it name them so.
@@ -80,6 +82,17 @@ no_torch_function = torch._C._disabled_torch_function_impl
 def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
     """``target.copy_(source)`` for all pairs, in one kernel on a GPU; public functions copy one by one."""
     torch._foreach_copy_(targets, sources)
+
+
+def norms_of_each(tensors: list[Tensor]) -> list[Tensor]:
+    """The norms of all tensors, 0-dim float64, in one kernel on a GPU; public functions take one by one."""
+    return list(torch._foreach_norm(tensors, 2, torch.float64))
+
+
+def changes_arguments(operator: Any) -> bool:
+    """Whether an operator writes to one of its arguments; no tag tells."""
+    mutable: bool = operator._schema.is_mutable
+    return mutable
 
 
 def version_of(tensor: Tensor) -> int:

@@ -1,4 +1,8 @@
-"""Rank pools as fixtures, and the rules that keep the suite fast."""
+"""Rank pools as fixtures, and the rules that keep the suite fast.
+
+With workers, the process that hands tests out to them reads this file, too, and they wait for it: what takes seconds to
+import is imported where it is used.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,14 @@ import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from time import perf_counter  # the function, not the module: tests replace its clock
+from typing import TYPE_CHECKING
 
-import hypothesis
 import pytest
-import torch
-from device import where
 from helpers.ranks import REPRODUCIBLE, ForkServer, RankPool
+
+if TYPE_CHECKING:
+    import torch
+    from device import where
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # Seconds for the call phase of a test without one of the markers below, on cores that no other worker uses.
@@ -37,12 +43,19 @@ AGAIN = pytest.mark.flaky(reruns=1, only_rerun=TooSlowError)  # whoever else use
 def pytest_configure(config: pytest.Config) -> None:
     # The reference is compared with what ranks compute, bit by bit: same threads, same arithmetic.
     os.environ.update(REPRODUCIBLE)  # MKL reads its variable at its first call, which is still to come
+    if not (hasattr(config, "workerinput") or config.getoption("dist", "no") == "no"):
+        return  # the workers run the tests
+    import hypothesis
+    import torch
+
     torch.set_num_threads(1)
     hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
     hypothesis.settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     launching = [item.nodeid for item in items if item.get_closest_marker("launch")]
     if len(launching) > MAX_LAUNCH:
         listed = "\n  ".join(launching)
@@ -86,6 +99,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 @pytest.fixture(scope="session")
 def rank_pools() -> Iterator[Callable[..., RankPool]]:
     """Running pools by world size, with the simulated device or without, which all tests share."""
+    from device import where
+
     server = ForkServer()
     pools: dict[tuple[int, bool], RankPool] = {}
 
@@ -126,6 +141,8 @@ def pool(request: pytest.FixtureRequest, rank_pools: Callable[[int], RankPool]) 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "on_device" in metafunc.fixturenames:
+        from device import where
+
         marker = metafunc.definition.get_closest_marker("device")
         if marker is None:
             raise pytest.UsageError(f"{metafunc.definition.nodeid} uses a device: mark it with pytest.mark.device")
@@ -135,6 +152,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Have a test of the simulated device run by a rank that has it; pytest's own process never does."""
+    from device import where
+
     device = pyfuncitem.funcargs.get("device")
     if not isinstance(device, where.OnRank):
         return None
@@ -146,6 +165,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.fixture
 def device(on_device: where.Where, rank_pools: Callable[..., RankPool]) -> torch.device | where.OnRank:
     """The device of a test marked `device`. The simulated one is in a rank of its own, which runs the whole test."""
+    import torch
+    from device import where
+
     if on_device.simulated:
         return where.OnRank(rank_pools(1, simulated=True), on_device)
     return torch.device(on_device.type, 0)
@@ -154,11 +176,15 @@ def device(on_device: where.Where, rank_pools: Callable[..., RankPool]) -> torch
 @pytest.fixture
 def device_pool1(on_device: where.Where, rank_pools: Callable[..., RankPool]) -> where.DevicePool:
     """A pool of one rank that has a device, for a test marked `device` that runs here."""
+    from device import where
+
     return where.DevicePool(rank_pools(1, simulated=on_device.simulated), on_device)
 
 
 @pytest.fixture
 def device_pool2(on_device: where.Where, rank_pools: Callable[..., RankPool]) -> where.DevicePool:
+    from device import where
+
     return where.DevicePool(rank_pools(2, simulated=on_device.simulated), on_device)
 
 

@@ -18,6 +18,7 @@ ORDER = (
     ("cli",),
     ("callbacks", "config"),
     ("integration", "schedulers"),
+    ("migration",),
     ("tools",),
     ("checkpoint",),
     ("planning",),
@@ -44,7 +45,7 @@ INSIDE = {
 }
 APART = {"checkpoint": [{"file", "folder"}, {"file", "folder_reader"}]}  # containers do not know each other
 FACADE = {"config"}  # may import public names from the package itself
-LIGHTNING = ("cli", "callbacks", "config", "integration", "schedulers")  # the floors that know Lightning
+LIGHTNING = ("cli", "callbacks", "config", "integration", "migration", "schedulers")  # the floors that know Lightning
 # What needs no collective: is there a process group, and how large is it?
 QUERIES = frozenset("is_available is_initialized get_rank get_world_size is_gloo_available is_nccl_available".split())
 STORES = frozenset("PrefixStore Store TCPStore _get_default_store".split())  # values by key, no collective

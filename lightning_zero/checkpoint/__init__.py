@@ -16,7 +16,7 @@ archives, tiles, drafts and how all ranks learn of errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,14 @@ from lightning_zero.checkpoint.commit import INCOMPLETE, Save, recover, recover_
 from lightning_zero.checkpoint.errors import CheckpointError, together
 from lightning_zero.checkpoint.shards import fetch_for_first, follow_first, full_on_first
 from lightning_zero.checkpoint.state import (
+    FullPrecision,
     check_optimizer_state_dict,
     load_module_state_dict,
     load_optimizer_state_dict,
     load_shadow_state_dict,
     module_state_dict,
     optimizer_state_dict,
+    state_for,
 )
 from lightning_zero.engine import Engine
 from lightning_zero.sharding import Group
@@ -41,6 +43,7 @@ __all__ = [
     "CONTAINERS",
     "Background",
     "CheckpointError",
+    "FullPrecision",
     "Save",
     "begin",
     "check_optimizer_state_dict",
@@ -57,13 +60,19 @@ __all__ = [
     "recover_all",
     "remove",
     "rng",
+    "state_for",
 ]
 
 CONTAINERS: dict[str, Callable[..., Save | None]] = {"full": file.begin, "sharded": folder.begin}
 
 
 def begin(
-    container: str, checkpoint: dict[str, Any], path: Path, engine: Engine | None, world: Group, checksums: bool = True
+    container: str,
+    checkpoint: dict[str, Any],
+    path: Path,
+    engines: Sequence[Engine],
+    world: Group,
+    checksums: bool = True,
 ) -> Save | None:
     """Begin to write rank 0's ``checkpoint``. Collective.
 
@@ -71,7 +80,7 @@ def begin(
         container: one of :data:`CONTAINERS`.
         checkpoint: Lightning's, or for a file anything that :func:`torch.save` takes, with lazy tensors in it.
         path: what is there is replaced when the new one is complete and on the disk.
-        engine: holds the values of the lazy tensors; ``None``: there are none.
+        engines: hold the values of the lazy tensors; none where there are none.
         world: all ranks.
         checksums: write the CRC-32 of every tensor, as :func:`torch.save` does; otherwise it is 0.
 
@@ -81,7 +90,7 @@ def begin(
     Raises:
         CheckpointError: on all ranks, if one of them fails.
     """
-    return CONTAINERS[container](checkpoint, path, engine, world, checksums)
+    return CONTAINERS[container](checkpoint, path, engines, world, checksums)
 
 
 def load(path: Path, world: Group, weights_only: bool = True, checksums: bool = True) -> Any:

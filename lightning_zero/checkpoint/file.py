@@ -30,7 +30,7 @@ from lightning_zero.checkpoint.archive import (
 from lightning_zero.checkpoint.commit import Draft, Save
 from lightning_zero.checkpoint.errors import on_first, together
 from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor
-from lightning_zero.checkpoint.shards import Key, ShardedValues, source_of
+from lightning_zero.checkpoint.shards import Key, across_ranks, source_of, values_of
 from lightning_zero.checkpoint.tiles import TILE, snapshot, write_tiles
 from lightning_zero.engine import Engine
 from lightning_zero.sharding import Group
@@ -55,7 +55,9 @@ class _RecordSlice(NamedTuple):
     tiles: Iterable[Tensor]
 
 
-def begin(checkpoint: Any, path: Path, engine: Engine | None, world: Group, checksums: bool = True) -> FileSave | None:
+def begin(
+    checkpoint: Any, path: Path, engines: Sequence[Engine], world: Group, checksums: bool = True
+) -> FileSave | None:
     """Begin to write the file ``path``; see :func:`lightning_zero.checkpoint.begin`. Collective.
 
     Returns:
@@ -69,13 +71,13 @@ def begin(checkpoint: Any, path: Path, engine: Engine | None, world: Group, chec
             nonlocal draft, missing
             draft = stack.enter_context(contextlib.closing(Draft(path)))
             missing = write_skeleton(draft.temporary, checkpoint)
-            return draft.temporary, _sharded_records(missing, engine)
+            return draft.temporary, _sharded_records(missing, engines)
 
         temporary, sharded = on_first(world, make, f"begin the checkpoint {path}")
         if not all(together(world, temporary.exists, f"look for {temporary}")):
             return None
         stack.pop_all()
-        slices = [*_own_slices(sharded, engine), *_unsharded(missing)]
+        slices = [*_own_slices(sharded, engines), *_unsharded(missing)]
         return FileSave(path, temporary, slices, draft, missing, checksums)
 
 
@@ -86,7 +88,7 @@ def write_alone(checkpoint: Any, path: Path) -> None:
         CheckpointError: it cannot be written; nothing has changed then.
     """
     alone = Group()
-    save = begin(checkpoint, path, None, alone)
+    save = begin(checkpoint, path, (), alone)
     assert save is not None
     save.write(alone)
 
@@ -138,10 +140,10 @@ class FileSave(Save):
             self.draft.close()
 
 
-def _sharded_records(missing: Missing, engine: Engine | None) -> list[_ShardedRecord]:
+def _sharded_records(missing: Missing, engines: Sequence[Engine]) -> list[_ShardedRecord]:
     """The records that all ranks write."""
     return [
-        _ShardedRecord(record, source_of(tensor, engine).key, tensor.param)
+        _ShardedRecord(record, across_ranks(source_of(tensor, engines)), tensor.param)
         for record, tensor in missing.items()
         if isinstance(tensor, LazyTensor) and not isinstance(tensor, StoredTensor)
     ]
@@ -157,11 +159,10 @@ def _unsharded(missing: Missing) -> Iterator[_RecordSlice]:
             yield _RecordSlice(record, 0, values.tiles(TILE))
 
 
-def _own_slices(sharded: Iterable[_ShardedRecord], engine: Engine | None) -> Iterator[_RecordSlice]:
+def _own_slices(sharded: Iterable[_ShardedRecord], engines: Sequence[Engine]) -> Iterator[_RecordSlice]:
     """This rank's slices of the records that all ranks write."""
     for record, key, param in sharded:
-        assert engine is not None
-        values, width = ShardedValues(engine, key), key.dtype.itemsize
+        values, width = values_of(key, engines), key.dtype.itemsize
         for first, start, stop in values.slices(param):
             yield _RecordSlice(record, first * width, values.tiles(start, stop))
 

@@ -34,11 +34,11 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint.archive import Record, archive_of_tensor, lazy_tensors, leaves, write_checksums
 from lightning_zero.checkpoint.boxes import Box, boxes_of_slice, view_as_box
-from lightning_zero.checkpoint.commit import META, Draft, Save, sync
+from lightning_zero.checkpoint.commit import META, METADATA, Draft, Save, sync
 from lightning_zero.checkpoint.errors import on_first, together
 from lightning_zero.checkpoint.folder_reader import OPTIMIZER
 from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor
-from lightning_zero.checkpoint.shards import Key, ShardedValues, fetch_for_first, source_of
+from lightning_zero.checkpoint.shards import Key, ShardedValues, across_ranks, fetch_for_first, source_of, values_of
 from lightning_zero.checkpoint.tiles import TILE, snapshot, write_at, write_tiles
 from lightning_zero.engine import Engine
 from lightning_zero.sharding import Group
@@ -49,7 +49,7 @@ KeyPath = tuple[str | int, ...]  # the keys and indices that lead to an entry of
 
 
 def begin(
-    checkpoint: Mapping[str, Any], path: Path, engine: Engine | None, world: Group, checksums: bool = True
+    checkpoint: Mapping[str, Any], path: Path, engines: Sequence[Engine], world: Group, checksums: bool = True
 ) -> FolderSave:
     """Begin to write the folder ``path``; see :func:`lightning_zero.checkpoint.begin`. Collective."""
     what = f"begin the checkpoint {path}"
@@ -61,17 +61,15 @@ def begin(
         meta = contents.pickled_meta()
 
     on_first(world, sort_out, what)
-    if engine is not None:
-        # Rank 0 writes alone what is no dictionary or list, with all that is in it.
-        fetch_for_first([leaf for leaf in contents.entries.values() if not isinstance(leaf, Tensor)], engine)
+    # Rank 0 writes alone what is no dictionary or list, with all that is in it.
+    fetch_for_first([leaf for leaf in contents.entries.values() if not isinstance(leaf, Tensor)], engines)
     folder = _Folder(path, world)
     try:
         if folder.spread:  # the ranks that have made another folder write it, too
             meta = on_first(world, lambda: meta, what)
-        sharded, aliases = on_first(world, lambda: (contents.take_sharded(engine), contents.aliases), what)
+        sharded, aliases = on_first(world, lambda: (contents.take_sharded(engines), contents.aliases), what)
         for name, key, param in sharded:
-            assert engine is not None
-            contents.entries[name] = _OwnBoxes(ShardedValues(engine, key), param)
+            contents.entries[name] = _OwnBoxes(values_of(key, engines), param)
         planner, writer = _Planner(contents, coordinator=world.rank == 0), _Writer(folder.path)
         plans = together(world, lambda: writer.prepare_local_plan(planner.create_local_plan()), what)
 
@@ -127,6 +125,7 @@ class FolderSave(Save):
     def _complete(self, written: Sequence[Sequence[WriteResult]]) -> None:
         if (draft := self.folder.draft) is not None:
             self.writer.finish(self.metadata, [*map(list, written), self._copies(written)])
+            sync(draft.temporary / METADATA)  # DCP flushes the file before what it has buffered gets there
             unnamed = draft.temporary / f"{META}.tmp"
             unnamed.write_bytes(self.meta)
             sync(unnamed)
@@ -197,7 +196,7 @@ class _Contents:
         torch.save(self.meta, buffer)
         return buffer.getvalue()
 
-    def take_sharded(self, engine: Engine | None) -> list[tuple[str, Key, int]]:
+    def take_sharded(self, engines: Sequence[Engine]) -> list[tuple[str, Key, int]]:
         """Find the tensors that all ranks write: name, key and parameter of each; the rest is ordinary then."""
         sharded = []
         for name, leaf in self.entries.items():
@@ -209,7 +208,7 @@ class _Contents:
                 elif not leaf.numel():  # no rank has a slice of it
                     self.entries[name] = torch.empty(leaf.shape, dtype=leaf.dtype)
                 else:
-                    sharded.append((name, source_of(leaf, engine).key, leaf.param))
+                    sharded.append((name, across_ranks(source_of(leaf, engines)), leaf.param))
             elif isinstance(leaf, Tensor) and not _is_plain(leaf):
                 self.entries[name] = _Pickled(leaf)
         return sharded

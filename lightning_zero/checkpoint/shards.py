@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,13 +15,14 @@ from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.checkpoint.lazy import LazyTensor
 from lightning_zero.checkpoint.tiles import TILE, tiles
 from lightning_zero.engine import Engine, Shadow
+from lightning_zero.engine.runtime import engines as all_engines
 from lightning_zero.sharding import Bucket
 from lightning_zero.storage import Memory
 from lightning_zero.update import ShardUpdater
 
 
 class Key(NamedTuple):
-    """Names one value per element of a bucket, on all ranks alike: its masters, a shadow's, or an optimizer's state."""
+    """Names one value per element of a bucket: its masters, a shadow's, or an optimizer's state."""
 
     engine: int
     bucket: int
@@ -76,7 +77,7 @@ class ShardedValues:
         """All values of parameter ``param``: the live tensor, or a copy on the CPU. Collective unless live."""
         if self.live:
             return self.bucket.parameters[param].detach()
-        full = follow_first(self.engine, self.key)
+        full = follow_first([self.engine], across_ranks(self))
         assert full is not None
         return self.cut(full, param)
 
@@ -124,16 +125,37 @@ class ShardedValues:
                 yield Slice(segment.param_start + start - segment.start, start, stop)
 
 
-def source_of(tensor: LazyTensor, engine: Engine | None) -> ShardedValues:
-    """The shards that hold the values of a tensor in a checkpoint of ``engine``.
+def source_of(tensor: LazyTensor, engines: Sequence[Engine]) -> ShardedValues:
+    """The shards that hold the values of a tensor in a checkpoint of ``engines``.
 
     Raises:
         ValueError: from elsewhere.
     """
     source = tensor.source
-    if not isinstance(source, ShardedValues) or source.engine is not engine:
+    if not isinstance(source, ShardedValues) or source.engine not in engines:
         raise ValueError(f"{tensor} belongs to another engine; put a clone into the checkpoint")
     return source
+
+
+def across_ranks(values: ShardedValues) -> Key:
+    """The key by which other ranks know values: the engine is told by its place among those of its mesh."""
+    return values.key._replace(engine=_on_mesh(values.engine).index(values.engine))
+
+
+def values_of(key: Key, engines: Sequence[Engine]) -> ShardedValues:
+    """The values that a rank has named by :func:`across_ranks`.
+
+    Args:
+        key: that name.
+        engines: of the checkpoint.
+    """
+    engine = _on_mesh(engines[0])[key.engine]
+    return ShardedValues(engine, key._replace(engine=engine.number))
+
+
+def _on_mesh(engine: Engine) -> list[Engine]:
+    """All engines of the mesh, in one order on all ranks, which may number them differently."""
+    return [other for other in all_engines() if other.placement.mesh is engine.placement.mesh]
 
 
 def masters(engine: Engine, shadow: Shadow | None = None) -> list[ShardedValues]:
@@ -146,21 +168,22 @@ def masters(engine: Engine, shadow: Shadow | None = None) -> list[ShardedValues]
     return [ShardedValues(engine, key) for key in keys]
 
 
-def follow_first(engine: Engine, wanted: Key | None = None) -> Tensor | None:
+def follow_first(engines: Sequence[Engine], wanted: Key | None = None) -> Tensor | None:
     """Gather what rank 0 reads of a checkpoint, until it reads what this rank wants, too. Collective.
 
     Hooks that add to a checkpoint may run on rank 0 alone. The other ranks wait for it before they write, and gather
     meanwhile what it asks for.
 
     Args:
-        engine: holds the values.
-        wanted: what to return, gathered; ``None``: rank 0 reads no more, the checkpoint is to be written.
+        engines: hold the values; without any there is nothing to follow.
+        wanted: what to return, gathered, as :func:`across_ranks` names it; ``None``: rank 0 reads no more, the
+            checkpoint is to be written.
 
     Raises:
         CheckpointError: on all ranks, where another rank reads what rank 0 does not.
     """
-    while True:
-        intents = engine.placement.mesh.world.all_gather_object(wanted, "read a checkpoint")
+    while engines:
+        intents = engines[0].placement.mesh.world.all_gather_object(wanted, "read a checkpoint")
         first = intents[0]
         if first is None:
             if others := [rank for rank, key in enumerate(intents) if key is not None]:
@@ -169,24 +192,25 @@ def follow_first(engine: Engine, wanted: Key | None = None) -> Tensor | None:
                     "not: read them on rank 0 alone, or on all ranks in one order. See `on_save_checkpoint`"
                 )
             return None
-        full = ShardedValues(engine, first).gather()
+        full = values_of(first, engines).gather()
         if first == wanted:
             return full
+    return None
 
 
-def fetch_for_first(checkpoint: Any, engine: Engine) -> None:
+def fetch_for_first(checkpoint: Any, engines: Sequence[Engine]) -> None:
     """Give rank 0 the values of all lazy tensors in its ``checkpoint``, for another writer than ours. Collective."""
-    if engine.placement.mesh.world.rank == 0:
+    if engines and engines[0].placement.mesh.world.rank == 0:
         sources: dict[Key, list[tuple[ShardedValues, LazyTensor]]] = {}
         for tensor in lazy_tensors(checkpoint):
             if isinstance(tensor.source, ShardedValues) and not tensor.source.live:
                 sources.setdefault(tensor.source.key, []).append((tensor.source, tensor))
-        for key, found in sources.items():
-            full = follow_first(engine, key)
+        for found in sources.values():
+            full = follow_first(engines, across_ranks(found[0][0]))
             assert full is not None
             for source, tensor in found:
                 tensor.fetched = source.cut(full, tensor.param)
-    follow_first(engine)
+    follow_first(engines)
 
 
 def full_on_first(state: dict[str, Any], engine: Engine) -> dict[str, Any]:
@@ -195,7 +219,7 @@ def full_on_first(state: dict[str, Any], engine: Engine) -> dict[str, Any]:
     Returns:
         On rank 0 all of it; elsewhere without the tensors of which this rank holds a shard.
     """
-    fetch_for_first(state, engine)
+    fetch_for_first(state, [engine])
     first = engine.placement.mesh.world.rank == 0
 
     def resolve(tree: Any) -> Any:

@@ -7,13 +7,16 @@ anything is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from lightning_zero.advice import Case, advice
 from lightning_zero.checkpoint.archive import give_back_pages
@@ -21,7 +24,9 @@ from lightning_zero.checkpoint.shards import Key, ShardedValues, masters
 from lightning_zero.engine import Engine, Shadow
 from lightning_zero.sharding import Bucket
 from lightning_zero.sharding.compiled import names_of, plain_name, plain_names
-from lightning_zero.torch_private import load_hooks
+from lightning_zero.sharding.freed import is_metadata
+from lightning_zero.sharding.sharded_init import ShardedParameter, load_shard
+from lightning_zero.torch_private import load_hooks, tree_leaves, version_of
 from lightning_zero.update import ShardUpdater
 
 StateDict = dict[str, Any]
@@ -50,8 +55,11 @@ def module_state_dict(engine: Engine, shadow: Shadow | None = None) -> StateDict
     if shadow is not None:
         tensors |= shadow.buffers
     # `keep_vars` touches no freed parameter, and runs the state-dict hooks of user code.
-    live = plain_names(engine.module.state_dict(keep_vars=True))
-    return {k: tensors[id(v)] if id(v) in tensors else _detached(v) for k, v in live.items()}
+    live = engine.module.state_dict(keep_vars=True)
+    state = OrderedDict((k, tensors[id(v)] if id(v) in tensors else _detached(v)) for k, v in plain_names(live).items())
+    if (versions := getattr(live, "_metadata", None)) is not None:
+        state._metadata = plain_names(versions)  # type: ignore[attr-defined]
+    return state
 
 
 def _detached(value: Any) -> Any:
@@ -59,14 +67,103 @@ def _detached(value: Any) -> Any:
 
 
 def load_module_state_dict(engine: Engine, state: Mapping[str, Any], strict: bool = True) -> None:
-    """Overwrite parameters, masters and buffers from unsharded tensors. Every rank must have them all. Collective.
+    """Overwrite parameters, masters and buffers from unsharded tensors, by the module's own ``load_state_dict``.
+
+    Every rank must have them all. Collective.
 
     Raises:
         RuntimeError: for missing or unexpected keys (``strict``) or another shape.
     """
-    rest, _ = _load_parameters(engine, Bucket.load, state, strict)
-    engine.module.load_state_dict(rest, strict=False)  # buffers and extra state
     engine.settle()
+    try:
+        with _IntoMasters(engine) as into_masters:
+            engine.module.load_state_dict(state_for(engine.module, state), strict=strict)
+    finally:
+        into_masters.take_over()
+        engine.settle()
+
+
+def state_for(module: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """``state`` by the names that ``module`` has, with the versions of its modules, which their own code may ask."""
+    named = OrderedDict(names_of(module, state))
+    versions: Mapping[str, Any] | None = getattr(state, "_metadata", None)
+    if versions is not None:
+        own = {plain_name(name): name for name, _ in module.named_modules()}
+        named._metadata = {own.get(name, name): value for name, value in versions.items()}  # type: ignore[attr-defined]
+    return named
+
+
+class _IntoMasters(TorchFunctionMode):
+    """Inside, full values that are copied into a parameter of the engine become its master's, whoever copies them.
+
+    Code that does something else with a parameter finds its bucket unsharded at full precision, and whatever it writes
+    is taken over at the end. Collective then.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._shown: set[int] = set()  # ids of the buckets
+        self._stack = contextlib.ExitStack()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        held = [] if is_metadata(func) else self._held((args, kwargs))
+        if func is Tensor.copy_ and len(held) == 1 and held[0] is args[0] and args[0].shape == args[1].shape:
+            bucket = self._engine.bucket_of(args[0])
+            assert bucket is not None
+            bucket.load(bucket.index[id(args[0])], args[1])
+            give_back_pages(args[1])
+            return args[0]
+        for parameter in held:
+            self._stack.enter_context(self._engine.gathered([parameter], writeback=True, full_precision=True))
+            self._shown.add(id(self._engine.bucket_of(parameter)))
+        return func(*args, **kwargs or {})
+
+    def _held(self, arguments: Any) -> list[Parameter]:
+        """The parameters among the arguments whose values only masters have."""
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Parameter)]
+        buckets = [self._engine.bucket_of(tensor) for tensor in tensors]
+        return [
+            tensor
+            for tensor, bucket in zip(tensors, buckets, strict=True)
+            if bucket is not None and id(bucket) not in self._shown
+        ]
+
+    def take_over(self) -> None:
+        """Keep what user code wrote."""
+        self._stack.close()
+
+
+class FullPrecision(TorchFunctionMode):
+    """Inside, a module loads that no engine holds yet; remembers what its 16-bit parameters round, for masters."""
+
+    def __init__(self) -> None:
+        self._loaded: list[tuple[Parameter, Tensor, int]] = []  # with the version of the parameter then
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not (func is Tensor.copy_ and isinstance(args[0], Parameter) and isinstance(args[1], Tensor)):
+            return func(*args, **kwargs or {})
+        target, values = args[:2]
+        if isinstance(target, ShardedParameter) and target.shape == values.shape:
+            load_shard(target, values)
+            give_back_pages(values)
+        else:
+            func(*args, **kwargs or {})
+        if target.is_floating_point() and target.dtype.itemsize == 2 < values.dtype.itemsize:
+            self._loaded.append((target, values, version_of(target)))
+        return target
+
+    def forget_changed(self) -> None:
+        """Forget parameters that were changed since."""
+        self._loaded = [loaded for loaded in self._loaded if version_of(loaded[0]) == loaded[2]]
+
+    def give_to(self, engine: Engine) -> None:
+        """Give the masters of the engine what their parameters could not hold. Collective."""
+        for parameter, values, _ in self._loaded:
+            bucket = engine.bucket_of(parameter)
+            if bucket is not None and parameter.shape == values.shape:
+                bucket.load(bucket.index[id(parameter)], values)
+                give_back_pages(values)
+        engine.settle()
 
 
 def load_shadow_state_dict(engine: Engine, shadow: Shadow, state: Mapping[str, Any], strict: bool = True) -> None:

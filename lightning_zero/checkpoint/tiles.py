@@ -26,7 +26,7 @@ def snapshot(tiles: Iterable[Tensor], executor: Executor) -> list[Tensor]:
     """Copies of the tiles in host memory, made by the executor, which stay as the tiles are now."""
     copies = [_host_copy(tile.detach(), executor) for tile in tiles]
     for _, copied in copies:
-        copied.wait()
+        copied.synchronize()
     return [copy for copy, _ in copies]
 
 

@@ -16,9 +16,7 @@ from lightning_zero.version import __version__
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(
-    name="lightning-zero", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=None
-)
+app = typer.Typer(name="lightning-zero", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 class _Format(StrEnum):
@@ -32,6 +30,7 @@ class _Dtype(StrEnum):
     fp16 = "fp16"
 
 
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 _Checkpoint = Annotated[Path, typer.Argument(metavar="CKPT", help="A checkpoint file or folder.", show_default=False)]
 
 
@@ -47,12 +46,17 @@ def _verbs(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
-    """ZeRO data parallelism and offloading for PyTorch Lightning."""
+    """ZeRO data parallelism and offloading for PyTorch Lightning.
+
+    Exit codes: 0 when it is done, 1 after an error or when doctor finds
+    something that does not work, 2 for wrong arguments. Errors go to stderr;
+    with --json, stdout has one object or nothing.
+    """
 
 
 @app.command("doctor")
 def _doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: _Json = False,
 ) -> None:
     """Check that the installed package works on this machine.
 
@@ -68,7 +72,7 @@ def _doctor(
 @app.command("inspect")
 def _inspect(
     path: _Checkpoint,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: _Json = False,
 ) -> None:
     """Show what a checkpoint holds.
 
@@ -114,6 +118,7 @@ def _export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the weights in DIR; other files stay.")] = (
         False
     ),
+    as_json: _Json = False,
 ) -> None:
     """Write the weights of a checkpoint as safetensors.
 
@@ -132,6 +137,7 @@ def _export(
         max_shard_size=max_shard_size,
         config=config,
         overwrite=overwrite,
+        as_json=as_json,
     )
     raise typer.Exit(code)
 
@@ -144,6 +150,7 @@ def _consolidate(
         _Dtype | None, typer.Option(help="The dtype of floating-point weights.", show_default="as in the checkpoint")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
+    as_json: _Json = False,
 ) -> None:
     """Write a sharded checkpoint, this package's or FSDP's, into one ordinary file.
 
@@ -151,7 +158,7 @@ def _consolidate(
     """
     from lightning_zero.cli.consolidate import run
 
-    raise typer.Exit(run(folder, path, dtype=dtype, overwrite=overwrite))
+    raise typer.Exit(run(folder, path, dtype=dtype, overwrite=overwrite, as_json=as_json))
 
 
 @app.command("convert-deepspeed")
@@ -169,6 +176,7 @@ def _convert_deepspeed(
             "--trust", help="Read the folder's pickles, which can run any program. Use it for authors that you trust."
         ),
     ] = False,
+    as_json: _Json = False,
 ) -> None:
     """Turn a ZeRO folder of DeepSpeed (stage 1, 2 or 3) into one checkpoint file.
 
@@ -178,7 +186,53 @@ def _convert_deepspeed(
     """
     from lightning_zero.cli.convert_deepspeed import run
 
-    raise typer.Exit(run(folder, out, trust=trust))
+    raise typer.Exit(run(folder, out, trust=trust, as_json=as_json))
+
+
+@app.command("import-deepspeed")
+def _import_deepspeed(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="A ds_config.json.", show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[OUT]", help="The file to write.", show_default="FILE's name with .yaml, in this folder"
+        ),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on a machine, which share the batch.", show_default=False)
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Machines.", show_default=False)] = None,
+    experiment: Annotated[
+        bool, typer.Option("--experiment", help="Write a file for the group experiment of an application.")
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Write nothing if a key is unknown or not supported; exit code 1.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the table and write nothing.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Turn a DeepSpeed configuration into one of Hydra's.
+
+    It prints what became of every key: taken over, under the same or another
+    name; without a meaning here, and why; not supported, and what to do instead;
+    unknown, and the nearest name. A file that is no JSON, has a value of a wrong
+    type or contradicts itself is an error with line and column.
+    """
+    from lightning_zero.cli.import_deepspeed import run
+
+    code = run(
+        path,
+        out,
+        devices=devices,
+        nodes=nodes,
+        experiment=experiment,
+        strict=strict,
+        dry_run=dry_run,
+        overwrite=overwrite,
+        as_json=as_json,
+    )
+    raise typer.Exit(code)
 
 
 def main() -> None:

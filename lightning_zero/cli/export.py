@@ -1,17 +1,26 @@
-"""`lightning-zero export`: the weights of a checkpoint as safetensors, for other programs."""
+"""`lightning-zero export`: the weights of a checkpoint as safetensors, for other programs.
+
+`--json` prints one object. Within a schema version fields are added, never renamed or removed.
+
+- `schema`: 1
+- `directory`: the folder
+- everything else: see `lightning_zero.tools.export.Exported`
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import typer
 
 from lightning_zero.checkpoint.errors import CheckpointError
-from lightning_zero.cli.text import complain, number, size
+from lightning_zero.cli.text import complain, number, print_json, size
 from lightning_zero.tools.export import Layout, export
 
+SCHEMA = 1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _LISTED = 5  # names of a kind that are printed at most
@@ -27,6 +36,7 @@ def run(
     max_shard_size: str,
     config: Path | None,
     overwrite: bool,
+    as_json: bool = False,
 ) -> int:
     """Exports, and prints what was written; returns the exit code."""
     limit = parse_size(max_shard_size)
@@ -45,6 +55,8 @@ def run(
         )
     except (CheckpointError, OSError) as error:
         return complain(error)
+    if as_json:
+        return print_json(SCHEMA, {"directory": str(directory)} | asdict(exported))
     files = exported.files[0] if len(exported.files) == 1 else number(len(exported.files), "file")
     print(f"{directory}: {files}, {number(exported.tensors, 'tensor')}, {size(exported.bytes)}, verified")
     if exported.prefix:

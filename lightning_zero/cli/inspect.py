@@ -9,7 +9,6 @@ checkpoint does not say. A name that ends in `bytes` counts bytes.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_zero.checkpoint.errors import CheckpointError
-from lightning_zero.cli.text import complain, facts_table, number, size
+from lightning_zero.cli.text import complain, facts_table, number, print_json, size
 from lightning_zero.tools.contents import Contents, OptimizerInfo, describe
 
 SCHEMA = 1
@@ -32,7 +31,7 @@ def run(path: Path, *, as_json: bool = False) -> int:
     except (CheckpointError, OSError) as error:
         return complain(error)
     if as_json:
-        print(json.dumps({"schema": SCHEMA} | asdict(contents), indent=2))
+        print_json(SCHEMA, asdict(contents))
     else:
         console = Console(highlight=False)
         if not console.is_terminal:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -35,6 +37,12 @@ def facts_table(facts: Mapping[str, str]) -> RenderableType:
     for name, value in facts.items():
         table.add_row(Text(name, style="dim"), Text(value))
     return table
+
+
+def print_json(schema: int, facts: Mapping[str, Any]) -> int:
+    """Prints the one object of `--json`, the version of its schema and the facts; returns the exit code."""
+    print(json.dumps({"schema": schema} | dict(facts), indent=2))
+    return 0
 
 
 def complain(error: Exception) -> int:

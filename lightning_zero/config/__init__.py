@@ -5,7 +5,7 @@ for Hydra's search-path plugin imports this package in applications that have no
 """
 
 from lightning_zero.config.application import hydra_main
-from lightning_zero.config.builders import build_optimizers, build_trainer, micro_batch_size
+from lightning_zero.config.builders import build_fabric, build_optimizers, build_trainer, micro_batch_size
 from lightning_zero.config.errors import ConfigError
 
-__all__ = ["ConfigError", "build_optimizers", "build_trainer", "hydra_main", "micro_batch_size"]
+__all__ = ["ConfigError", "build_fabric", "build_optimizers", "build_trainer", "hydra_main", "micro_batch_size"]

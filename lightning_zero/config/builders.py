@@ -10,6 +10,7 @@ from lightning_zero.config.errors import ConfigError
 from lightning_zero.config.schemas import DynamicLossScalerConf, PrecisionConf
 
 if TYPE_CHECKING:
+    from lightning.fabric import Fabric
     from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -58,6 +59,36 @@ def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "T
     if by_plugin and type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = FileCheckpointIO()
     return trainer
+
+
+def build_fabric(cfg: "DictConfig") -> "Fabric":
+    """Builds the Fabric that the groups `trainer strategy precision logger` describe.
+
+    Args:
+        cfg: A configuration with these groups, as for :func:`build_trainer`; of `trainer` it takes `accelerator`,
+            `devices` and `num_nodes`, for the rest is the loop's.
+    """
+    from hydra.utils import get_class, instantiate
+    from lightning.fabric import Fabric, strategies
+
+    from lightning_zero import ZeroFabricStrategy, ZeroStrategy
+
+    check_trainer(cfg)
+    options, target = _arguments(cfg.strategy), get_class(cfg.strategy["_target_"])
+    if issubclass(target, ZeroStrategy):
+        strategy: Any = ZeroFabricStrategy(**options)
+        precision: dict[str, Any] = {"plugins": [instantiate(cfg.precision, _convert_="all")]}
+    elif (same := getattr(strategies, target.__name__, None)) is not None:  # Fabric has Lightning's under their names
+        strategy = same(**options)
+        precision = _precision_of_others(cfg.precision, target.__name__)
+    else:
+        raise ConfigError(
+            f"strategy._target_={target.__module__}.{target.__name__} is a strategy of the Trainer; Fabric has none of "
+            "that name. Choose a zero strategy, or ddp."
+        )
+    trainer = _arguments(cfg.trainer)
+    flags = {name: trainer[name] for name in ("accelerator", "devices", "num_nodes") if name in trainer}
+    return Fabric(strategy=strategy, loggers=build_group(cfg.logger), **flags, **precision)
 
 
 def _check_groups(trainer: "DictConfig", given: Iterable[str]) -> None:
@@ -115,19 +146,25 @@ def build_group(group: "DictConfig") -> list[Any]:
 def _precision_arguments(cfg: "DictConfig", strategy: "Strategy") -> dict[str, Any]:
     """Gives our strategies our plugin, and any other strategy the name, which is all that it takes."""
     from hydra.utils import instantiate
-    from omegaconf import OmegaConf
 
     from lightning_zero import ZeroStrategy
 
     if isinstance(strategy, ZeroStrategy):
         return {"plugins": [instantiate(cfg, _convert_="all")]}
+    return _precision_of_others(cfg, type(strategy).__name__)
+
+
+def _precision_of_others(cfg: "DictConfig", strategy: str) -> dict[str, Any]:
+    """Gives the flag; refuses what only our plugin knows."""
+    from omegaconf import OmegaConf
+
     # A loss scaler at its defaults stands for the one that any other strategy has of its own.
     plain = asdict(PrecisionConf(precision=cfg.precision, scaler=DynamicLossScalerConf()))
     own = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(own, dict)
     if changed := _changed(own, plain):
         raise ConfigError(
-            f"precision has {changed}, which {type(strategy).__name__} does not know: "
+            f"precision has {changed}, which {strategy} does not know: "
             "leave these keys at their defaults or choose a zero strategy."
         )
     return {"precision": cfg.precision}

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine.shadow import Shadow
 from lightning_zero.sharding.bucket import Bucket, BucketState
 from lightning_zero.sharding.bucket_map import BucketMap
-from lightning_zero.sharding.buffers import broadcast_buffers, convert_buffers
+from lightning_zero.sharding.buffers import BufferWatch, broadcast_buffers, convert_buffers
 from lightning_zero.sharding.compiled import Handle
 from lightning_zero.sharding.freed import without_freed_checks
 from lightning_zero.sharding.gradients import BucketGradients
@@ -49,6 +49,7 @@ from lightning_zero.update.clipping import GradientClipping, GradientStats
 from lightning_zero.update.gradient_scale import GradientScale
 from lightning_zero.update.loss_scaler import LossScaler
 from lightning_zero.update.outcomes import StepOutcome, StepOutcomes
+from lightning_zero.update.shell import StepCall
 from lightning_zero.update.visible_gradients import VisibleGradients
 
 
@@ -120,10 +121,11 @@ class Engine:
         self._steps_to_check = check_steps
         placement.mesh.check(check_steps > 0)
         convert_buffers(module, placement)
+        self._buffer_watch = BufferWatch(module, placement.mesh.world, check_steps > 0)
         self._map = BucketMap(module, specs, placement, detect_data_edits)  # makes masters, before anything is cast
         self._reducer = Reducer(self._map.gradients, placement.sharding)
         self._optimizers = AttachedOptimizers(self._map)
-        self._clipping = GradientClipping(self._map, self._optimizers, self._scale, placement)
+        self._clipping = GradientClipping(self._map, self._optimizers, self._scale, placement, self._buffer_watch)
         self._visible = VisibleGradients(self._map, self._reducer, self._clipping, self.zero_grad)
         answer_for((p for bucket in self.buckets for p in bucket.parameters), self._visible)
         self._prefetcher = Prefetcher([self._map.own(unit) for unit in unit_list], max_live_numel)
@@ -316,11 +318,15 @@ class Engine:
         self._clipping.clip_value_(optimizer, clip_value)
 
     @timed(Phase.OPTIMIZER)
-    def step(self, optimizer: Optimizer) -> bool:
+    def step(self, optimizer: Optimizer, call: StepCall | None = None) -> bool:
         """Update the shards of ``optimizer``'s parameters; returns False where all ranks skip. Collective.
 
         Hyperparameters are copied before anything is updated, so that a scheduler may change them right after. The
         optimizer's own step hooks run around the update, and not at all when it is skipped.
+
+        Args:
+            optimizer: one of those attached.
+            call: of its ``step``; ``None``: one without arguments.
 
         Raises:
             LossScaleError: gradients overflow at the smallest loss scale.
@@ -336,7 +342,8 @@ class Engine:
             self.zero_grad(parameters_of(optimizer))
         else:
             self.outcomes.take(optimizer, norm)
-            update = Optimizer.profile_hook_step(lambda optimizer: self._update(optimizer, stats.used))
+            call = call or StepCall(optimizer)
+            update = Optimizer.profile_hook_step(lambda optimizer: self._update(optimizer, stats.used, call))
             update(optimizer)
             self._scale.judge(found_inf=False)
         return not skipped
@@ -345,13 +352,14 @@ class Engine:
         self._steps_to_check -= 1
         if self._steps_to_check == 0:
             self.placement.mesh.check(False)
+            self._buffer_watch.end_checks()
 
     @torch.no_grad()
     @without_freed_checks
-    def _update(self, optimizer: Optimizer, used_anywhere: frozenset[int]) -> None:
+    def _update(self, optimizer: Optimizer, used_anywhere: frozenset[int], call: StepCall) -> None:
         self._map.absorb_edits()
         used = [p for p in parameters_of(optimizer) if id(p) in used_anywhere]
-        self._optimizers.update(optimizer, used, self._clipping.factor(optimizer))
+        self._optimizers.update(optimizer, used, self._clipping.factor(optimizer), call)
         if has_post_step_hooks(optimizer):
             self.settle()  # they may read parameters
 

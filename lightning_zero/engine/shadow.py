@@ -79,7 +79,7 @@ class Shadow:
         job = partial(self._update_buffers, buffer_rule or rule)
         work.append(executor.submit(job, _lane(self._buffers_memory), "the second values of buffers"))
         for ticket in work:
-            ticket.wait()
+            ticket.synchronize()
 
     def _update_shard(self, bucket: Bucket, shard: Tensor, rule: Rule) -> None:
         for second, start, stop in _tiles(shard):
@@ -94,7 +94,7 @@ class Shadow:
         if live.device.type == second.device.type:
             return live
         copy = torch.empty_like(live, device=second.device)
-        bucket.placement.move(copy, live, (bucket.master.memory, self.memory), bucket.name).wait()
+        bucket.placement.copy(copy, live, (bucket.master.memory, self.memory), bucket.name)
         return copy
 
     def _buffer_taken(self, live: Tensor, second: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class Shadow:
         if live.device.type == second.device.type:
             return live.detach()
         copy = torch.empty_like(live, device=second.device)
-        self._map.placement.move(copy, live.detach(), ("device", self._buffers_memory), "a buffer").wait()
+        self._map.placement.copy(copy, live.detach(), ("device", self._buffers_memory), "a buffer")
         return copy
 
     @torch.no_grad()
@@ -114,12 +114,13 @@ class Shadow:
         """
         self._map.absorb_edits()
         for bucket, shard in zip(self._map.buckets, self.shards, strict=True):
+            bucket.await_moves()
             memories = self.memory, bucket.master.memory
             for second, start, stop in _tiles(shard):
                 live = bucket.master.read(start, stop)
                 before = self._taken(bucket, live, second)
                 before = before.clone() if before is live else before
-                bucket.placement.move(live, second, memories, bucket.name).wait()
+                bucket.placement.copy(live, second, memories, bucket.name)
                 bucket.master.keep(start, live)
                 second.copy_(before)
         for bucket in self._map.buckets:
@@ -128,7 +129,7 @@ class Shadow:
         for live, second in self._pairs():
             before = self._buffer_taken(live, second)
             before = before.clone() if before.data_ptr() == live.data_ptr() else before
-            self._map.placement.move(live.detach(), second, (self._buffers_memory, "device"), "a buffer").wait()
+            self._map.placement.copy(live.detach(), second, (self._buffers_memory, "device"), "a buffer")
             second.copy_(before)
         self.swapped = not self.swapped
 

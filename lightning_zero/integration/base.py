@@ -1,16 +1,25 @@
-"""The base of the parts of the strategy: its options and the engine that it drives."""
+"""The base of the parts of the strategy: its options, and the engine that it makes and drives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, NoReturn, TypeVar, overload
 
+import lightning.pytorch as pl
+import torch
 from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine
+from lightning_zero.integration import engines, private, remedies
 from lightning_zero.integration.options import StrategyOptions
 from lightning_zero.integration.patches import Undo
-from lightning_zero.sharding import Mesh, ShardingPolicy
+from lightning_zero.integration.precision import ZeroPrecision
+from lightning_zero.planning.memory import Memory
+from lightning_zero.sharding import Mesh, ShardingPolicy, unshard_parameters
+from lightning_zero.storage import Executor
+from lightning_zero.update import make_updater
 
 T = TypeVar("T")
 
@@ -51,6 +60,8 @@ class EngineStrategy(DDPStrategy):
     _options: StrategyOptions
     _policy: ShardingPolicy
     _undo: list[Undo]  # for what was replaced on objects that outlive the fit
+    _executor: Executor
+    _dtypes: dict[int, torch.dtype]  # of parameters by their ids, before the engine changed them
     _engine: Engine | None = None
     _mesh: Mesh | None = None
 
@@ -65,6 +76,7 @@ class EngineStrategy(DDPStrategy):
     max_live_numel = _Option(lambda options: options.max_live_numel)
     check_steps = _Option(lambda options: options.check_steps)
     detect_data_edits = _Option(lambda options: options.detect_data_edits)
+    overlap = _Option(lambda options: options.overlap)
     native_optimizer = _Option(lambda options: options.native_optimizer)
     skip_nonfinite = _Option(lambda options: options.skip_nonfinite)
     max_consecutive_skips = _Option(lambda options: options.max_consecutive_skips)
@@ -93,3 +105,68 @@ class EngineStrategy(DDPStrategy):
                 "is gone. Save its checkpoint before the other Trainer runs, or save the other's"
             )
         return self._engine
+
+    def release(self, module: nn.Module | None = None) -> None:
+        """Give the module ordinary, full parameters again, at full precision, and free the shards. Collective.
+
+        After ``fit`` the module stays sharded (stage 3) and in its 16-bit dtype, ready for ``test``, a second ``fit``
+        or ``save_checkpoint``. Call this before code that wants a plain module, such as an export.
+
+        Args:
+            module: one that ``Trainer.init_module`` made and no Trainer has run; default: the one of the last run.
+        """
+        if self._engine is not None and (module is None or module is self._engine.module):
+            self._engine.release()
+            self._engine = None
+        elif module is not None:
+            unshard_parameters(module.parameters())
+
+    def _shard_size(self) -> int:
+        """Ranks that share one copy."""
+        return engines.shard_size(self.options, self.num_nodes, self.num_processes)
+
+    def _shard(self, module: pl.LightningModule, optimizers: list[Optimizer] | None) -> None:
+        """Build the engine, or give the one of an earlier run its new optimizers."""
+        parameters = [p for o in optimizers or [] for group in o.param_groups for p in group["params"]]
+        engine = self._engine
+        # Another Trainer may have released it, and the module may have grown.
+        if engine is not None and not (engine.module is module and engine.holds([*module.parameters(), *parameters])):
+            engine.release()
+            engine = None
+        if engine is None:
+            precision = self.precision_plugin
+            assert isinstance(precision, ZeroPrecision)
+            assert self._mesh is not None
+            self._dtypes.clear()
+            self._dtypes.update((id(p), p.dtype) for p in module.parameters())
+            optimized = parameters if optimizers is not None else None
+            engine = engines.make_engine(
+                module, self._mesh, self.options, precision, self.root_device, self._executor, optimized
+            )
+            private.report_device(module, self.root_device)
+            precision.attach(engine)
+            self._engine = engine
+        if optimizers is not None:
+            engine.attach([make_updater(o, engine, self.options.native_optimizer) for o in optimizers])
+
+    def _describe_memory(
+        self, module: pl.LightningModule, optimizers: Sequence[Optimizer], micro_batches: int
+    ) -> Memory:
+        precision = self.precision_plugin
+        assert isinstance(precision, ZeroPrecision)
+        setting = remedies.setting_of(self.options, self._shard_size(), precision.policy)
+        default_size = engines.default_shard_size(self.num_nodes, self.num_processes)
+        return Memory(
+            module=module,
+            optimizers=optimizers,
+            micro_batches=micro_batches,
+            setting=setting,
+            dtypes=self._dtypes,
+            units=self.options.units,
+            native=self.options.native_optimizer,
+            device=self.root_device,
+            world_size=self.world_size,
+            rank=self.global_rank,
+            candidates=list(remedies.candidates(self.options, setting, default_size, self.world_size)),
+            hint=remedies.activations(micro_batches),
+        )

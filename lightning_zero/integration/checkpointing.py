@@ -24,7 +24,8 @@ from lightning_zero.integration.base import EngineStrategy
 from lightning_zero.integration.patches import replace_methods
 from lightning_zero.integration.precision import ZeroPrecision, unwrap
 from lightning_zero.sharding import Group, Mesh
-from lightning_zero.sharding.compiled import names_of, plain_names
+from lightning_zero.sharding.compiled import plain_names
+from lightning_zero.sharding.sharded_init import usable_inside
 from lightning_zero.update import ShardUpdater
 from lightning_zero.version import __version__
 
@@ -36,6 +37,7 @@ class CheckpointingStrategy(EngineStrategy):
 
     _background: _checkpoint.Background | None = None
     _rng: dict[str, Tensor] | None = None  # what a fit that resumes has yet to give its generators
+    _full_precision: _checkpoint.FullPrecision | None = None  # of what was loaded before there was an engine
     _fitting: bool = False  # saves may go on in the background
 
     # ------------------------------------------------------------------------------------------------------- saving
@@ -47,8 +49,8 @@ class CheckpointingStrategy(EngineStrategy):
         if self._mesh is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        if self._engine is not None:
-            _checkpoint.follow_first(self._engine)
+        engines = [] if self._engine is None else [self._engine]
+        _checkpoint.follow_first(engines)
         if self._background is not None:
             self._background.wait()
         checkpoint = {**checkpoint, WRITTEN_BY: self._written_by(self._mesh)}
@@ -57,7 +59,7 @@ class CheckpointingStrategy(EngineStrategy):
         form = self.options.checkpoint_format
         if self._is_local_file(filepath) and storage_options is None:
             path, world = Path(filepath).expanduser(), self._mesh.world
-            save = _checkpoint.begin(form, checkpoint, path, self._engine, world, checksums=self.options.checksums)
+            save = _checkpoint.begin(form, checkpoint, path, engines, world, checksums=self.options.checksums)
             if save is not None:
                 self._write(save, world)
                 return
@@ -72,8 +74,7 @@ class CheckpointingStrategy(EngineStrategy):
                 "first and training waits for it: checkpoint_format and async_save are for local files without a "
                 "CheckpointIO of your own or storage_options"
             )
-        if self._engine is not None:
-            _checkpoint.fetch_for_first(checkpoint, self._engine)
+        _checkpoint.fetch_for_first(checkpoint, engines)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _write(self, save: _checkpoint.Save, world: Group) -> None:
@@ -191,16 +192,19 @@ class CheckpointingStrategy(EngineStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._engine is not None and not self._engine.released:
+        module = self.lightning_module
+        assert module is not None
+        if self._engine is not None and not self._engine.released and self._engine.module is module:
             _checkpoint.load_module_state_dict(self._engine, checkpoint["state_dict"], strict)
             return
         assert isinstance(self.precision_plugin, ZeroPrecision)
-        assert self.lightning_module is not None
-        if self.precision_plugin.policy.param_dtype == torch.float64:
-            # Parameters get their dtype in `setup`; before it, the values would be rounded to what they have.
-            self.lightning_module.double()
-        state = names_of(self.lightning_module, checkpoint["state_dict"])
-        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
+        state = _checkpoint.state_for(module, checkpoint["state_dict"])
+        self._full_precision = _checkpoint.FullPrecision()
+        with usable_inside(module.parameters()), self._full_precision:
+            if self.precision_plugin.policy.param_dtype == torch.float64:
+                # Parameters get their dtype in `setup`; before it, the values would be rounded to what they have.
+                module.double()
+            super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
         for value in state.values():
             if isinstance(value, Tensor):
                 _checkpoint.give_back_pages(value)

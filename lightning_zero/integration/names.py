@@ -1,4 +1,4 @@
-"""The names that ``Trainer(strategy=...)`` takes, registered without importing what they stand for.
+"""The names that ``strategy=`` of Trainer and Fabric takes, registered without importing what they stand for.
 
 Importing the package costs milliseconds; engine, kernels and Hydra are imported by what uses them first.
 """
@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_zero.integration.fabric import ZeroFabricStrategy
     from lightning_zero.integration.private import StrategyRegistryType
     from lightning_zero.integration.strategy import ZeroStrategy
 
@@ -31,12 +32,18 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def register() -> None:
-    """Make the names known to ``lightning.pytorch.Trainer``, once `lightning` is imported: this imports neither.
+    """Make the names known to Trainer and Fabric of `lightning`, once it is imported: this imports neither.
 
     In the registry of ``pytorch_lightning``, a copy of the same code with classes of its own, they become an error that
     says what to import. Which of the packages is imported first does not matter.
     """
-    _when_imported("lightning.pytorch.strategies", lambda strategies: register_in(strategies.StrategyRegistry))
+    _when_imported(
+        "lightning.pytorch.strategies", lambda strategies: register_in(strategies.StrategyRegistry, make_strategy)
+    )
+    _when_imported(
+        "lightning.fabric.strategies",
+        lambda strategies: register_in(strategies.STRATEGY_REGISTRY, make_fabric_strategy),
+    )
     _when_imported("pytorch_lightning.strategies", _refuse_in)
 
 
@@ -71,12 +78,17 @@ class _Await(MetaPathFinder):
         return spec
 
 
-def register_in(registry: StrategyRegistryType) -> None:
-    """Add the names to a registry of strategies, which refuses what is nearly one of them from then on."""
+def register_in(registry: StrategyRegistryType, make: Callable[..., Any]) -> None:
+    """Add the names to a registry of strategies, which refuses what is nearly one of them from then on.
+
+    Args:
+        registry: of the Trainer or of Fabric.
+        make: makes the strategy of that from arguments.
+    """
     for name, arguments in STRATEGIES.items():
         offloads = ", state in host memory" if "offload_optimizer" in arguments else ""
         description = f"ZeRO stage {arguments['stage']}{offloads}"
-        registry.register(name, _make_strategy, description, override=True, **arguments)
+        registry.register(name, make, description, override=True, **arguments)
     # The Trainer looks for a name in this list, and lists none of ours where it misses one.
     registry.available_strategies = lambda: _Names(registry)  # type: ignore[method-assign]
 
@@ -102,10 +114,18 @@ def _refuse_in(strategies: ModuleType) -> None:
         strategies.StrategyRegistry.register(name, _refuse_pytorch_lightning, override=True)
 
 
-def _make_strategy(**arguments: Any) -> ZeroStrategy:
+def make_strategy(**arguments: Any) -> ZeroStrategy:
+    """Make the strategy of the Trainer."""
     from lightning_zero.integration.strategy import ZeroStrategy
 
     return ZeroStrategy(**arguments)
+
+
+def make_fabric_strategy(**arguments: Any) -> ZeroFabricStrategy:
+    """Make the strategy of Fabric."""
+    from lightning_zero.integration.fabric import ZeroFabricStrategy
+
+    return ZeroFabricStrategy(**arguments)
 
 
 def _refuse_pytorch_lightning() -> None:

@@ -44,6 +44,7 @@ class StrategyOptions:
     max_live_numel: int | None = None
     check_steps: int = 10
     detect_data_edits: bool = False
+    overlap: bool = True
     native_optimizer: NativeName = "auto"
     skip_nonfinite: bool = True
     max_consecutive_skips: int | None = 25
@@ -68,7 +69,7 @@ class StrategyOptions:
         self._check_shard_size()
         _check_positive("bucket_size_mb", self.bucket_size_mb, "a number greater than 0; 25 is a good start")
         _check_positive("timeout", self.timeout, "a number of seconds greater than 0; the default is 1800")
-        for name in ("skip_nonfinite", "detect_data_edits", "async_save", "checksums"):
+        for name in ("skip_nonfinite", "detect_data_edits", "overlap", "async_save", "checksums"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
         _check_units(self.units)
@@ -144,14 +145,19 @@ def lists_options(init: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        for name in kwargs:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]!r}? " if close else ""
-                raise TypeError(f"ZeroStrategy has no option {name!r}; {hint}The options are: {', '.join(known)}")
+        check_names("ZeroStrategy", kwargs, known)
         init(*args, **kwargs)
 
     return checked
+
+
+def check_names(strategy: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raise a :class:`TypeError` that lists the options of ``strategy`` where one of those given is unknown."""
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise TypeError(f"{strategy} has no option {name!r}; {hint}The options are: {', '.join(known)}")
 
 
 def _check_positive(name: str, value: object, expectation: str) -> None:

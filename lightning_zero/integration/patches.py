@@ -52,7 +52,9 @@ def replace_methods(target: Any, methods: dict[str, Callable[..., Any]]) -> Undo
 
 
 def skip_scheduler_steps(config: LRSchedulerConfig, skipped: Skipped) -> Undo:
-    """Make the scheduler's ``step`` do nothing while ``skipped()``."""
+    """Make the scheduler's ``step`` do nothing while ``skipped()``. One without it is moved on by user code alone."""
+    if not hasattr(config.scheduler, "step"):
+        return lambda: None
     own_step, own_state_dict = config.scheduler.step, config.scheduler.state_dict
 
     def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:

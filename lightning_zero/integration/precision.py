@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins import precision as fabric
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -132,6 +133,10 @@ class ZeroPrecision(Precision):
             engine.outcomes.skipped = self.skipped_steps
             self._engine = engine
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickled or copied Trainer has no shards; its next run attaches an engine of its own.
+        return {**vars(self), "_skipped_steps": self.skipped_steps, "_engine": None}
+
     @property
     def skipped_steps(self) -> int:
         """Optimizer steps skipped so far, over all fits with this plugin."""
@@ -166,9 +171,14 @@ class ZeroPrecision(Precision):
     @override
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:
+        with self.computing_on(self.engine.placement.device.type):
+            yield
+
+    @contextlib.contextmanager
+    def computing_on(self, device_type: str) -> Iterator[None]:
+        """Inside, operations on a type of device compute in this precision."""
         with contextlib.ExitStack() as stack:
             if self._autocast_dtype is not None:
-                device_type = self.engine.placement.device.type
                 stack.enter_context(torch.autocast(device_type, dtype=self._autocast_dtype))
             if self._default_dtype is not None:
                 stack.enter_context(_default_dtype(self._default_dtype))
@@ -226,7 +236,14 @@ class ZeroPrecision(Precision):
             self.scaler.load_state_dict({"scale": stock["scale"], "clean_steps": stock["_growth_tracker"]})
 
 
-def as_zero_precision(plugin: Precision) -> ZeroPrecision:
+# Lightning's plugins of the flags, for Trainer and for Fabric.
+_STOCK = (
+    *(Precision, DoublePrecision, HalfPrecision, MixedPrecision),
+    *(fabric.Precision, fabric.DoublePrecision, fabric.HalfPrecision, fabric.MixedPrecision),
+)
+
+
+def as_zero_precision(plugin: fabric.Precision) -> ZeroPrecision:
     """The plugin that does under ZeroStrategy what ``plugin`` does elsewhere.
 
     Raises:
@@ -234,7 +251,7 @@ def as_zero_precision(plugin: Precision) -> ZeroPrecision:
     """
     if isinstance(plugin, ZeroPrecision):
         return plugin
-    if type(plugin) in (Precision, DoublePrecision, HalfPrecision, MixedPrecision):
+    if type(plugin) in _STOCK:
         return ZeroPrecision(plugin.precision, scaler=_scaler_of(plugin))  # type: ignore[arg-type]
     raise TypeError(
         f"{type(plugin).__name__} does not work with ZeroStrategy, which casts and clips shards itself; expected "
@@ -242,9 +259,9 @@ def as_zero_precision(plugin: Precision) -> ZeroPrecision:
     )
 
 
-def _scaler_of(plugin: Precision) -> LossScaler | None:
+def _scaler_of(plugin: fabric.Precision) -> LossScaler | None:
     """A scaler with the settings of a plugin's own ``GradScaler``; ``None`` where they are torch's defaults."""
-    if not isinstance(plugin, MixedPrecision) or plugin.scaler is None:
+    if not isinstance(plugin, MixedPrecision | fabric.MixedPrecision) or plugin.scaler is None:
         return None
     if not plugin.scaler.is_enabled():
         # Torch itself disables that of a device which is not there.

@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.types import _MAP_LOCATION_TYPE, _PATH
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -33,6 +34,9 @@ MapLocation = _MAP_LOCATION_TYPE
 PathLike = _PATH
 StrategyRegistryType = _StrategyRegistry
 
+# The base of what ``fabric.no_backward_sync`` asks of a strategy, which has no public name.
+BackwardSyncControl = _BackwardSyncControl
+
 # Bases of launchers. Lightning offers them to strategies of its own only, and there is no other way to start ranks.
 MultiProcessingLauncher = _MultiProcessingLauncher
 SubprocessScriptLauncher = _SubprocessScriptLauncher
@@ -48,6 +52,10 @@ INHERITED: dict[str, dict[str, str]] = {
         "_layer_sync": "applied in `setup`, which replaces that of the base, which applies it",
         "_lightning_optimizers": "the wrappers that manual optimization steps; they get the engine's `zero_grad`",
         "_precision_plugin": "behind `precision_plugin`, whose default is another one here",
+    },
+    "ZeroFabricStrategy": {
+        "_backward_sync_control": "what `fabric.no_backward_sync` calls",
+        "_precision": "behind `precision`, whose setter takes other plugins here",
     },
     "GatheringLauncher": {
         "_collect_rank_zero_results": "overridden: the last moment when a rank can gather what it sends",

@@ -16,7 +16,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from rich.console import Console
@@ -24,13 +23,13 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero import ops
 from lightning_zero.checkpoint import Background, CheckpointError
-from lightning_zero.engine import Engine, engines_of
-from lightning_zero.integration import patches, private, remedies
+from lightning_zero.engine import engines_of
+from lightning_zero.integration import engines, patches, private
 from lightning_zero.integration.checkpointing import CheckpointingStrategy
+from lightning_zero.integration.deepspeed import FromDeepSpeed
 from lightning_zero.integration.launchers import make_launcher, tell_why
-from lightning_zero.integration.names import register_in
+from lightning_zero.integration.names import make_strategy, register_in
 from lightning_zero.integration.options import (
     FormatName,
     NativeName,
@@ -44,19 +43,14 @@ from lightning_zero.integration.steps import SteppingStrategy
 from lightning_zero.planning.memory import Memory, is_out_of_memory
 from lightning_zero.sharding import (
     Board,
-    BucketPlacement,
     CollectiveError,
     Group,
-    Mesh,
     ShardingPolicy,
-    sharded_init,
-    unshard_parameters,
 )
-from lightning_zero.storage import DeviceStore, Executor, HostStore, InlineExecutor, TensorStore, device_type
-from lightning_zero.update import make_updater
+from lightning_zero.storage import InlineExecutor, make_executor
 
 
-class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
+class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
     """Trains with parameters, gradients and optimizer state sharded over ranks, on the device or in host memory.
 
     ============  ======================  ===================  ===============
@@ -98,6 +92,9 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
         detect_data_edits: for debugging, at stages 0 to 2: keep what was written through ``parameter.data`` between
             steps also without ``gathered_parameters(writeback=True)``. Every step reads the rank's shard twice more
             for that and waits for the device.
+        overlap: let copies between the device and host memory, and work on host memory, run beside the training; the
+            results are the same bits. ``False`` finishes each before the next begins, which is easier to debug. On CPU
+            ranks it changes nothing.
         native_optimizer: ``"auto"`` runs torch's Adam(W), Adagrad, SGD by native kernels where state rests in host
             memory; ``"off"`` runs torch's own code.
         skip_nonfinite: skip a step, on all ranks and with a warning, when a gradient is not finite. With a loss scaler
@@ -138,6 +135,7 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
         max_live_numel: int | None = None,
         check_steps: int = 10,
         detect_data_edits: bool = False,
+        overlap: bool = True,
         native_optimizer: NativeName = "auto",
         skip_nonfinite: bool = True,
         max_consecutive_skips: int | None = 25,
@@ -164,6 +162,7 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
             max_live_numel=max_live_numel,
             check_steps=check_steps,
             detect_data_edits=detect_data_edits,
+            overlap=overlap,
             native_optimizer=native_optimizer,
             skip_nonfinite=skip_nonfinite,
             max_consecutive_skips=max_consecutive_skips,
@@ -177,8 +176,8 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
         self._policy = ShardingPolicy.from_stage(self.options.stage)
         self._undo = []
         self.memory: Memory | None = None  # of the fit that runs
-        self._dtypes: dict[int, torch.dtype] = {}  # of parameters by their ids, before the engine changed them
-        self._executor: Executor = InlineExecutor()
+        self._dtypes = {}
+        self._executor = InlineExecutor()
         self._failed = False
         super().__init__(
             accelerator=accelerator,
@@ -195,7 +194,7 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
     @override
     def register_strategies(cls, strategy_registry: private.StrategyRegistryType) -> None:
         """Register ``zero0`` ... ``zero3_offload``."""
-        register_in(strategy_registry)
+        register_in(strategy_registry, make_strategy)
 
     # ------------------------------------------------------------------------------------------------------- set-up
 
@@ -218,21 +217,15 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
     def setup_environment(self) -> None:
         # Lightning's own set-up would fail by an index on a rank beyond `devices`.
         if torch.distributed.is_initialized():
-            self._check_world_size()
+            engines.check_world_size(self.num_nodes, self.num_processes, "Trainer")
         super().setup_environment()
-        self._check_world_size()
-        ops.share_cores(self.num_processes, self.local_rank)  # the ranks of a machine update at the same time
+        engines.check_world_size(self.num_nodes, self.num_processes, "Trainer")
         if self._mesh is None:
-            timeout = timedelta(seconds=self.options.timeout)
-            self._mesh = Mesh.create(self._shard_size(), timeout)
+            self._mesh = engines.make_mesh(self.options, self.num_nodes, self.num_processes, self.local_rank)
+            self._executor = make_executor(self.root_device, self.options.overlap)
             if self.options.async_save:
+                timeout = timedelta(seconds=self.options.timeout)
                 self._background = Background(Group.for_thread(timeout), self._executor)
-            if self.options.shard_size is None and not self.options.replicates and self._mesh.replica.size > 1:
-                rank_zero_info(
-                    f"ZeroStrategy: shard_size={self._mesh.shard.size}, the ranks of a node: each of the "
-                    f"{self.num_nodes} nodes holds a copy of all that is sharded. shard_size={self._mesh.world.size} "
-                    "shards over all ranks, for less memory and more traffic between nodes"
-                )
         # Another Trainer's engine would go on holding the values from before what is loaded next.
         if self.lightning_module is not None:
             for engine in engines_of(self.lightning_module):
@@ -285,28 +278,7 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
             with isolate_rng():  # the set-up seeds again
                 self.launcher.launch(self.setup_environment)
         assert self._mesh is not None
-        device = self.root_device
-        on_host = device_type(device).shares_host_memory or self.options.offload_params == "cpu"
-        return sharded_init(self._mesh, device, HostStore() if on_host else DeviceStore(device))
-
-    def _shard_size(self) -> int:
-        """Ranks that share one copy."""
-        if self.options.replicates:
-            return 1
-        return self._default_shard_size() if self.options.shard_size is None else self.options.shard_size
-
-    def _default_shard_size(self) -> int:
-        """The ranks of a node, or one of each where nodes have but one."""
-        return self.num_processes if self.num_processes > 1 else self.num_nodes
-
-    def _check_world_size(self) -> None:
-        expected, actual = self.num_nodes * self.num_processes, torch.distributed.get_world_size()
-        if expected != actual:
-            raise ValueError(
-                f"the process group has {actual} ranks, the Trainer expects devices x num_nodes = {expected}: a "
-                "process keeps the group of its first Trainer. Start a new process, or call "
-                "torch.distributed.destroy_process_group() before the next Trainer"
-            )
+        return engines.init_in_shards(self.options, self._mesh, self.root_device)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -324,7 +296,12 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
             self.setup_optimizers(trainer)
             optimizers = [o for o in self.optimizers if not private.is_stand_in(o)]
             self.memory = self._describe_memory(self.lightning_module, optimizers, trainer.accumulate_grad_batches)
+        full_precision, self._full_precision = self._full_precision, None
+        if full_precision is not None:
+            full_precision.forget_changed()
         self._shard(self.lightning_module, optimizers if fitting else None)
+        if full_precision is not None:
+            full_precision.give_to(self.engine)
         self.setup_precision_plugin()
         self._show_sums(trainer)
         for wrapper in self._lightning_optimizers:
@@ -359,96 +336,9 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
                 f"{plugin.precision!r}; give one of them"
             )
 
-    def _shard(self, module: pl.LightningModule, optimizers: list[Optimizer] | None) -> None:
-        """Build the engine, or give the one of an earlier run its new optimizers."""
-        parameters = [p for o in optimizers or [] for group in o.param_groups for p in group["params"]]
-        engine = self._engine
-        # Another Trainer may have released it, and the module may have grown.
-        if engine is not None and not (engine.module is module and engine.holds([*module.parameters(), *parameters])):
-            engine.release()
-            engine = None
-        if engine is None:
-            precision = self.precision_plugin
-            assert isinstance(precision, ZeroPrecision)
-            assert self._mesh is not None
-            self._dtypes.clear()
-            self._dtypes.update((id(p), p.dtype) for p in module.parameters())
-            placement = BucketPlacement(
-                self._mesh,
-                self._policy,
-                precision.policy,
-                self.root_device,
-                *self._stores(self.root_device),
-                self._executor,
-            )
-            engine = Engine(
-                module,
-                placement,
-                optimized=parameters if optimizers is not None else None,
-                units=self.options.units,
-                bucket_size_mb=self.options.bucket_size_mb,
-                persistence_numel=self.options.persistence_numel,
-                max_live_numel=self.options.max_live_numel,
-                check_steps=self.options.check_steps,
-                detect_data_edits=self.options.detect_data_edits,
-                scaler=precision.scaler,
-                skip_nonfinite=self.options.skip_nonfinite,
-                max_consecutive_skips=self.options.max_consecutive_skips,
-            )
-            private.report_device(module, self.root_device)
-            precision.attach(engine)
-            self._engine = engine
-        if optimizers is not None:
-            engine.attach([make_updater(o, engine, self.options.native_optimizer) for o in optimizers])
-
-    def _describe_memory(
-        self, module: pl.LightningModule, optimizers: Sequence[Optimizer], micro_batches: int
-    ) -> Memory:
-        precision = self.precision_plugin
-        assert isinstance(precision, ZeroPrecision)
-        setting = remedies.setting_of(self.options, self._shard_size(), precision.policy)
-        default_size = self._default_shard_size()
-        return Memory(
-            module=module,
-            optimizers=optimizers,
-            micro_batches=micro_batches,
-            setting=setting,
-            dtypes=self._dtypes,
-            units=self.options.units,
-            native=self.options.native_optimizer,
-            device=self.root_device,
-            world_size=self.world_size,
-            rank=self.global_rank,
-            candidates=list(remedies.candidates(self.options, setting, default_size, self.world_size)),
-            hint=remedies.activations(micro_batches),
-        )
-
-    def _stores(self, device: torch.device) -> tuple[TensorStore, TensorStore]:
-        host = HostStore(pin_for=device)
-        on_device = DeviceStore(device)
-        return (
-            host if self.options.offload_optimizer == "cpu" else on_device,
-            host if self.options.offload_params == "cpu" else on_device,
-        )
-
     @override
     def model_to_device(self) -> None:
         """Nothing: the engine moves the module bucket by bucket."""
-
-    def release(self, module: nn.Module | None = None) -> None:
-        """Give the module ordinary, full parameters again, at full precision, and free the shards. Collective.
-
-        After ``fit`` the module stays sharded (stage 3) and in its 16-bit dtype, ready for ``test``, a second ``fit``
-        or ``save_checkpoint``. Call this before code that wants a plain module, such as an export.
-
-        Args:
-            module: one that ``Trainer.init_module`` made and no Trainer has run; default: the one of the last run.
-        """
-        if self._engine is not None and (module is None or module is self._engine.module):
-            self._engine.release()
-            self._engine = None
-        elif module is not None:
-            unshard_parameters(module.parameters())
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -483,10 +373,6 @@ class ZeroStrategy(SteppingStrategy, CheckpointingStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        # Process groups do not pickle; a spawned rank makes its own.
-        return {**super().__getstate__(), "_engine": None, "_mesh": None, "_background": None}
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return self._policy.shard_params
+        # Process groups and threads do not pickle; a spawned rank makes its own.
+        own = {"_engine": None, "_mesh": None, "_background": None, "_executor": InlineExecutor()}
+        return {**super().__getstate__(), **own}

@@ -19,7 +19,7 @@ from lightning_zero.engine import Engine, engines_of
 from lightning_zero.planning.account import Bytes
 from lightning_zero.planning.plan import Plan, plan
 from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardingPolicy
-from lightning_zero.storage import DeviceStore, HostStore, device_type
+from lightning_zero.storage import DeviceStore, HostStore, device_type, make_executor
 from lightning_zero.update import ShardUpdater
 from lightning_zero.update.attached import parameters_of
 
@@ -30,7 +30,7 @@ _OUT_OF_MEMORY = re.compile(
     r"|Cannot allocate memory"
 )
 # As in the plan, and in its order.
-_HELD = ("parameters", "param_shards", "masters", "optimizer_state", "sharded_gradient", "buffers")
+_HELD = ("parameters", "param_shards", "masters", "optimizer_state", "sharded_gradient", "buffers", "staging")
 
 
 class Remedy(NamedTuple):
@@ -58,6 +58,7 @@ class Setting:
     bucket_size_mb: float
     persistence_numel: int
     max_live_numel: int | None
+    overlap: bool
     precision: MixedPrecisionPolicy
 
 
@@ -133,6 +134,7 @@ class Memory:
             self.device,
             host if setting.optimizer_on_host else device,
             host if setting.params_on_host else device,
+            make_executor(self.device, setting.overlap),
         )
         return plan(
             self.module,
@@ -183,6 +185,7 @@ def held_by(engine: Engine) -> dict[str, Bytes]:
             held[name] += part
     buffers = {id(buffer): buffer.nbytes for buffer in engine.module.buffers()}
     held["buffers"] = Bytes(device=sum(buffers.values()))
+    held["staging"] = Bytes(host=engine.placement.executor.staged_bytes)
     return held
 
 
@@ -190,11 +193,11 @@ def planned_parts(planned: Plan) -> dict[str, Bytes]:
     """Bytes between steps, by the plan's names."""
     parts = {name: Bytes() for name in _HELD}
     for bucket in planned.buckets:
-        for name in _HELD[1:-1]:
+        for name in _HELD[1:-2]:
             parts[name] += getattr(bucket, name)
         if bucket.unsharded:
             parts["parameters"] += bucket.parameters
-    parts["buffers"] = planned.buffers
+    parts["buffers"], parts["staging"] = planned.buffers, planned.staging
     return parts
 
 

@@ -9,6 +9,8 @@ Per rank, with Ψ the padded elements of a bucket, S the size of the shard group
     sharded_gradient Ψ/S in the dtype of :func:`sharded_gradient_dtype`
     gradients        of one backward, in the parameter dtype, until their bucket is reduced
     reduce_buffer    Ψ in the reduce dtype, and what the collective takes while it runs
+    staging          host memory through which gradients and parameters pass, and device memory of gradients that are on
+                     their way to the host: as much as the executor may keep, as if no copy ended before its wait
 
 Sizes come from the functions by which the engine allocates, the peak and the traffic from two steps of the runtime's
 own reducer and prefetcher on paper (``recording.py``). Not counted: activations, and what a module's own backward
@@ -27,8 +29,8 @@ from torch.optim import Optimizer
 
 from lightning_zero.planning.account import NOTHING, Account, Bytes, Peak
 from lightning_zero.planning.recording import RecordedBucket, RecordedRun
-from lightning_zero.sharding.collectives import Mesh
 from lightning_zero.sharding.forms import BucketForm
+from lightning_zero.sharding.mesh import Mesh
 from lightning_zero.sharding.partition import parameters_by_unit, partition
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.update.attached import parameters_of
@@ -75,6 +77,7 @@ class Plan:
     Attributes:
         buckets: in forward order.
         buffers: the module's buffers (statistics of BatchNorm, ...).
+        staging: pinned host memory through which gradients and parameters pass, at most.
         peak: of any step, the first included.
         sent: bytes per step after the first, by collective.
         calls: number of collectives per step after the first.
@@ -82,6 +85,7 @@ class Plan:
 
     buckets: tuple[BucketPlan, ...]
     buffers: Bytes
+    staging: Bytes
     peak: Peak
     sent: Mapping[str, int]
     calls: Mapping[str, int]
@@ -89,13 +93,13 @@ class Plan:
     @property
     def held(self) -> Bytes:
         """Between steps, after the first one."""
-        return sum((bucket.held for bucket in self.buckets), self.buffers)
+        return sum((bucket.held for bucket in self.buckets), self.buffers + self.staging)
 
     def __str__(self) -> str:
         held = [(name.replace("_", " "), self._sum(name)) for name in _HELD]
         rows = [("parameters", sum((b.parameters for b in self.buckets if b.unsharded), NOTHING)), *held]
         lines = [f"{'MiB':<18}{'device':>12}{'host':>12}"]
-        for name, part in (*rows, ("buffers", self.buffers), ("held", self.held)):
+        for name, part in (*rows, ("buffers", self.buffers), ("staging", self.staging), ("held", self.held)):
             lines.append(f"{name:<18}{part.device / 2**20:>12.1f}{part.host / 2**20:>12.1f}")
         lines.append(f"{'peak of a step':<18}{self.peak.device / 2**20:>12.1f}{self.peak.host / 2**20:>12.1f}")
         sent = ", ".join(f"{name} {nbytes / 2**20:.1f}" for name, nbytes in self.sent.items()) or "nothing"
@@ -162,12 +166,12 @@ def plan(
         name: [spec.parameter for spec in specs] for name, specs in parameters_by_unit(module, unit_list).items()
     }
     run = RecordedRun(unit_list, parameters, forms, footprints, placement, account, max_live_numel, recomputed)
-    run.step(micro_batches, len(optimizers))  # as the first one, which learns the order of units
+    run.step(micro_batches, len(optimizers), first=True)  # which learns the order of units
     run.reset_traffic()
-    run.step(micro_batches, len(optimizers))
+    run.step(micro_batches, len(optimizers), first=False)
     sent, calls = run.traffic()
     rows = [_with_gradients(row, bucket) for row, bucket in zip(rows, run.buckets, strict=True)]
-    return Plan(tuple(rows), buffer_bytes, account.peak, sent, calls)
+    return Plan(tuple(rows), buffer_bytes, run.staging, account.peak, sent, calls)
 
 
 def _footprints(

@@ -9,7 +9,7 @@ calls them where the engine and its hooks do.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -26,7 +26,9 @@ from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.sharding.prefetch import Prefetcher
 from lightning_zero.sharding.reducer import Reducer
 from lightning_zero.sharding.reduction import Reduction
-from lightning_zero.storage import Memory
+from lightning_zero.storage import Executor, Lane, Memory
+from lightning_zero.storage.staging import staged_size
+from lightning_zero.update.clipping import squares_scratch
 from lightning_zero.update.footprint import Footprint
 
 _SMALL_ITEM = 8  # bytes of each number in the step's small all-reduce: float64
@@ -50,6 +52,51 @@ class RecordedTensor(NamedTuple):
         return Bytes.of(self.memory, self.nbytes)
 
 
+class RecordedLanes:
+    """Memory that an executor keeps for copies, none of which ends before the host waits for it.
+
+    Args:
+        executor: whose limits it knows.
+        account: notes the memory.
+    """
+
+    def __init__(self, executor: Executor, account: Account) -> None:
+        self._executor = executor
+        self._leaving: deque[Bytes] = deque()
+        self._staged: Counter[Lane] = Counter()  # bytes, since the host has waited
+        self._kept: Counter[Lane] = Counter()  # bytes
+        self._account = account
+
+    @property
+    def staging(self) -> Bytes:
+        """Host memory in passing that is kept."""
+        return Bytes(host=self._kept.total())
+
+    def let_go(self, tensor: RecordedTensor) -> None:
+        """A tensor that was taken is on its way to the host, and nobody else needs it."""
+        self._leaving.append(tensor.amount)
+        while sum(amount.total for amount in self._leaving) > self._executor.in_flight_bytes:
+            self._account.give(self._leaving.popleft())
+
+    def stage(self, lane: Lane, nbytes: int) -> None:
+        """So many bytes pass through host memory."""
+        limit = self._executor.staging_bytes
+        if not limit or not nbytes:
+            self._account.touch(Bytes(host=nbytes))
+            return
+        self._staged[lane] += staged_size(nbytes)
+        more = min(self._staged[lane], max(limit, staged_size(nbytes))) - self._kept[lane]
+        if more > 0:
+            self._account.take(Bytes(host=more))
+            self._kept[lane] += more
+
+    def wait(self) -> None:
+        """All copies have ended."""
+        self._staged.clear()
+        while self._leaving:
+            self._account.give(self._leaving.popleft())
+
+
 class RecordedGradients(Reduction[RecordedTensor]):
     """The gradients of one bucket, from their accumulation until they are cleared; see ``BucketGradients``.
 
@@ -57,11 +104,12 @@ class RecordedGradients(Reduction[RecordedTensor]):
         reduction: the most bytes that a reduction has taken: of its buffer and of the collective.
     """
 
-    def __init__(self, form: BucketForm, account: Account) -> None:
+    def __init__(self, form: BucketForm, account: Account, lanes: RecordedLanes) -> None:
         super().__init__(form.dtype, form.placement)
         self.reduction = 0
         self._form = form
         self._account = account
+        self._lanes = lanes
         self._unsharded: dict[int, RecordedTensor] = {}  # by index of the parameter: its `grad`
         self._sharded: RecordedTensor | None = None  # the reduced slice
         self._empty = True  # no slice has arrived since the gradients were cleared
@@ -133,9 +181,12 @@ class RecordedGradients(Reduction[RecordedTensor]):
         elif torch.promote_types(self._sharded.dtype, dtype) != self._sharded.dtype:
             self._sharded = self._convert(self._sharded, dtype)
         if not self._empty and store.device != self._placement.device:
-            self._account.touch(Bytes.of(store.memory, shard.nbytes))  # moved, then added
+            self._lanes.stage(Lane.D2H, shard.nbytes)  # moved, then added
         self._empty = False
-        self._give(shard)
+        if store.memory == "host":
+            self._lanes.let_go(shard)
+        else:
+            self._give(shard)
 
     def _take(self, tensor: RecordedTensor) -> RecordedTensor:
         self._account.take(tensor.amount)
@@ -155,15 +206,16 @@ class RecordedBucket:
         state: the parameter values that the rank holds.
     """
 
-    def __init__(self, form: BucketForm, account: Account) -> None:
+    def __init__(self, form: BucketForm, account: Account, lanes: RecordedLanes) -> None:
         self.form = form
         self.layout = form.layout
-        self.gradients = RecordedGradients(form, account)
+        self.gradients = RecordedGradients(form, account, lanes)
         self._shards_params = form.placement.sharding.shard_params
         self.state = BucketState.SHARDED if self._shards_params else BucketState.GATHERED
         self._flat = RecordedTensor(form.layout.padded_numel, form.dtype)
         self._group = form.placement.mesh.shard
         self._account = account
+        self._lanes = lanes
 
     def begin_unshard(self) -> None:
         """Takes the flat buffer's memory, where it has none, and sends the shard."""
@@ -184,13 +236,28 @@ class RecordedBucket:
             self._account.give(self._flat.amount)
             self.state = BucketState.SHARDED
 
-    def update(self, footprints: Iterable[Footprint]) -> None:
-        """Updates the shard: each optimizer takes memory in passing, and what is gathered is out of date."""
+    def optimizer_state(self, footprint: Footprint) -> Bytes:
+        """The per-element state that an optimizer keeps."""
+        return Bytes.of(self.form.placement.optimizer_store.memory, footprint.state_itemsize * self.layout.shard_numel)
+
+    def update(self, footprints: Iterable[Footprint], first: bool) -> None:
+        """Updates the shard: each optimizer takes memory in passing, and what is gathered is out of date.
+
+        Args:
+            footprints: of the optimizers.
+            first: whether their state is made, which nobody has taken memory for then.
+        """
         placement = self.form.placement
         shard_memory = placement.param_store.memory if self._shards_params else "device"
         for footprint in footprints:
             memory = placement.optimizer_store.memory if footprint.master.pieces else shard_memory
-            self._account.touch(Bytes.of(memory, footprint.scratch))
+            fresh = footprint.fresh if first else 0
+            self._account.touch(Bytes.of(memory, footprint.scratch + fresh))
+            if first:
+                self._account.take(self.optimizer_state(footprint))
+                last = footprint.gradients if footprint.one_tile else footprint.scratch
+                self._account.touch(Bytes.of(memory, last + fresh))
+            self._lanes.stage(Lane.H2D, footprint.staged)
         if self.form.trained and self.state is BucketState.GATHERED and self.layout.shards > 1:
             self.state = BucketState.STALE
 
@@ -225,7 +292,9 @@ class RecordedRun:
         max_live_numel: int | None,
         recomputed: bool,
     ) -> None:
-        self.buckets = [RecordedBucket(form, account) for form in forms]
+        self._lanes = RecordedLanes(placement.executor, account)
+        self.buckets = [RecordedBucket(form, account, self._lanes) for form in forms]
+        self._account = account
         self._footprints = footprints
         self._placement = placement
         self._recomputed = recomputed
@@ -242,8 +311,8 @@ class RecordedRun:
         held = {id(bucket): bucket for bucket in (self._bucket_of[id(p)] for p in parameters)}
         return [bucket for bucket in held.values() if not bucket.form.spec.in_root]
 
-    def step(self, micro_batches: int, optimizers: int) -> None:
-        """Runs one step; see :class:`Engine`."""
+    def step(self, micro_batches: int, optimizers: int, first: bool) -> None:
+        """Runs one step; see :class:`Engine`. In the first one optimizers make their state."""
         for bucket in self.buckets:
             bucket.gradients.clear()
         for number in range(1, micro_batches + 1):
@@ -251,9 +320,19 @@ class RecordedRun:
                 self._forward()
             with contextlib.nullcontext() if number == micro_batches else self._reducer.no_sync():
                 self._backward()
+        self._lanes.wait()
         self._sum_norms(optimizers)
-        for bucket, footprints in zip(self.buckets, self._footprints, strict=True):
-            bucket.update(footprints)
+        updates = [*zip(self.buckets, self._footprints, strict=True)]
+        if first:  # up to here there may have been the state of a checkpoint
+            for bucket, footprints in updates:
+                self._account.give(sum(map(bucket.optimizer_state, footprints), NOTHING))
+        for bucket, footprints in updates:
+            bucket.update(footprints, first)
+
+    @property
+    def staging(self) -> Bytes:
+        """Host memory in passing that copies keep."""
+        return self._lanes.staging
 
     def reset_traffic(self) -> None:
         """Counts collectives from here on."""
@@ -314,7 +393,10 @@ class RecordedRun:
 
     def _sum_norms(self, optimizers: int) -> None:
         """The one small all-reduce of a step; see :class:`~lightning_zero.update.clipping.GradientClipping`."""
-        world, device = self._placement.mesh.world, self._placement.device
+        world, device, store = self._placement.mesh.world, self._placement.device, self._placement.optimizer_store
+        for bucket in self.buckets:
+            if bucket.form.trained:
+                self._account.touch(Bytes.of(store.memory, squares_scratch(bucket.layout.shard_numel, store.device)))
         flags = sum(len(bucket.form.parameters) + 1 for bucket in self.buckets)
-        numbers = 2 * world.size + optimizers + flags  # digests, squares, parameters used and buckets left over
+        numbers = 2 * world.size + optimizers + flags + 1  # digests, squares, used, left over; whether buffers changed
         world.count("all_reduce", _SMALL_ITEM * (numbers + world.padding(numbers, device)))

@@ -35,11 +35,12 @@ lane, ticket
 
 from lightning_zero.sharding.board import Board, Subject
 from lightning_zero.sharding.bucket import Bucket, BucketState, ParameterSpec
-from lightning_zero.sharding.collectives import CollectiveError, Group, Mesh, is_communication_error
+from lightning_zero.sharding.collectives import CollectiveError, Group, is_communication_error
 from lightning_zero.sharding.forms import BucketForm
 from lightning_zero.sharding.freed import FreedParameter
 from lightning_zero.sharding.gradients import BucketGradients, ShardedGradient
-from lightning_zero.sharding.layout import FlatLayout, Run, Segment, runs, tiles
+from lightning_zero.sharding.layout import FlatLayout, Run, Segment, WholeLayout, runs, tiles
+from lightning_zero.sharding.mesh import Mesh
 from lightning_zero.sharding.partition import Unit, find_units
 from lightning_zero.sharding.placement import BucketPlacement, MasterForm
 from lightning_zero.sharding.policies import MixedPrecisionPolicy, ShardingPolicy
@@ -68,6 +69,7 @@ __all__ = [
     "ShardingPolicy",
     "Subject",
     "Unit",
+    "WholeLayout",
     "find_units",
     "is_communication_error",
     "runs",

@@ -49,7 +49,7 @@ def make_bucket(
         _distribute(bucket, flat, owned)
     else:
         for target, memory in owned:
-            placement.move(target, full[start:stop], ("device", memory), name).wait()
+            placement.copy(target, full[start:stop], ("device", memory), name)
     own = NoMaster(shard, placement.shard_memory)
     bucket.begin(flat, shard, own if copy is None else CopyMaster(shard, copy, StoreHome(placement, name)))
     return bucket
@@ -83,7 +83,7 @@ def _distribute(bucket: Bucket, flat: Tensor, owned: Sequence[_Owned]) -> None:
             part = values[segment.param_start : segment.param_start + segment.numel]
             for target, memory in owned:
                 part_owned = target[segment.start : segment.stop]
-                bucket.placement.move(part_owned, part, ("device", memory), bucket.name).wait()
+                bucket.placement.copy(part_owned, part, ("device", memory), bucket.name)
         del values  # before the next one is gathered
         parameter.data = bucket.view(flat, index)
         note_freed(parameter, parameter.nbytes)
@@ -116,7 +116,7 @@ def begin_to_optimize(bucket: Bucket) -> None:
         if isinstance(bucket.master, NoMaster) and (copy := _room_for_copy(bucket)) is not None:
             placement = bucket.placement
             memories = placement.shard_memory, placement.optimizer_store.memory
-            placement.move(copy, bucket.shard, memories, bucket.name).wait()
+            placement.copy(copy, bucket.shard, memories, bucket.name)
             bucket.master = CopyMaster(bucket.shard, copy, StoreHome(placement, bucket.name))
 
 
@@ -137,6 +137,7 @@ def lay_out_master(bucket: Bucket, split: bool) -> None:
             bucket.layout.shard_numel,
             StoreHome(bucket.placement, bucket.name),
         )
+        bucket.await_moves()
         values = master.read(0, numel)
         if split:
             pieces = bucket.placement.split_master(bucket.dtype).pieces
@@ -145,5 +146,5 @@ def lay_out_master(bucket: Bucket, split: bool) -> None:
             bucket.master.keep(0, values.to("cpu", torch.float32))
         else:
             bucket.master = CopyMaster(bucket.shard, values, home, ties="away")
-        bucket.master.write(0, numel)
+        bucket.publish(0, numel)
         bucket.mark_updated(range(len(bucket.parameters)))

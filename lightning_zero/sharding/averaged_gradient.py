@@ -23,12 +23,12 @@ from torch import Tensor
 from lightning_zero.sharding.collectives import Group
 from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.storage.accelerators import device_type
-from lightning_zero.torch_private import make_wrapper, no_torch_function, tree_leaves, tree_map
+from lightning_zero.torch_private import changes_arguments, make_wrapper, no_torch_function, tree_leaves, tree_map
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Place:
-    """The slice of a parameter's gradient that this rank holds.
+    """The slice of a parameter's gradient that this rank holds; of equal ones the elements are the same.
 
     Attributes:
         name: of the parameter.
@@ -116,7 +116,8 @@ class AveragedGradient(Tensor):
 
     @staticmethod
     def __new__(cls, place: Place, held: Slice) -> Self:
-        tensor = make_wrapper(cls, place.like(held.dtype), place.device)
+        with torch.inference_mode(False):  # it outlives the context in which it was first asked for
+            tensor = make_wrapper(cls, place.like(held.dtype), place.device)
         tensor.place, tensor.held = place, held
         return tensor
 
@@ -131,6 +132,8 @@ class AveragedGradient(Tensor):
         first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, AveragedGradient))
         if name in _SAME:
             return first if name.endswith("_") else AveragedGradient(first.place, first.held)
+        if name == "_local_scalar_dense":
+            return _number(first)
         if name in _FACTORIES and args[0] is first:
             return func(first.place.like(first.dtype, first.device), *args[1:], **kwargs)
         if name in _REDUCTIONS and args[0] is first and (value := _reduced(name, first, args[1:], kwargs)) is not None:
@@ -212,7 +215,7 @@ def _computed(func: Any, name: str, first: AveragedGradient, args: Any, kwargs: 
 
     def local(value: Any) -> Any:
         if isinstance(value, AveragedGradient):
-            if value.place is not place:
+            if value.place != place:
                 first.refuse(f"{name} with the gradient of {value.place.name!r}")
             return value.held.read()
         if not isinstance(value, Tensor):
@@ -223,7 +226,7 @@ def _computed(func: Any, name: str, first: AveragedGradient, args: Any, kwargs: 
             first.refuse(f"{name} with a tensor of shape {tuple(value.shape)}")
         return place.cut(value)
 
-    if not name.endswith("_"):
+    if not changes_arguments(func):
         result = func(*tree_map(local, args), **tree_map(local, kwargs))
         if not all(isinstance(leaf, Tensor) and leaf.numel() == place.numel for leaf in tree_leaves(result)):
             first.refuse(name)  # torch's tag is wrong
@@ -243,6 +246,8 @@ def _one_by_one(name: str, args: Any, kwargs: Any) -> list[Any] | None:
             return value[number] if isinstance(value, list | tuple) else value
 
         chosen, named = [pick(value) for value in args], {key: pick(value) for key, value in kwargs.items()}
+        if name.startswith(("addcdiv", "addcmul")) and len(chosen) > 3:
+            named["value"] = chosen.pop()  # of one tensor by keyword only
         if name == "norm":
             return torch.linalg.vector_norm(*chosen, **named)
         return getattr(Tensor, name)(*chosen, **named)
@@ -298,6 +303,15 @@ _REDUCTIONS: dict[str, _Reduction | None] = {
     "linalg_vector_norm": None,  # by its order
     "norm": None,
 }
+
+
+def _number(gradient: AveragedGradient) -> complex | float | int | bool:
+    """The value of a gradient of one element. Collective."""
+    if gradient.numel() != 1:
+        return gradient.refuse("its value as a number")
+    value = _reduced("sum", gradient, (), {"dtype": gradient.dtype})
+    assert value is not None
+    return value.item()
 
 
 def _reduced(name: str, gradient: AveragedGradient, args: Any, kwargs: Any) -> Tensor | None:

@@ -26,7 +26,7 @@ from lightning_zero.sharding.layout import Segment
 from lightning_zero.sharding.masters import Master, NoMaster
 from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.sharding.placement import BucketPlacement
-from lightning_zero.storage import Memory
+from lightning_zero.storage import DONE, Memory, Ticket
 from lightning_zero.storage.timers import Phase, timed
 from lightning_zero.torch_private import version_of
 
@@ -100,6 +100,7 @@ class Bucket:
         self.flat: Tensor
         self.shard: Tensor
         self.master: Master
+        self.moving: Ticket = DONE  # the last work on its tensors in host memory that may go on beside the training
         self._await_shards: Callable[[], None]  # ends the gather that has begun
 
     @torch.no_grad()
@@ -148,7 +149,9 @@ class Bucket:
         start, stop = self.layout.shard_range(self.placement.mesh.shard.rank)
         if self.shard.data_ptr() != self.flat.data_ptr() + start * self.dtype.itemsize:
             memories: tuple[Memory, Memory] = self.placement.shard_memory, "device"
-            self.placement.move(self.flat[start:stop], self.shard, memories, self.name).wait()
+            target = self.flat[start:stop]
+            self.moving = self.placement.move(target, self.shard, memories, self.name, after=[self.moving])
+            self.moving.wait()
         self._await_shards = self.placement.mesh.shard.begin_all_gather_(self.flat, f"gather {self.name}")
         self.state = BucketState.GATHERING
 
@@ -228,7 +231,7 @@ class Bucket:
                 if self.shards_params:  # else it is the same memory
                     target, source = self.shard[segment.start : segment.stop], self.flat[self.range_of(segment)]
                     memories: tuple[Memory, Memory] = "device", self.placement.shard_memory
-                    self.placement.move(target, source, memories, self.name).wait()
+                    self.placement.copy(target, source, memories, self.name)
                 self.master.derive(segment.start, segment.stop)
         self._remember()
 
@@ -289,9 +292,14 @@ class Bucket:
         if self.state is BucketState.SHARDED:
             self._mark_freed()
 
+    def await_moves(self) -> None:
+        """Have the host wait for what moves from or to its tensors in host memory, which it is about to change."""
+        self.placement.await_host(self.moving)
+        self.moving = DONE
+
     def publish(self, start: int, stop: int) -> None:
-        """Derive elements ``[start, stop)`` of the parameter shard from the master, which was updated."""
-        self.master.write(start, stop)
+        """Derive elements ``[start, stop)`` of the parameter shard from the master, which was changed."""
+        self.placement.await_host(self.master.write(start, stop))
 
     def load(self, index: int, values: Tensor) -> None:
         """Overwrite one parameter with full-precision ``values`` of its shape; ``flat`` becomes out of date."""
@@ -299,12 +307,13 @@ class Bucket:
         self.mark_updated([index])
 
     def _load_master(self, index: int, values: Tensor) -> None:
+        self.await_moves()
         for segment in self.segments:
             if segment.param == index:
                 into = self.master.read(segment.start, segment.stop)
                 self.formats[index].read(values, segment.param_start, into)
                 self.master.keep(segment.start, into)
-                self.master.write(segment.start, segment.stop)
+                self.publish(segment.start, segment.stop)
 
     def gather_full(self, shard: Tensor, memory: Memory) -> Tensor:
         """All-gather any 1-D tensor laid out as the shard; returns the full one (padded) on the device. Collective.
@@ -315,7 +324,7 @@ class Bucket:
         """
         full = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=self.placement.device)
         start, stop = self.layout.shard_range(self.placement.mesh.shard.rank)
-        self.placement.move(full[start:stop], shard, (memory, "device"), self.name).wait()
+        self.placement.copy(full[start:stop], shard, (memory, "device"), self.name)
         self.placement.mesh.shard.all_gather_(full, f"gather state of {self.name}")
         return full
 

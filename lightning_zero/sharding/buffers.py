@@ -1,13 +1,32 @@
-"""A module's buffers, which no rank shards: all have rank 0's."""
+"""A module's buffers, which no rank shards: all have rank 0's.
+
+Rank 0's values reach the others when an engine is made (:func:`convert_buffers`), before whatever shows or saves
+buffers (:func:`broadcast_buffers`), and after a backward in which some rank has changed one (:class:`BufferWatch`).
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.sharding.bucket import checksum
 from lightning_zero.sharding.collectives import Group
 from lightning_zero.sharding.placement import BucketPlacement
-from lightning_zero.torch_private import has_own_apply
+from lightning_zero.storage.accelerators import device_type
+from lightning_zero.torch_private import has_own_apply, version_of
+
+# In training these write their statistics and do not read them: what each rank has gathered matters to nobody.
+_NORMALIZATIONS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
 
 
 def convert_buffers(root: nn.Module, placement: BucketPlacement) -> None:
@@ -31,6 +50,117 @@ def broadcast_buffers(root: nn.Module, world: Group) -> None:
     """Give every rank rank 0's buffers. Collective."""
     for buffer in {id(b): b for b in root.buffers()}.values():
         if buffer.layout is torch.strided:
-            data = world.broadcast_(buffer.detach().contiguous(), "broadcast a buffer")
-            if data.data_ptr() != buffer.data_ptr():
-                buffer.detach().copy_(data)
+            _broadcast(buffer, world)
+
+
+def _broadcast(buffer: Tensor, world: Group) -> None:
+    # One that was assigned in a validation can be written in that mode only.
+    with torch.inference_mode(buffer.is_inference()):
+        data = world.broadcast_(buffer.detach().contiguous(), "broadcast a buffer")
+        if data.data_ptr() != buffer.data_ptr():
+            buffer.detach().copy_(data)
+
+
+def _edits(buffer: Tensor) -> int:
+    return 0 if buffer.is_inference() else version_of(buffer)  # torch does not count the changes of inference tensors
+
+
+def _checksum(buffer: Tensor) -> Tensor:
+    return checksum(buffer.detach().contiguous().view(-1).view(torch.uint8))
+
+
+_Key = tuple[int, str]  # number of the module, and name in it
+
+
+class _Seen(NamedTuple):
+    """A buffer as it was when all ranks had rank 0's."""
+
+    buffer: Tensor
+    version: int
+    checksum: Tensor | None  # in the first steps
+
+
+class BufferWatch:
+    """Finds buffers that a training step changes, and gives every rank rank 0's, in which the next step begins.
+
+    :class:`~torch.nn.parallel.DistributedDataParallel` broadcasts all buffers before every forward. Here a rank says in
+    the small all-reduce of a step whether it has changed one; only then do ranks compare which, and only those are
+    broadcast. The statistics of torch's own normalization layers are left out while these train. As in torch, a module
+    that has no buffer when training begins is not looked at.
+
+    torch counts changes in place; it does not count those through ``buffer.data``, as codebooks make them. They are
+    found by checksums while :meth:`end_checks` has not been called; a buffer that was changed so once counts as changed
+    in every step. One that is changed so later for the first time is not found.
+
+    Values are not compared: a counter that is equal on all ranks is broadcast, too.
+
+    Args:
+        root: whose buffers they are, the same on all ranks; all ranks have rank 0's.
+        world: all ranks.
+        checks: begin with checksums.
+    """
+
+    def __init__(self, root: nn.Module, world: Group, checks: bool) -> None:
+        self._world = world
+        modules = [m for m in root.modules() if next(m.buffers(recurse=False), None) is not None]
+        self._holders = modules if world.size > 1 else []  # one rank has nothing to share
+        self._checks = checks
+        self._hidden: set[_Key] = set()  # keys of those that were changed through `data`
+        self._seen: dict[_Key, _Seen] = {}
+        self._look()
+
+    def has_changed(self) -> bool:
+        """Tell whether this rank has changed a buffer since all had rank 0's."""
+        return any(self._changed(self._watched()))
+
+    def share(self) -> None:
+        """Give every rank rank 0's of those buffers that some rank has changed. Collective."""
+        buffers = self._watched()
+        changed = torch.tensor(self._changed(buffers), dtype=torch.float64)
+        device = buffers[0][1].device
+        counts = self._world.all_reduce_(device_type(device).send(changed, device), "tell which buffers changed")
+        for (_, buffer), count in zip(buffers, counts.tolist(), strict=True):
+            if count:
+                _broadcast(buffer, self._world)
+        self._look()
+
+    def end_checks(self) -> None:
+        """Take no more checksums: which buffers are changed through ``data`` is known."""
+        self._checks = False
+
+    def _look(self) -> None:
+        self._seen.update(
+            (key, _Seen(buffer, _edits(buffer), _checksum(buffer) if self._checks else None))
+            for key, buffer in self._watched()
+        )
+
+    def _changed(self, buffers: list[tuple[_Key, Tensor]]) -> list[bool]:
+        """Tell of each whether this rank has changed it."""
+        unchanged = set()  # as far as torch counts
+        compared: dict[_Key, Tensor] = {}  # 0-dim bools: whether one has other bits
+        for key, buffer in buffers:
+            seen = self._seen.get(key)
+            if (
+                seen is not None
+                and seen.buffer is buffer
+                and seen.version == _edits(buffer)
+                and not buffer.is_inference()
+            ):
+                unchanged.add(key)
+                if self._checks and seen.checksum is not None:
+                    compared[key] = _checksum(buffer) != seen.checksum
+        if compared:  # the host waits once for all
+            different = torch.stack(list(compared.values())).tolist()
+            self._hidden.update(key for key, other in zip(compared, different, strict=True) if other)
+        return [key not in unchanged or key in self._hidden for key, _ in buffers]
+
+    def _watched(self) -> list[tuple[_Key, Tensor]]:
+        """Those to look at; the same on all ranks."""
+        # The statistics of a normalization layer that trains no longer are read in its forward, so they are among them.
+        return [
+            ((number, name), buffer)
+            for number, module in enumerate(self._holders)
+            if not (module.training and type(module) in _NORMALIZATIONS)
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.layout is torch.strided and buffer.numel()
+        ]

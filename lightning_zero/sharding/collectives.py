@@ -1,15 +1,15 @@
 """The only module that calls ``torch.distributed``.
 
-A :class:`Mesh` arranges the world as shard groups x replica groups, each a process group of the package's own, so that
-its collectives never interleave with Lightning's. How the ranks of a group pass data on depends on its backend for the
-device. In host memory, with a backend that matches messages by tag, every rank sends to every other directly, and sums
-are made in rank order: the result is the same on every rank and in every run, equal bit for bit to one process that
-adds the ranks' values in order. Elsewhere the backend's own collectives do it. Bytes are counted where they are sent.
+A :class:`Group` is a process group of the package's own, so that its collectives never interleave with Lightning's. How
+its ranks pass data on depends on its backend for the device. In host memory, with a backend that matches messages by
+tag, every rank sends to every other directly, and sums are made in rank order: the result is the same on every rank and
+in every run, equal bit for bit to one process that adds the ranks' values in order. Elsewhere the backend's own
+collectives do it. Bytes are counted where they are sent.
 
 Ranks that do not issue the same collectives would hang, mix up their data, or (gloo, where sizes differ) abort. Each
 group keeps a *digest* of what was asked of it. While :attr:`Group.checked` is set, ranks compare digests before every
 collective. Afterwards messages carry the digest as their tag, so that only what belongs together is ever matched and
-the rest ends by the timeout; with a backend's own collectives :meth:`Mesh.check_digests` finds out once a step.
+the rest ends by the timeout; with a backend's own collectives ``Mesh.check_digests`` finds out once a step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -30,7 +29,6 @@ from lightning_zero.advice import Case, advice
 from lightning_zero.sharding.board import Board
 from lightning_zero.storage.accelerators import device_type
 from lightning_zero.storage.timers import Phase, Timers
-from lightning_zero.torch_private import default_store
 
 # torch 2.13 renamed the flat collectives; 2.10 to 2.12 have the old names only.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -81,6 +79,17 @@ class Group:
         else:
             pairs = dist.get_backend_config(process_group).split(",")
             self._backends = dict(pair.split(":", 1) for pair in pairs)
+
+    @classmethod
+    def create(cls, partition: Sequence[list[int]], timeout: timedelta | None = None) -> Group:
+        """Create one process group per list of ranks and return the one that holds this rank.
+
+        Collective: all ranks of the world must give the same lists, all of one length, in the same order.
+        """
+        if len(partition[0]) == 1:
+            return cls()
+        groups = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in partition]
+        return next(cls(group) for ranks, group in groups if dist.get_rank() in ranks)
 
     @classmethod
     def for_thread(cls, timeout: timedelta | None = None) -> Group:
@@ -263,7 +272,7 @@ class Group:
         headers = [bytes(row) for row in table.tolist()]  # where a device has them, one wait for it
         if any(header[:4] != own[:4] for header in headers):
             wants = [header[4:].decode(errors="replace").rstrip() for header in headers]
-            raise CollectiveError(_disagreement(wants, self.board))
+            raise CollectiveError(disagreement(wants, self.board))
 
 
 class _Transport(Protocol):
@@ -378,7 +387,7 @@ def _expectation() -> str:
     )
 
 
-def _disagreement(wants: Sequence[str], board: Board) -> str:
+def disagreement(wants: Sequence[str], board: Board) -> str:
     """The message where the ranks of a group are about to do, or did, different things."""
     ranks: dict[str, list[int]] = {}
     for rank, want in enumerate(wants):
@@ -390,110 +399,3 @@ def _disagreement(wants: Sequence[str], board: Board) -> str:
 
 def _nothing() -> None:
     """The end of a collective that had nothing to do."""
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """The world as shard groups of S ranks x replica groups of R ranks.
-
-    Ranks ``[i * S, (i + 1) * S)`` form a shard group; ranks that own the same shard form a replica group.
-
-    Attributes:
-        timers: of all that this rank does between the groups' collectives, and of waiting for them.
-        board: notes of all ranks, for errors.
-    """
-
-    world: Group
-    shard: Group
-    replica: Group
-    timers: Timers = field(default_factory=Timers)
-    board: Board = field(default_factory=Board)
-
-    def __post_init__(self) -> None:
-        for group in (self.world, self.shard, self.replica):
-            group.timers, group.board = self.timers, self.board
-
-    def check(self, enabled: bool) -> None:
-        """Compare the ranks before each collective from now on, or no longer. The same call on all ranks."""
-        for group in (self.world, self.shard, self.replica):
-            group.checked = enabled
-
-    def note(self, what: str) -> None:
-        """See :meth:`Group.note`."""
-        for group in (self.world, self.shard, self.replica):
-            group.note(what)
-
-    def digests(self) -> Tensor:
-        """This rank's digests of its shard and replica group among zeros for the others; [2 * world size] float64.
-
-        Summed over the world, they are what :meth:`check_digests` takes.
-        """
-        values = torch.zeros(self.world.size, 2, dtype=torch.float64)
-        values[self.world.rank] = torch.tensor([self.shard.digest, self.replica.digest])
-        return values.view(-1)
-
-    def check_digests(self, digests: Sequence[float]) -> None:
-        """Raise on all ranks where those of one group did not do the same. Collective only if they did not.
-
-        Raises:
-            CollectiveError: says what each rank did last.
-        """
-        shard, replica = digests[::2], digests[1::2]
-        size = self.shard.size
-        same = all(shard[rank] == shard[rank - rank % size] for rank in range(self.world.size))
-        same &= all(replica[rank] == replica[rank % size] for rank in range(self.world.size))
-        if not same:
-            own = ", ".join([*self.shard.recent, *(self.replica.recent if self.replica is not self.shard else ())])
-            wants = self.world.all_gather_object(own, "compare what ranks did")
-            raise CollectiveError(_disagreement(wants, self.board))
-
-    @classmethod
-    def single(cls) -> Mesh:
-        """One process, no communication."""
-        return cls(Group(), Group(), Group())
-
-    @classmethod
-    def imagined(cls, shard_size: int, replicas: int = 1, rank: int = 0) -> Mesh:
-        """S x R ranks to plan with, seen from ``rank`` of the world; it cannot communicate."""
-        world = Group.imagined(shard_size * replicas, rank)
-        return cls(world, Group.imagined(shard_size, rank % shard_size), Group.imagined(replicas, rank // shard_size))
-
-    @classmethod
-    def create(cls, shard_size: int | None = None, timeout: timedelta | None = None) -> Mesh:
-        """Process groups for the initialized default group; a collective call: all ranks must make it.
-
-        Args:
-            shard_size: S; ``None`` shards over the whole world, 1 replicates everything (stage 0).
-            timeout: after which a collective that some rank never joins fails.
-
-        Raises:
-            ValueError: where ``shard_size`` does not divide the world size.
-        """
-        world_size, rank = dist.get_world_size(), dist.get_rank()
-        size = world_size if shard_size is None else shard_size
-        if size < 1 or world_size % size:
-            raise ValueError(
-                f"shard_size={shard_size} does not divide the world size {world_size}; "
-                f"choose one of {[n for n in range(1, world_size + 1) if world_size % n == 0]}"
-            )
-        shards = [list(range(first, first + size)) for first in range(0, world_size, size)]
-        replicas = [list(range(first, world_size, size)) for first in range(size)]
-        world = _new_groups([list(range(world_size))], rank, timeout)
-        shard = world if size == world_size else _new_groups(shards, rank, timeout)
-        replica = world if size == 1 else _new_groups(replicas, rank, timeout)
-        return cls(world, shard, replica, board=_board_of(world))
-
-
-def _board_of(world: Group) -> Board:
-    """A board of its own for each mesh: the names of process groups are the same on all ranks."""
-    if world.process_group is None:
-        return Board()
-    return Board(world.rank, world.size, default_store(), world.process_group.group_name)
-
-
-def _new_groups(partition: Sequence[list[int]], rank: int, timeout: timedelta | None) -> Group:
-    """Create one process group per list, in the same order on all ranks, and return the one that holds ``rank``."""
-    if len(partition[0]) == 1:
-        return Group()
-    groups = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in partition]
-    return next(Group(group) for ranks, group in groups if rank in ranks)

@@ -18,7 +18,7 @@ parameters *received* a gradient on this rank since it was cleared: an optimizer
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Flag, auto
 
 import torch
@@ -26,10 +26,12 @@ from torch import Tensor
 
 from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.held import local_grad, set_local_grad
+from lightning_zero.sharding.layout import Segment
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.sharding.reduction import Reduction
+from lightning_zero.storage import DONE, device_type
 from lightning_zero.storage.timers import Phase, timed
-from lightning_zero.torch_private import copy_each
+from lightning_zero.torch_private import copy_each, norms_of_each
 
 
 class Held(Flag):
@@ -58,14 +60,20 @@ class ShardedGradient:
 
     Its dtype does not depend on stage or store, since overflow and norm are judged from these values.
 
+    Attributes:
+        squares: on the device, sums of squares of the values, one for each segment, float64; not finite where a value
+            is not. ``None``: nobody knows them without reading the values. They are noted when values leave for host
+            memory, so that nobody waits for their arrival to know the norm.
+
     Args:
         name: of the bucket.
         numel: length of the shard.
         placement: where the values rest, and in which dtype: a fixed one, or that of what arrives, raised to fp32 by a
             second arrival.
+        segments: of the shard.
     """
 
-    def __init__(self, name: str, numel: int, placement: BucketPlacement) -> None:
+    def __init__(self, name: str, numel: int, placement: BucketPlacement, segments: Sequence[Segment]) -> None:
         self._name = name
         self._numel = numel
         self._placement = placement
@@ -73,19 +81,35 @@ class ShardedGradient:
         self._fixed_dtype = placement.precision.grad_dtype
         self._values: Tensor | None = None  # 1-D
         self._empty = True
+        self.squares: Tensor | None = None
+        self._segments = segments
+        self._arriving = DONE  # the last work on `values`, which nobody has waited for
 
     def add(self, values: Tensor) -> None:
-        """Add ``values`` (1-D, on the device)."""
-        placement, memory = self._placement, self._store.memory
+        """Begin to add ``values`` (1-D, on the device), which nobody changes any more."""
+        placement, memory, before = self._placement, self._store.memory, (self._arriving,)
         held = self._ensure(sharded_gradient_dtype(self._fixed_dtype, values.dtype, again=not self._empty))
+        self.squares = None
         if self._empty:
-            placement.move(held, values, ("device", memory), self._name).wait()
+            if memory == "host" and not device_type(placement.device).shares_host_memory and self._segments:
+                kept = values if self._fixed_dtype is None else values.to(self._fixed_dtype)  # the norm is of these
+                parts = [kept[segment.start : segment.stop] for segment in self._segments]
+                self.squares = torch.stack(norms_of_each(parts)).square_()
+            self._arriving = placement.move(held, values, ("device", memory), self._name, before)
             self._empty = False
         else:
-            placement.accumulate(held, values, memory, self._name).wait()
+            self._arriving = placement.accumulate(held, values, memory, self._name, before)
+
+    def _arrive(self) -> None:
+        """Wait for what was added, where the host holds the values: it is about to read or change them."""
+        if self._arriving is not DONE:
+            self._placement.await_host(self._arriving)
+            self._arriving = DONE
 
     def read(self, start: int, stop: int) -> Tensor:
-        """A view of the gradient of elements ``[start, stop)``; zeros where nothing arrived."""
+        """A view of the gradient of elements ``[start, stop)``, which may be changed; zeros where nothing arrived."""
+        self._arrive()
+        self.squares = None
         if self._empty:
             self._ensure(self._fixed_dtype or torch.float32).zero_()
             self._empty = False
@@ -104,8 +128,9 @@ class ShardedGradient:
             self._ensure(torch.float32)
 
     def clear(self) -> None:
-        """Forget the values; the memory is kept for the next step."""
+        """Forget the values; the memory is kept for the next step, which what still arrives there comes before."""
         self._empty = True
+        self.squares = None
 
     @property
     def empty(self) -> bool:
@@ -122,6 +147,7 @@ class ShardedGradient:
         if self._values is None:
             self._values = self._store.zeros(self._numel, dtype)
         elif torch.promote_types(self._values.dtype, dtype) != self._values.dtype:
+            self._arrive()
             before = self._values
             self._values = self._store.zeros(self._numel, dtype)
             self._values.copy_(before)
@@ -145,7 +171,7 @@ class BucketGradients(Reduction[Tensor]):
         super().__init__(bucket.dtype, placement)
         self.bucket = bucket
         self.timers = placement.mesh.timers
-        self.sharded = ShardedGradient(bucket.name, layout.shard_numel, placement)
+        self.sharded = ShardedGradient(bucket.name, layout.shard_numel, placement, bucket.segments)
         self.received = [False] * len(bucket.parameters)
         self._cleared: set[int] = set()  # parameters whose gradients were cleared since the last one arrived
 
@@ -255,7 +281,8 @@ class BucketGradients(Reduction[Tensor]):
             return
         for segment in self.bucket.segments:
             if segment.param in chosen:
-                self.sharded.read(segment.start, segment.stop).zero_()
+                if not self.sharded.empty:
+                    self.sharded.read(segment.start, segment.stop).zero_()
                 if self._window is not None:
                     self._window[segment.start : segment.stop].zero_()
         if self._sum is not None:

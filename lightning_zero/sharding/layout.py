@@ -9,12 +9,20 @@ differ in the last bit with the alignment of their operands. Shard borders fall 
     shards       |------- rank 0 -------|------- rank 1 -----------|
     segments     |----- 0 -----|-- 1 --|2|---------- 2 ---------|
 
+In a *whole-parameter layout* no shard border falls inside a parameter: each lies whole in one shard, and every shard is
+padded to the length of the fullest. The buffers and what is done with them are the same:
+
+    parameters   |---------- 2 ----------|----- 0 -----|-- 1 --|pad|
+    shards       |-------- rank 0 -------|-------- rank 1 ---------|
+
 All offsets and lengths count elements, not bytes.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -110,6 +118,54 @@ class FlatLayout:
             if start < stop:
                 found.append(Segment(index, start - low, stop - start, start - offset))
         return tuple(found)
+
+
+@dataclass(frozen=True)
+class WholeLayout(FlatLayout):
+    """Offsets of parameters that each lie whole in one shard, for rules that need a parameter in its own shape.
+
+    The largest parameter goes first, each to the shard that holds least so far: the fullest shard exceeds the average
+    by less than one parameter, and a parameter larger than the average has a shard for itself. Within a shard
+    parameters keep their order. All ranks find the same places, which depend on sizes only.
+    """
+
+    @cached_property
+    def _places(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shard of each parameter, and the elements in each shard with the gaps that alignment leaves."""
+        sizes = [_round_up(n, self.align) for n in self.numels]
+        lightest = [(0, shard) for shard in range(self.shards)]
+        owners = [0] * len(sizes)
+        for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):  # stable: equal sizes in their order
+            load, owners[index] = lightest[0]
+            heapq.heapreplace(lightest, (load + sizes[index], owners[index]))
+        loads = {shard: load for load, shard in lightest}
+        return tuple(owners), tuple(loads[shard] for shard in range(self.shards))
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The rank of the shard group that each parameter lies on."""
+        return self._places[0]
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        ends = [rank * self.shard_numel for rank in range(self.shards)]
+        found = []
+        for owner, numel in zip(self.owners, self.numels, strict=True):
+            found.append(ends[owner])
+            ends[owner] += _round_up(numel, self.align)
+        return tuple(found)
+
+    @cached_property
+    def padded_numel(self) -> int:
+        # Shards begin at aligned places too, or parameters would not.
+        unit = math.lcm(self.multiple // self.shards, self.align)
+        return max(_round_up(max(self._places[1]), unit), unit) * self.shards
+
+    @property
+    def imbalance(self) -> float:
+        """How much more the fullest shard holds than the average one, as a fraction of the average."""
+        loads = self._places[1]
+        return max(loads) * self.shards / sum(loads) - 1 if sum(loads) else 0.0
 
 
 def _round_up(value: int, multiple: int) -> int:

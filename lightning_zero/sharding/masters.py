@@ -6,6 +6,8 @@ Updaters read and write a shard's values through a master and never touch its te
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,16 +15,24 @@ from torch import Tensor
 
 from lightning_zero import ops
 from lightning_zero.sharding.placement import BucketPlacement
-from lightning_zero.storage import Memory
+from lightning_zero.storage import DONE, Memory, Ticket
+
+
+def _nothing() -> None:
+    """The kernel has done it all."""
 
 
 class KernelTensors(NamedTuple):
-    """Tensors of a master that an update kernel takes (see :class:`lightning_zero.ops.Options`); 1-D, of one length."""
+    """Tensors of a master that an update kernel takes (see :class:`lightning_zero.ops.Options`); 1-D, of one length.
+
+    ``finish`` must be called after the kernel: it publishes what was changed, as :meth:`Master.write` does.
+    """
 
     param: Tensor
     remainder: Tensor | None = None
     copy_out: Tensor | None = None
     copy_ties: ops.Ties = "even"
+    finish: Callable[[], object] = _nothing
 
 
 class Master(Protocol):
@@ -55,12 +65,12 @@ class Master(Protocol):
         """Keep what was changed in the tensor that :meth:`read` gave, before :meth:`write`."""
         ...
 
-    def write(self, start: int, stop: int) -> None:
-        """Publish what was changed: derive the parameter shard from it."""
+    def write(self, start: int, stop: int) -> Ticket:
+        """Begin to publish what was changed: to derive the parameter shard from it."""
         ...
 
     def tensors(self, start: int, stop: int) -> KernelTensors:
-        """The tensors that a kernel on the host updates in place; :meth:`write` follows unless one is ``copy_out``."""
+        """The tensors that a kernel on the host updates in place."""
         ...
 
     def derive(self, start: int, stop: int) -> None:
@@ -80,9 +90,14 @@ class Home:
 
     memory: Memory = "host"  # of a CPU optimizer that is used alone
 
-    def publish(self, shard: Tensor, values: Tensor) -> None:
-        """Copy ``values`` to their part of the parameter shard."""
+    def publish(self, shard: Tensor, values: Tensor) -> Ticket:
+        """Begin to copy ``values`` to their part of the parameter shard."""
         shard.copy_(values)
+        return DONE
+
+    def filling(self, shard: Tensor) -> AbstractContextManager[Tensor]:
+        """Memory where the values are, to be filled inside, which is then copied to a part of the parameter shard."""
+        return nullcontext(shard)
 
     def taken(self, shard: Tensor) -> Tensor:
         """A part of the parameter shard, to be read where the values are."""
@@ -102,16 +117,21 @@ class StoreHome(Home):
         self._name = name
         self.memory = placement.optimizer_store.memory
 
-    def publish(self, shard: Tensor, values: Tensor) -> None:
+    def publish(self, shard: Tensor, values: Tensor) -> Ticket:
         placement = self._placement
-        placement.move(shard, values, (self.memory, placement.shard_memory), self._name).wait()
+        return placement.move(shard, values, (self.memory, placement.shard_memory), self._name)
+
+    def filling(self, shard: Tensor) -> AbstractContextManager[Tensor]:
+        if (self.memory, self._placement.shard_memory) != ("host", "device") or ops.runs_on(shard.device):
+            return nullcontext(shard)
+        return self._placement.executor.filling(shard, self._name)
 
     def taken(self, shard: Tensor) -> Tensor:
         placement, device = self._placement, self._placement.optimizer_store.device
         if shard.device.type == device.type:
             return shard
         copy = torch.empty_like(shard, device=device)
-        placement.move(copy, shard, (placement.shard_memory, self.memory), self._name).wait()
+        placement.copy(copy, shard, (placement.shard_memory, self.memory), self._name)
         return copy
 
 
@@ -143,8 +163,9 @@ class NoMaster:
     def keep(self, start: int, values: Tensor) -> None:
         """Nothing to keep: the values are the shard's."""
 
-    def write(self, start: int, stop: int) -> None:
+    def write(self, start: int, stop: int) -> Ticket:
         """Nothing to publish: the values are the shard's."""
+        return DONE
 
     def tensors(self, start: int, stop: int) -> KernelTensors:
         return KernelTensors(self._shard[start:stop])
@@ -209,18 +230,21 @@ class CopyMaster:
     def keep(self, start: int, values: Tensor) -> None:
         """Nothing to keep: what :meth:`read` gives are views."""
 
-    def write(self, start: int, stop: int) -> None:
+    def write(self, start: int, stop: int) -> Ticket:
         self._updated.forget()
         values, shard = self._values[start:stop], self._shard[start:stop]
         away = self.ties == "away" and shard.dtype == torch.bfloat16
-        self._home.publish(shard, _rounded_away(values) if away else values)
+        return self._home.publish(shard, _rounded_away(values) if away else values)
 
     def tensors(self, start: int, stop: int) -> KernelTensors:
         self._updated.forget()
-        # On the host the kernel writes the 16-bit shard in the same pass.
-        same_place = ops.runs_on(self._shard.device) and ops.runs_on(self._values.device)
-        copy_out = self._shard[start:stop] if same_place and self._shard.dtype.itemsize == 2 else None
-        return KernelTensors(self._values[start:stop], copy_out=copy_out, copy_ties=self.ties)
+        values, shard = self._values[start:stop], self._shard[start:stop]
+        if shard.dtype.itemsize != 2 or not ops.runs_on(values.device):
+            return KernelTensors(values, finish=lambda: self.write(start, stop).wait())
+        # The kernel writes the 16-bit shard in the same pass: where it is, or what is copied there.
+        filling = ExitStack()
+        copy_out = filling.enter_context(self._home.filling(shard))
+        return KernelTensors(values, copy_out=copy_out, copy_ties=self.ties, finish=filling.close)
 
     def derive(self, start: int, stop: int) -> None:
         # Only what changed: a master holds more digits than the shard.
@@ -271,13 +295,15 @@ class SplitMaster:
         self._updated.forget()
         ops.split_(values, *(t[start : start + values.numel()] for t in (self._high, self._remainder)))
 
-    def write(self, start: int, stop: int) -> None:
-        if self._high is not self._shard:
-            self._home.publish(self._shard[start:stop], self._high[start:stop])
+    def write(self, start: int, stop: int) -> Ticket:
+        if self._high is self._shard:
+            return DONE
+        return self._home.publish(self._shard[start:stop], self._high[start:stop])
 
     def tensors(self, start: int, stop: int) -> KernelTensors:
         self._updated.forget()
-        return KernelTensors(self._high[start:stop], self._remainder[start:stop])
+        high, remainder = self._high[start:stop], self._remainder[start:stop]
+        return KernelTensors(high, remainder, finish=lambda: self.write(start, stop).wait())
 
     def derive(self, start: int, stop: int) -> None:
         # Where the shard is the high part, what it was before is not known. The remainder of an unchanged element must

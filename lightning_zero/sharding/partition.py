@@ -11,7 +11,7 @@ import fnmatch
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -60,6 +60,7 @@ class BucketSpec:
         dtype: dtype that forward and backward will see.
         optimized: whether an optimizer may update them.
         persistent: whether they stay unsharded where the stage shards parameters.
+        whole: whether each lies whole in one shard.
         specs: the parameters in module order.
     """
 
@@ -68,6 +69,7 @@ class BucketSpec:
     dtype: torch.dtype
     optimized: bool
     persistent: bool = False
+    whole: bool = False
     specs: list[ParameterSpec] = field(default_factory=list)
 
     @property
@@ -81,7 +83,8 @@ class BucketSpec:
 
     def placed(self, placement: BucketPlacement) -> BucketPlacement:
         """Its own placement, where ``placement`` is that of all."""
-        return placement.persistent() if self.persistent else placement
+        own = placement.persistent() if self.persistent else placement
+        return own._replace(whole=True) if self.whole else own
 
 
 class Partition(NamedTuple):
@@ -209,6 +212,7 @@ def make_buckets(
     bucket_size: int,
     persistence_numel: int = 0,
     dtypes: Mapping[int, torch.dtype] | None = None,
+    whole: Collection[int] = (),
 ) -> list[BucketSpec]:
     """The buckets of ``root`` in forward order: the root's first, then those of each unit.
 
@@ -222,6 +226,7 @@ def make_buckets(
         bucket_size: bytes up to which units share a bucket.
         persistence_numel: elements up to which a parameter stays unsharded where the stage shards parameters.
         dtypes: see :func:`partition`.
+        whole: ids of the optimized parameters that must each lie whole in one shard; they have buckets of their own.
 
     Raises:
         TypeError: for parameters that are not real and dense: complex, sparse, quantized, nested, DTensor, lazy; and
@@ -236,19 +241,20 @@ def make_buckets(
     members = parameters_by_unit(root, units)
     norms = {id(p) for m in root.modules() if is_norm(m) for p in m.parameters(recurse=False)}
     buckets: list[BucketSpec] = []
-    open_buckets: dict[tuple[torch.dtype, torch.dtype, bool, str | None], BucketSpec] = {}
+    open_buckets: dict[tuple[torch.dtype, torch.dtype, bool, bool, str | None], BucketSpec] = {}
     for unit, specs in members.items():
         for spec in specs:
             _check_supported(spec)
             given = (dtypes or {}).get(id(spec.parameter), spec.parameter.dtype)
             dtype = precision.target_dtype(given, id(spec.parameter) in norms)
             is_optimized = id(spec.parameter) in optimized
+            is_whole = is_optimized and id(spec.parameter) in whole
             persistent = sharding.shard_params and 0 < spec.parameter.numel() <= persistence_numel
             alone = sharding.shard_params and not persistent  # what is freed with a unit is in no other's bucket
-            key = (given, dtype, is_optimized, unit if alone else None)
+            key = (given, dtype, is_optimized, is_whole, unit if alone else None)
             bucket = open_buckets.get(key)
             if bucket is None or (unit not in bucket.units and bucket.nbytes >= bucket_size):
-                bucket = open_buckets[key] = BucketSpec([], given, dtype, is_optimized, persistent)
+                bucket = open_buckets[key] = BucketSpec([], given, dtype, is_optimized, persistent, is_whole)
                 buckets.append(bucket)
             if unit not in bucket.units:
                 bucket.units.append(unit)

@@ -6,6 +6,7 @@ Decided here and nowhere else: buckets make their tensors by it, and :func:`ligh
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero import ops
-from lightning_zero.sharding.collectives import Mesh
-from lightning_zero.sharding.layout import FlatLayout
+from lightning_zero.sharding.layout import FlatLayout, WholeLayout
+from lightning_zero.sharding.mesh import Mesh
 from lightning_zero.sharding.policies import MixedPrecisionPolicy, ShardingPolicy
 from lightning_zero.storage import DONE, Executor, InlineExecutor, Lane, Memory, TensorStore, Ticket
 from lightning_zero.storage.timers import Phase
@@ -39,7 +40,10 @@ class MasterForm(NamedTuple):
 
 
 class BucketPlacement(NamedTuple):
-    """Groups, policies, device, stores and executor that the buckets of one engine share."""
+    """Groups, policies, device, stores and executor that the buckets of one engine share.
+
+    Where ``whole``, each parameter lies whole in one shard; a bucket may have that for itself.
+    """
 
     mesh: Mesh
     sharding: ShardingPolicy
@@ -48,6 +52,7 @@ class BucketPlacement(NamedTuple):
     optimizer_store: TensorStore
     param_store: TensorStore
     executor: Executor = InlineExecutor()
+    whole: bool = False
 
     def persistent(self) -> BucketPlacement:
         """The placement of parameters that stay unsharded although the stage shards them."""
@@ -55,43 +60,63 @@ class BucketPlacement(NamedTuple):
 
     def layout(self, numels: tuple[int, ...], dtype: torch.dtype) -> FlatLayout:
         """Offsets and padding of parameters with these numbers of elements."""
-        return FlatLayout(numels, self.mesh.shard.size, self.mesh.world.size, _CACHE_LINE // dtype.itemsize)
+        kind = WholeLayout if self.whole else FlatLayout
+        return kind(numels, self.mesh.shard.size, self.mesh.world.size, _CACHE_LINE // dtype.itemsize)
 
-    def move(self, target: Tensor, source: Tensor, memories: tuple[Memory, Memory], what: str) -> Ticket:
-        """Copy ``source`` to ``target``; see :class:`~lightning_zero.storage.executor.Executor`.
+    def move(
+        self,
+        target: Tensor,
+        source: Tensor,
+        memories: tuple[Memory, Memory],
+        what: str,
+        after: Sequence[Ticket] = (),
+    ) -> Ticket:
+        """Begin to copy ``source`` to ``target``; see :class:`~lightning_zero.storage.executor.Executor`.
 
         Args:
             target: of the shape of ``source``.
             source: in any dtype.
             memories: in which ``source`` and ``target`` rest; on CPU ranks their devices would not tell.
             what: what it is for.
+            after: work on either of them.
         """
         with self._copying(memories):
             if memories == ("host", "device"):
-                return self.executor.fetch(target, source, what)
+                return self.executor.fetch(target, source, what, after)
             if memories == ("device", "host"):
-                return self.executor.commit(target, source, what)
+                return self.executor.commit(target, source, what, after)
+            for ticket in after:
+                ticket.synchronize()
             target.copy_(source)  # by whoever computes there
         return DONE
 
-    def accumulate(self, target: Tensor, source: Tensor, memory: Memory, what: str) -> Ticket:
-        """Add ``source``, on the device, to ``target`` in ``memory``."""
+    def copy(self, target: Tensor, source: Tensor, memories: tuple[Memory, Memory], what: str) -> None:
+        """Copy ``source`` to ``target``; the host may read and change both then; see :meth:`move`."""
+        self.await_host(self.move(target, source, memories, what))
+
+    def await_host(self, work: Ticket) -> None:
+        """Have the host wait for what moves from or to its memory."""
+        with self.mesh.timers.phase(Phase.HOST_COPY):
+            work.synchronize()
+
+    def accumulate(
+        self, target: Tensor, source: Tensor, memory: Memory, what: str, after: Sequence[Ticket] = ()
+    ) -> Ticket:
+        """Begin to add ``source``, on the device, to ``target`` in ``memory``; ``after`` work on ``target``."""
         if memory == "device":
             target.add_(source)
             return DONE
         with self._copying(("device", memory)):
-            arrived, arrivals = source, []
-            if source.device != target.device:
-                arrived = torch.empty_like(source, device=target.device)
-                arrivals.append(self.executor.commit(arrived, source, what))
-            return self.executor.submit(partial(target.add_, arrived), Lane.HOST, what, arrivals)
+            if source.device == target.device:
+                return self.executor.submit(partial(target.add_, source), Lane.HOST, what, after)
+            return self.executor.receive(source, target.add_, what, after)
 
     def on_host(self, values: Tensor, what: str) -> Tensor:
         """``values`` on the CPU, where they may be already."""
         if values.device.type == "cpu":
             return values
         copy = torch.empty_like(values, device="cpu")
-        self.move(copy, values, ("device", "host"), what).wait()
+        self.copy(copy, values, ("device", "host"), what)
         return copy
 
     def _copying(self, memories: tuple[Memory, Memory]) -> AbstractContextManager[None]:

@@ -25,12 +25,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_zero.advice import Case, advice
-from lightning_zero.sharding.collectives import Mesh
 from lightning_zero.sharding.freed import FreedParameter, function_name, is_metadata, mark, own_class, unmark
+from lightning_zero.sharding.memory_format import MemoryFormat
+from lightning_zero.sharding.mesh import Mesh
 from lightning_zero.storage import TensorStore, device_type, note_freed
 from lightning_zero.torch_private import (
     make_parameter,
@@ -395,6 +397,27 @@ def unshard_parameters(parameters: Iterable[Parameter]) -> None:
     """Make sharded parameters ordinary ones, for good. Collective."""
     for parameter in parameters:
         full_values(parameter)
+
+
+@torch.no_grad()
+def load_shard(parameter: ShardedParameter, values: Tensor) -> None:
+    """Overwrite a sharded parameter with full ``values`` of its shape, which every rank must have."""
+    with no_torch_functions():
+        shard = parameter._zero_shard
+        form, numel = MemoryFormat.of(parameter), parameter.numel()
+        increment_version(parameter)
+    start = shard.mesh.shard.rank * shard.values.numel()
+    if start < numel:
+        form.read(values, start, shard.values[: numel - start])
+
+
+def usable_inside(parameters: Iterable[Parameter]) -> contextlib.AbstractContextManager[Any]:
+    """A context in which code may use each of the parameters, which is unsharded as long as it does. Collective."""
+    for parameter in parameters:
+        if isinstance(parameter, ShardedParameter):
+            shard: ParameterShard = parameter._zero_shard
+            return sharded_init(shard.mesh, parameter.device, shard.store)
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager

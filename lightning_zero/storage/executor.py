@@ -2,17 +2,24 @@
 
 Work is submitted to a *lane*, an ordered queue, and returns a *ticket*: whoever needs the result waits for that. Lanes
 run independently; what must follow work of another lane names its ticket. An executor may finish work at once, as
-:class:`InlineExecutor` does, which is the reference, or at any time before the ticket is waited for: results are the
-same bits in every order that tickets allow.
+:class:`InlineExecutor` does, which is the reference, or at any time before the ticket is waited for, as
+:class:`~lightning_zero.storage.streams.StreamExecutor` does: results are the same bits in every order that tickets
+allow.
+
+A ticket is waited for in one of two ways, as an event of torch. What will be read by the device is waited for by its
+stream (:meth:`Ticket.wait`), which costs the host nothing. The host waits (:meth:`Ticket.synchronize`) before it reads
+what arrives in its own memory, and before it overwrites what is still being copied from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum, auto
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -30,10 +37,20 @@ class Ticket(Protocol):
     """Work that has been submitted."""
 
     def wait(self) -> None:
-        """Return when its result can be used by the caller, and by what the caller submits to the current stream.
+        """Have the current stream wait: what the caller submits to it from now on finds the result.
+
+        The host waits only where the work is the host's own. In a job, those wait who wait for the job.
 
         Raises:
             Exception: what the work raised, with a note that says what it was for. Again at every call.
+        """
+        ...
+
+    def synchronize(self) -> None:
+        """Have the host wait: it finds the result in its memory, and may change what the work has read.
+
+        Raises:
+            Exception: as above.
         """
         ...
 
@@ -41,9 +58,21 @@ class Ticket(Protocol):
 class Executor(Protocol):
     """Moves tensors and runs jobs.
 
-    Tensors that are handed over must neither be changed nor freed before the ticket has been waited for. An error is
+    What has been submitted to the caller's current stream before is done first. Tensors that are handed over stay alive
+    until the work is done; before that nobody may change them, but for work that comes after the ticket. An error is
     raised where the ticket is waited for, or at once where work ends before its ticket is returned.
+
+    Attributes:
+        in_flight_bytes: of device memory that copies to the host may keep after everyone else has let go of it.
+        staging_bytes: of host memory in passing that it may keep, per direction; 0: none is kept.
+        staged_bytes: that it keeps now.
     """
+
+    in_flight_bytes: int
+    staging_bytes: int
+
+    @property
+    def staged_bytes(self) -> int: ...
 
     def fetch(self, target: Tensor, source: Tensor, what: str, after: Sequence[Ticket] = ()) -> Ticket:
         """Copy ``source``, in host memory, to ``target`` on the device, in the lane H2D; see :meth:`submit`."""
@@ -53,10 +82,24 @@ class Executor(Protocol):
         """Copy ``source``, on the device, to ``target`` in host memory, in the lane D2H; see :meth:`submit`."""
         ...
 
+    def receive(
+        self, source: Tensor, use: Callable[[Tensor], object], what: str, after: Sequence[Ticket] = ()
+    ) -> Ticket:
+        """Copy ``source``, on the device, to host memory in passing, and call ``use`` with that in the lane HOST."""
+        ...
+
+    def filling(self, target: Tensor, what: str) -> AbstractContextManager[Tensor]:
+        """Host memory in passing with the form of ``target``, on the device, to which it is copied in the end.
+
+        It must be written inside the context; who waits for the job, or else the current stream, waits for the copy.
+        """
+        ...
+
     def submit(self, job: Callable[[], object], lane: Lane, what: str, after: Sequence[Ticket] = ()) -> Ticket:
         """Run ``job`` in a lane.
 
-        A job may fetch and commit, and wait for that, but not submit to its own lane.
+        A job may fetch and commit, and wait for that, but not submit to its own lane. Its ticket stands for all that it
+        submits, too.
 
         Args:
             job: what it returns is dropped.
@@ -73,6 +116,9 @@ class _Done:
     def wait(self) -> None:
         """Nothing to wait for."""
 
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
 
 DONE: Ticket = _Done()
 
@@ -80,18 +126,37 @@ DONE: Ticket = _Done()
 class InlineExecutor:
     """Finishes all work when it is submitted: nothing overlaps, and errors are raised at once."""
 
+    in_flight_bytes = staging_bytes = staged_bytes = 0
+
     def fetch(self, target: Tensor, source: Tensor, what: str, after: Sequence[Ticket] = ()) -> Ticket:
         return self.submit(partial(target.copy_, source), Lane.H2D, what, after)
 
     def commit(self, target: Tensor, source: Tensor, what: str, after: Sequence[Ticket] = ()) -> Ticket:
         return self.submit(partial(target.copy_, source), Lane.D2H, what, after)
 
+    def receive(
+        self, source: Tensor, use: Callable[[Tensor], object], what: str, after: Sequence[Ticket] = ()
+    ) -> Ticket:
+        arrived = torch.empty_like(source, device="cpu")
+        return self.submit(partial(use, arrived), Lane.HOST, what, (*after, self.commit(arrived, source, what)))
+
+    @contextmanager
+    def filling(self, target: Tensor, what: str) -> Iterator[Tensor]:
+        filled = torch.empty_like(target, device="cpu")
+        yield filled
+        self.fetch(target, filled, what)
+
     def submit(self, job: Callable[[], object], lane: Lane, what: str, after: Sequence[Ticket] = ()) -> Ticket:
         for ticket in after:
-            ticket.wait()
+            ticket.synchronize()
         try:
             job()
         except Exception as error:
-            error.add_note(f"The work that failed was {what}, in the lane {lane.name}.")
+            note_work(error, lane, what)
             raise
         return DONE
+
+
+def note_work(error: BaseException, lane: Lane, what: str) -> None:
+    """Say in an error which work has failed."""
+    error.add_note(f"The work that failed was {what}, in the lane {lane.name}.")

@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from lightning_zero.storage.accelerators import Clock, device_type
+from lightning_zero.storage.streams import in_lane
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,8 +59,8 @@ class Timers:
         self._marks, self._ended = [], deque()
 
     def phase(self, phase: Phase) -> AbstractContextManager[None]:
-        """Around code whose time belongs to ``phase``."""
-        return _UNTIMED if self._clock is None else self._timed(phase)
+        """Around code whose time belongs to ``phase``; that of a lane beside the training belongs to none."""
+        return _UNTIMED if self._clock is None or in_lane() else self._timed(phase)
 
     @contextmanager
     def _timed(self, phase: Phase) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
 import weakref
@@ -11,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -23,9 +23,9 @@ from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.bucket_map import BucketMap
 from lightning_zero.sharding.masters import Master
 from lightning_zero.sharding.placement import BucketPlacement
-from lightning_zero.storage import Ticket
 from lightning_zero.torch_private import mark_for_schedulers
 from lightning_zero.update.native import MasterLayout
+from lightning_zero.update.shell import StepCall
 from lightning_zero.update.state import ShardState
 from lightning_zero.update.view import UpdateView
 
@@ -216,13 +216,14 @@ class AttachedOptimizers:
         others = [a.admitted for key, a in self._attached.items() if key != id(optimizer)]
         return any(not set(ids).isdisjoint(self._attached[id(optimizer)].admitted) for ids in others)
 
-    def update(self, optimizer: Optimizer, used: Sequence[Parameter], grad_scale: float) -> None:
+    def update(self, optimizer: Optimizer, used: Sequence[Parameter], grad_scale: float, call: StepCall) -> None:
         """Update the shards of some parameters of ``optimizer``. The same call on all ranks.
 
         Args:
             optimizer: its hyperparameters are copied before anything is updated.
             used: the parameters to update.
             grad_scale: factor to apply to the gradients.
+            call: of the optimizer's ``step``.
         """
         if state_was_edited(optimizer):
             self.adopt_state(optimizer)
@@ -230,7 +231,7 @@ class AttachedOptimizers:
         attached.updater.check({id(group): group for group in hyperparameters.values()}.values())
         self._prepare(attached)
         used_ids = set(map(id, used))
-        updates: list[Ticket] = []
+        updated: list[Bucket] = []
         for bucket, segments in self._map.segments_of(used):
             groups = {i: hyperparameters[id(p)] for i, p in enumerate(bucket.parameters) if id(p) in hyperparameters}
             view = UpdateView(
@@ -242,12 +243,14 @@ class AttachedOptimizers:
                 grad_scale,
                 bucket.layout.align - 1,
                 bucket.parameters,
-                bucket.publish,
+                call,
             )
             placement, job = bucket.placement, partial(attached.updater.update, view)
-            updates.append(placement.executor.submit(job, placement.update_lane, f"the update of {bucket.name}"))
-        for update in updates:
-            update.wait()
+            what = f"the update of {bucket.name}"
+            bucket.moving = placement.executor.submit(job, placement.update_lane, what, after=[bucket.moving])
+            updated.append(bucket)
+        for bucket in updated:
+            bucket.moving.wait()
         for bucket in self._map.buckets:
             # Stale on all ranks or on none, also where this rank owns no segment of it.
             if indices := [i for i, p in enumerate(bucket.parameters) if id(p) in used_ids]:
@@ -291,7 +294,7 @@ class ShardedState(defaultdict[Tensor, dict[str, Any]]):
 class Target(Protocol):
     """Receives the calls of the methods that are replaced."""
 
-    def step(self, optimizer: Optimizer) -> bool: ...
+    def step(self, optimizer: Optimizer, call: StepCall) -> bool: ...
     def zero_grad(self, parameters: Iterable[Parameter], set_to_none: bool = True) -> None: ...
     def adopt_state(self, optimizer: Optimizer) -> None: ...
 
@@ -305,14 +308,21 @@ def attach_optimizer(optimizer: Optimizer, target: Target) -> list[RemovableHand
     """Replace ``step`` and ``zero_grad``; guard ``state_dict`` and ``load_state_dict``. Returns the guards' handles."""
     engine = weakref.ref(target)  # an optimizer that outlives the engine must not keep its buckets alive
 
-    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        with torch.enable_grad():
-            loss = closure() if closure is not None else None
-        _alive(engine).step(optimizer)
+    def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        call = StepCall(optimizer, *args, **kwargs)
+        loss = call.run_closure()
+        _alive(engine).step(optimizer, call)
         return loss
 
-    def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+    def clear(optimizer: Optimizer, set_to_none: bool = True) -> None:
         _alive(engine).zero_grad(parameters_of(optimizer), set_to_none)
+
+    def zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        if type(optimizer).zero_grad is Optimizer.zero_grad:
+            clear(optimizer, *args, **kwargs)
+        else:
+            with _replaced_zero_grad(clear):
+                type(optimizer).zero_grad(optimizer, *args, **kwargs)
 
     # Not torch's wrapper that calls step hooks: the engine does so around the update, once it knows that there is one.
     method = types.MethodType(step, optimizer)
@@ -324,6 +334,17 @@ def attach_optimizer(optimizer: Optimizer, target: Target) -> list[RemovableHand
         optimizer.register_state_dict_pre_hook(_refuse_state_dict),
         optimizer.register_load_state_dict_post_hook(lambda optimizer: _alive(engine).adopt_state(optimizer)),
     ]
+
+
+@contextlib.contextmanager
+def _replaced_zero_grad(clear: Callable[..., None]) -> Iterator[None]:
+    """Put ``clear`` in the place of torch's own ``zero_grad``, which the one of a user's class may call or not."""
+    own = Optimizer.zero_grad
+    Optimizer.zero_grad = clear  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Optimizer.zero_grad = own  # type: ignore[method-assign]
 
 
 def hide_state(optimizer: Optimizer) -> None:

@@ -2,7 +2,7 @@
 
 What no rank knows alone is in one small all-reduce, which comes once after a backward, whatever is asked first: the
 norm, a clipping or a step. It also tells which gradients are left over, not reduced so far: then nothing is known until
-they are, and it comes again.
+they are, and it comes again. And it tells whether a rank has changed buffers, which are rank 0's after it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_zero import ops
 from lightning_zero.sharding.averaged_gradient import AveragedGradient
 from lightning_zero.sharding.bucket_map import BucketMap
+from lightning_zero.sharding.buffers import BufferWatch
 from lightning_zero.sharding.gradients import BucketGradients
 from lightning_zero.sharding.held import set_local_grad
 from lightning_zero.sharding.layout import Segment, runs
@@ -54,15 +55,22 @@ class GradientClipping:
         optimizers: whose gradients are measured and clipped.
         scale: that the gradients have.
         placement: groups, device and stores.
+        buffers: of the module.
     """
 
     def __init__(
-        self, bucket_map: BucketMap, optimizers: AttachedOptimizers, scale: GradientScale, placement: BucketPlacement
+        self,
+        bucket_map: BucketMap,
+        optimizers: AttachedOptimizers,
+        scale: GradientScale,
+        placement: BucketPlacement,
+        buffers: BufferWatch,
     ) -> None:
         self._map = bucket_map
         self._optimizers = optimizers
         self._scale = scale
         self._placement = placement
+        self._buffer_watch = buffers
         self.timers = placement.mesh.timers
         self.version = 0
         self._overflowed: set[int] = set()  # ids of optimizers with gradients that overflowed before user code saw them
@@ -71,7 +79,7 @@ class GradientClipping:
     def forget(self) -> None:
         """Other gradients will follow: nothing is known of them, and no clipping was asked for."""
         self.version += 1
-        self.used: frozenset[int] | None = None
+        self.used: set[int] | None = None
         self.shown: dict[int, AveragedGradient] = {}
         self._stats: dict[int, GradientStats] | None = None
         self._norms: dict[int, float] = {}  # by id of the optimizer: the norm before anything was clipped
@@ -97,14 +105,18 @@ class GradientClipping:
                 by_bucket.setdefault(id(bucket), []).append(bucket.index[id(parameter)])
             else:
                 parameter.grad = None
+        emptied = False
         if set_to_none and self.used is not None:
             self.used -= cleared
+            emptied = not self.used  # one by one, as code does that clears what has a gradient
         for gradients in self._map.gradients:
-            if indices := by_bucket.get(id(gradients.bucket)):
+            bucket = gradients.bucket
+            indices = range(len(bucket.parameters)) if emptied else by_bucket.get(id(bucket))
+            if indices:
                 gradients.clear(indices, keep_used=not set_to_none)
         for optimizer in self._optimizers:
             # What is left of its gradients stays clipped.
-            if cleared.issuperset(map(id, parameters_of(optimizer))):
+            if emptied or cleared.issuperset(map(id, parameters_of(optimizer))):
                 self._clip.pop(id(optimizer), None)
                 self._norms.pop(id(optimizer), None)
                 self._overflowed.discard(id(optimizer))
@@ -130,7 +142,7 @@ class GradientClipping:
         self._stats, left_over = self._all_reduce()
         if self._stats is not None:
             self._norms = {key: stats.norm for key, stats in self._stats.items()} | self._norms
-            self.used = frozenset().union(*(stats.used for stats in self._stats.values()))
+            self.used = set().union(*(stats.used for stats in self._stats.values()))
             if self._scale.adapts:
                 self._overflowed |= {key for key, stats in self._stats.items() if stats.found_inf}
         return left_over
@@ -152,22 +164,28 @@ class GradientClipping:
     def _all_reduce(self) -> tuple[dict[int, GradientStats] | None, list[BucketGradients]]:
         """The one small all-reduce of a step: norm² per optimizer, which parameters were used, what is left over.
 
+        And whether some rank has changed buffers, which it ends by sharing.
+
         Left over are gradients that arrived after their bucket was reduced (a parameter's hook fires several times
         under reentrant checkpointing) or that user code assigned. Any rank may have some, so all must reduce them.
         """
         everything, mesh, device = self._map.gradients, self._placement.mesh, self._placement.device
         received = [float(received) for gradients in everything for received in gradients.received]
         left = [float(gradients.left_over) for gradients in everything]
-        flags = torch.tensor(received + left, dtype=torch.float64)
-        digests, squares = mesh.digests(), self._squares()
+        flags = torch.tensor([*received, *left, self._buffer_watch.has_changed()], dtype=torch.float64)
+        digests, (squares, of_device) = mesh.digests(), self._squares()
         parts = [device_type(device).send(part, device) for part in (digests, squares, flags)]
+        for number, part in of_device:
+            parts[1][number] += part
         # The one wait of the host for the device in a step.
         sums = mesh.world.all_reduce_(torch.cat(parts), "sum up norms and flags").cpu()
-        sizes = [len(digests), len(squares), len(received), len(left)]
-        all_digests, totals, users, leavers = (part.tolist() for part in sums.split(sizes))
+        sizes = [len(digests), len(squares), len(received), len(left), 1]
+        all_digests, totals, users, leavers, (changes,) = (part.tolist() for part in sums.split(sizes))
         mesh.check_digests(all_digests)
         if left_over := [gradients for gradients, count in zip(everything, leavers, strict=True) if count]:
             return None, left_over
+        if changes:
+            self._buffer_watch.share()
         parameters = [p for bucket in self._map.buckets for p in bucket.parameters]
         used = frozenset(id(p) for p, count in zip(parameters, users, strict=True) if count)
         stats = {
@@ -176,10 +194,14 @@ class GradientClipping:
         }
         return stats, []
 
-    def _squares(self) -> Tensor:
-        """This rank's part of the squared gradient norm of each optimizer; float64, where gradients rest."""
+    def _squares(self) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+        """This rank's part of the squared gradient norm of each optimizer; float64, where gradients rest.
+
+        Beside it, what the device knows of gradients that rest on the host: numbers of optimizers, and what to add.
+        """
         owners: dict[int, tuple[int, ...]] = {}
-        squares = []
+        squares: list[Tensor] = []
+        of_device: list[tuple[int, Tensor]] = []
         for number, optimizer in enumerate(self._optimizers):
             squares.append(torch.zeros((), dtype=torch.float64, device=self._placement.optimizer_store.device))
             for parameter in parameters_of(optimizer):
@@ -187,9 +209,11 @@ class GradientClipping:
         # Replicas hold the same slices: one of them speaks for all.
         if self._placement.mesh.replica.rank == 0:
             for gradients in self._map.gradients:
-                if not gradients.sharded.empty:
+                if gradients.sharded.squares is not None:
+                    of_device += _known_squares(gradients, gradients.sharded.squares, owners, len(squares))
+                elif not gradients.sharded.empty:
                     _add_squares(gradients, owners, squares)
-        return torch.stack(squares) if squares else torch.zeros(0, dtype=torch.float64)
+        return torch.stack(squares) if squares else torch.zeros(0, dtype=torch.float64), of_device
 
     def norm(self, optimizer: Optimizer) -> float:
         """The global L2 norm of the gradients of ``optimizer``, clipped or not, as they were measured."""
@@ -330,6 +354,26 @@ def _add_squares(gradients: BucketGradients, owners: dict[int, tuple[int, ...]],
         total = _sum_of_squares(sharded.read(run.start, run.stop))
         for number in owners_of(run.segments[0]) or ():
             squares[number] = squares[number] + total
+
+
+def squares_scratch(numel: int, device: torch.device) -> int:
+    """Bytes that the sum of the squares of ``numel`` gradients takes on ``device``, for a plan."""
+    return 0 if ops.runs_on(device) else min(numel, _NORM_TILE) * torch.float64.itemsize
+
+
+def _known_squares(
+    gradients: BucketGradients, squares: Tensor, owners: dict[int, tuple[int, ...]], optimizers: int
+) -> Iterator[tuple[int, Tensor]]:
+    """The sums over those segments of a bucket that an optimizer has, by its number."""
+    bucket = gradients.bucket
+    owned = [owners.get(id(bucket.parameters[segment.param]), ()) for segment in bucket.segments]
+    for number in range(optimizers):
+        chosen = [number in numbers for numbers in owned]
+        if all(chosen):
+            yield number, squares.sum()
+        elif any(chosen):
+            mask = device_type(squares.device).send(torch.tensor(chosen), squares.device)
+            yield number, squares.where(mask, 0.0).sum()  # not a product: 0 times inf is nan
 
 
 def _sum_of_squares(values: Tensor) -> Tensor | float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.advice import Case, advice
-from lightning_zero.update.shell import ShellGroup, run_step
+from lightning_zero.sharding import is_communication_error
+from lightning_zero.update.shell import ShellGroup, run_step, trial_call
 
 # Their update of one element reads that element's parameter, gradient and state only.
 ELEMENT_WISE = frozenset(
@@ -40,8 +42,9 @@ _CUT = 11  # inside a row
 def check_element_wise(optimizer: Optimizer, device: torch.device) -> frozenset[str]:
     """Make sure that updating parts of parameters equals updating whole ones; returns the names of per-element state.
 
-    torch's element-wise classes are known; any other class takes three steps on a small matrix, whole and split in two
-    as shards split it, which must agree bit for bit, and must keep all its state in ``state``.
+    torch's element-wise classes are known, and tried on the host: that must work when a device is out of memory. Any
+    other class takes three steps on a small matrix, whole and split in two as shards split it, which must agree bit for
+    bit, and must keep all its state in ``state``.
 
     Args:
         optimizer: as the user configured it; it is not changed.
@@ -60,16 +63,19 @@ def check_element_wise(optimizer: Optimizer, device: torch.device) -> frozenset[
     try:
         # Groups may differ in the state that they keep (momentum, amsgrad).
         for group in optimizer.param_groups:
-            whole, state = _trial(optimizer, group, [slice(None)], device)
+            whole, state = _trial(optimizer, *_place(optimizer, group, device))
             per_element.update(k for k, v in state.items() if isinstance(v, Tensor) and v.shape == whole.shape)
             if type(optimizer) not in ELEMENT_WISE:
-                split, _ = _trial(optimizer, group, [slice(0, _CUT), slice(_CUT, None)], device)
+                split, _ = _trial(optimizer, group, device, [slice(0, _CUT), slice(_CUT, None)])
                 if not torch.equal(whole, split):
                     raise ValueError(
                         f"{name} is not element-wise: a step on a whole matrix differs from one on its parts by up to "
                         f"{(whole - split).abs().max().item():.3g}; {_remedy()}"
                     )
     except (RuntimeError, TypeError, KeyError, AttributeError, IndexError) as error:
+        # Where the device is behind the host, it is the trial that hears what failed before.
+        if is_communication_error(error) or isinstance(error, torch.OutOfMemoryError):
+            raise
         raise ValueError(
             f"{name} could not update a part of a parameter as a 1-D tensor: {error}; {_remedy()}"
         ) from error
@@ -87,21 +93,33 @@ def state_dtypes(
         dtype: of the parameter.
         device: of the parameter.
     """
-    whole, state = _trial(optimizer, group, [slice(None)], device, dtype)
+    whole, state = _trial(optimizer, *_place(optimizer, group, device), dtype=dtype)
     return {k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.shape == whole.shape}
 
 
 def state_names(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> frozenset[str]:
     """The tensors that ``optimizer`` keeps of a parameter in ``group``, from a trial."""
-    _, state = _trial(optimizer, group, [slice(None)], device)
+    _, state = _trial(optimizer, *_place(optimizer, group, device))
     return frozenset(name for name, value in state.items() if isinstance(value, Tensor))
+
+
+def portable(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters of a trial on the host, where not all forms of a rule run; they make the same state."""
+    plain = {k: v.item() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in group.items() if k != "params"}
+    return plain | {k: False for k in ("capturable", "differentiable", "fused") if k in plain}
+
+
+def _place(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> tuple[dict[str, Any], torch.device]:
+    """Hyperparameters and device of a trial: of a class that is not torch's nobody knows whether it runs elsewhere."""
+    known = type(optimizer) in ELEMENT_WISE
+    return (portable(group), torch.device("cpu")) if known else (group, device)
 
 
 def _trial(
     optimizer: Optimizer,
     group: dict[str, Any],
-    parts: list[slice],
     device: torch.device,
+    parts: Sequence[slice] = (slice(None),),
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, dict[str, Any]]:
     """Three steps on a small parameter, part by part as the update over shards does; the result and its state."""
@@ -110,7 +128,7 @@ def _trial(
     flat = initial.reshape(-1)
     # The matrix itself where it is whole: a rule for matrices would act differently on a vector.
     tensors = [initial] if len(parts) == 1 else [flat[part] for part in parts]
-    states = [_fresh_state(optimizer, tensor) for tensor in tensors]
+    states = [fresh_state(optimizer, tensor) for tensor in tensors]
     hyperparameters = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
     for _ in range(3):
         gradient = torch.randn(_SHAPE, generator=generator).to(device, dtype)
@@ -118,7 +136,7 @@ def _trial(
             tensor.grad = gradient if len(parts) == 1 else gradient.reshape(-1)[part]
             states_of = {tensor: state}
             before = copy.deepcopy((hyperparameters, _attributes(optimizer)))
-            shell = run_step(optimizer, [ShellGroup([tensor], hyperparameters)], states_of)
+            shell = run_step(optimizer, [ShellGroup([tensor], hyperparameters)], states_of, trial_call(optimizer))
             if type(optimizer) not in ELEMENT_WISE:  # torch's own change flags that do not matter
                 _check_unchanged(type(optimizer).__name__, before, shell)
             state.update(states_of[tensor])
@@ -153,7 +171,7 @@ def _same(old: Any, new: Any) -> bool:
     return bool(old == new)
 
 
-def _fresh_state(optimizer: Optimizer, tensor: Tensor) -> dict[str, Any]:
+def fresh_state(optimizer: Optimizer, tensor: Tensor) -> dict[str, Any]:
     """The state that the optimizer's constructor put in place for a parameter (Adagrad does), for another tensor."""
     made = next(((p, state) for p, state in optimizer.state.items() if p.dim() > 0), None)
     if made is None:

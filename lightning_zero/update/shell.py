@@ -7,8 +7,9 @@ groups of the user's optimizer.
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,17 +28,69 @@ class ShellGroup(NamedTuple):
     hyperparameters: dict[str, Any]
 
 
-def run_step(optimizer: Optimizer, groups: Sequence[ShellGroup], state: dict[Tensor, dict[str, Any]]) -> Optimizer:
-    """Update the tensors of ``groups`` and their ``state`` in place, by ``optimizer``'s rule; returns the shell."""
+class StepCall:
+    """A call of an optimizer's ``step``, with the arguments of whoever called it.
+
+    Args:
+        optimizer: whose class says what its ``step`` takes.
+        args: of the call.
+        kwargs: of the call.
+
+    Raises:
+        TypeError: the class's ``step`` does not take these arguments.
+    """
+
+    def __init__(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        self._bound = inspect.signature(type(optimizer).step).bind(optimizer, *args, **kwargs)
+
+    def run_closure(self) -> Any:
+        """Run the caller's closure, once; returns its loss. The class's ``step`` gets that from its closure then."""
+        closure: Callable[[], Any] | None = self._bound.arguments.get("closure")
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            loss = closure()
+        self._bound.arguments["closure"] = lambda: loss
+        return loss
+
+    def run(self, shell: Optimizer) -> None:
+        """Run the class's ``step`` on a shell of the optimizer, which may be one of many."""
+        step = type(shell).step
+        # Torch's wrapper of hooks and profiler is around the class's own function.
+        if inspect.isfunction(step) and getattr(step, "hooked", False):
+            step = step.__wrapped__  # type: ignore[attr-defined]
+        step(shell, *self._bound.args[1:], **self._bound.kwargs)
+
+
+def trial_call(optimizer: Optimizer) -> StepCall:
+    """A call as Lightning makes it, where the optimizer's ``step`` takes a closure."""
+    takes_closure = "closure" in inspect.signature(type(optimizer).step).parameters
+    call = StepCall(optimizer, **({"closure": lambda: torch.zeros(())} if takes_closure else {}))
+    call.run_closure()
+    return call
+
+
+def run_step(
+    optimizer: Optimizer,
+    groups: Sequence[ShellGroup],
+    state: dict[Tensor, dict[str, Any]],
+    call: StepCall | None = None,
+) -> Optimizer:
+    """Update the tensors of ``groups`` and their ``state`` in place, by ``optimizer``'s rule; returns the shell.
+
+    Args:
+        optimizer: is not changed.
+        groups: what to update.
+        state: by tensor.
+        call: of the optimizer's ``step``; ``None``: one without arguments.
+    """
     shell = object.__new__(type(optimizer))
     shell.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in _REPLACED})
     shell.__dict__.update({hook: OrderedDict() for hook in OPTIMIZER_HOOKS})
     shell.param_groups = [{"params": group.tensors, **group.hyperparameters} for group in groups]
     shell.state = defaultdict(dict, state)
-    step = type(optimizer).step
-    if getattr(step, "hooked", False):  # torch's wrapper of hooks and profiler around the class's own function
-        step = step.__wrapped__  # type: ignore[attr-defined]
+    call = call or StepCall(optimizer)
     with torch.no_grad():
-        step(shell)
+        call.run(shell)
     state.update(shell.state)
     return shell

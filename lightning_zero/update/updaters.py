@@ -19,7 +19,7 @@ from lightning_zero.sharding.adoption import begin_to_optimize
 from lightning_zero.sharding.masters import Master
 from lightning_zero.torch_private import foreach_devices
 from lightning_zero.update.cpu import CPUOptimizer
-from lightning_zero.update.footprint import Footprint
+from lightning_zero.update.footprint import Footprint, passing_bytes
 from lightning_zero.update.native import MasterLayout, NativeRule, Numbers, first_index, rule_of_torch
 from lightning_zero.update.rules import ELEMENT_WISE, check_element_wise, state_dtypes, state_names
 from lightning_zero.update.shell import ShellGroup, run_step
@@ -31,7 +31,6 @@ NativeOptimizer = Literal["auto", "off"]
 # Elements whose gradients are converted and scaled at a time, by where that is. On the host no more are updated at a
 # time: temporary tensors stay in the processor's caches then, and in memory that the C allocator keeps.
 _HOST_TILE, _DEVICE_TILE = 1 << 19, 1 << 22
-_PASSING = 3  # values per element that the step of a torch optimizer takes in passing, at most
 
 V = TypeVar("V")
 
@@ -171,6 +170,7 @@ class TorchUpdater(ShardUpdater):
     def __init__(self, optimizer: Optimizer, per_element: frozenset[str], dtype: torch.dtype | None = None) -> None:
         super().__init__(optimizer, per_element, dtype)
         self._has_state_at_once = bool(optimizer.state)  # its constructor made it (Adagrad)
+        self._passing: dict[tuple[int, torch.dtype, bool], int] = {}
 
     def master_layout(self, name: str, master: Master, placement: BucketPlacement) -> MasterLayout | None:
         return None
@@ -192,14 +192,23 @@ class TorchUpdater(ShardUpdater):
             state |= state_dtypes(self.optimizer, group, master.dtype, master.device)
         # All segments have the same state: that of no step, or of as many.
         parts = [*self._parts([segment for segment, _ in members], groups, master, lambda _: None)]
-        tile = max((sum(p.numel for p in piece) for piece in tiles(parts, _tile(master))), default=0)
-        together = any(_steps_together(group, bucket.placement.device) for group in groups.values())
-        at_once = tile if together else max((part.numel for part in parts), default=0)
-        # At the first step the optimizer makes the state of a tile, which is copied. Gradients are converted, or scaled
-        # where they are clipped.
-        fresh = sum(dtype.itemsize for dtype in state.values())
-        scratch = tile * (fresh + master.dtype.itemsize) + at_once * _PASSING * master.dtype.itemsize
-        return Footprint(master, state, scratch)
+        found = [sum(part.numel for part in tile) for tile in tiles(parts, _tile(master))]
+        tile, part = max(found, default=0), max((part.numel for part in parts), default=0)
+        passing = 0
+        for group in {id(group): group for group in groups.values()}.values():
+            together = _steps_together(group, bucket.placement.device)
+            passing = max(passing, (tile if together else part) * self._passing_bytes(group, master.dtype, together))
+        fresh = tile * sum(dtype.itemsize for dtype in state.values())
+        return Footprint(
+            master, state, tile * master.dtype.itemsize, passing, fresh, len(found) == 1, _staged(bucket, master)
+        )
+
+    def _passing_bytes(self, group: dict[str, Any], dtype: torch.dtype, foreach: bool) -> int:
+        """See :func:`passing_bytes`; all buckets ask the same."""
+        key = id(group), dtype, foreach
+        if key not in self._passing:
+            self._passing[key] = passing_bytes(self.optimizer, group, dtype, foreach)
+        return self._passing[key]
 
     def _parts(
         self,
@@ -241,7 +250,7 @@ class TorchUpdater(ShardUpdater):
         parts = [_Part(run, view.state.get(run)) for run in found]
         for tile in tiles(parts, _tile(view.master)):
             self._update_tile(view, tile)
-            view.publish(tile[0].run.start, tile[-1].run.stop)
+            view.master.write(tile[0].run.start, tile[-1].run.stop).wait()
 
     def _update_tile(self, view: UpdateView, tile: Sequence[_Part]) -> None:
         master, grad_scale = view.master, view.grad_scale
@@ -254,7 +263,8 @@ class TorchUpdater(ShardUpdater):
             if grad_scale != 1.0:
                 # Out of place: the averaged gradient is kept until zero_grad. In the wider dtype: a scaled fp32
                 # gradient may exceed what fp16 holds, an unscaled fp16 gradient may fall below it.
-                gradient = gradient.to(torch.promote_types(gradient.dtype, tensor.dtype)) * grad_scale
+                wide = gradient.to(torch.promote_types(gradient.dtype, tensor.dtype))
+                gradient = wide * grad_scale if wide is gradient else wide.mul_(grad_scale)
             tensor.grad = gradient.to(tensor.dtype)
             hyperparameters = view.groups[run.segments[0].param]
             if id(hyperparameters) not in shell_groups:
@@ -263,10 +273,16 @@ class TorchUpdater(ShardUpdater):
             shell_groups[id(hyperparameters)].tensors.append(tensor)
             state[tensor] = run_state
             by_tensor[tensor] = run
-        run_step(self.optimizer, list(shell_groups.values()), state)
+        run_step(self.optimizer, list(shell_groups.values()), state, view.call)
         for tensor, run in by_tensor.items():
             master.keep(run.start, tensor)
             view.state.put(run, state[tensor])
+
+
+def _staged(bucket: BucketForm, master: MasterForm) -> int:
+    """Bytes of a shard on the device that are rounded on the host, where its master is."""
+    rounded = ops.runs_on(master.device) and not ops.runs_on(bucket.placement.shard_device)
+    return bucket.layout.shard_numel * bucket.dtype.itemsize if rounded and master.dtype != bucket.dtype else 0
 
 
 class _Part(NamedTuple):
@@ -337,15 +353,14 @@ class NativeUpdater(ShardUpdater):
         return frozenset(self._rule.names(group))
 
     def footprint(self, bucket: BucketForm) -> Footprint:
-        """The kernels update in place; what goes to a device is rounded on the host first. See the base class."""
+        """The kernels update in place, and round what goes to a device on the way. See the base class."""
         master = bucket.master
         split = isinstance(self.optimizer, CPUOptimizer) and self._numbers.master_layout == "split"
         if split and master.pieces and bucket.dtype.itemsize == 2:
             master = bucket.placement.split_master(bucket.dtype)
         names = {name for _, group in self._members(bucket) for name in self._rule.names(group)}
-        rounded = bucket.dtype.itemsize == 2 and not ops.runs_on(bucket.placement.shard_device)
-        scratch = (_PASSING + 1) * master.dtype.itemsize * bucket.layout.shard_numel if rounded else 0
-        return Footprint(master, dict.fromkeys(sorted(names), self._numbers.state_dtype), scratch)
+        state = dict.fromkeys(sorted(names), self._numbers.state_dtype)
+        return Footprint(master, state, staged=0 if split else _staged(bucket, master))
 
     def update(self, view: UpdateView) -> None:
         state, groups = view.state, view.groups
@@ -382,8 +397,7 @@ class NativeUpdater(ShardUpdater):
             seed=self._numbers.seed,
             index=self._index(view, run.segments[0]) if self._numbers.rounds_randomly else 0,
         )
-        if master.copy_out is None:
-            view.publish(run.start, run.stop)
+        master.finish()
         # One scalar for all segments of the run: nobody changes it in place.
         scalars = self._rule.scalars(step, self._numbers)
         if names or scalars:  # else the state stays empty, as torch's

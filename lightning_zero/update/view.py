@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from lightning_zero.sharding import Segment, ShardedGradient
 from lightning_zero.sharding.masters import Master
+from lightning_zero.update.shell import StepCall
 from lightning_zero.update.state import ShardState
 
 Groups = dict[int, dict[str, Any]]
@@ -28,7 +29,7 @@ class UpdateView:
         grad_scale: factor to apply to the gradients.
         gap: segments at most this far apart may be updated as one; what lies between them are zeros.
         parameters: of the bucket, by index, to tell them apart; their values may be out of date.
-        publish: derives elements ``[start, stop)`` of the parameter shard from the master once they are updated.
+        call: of the optimizer's ``step``, which an updater that runs the class's own passes on to it.
     """
 
     segments: Sequence[Segment]
@@ -39,4 +40,4 @@ class UpdateView:
     grad_scale: float
     gap: int
     parameters: Sequence[Parameter]
-    publish: Callable[[int, int], None]
+    call: StepCall

@@ -141,14 +141,16 @@ class VisibleGradients:
             self._assign_full(parameter, value)
 
     def _assign_slices(self, parameter: Parameter, value: AveragedGradient) -> None:
-        shown = self._clipping.shown.get(id(parameter))
-        if shown is None or shown.place is not value.place:
+        measured = self._map[parameter].optimized and self._clipping.used is not None
+        shown = self._show(parameter) if measured else None
+        if shown is None or shown.place != value.place:
             raise RuntimeError(
-                f"{self._name(parameter)}.grad = {value!r}: it is cut as that parameter's gradient, now or in a former "
-                "step. Assign a whole tensor, the same on all ranks, such as lightning_zero.full_grad(parameter)"
+                f"{self._name(parameter)}.grad = {value!r}: it is cut as that parameter's gradient, and this one is "
+                "cut otherwise, or not averaged yet. Assign a whole tensor, the same on all ranks, such as "
+                "lightning_zero.full_grad(parameter)"
             )
         if value.held is not shown.held:  # `parameter.grad *= 2` assigns what was changed in place
-            shown.copy_(value)
+            self._take_over(parameter, value)
 
     def _assign_full(self, parameter: Parameter, value: Tensor) -> None:
         if value.shape != parameter.shape:
@@ -159,18 +161,33 @@ class VisibleGradients:
         bucket = self._map[parameter]
         gradients, index = self._map.gradients_of(bucket), bucket.index[id(parameter)]
         if not bucket.optimized or self._reducer.in_backward:
-            set_local_grad(parameter, value)  # it is reduced with those that autograd brings
+            self._assign_local(parameter, value)
         elif self._clipping.used is not None:
-            with torch.no_grad():
-                self._show(parameter).copy_(value)
-            gradients.received[index] = True
-            self._clipping.note_change(used=parameter)
+            self._take_over(parameter, value)
         elif (local := gradients.local_sum(index)) is not None:
             local.copy_(value)
         elif gradients.held in (Held.NONE, Held.UNSHARDED, Held.SUM):
-            set_local_grad(parameter, value)
+            self._assign_local(parameter, value)
         else:
             self._refuse_early(parameter)
+
+    def _take_over(self, parameter: Parameter, value: Tensor) -> None:
+        """Make ``value`` the averaged gradient."""
+        bucket = self._map[parameter]
+        with torch.no_grad():
+            self._show(parameter).copy_(value)
+        self._map.gradients_of(bucket).received[bucket.index[id(parameter)]] = True
+        self._clipping.note_change(used=parameter)
+
+    def _assign_local(self, parameter: Parameter, value: Tensor) -> None:
+        """Make ``value`` what autograd has brought so far, with the loss scale: it is reduced, and then unscaled."""
+        if local_grad(parameter) is None and self._clipping.scale != 1.0:  # of nothing could it be made that has it
+            raise RuntimeError(
+                f"{self._name(parameter)}.grad = a tensor, before its gradient is averaged: gradients have the loss "
+                f"scale {self._clipping.scale:g} until then. Assign it after the last backward of the step"
+                f"{advice(Case.NOT_FLUSHED, '; ')}. Without any backward, train in a precision that has no loss scale"
+            )
+        set_local_grad(parameter, value.to(parameter.device, parameter.dtype))
 
     # -------------------------------------------------------------------------------------------------------- norms
 
@@ -257,8 +274,10 @@ class _SharedSlice:
             function(values)
         else:
             values.div_(scale)
-            function(values)
-            values.mul_(scale)
+            try:
+                function(values)
+            finally:
+                values.mul_(scale)
         self._clipping.note_change()
 
     def norm(self, order: float) -> float:

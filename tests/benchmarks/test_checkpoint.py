@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from helpers.benchmark import START, load
 from helpers.ranks import RankPool, server_environment
 
-ROOT = Path(__file__).resolve().parents[2]
 FORMATS = [f"zero3 {container}, {kind}" for container in ("full", "sharded") for kind in ("checksums", "no checksums")]
 
 
@@ -21,9 +19,9 @@ FORMATS = [f"zero3 {container}, {kind}" for container in ("full", "sharded") for
 def test_a_small_run(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     options = f"--parameters 1e5 --rounds 1 --strategies zero3 --folder {tmp_path} --out {out}".split()
-    # The working folder is on the path behind all that is installed.
-    code = f"import sys; sys.path.append({str(ROOT)!r}); from benchmarks.checkpoint import main; main()"
-    subprocess.run([sys.executable, "-c", code, *options], cwd=tmp_path, env=server_environment(), check=True)
+    subprocess.run(
+        [sys.executable, "-c", START.format("checkpoint"), *options], cwd=tmp_path, env=server_environment(), check=True
+    )
     result = json.loads(out.read_text())
     assert result["environment"]["file_system"]
     assert list(tmp_path.iterdir()) == [out]
@@ -38,10 +36,9 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert len(result["criterion"]) == 6
 
 
-def measure_idle(path: Sequence[str], folder: str) -> str:
+def measure_idle(folder: str) -> str:
     """What :func:`measure` says of one that saves and does not load."""
-    sys.path += [entry for entry in path if entry not in sys.path]
-    benchmark = importlib.import_module("benchmarks.checkpoint")
+    benchmark = load("checkpoint")
     contestant = benchmark.Raw(1000)
     contestant.load = lambda folder: None
     try:
@@ -52,4 +49,4 @@ def measure_idle(path: Sequence[str], folder: str) -> str:
 
 
 def test_a_contestant_that_does_not_load_is_found(pool2: RankPool, tmp_path: Path) -> None:
-    assert pool2.run(measure_idle, [os.fspath(ROOT)], os.fspath(tmp_path)) == ["raw has not loaded what it saved"] * 2
+    assert pool2.run(measure_idle, os.fspath(tmp_path)) == ["raw has not loaded what it saved"] * 2

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-
-ROOT = Path(__file__).resolve().parents[2]
+from helpers.benchmark import load
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def benchmark() -> Iterator[Any]:
     """The module; threads are restored."""
-    # Last, so that the sources beside it hide no installed package.
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
     threads = torch.get_num_threads()
-    yield importlib.import_module("benchmarks.cpu_optimizers")
+    yield load("cpu_optimizers")
     torch.set_num_threads(threads)
 
 
-def test_a_small_run(benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_run(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "result.json"
     monkeypatch.setattr(benchmark, "PAUSE", 0.0)
     monkeypatch.setattr(sys, "argv", f"benchmark --numel 4100 --threads 1 2 --rounds 2 --out {out}".split())
@@ -43,7 +39,7 @@ def test_a_small_run(benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.
         assert all(ratio["min"] <= ratio["median"] for ratio in run["ratios"])
 
 
-def test_a_disturbed_stream_stays_on_the_chart(benchmark: ModuleType, tmp_path: Path) -> None:
+def test_a_disturbed_stream_stays_on_the_chart(benchmark: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     row = {"ms_per_1e9": 100.0, "share_of_stream": 40.0}
     runs = {threads: {"rows": {f"ours avx2: layout {k}": row for k in range(12)}} for threads in ("1", "2")}
@@ -52,7 +48,7 @@ def test_a_disturbed_stream_stays_on_the_chart(benchmark: ModuleType, tmp_path: 
     assert (tmp_path / "chart.png").stat().st_size > 0
 
 
-def test_a_contestant_that_does_nothing_is_found(benchmark: ModuleType) -> None:
+def test_a_contestant_that_does_nothing_is_found(benchmark: Any) -> None:
     arrays = benchmark.Arrays(1024)
     field = benchmark.torch_contestants(arrays)
     benchmark.check(field, arrays)
@@ -62,7 +58,7 @@ def test_a_contestant_that_does_nothing_is_found(benchmark: ModuleType) -> None:
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_a_stream_that_leaves_out_elements_is_found(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_leaves_out_elements_is_found(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = benchmark.Arrays(1024)
     stream = benchmark.Stream()
     benchmark.check_stream(stream, arrays, 2)

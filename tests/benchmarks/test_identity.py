@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from helpers.benchmark import START, load
 from helpers.ranks import RankPool, server_environment
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
     "strategy": "zero2_offload",
     "precision": "bf16-mixed",
@@ -31,20 +28,14 @@ SMALL = {
 }
 
 
-def benchmark(name: str, path: Sequence[str]) -> Any:
-    """A module of the folder of benchmarks, which is on the path behind all that is installed."""
-    sys.path += [entry for entry in path if entry not in sys.path]
-    return importlib.import_module(f"benchmarks.{name}")
-
-
 @pytest.fixture(scope="module")
-def identity() -> ModuleType:
-    return benchmark("identity", [os.fspath(ROOT)])  # its import takes seconds
+def identity() -> Any:
+    return load("identity")  # its import takes seconds
 
 
-def record(path: Sequence[str], folder: str, **changes: Any) -> dict[str, list[str]]:
+def record(folder: str, **changes: Any) -> dict[str, list[str]]:
     """What is recorded of a training on this rank."""
-    identity = benchmark("identity", path)
+    identity = load("identity")
     identity.quiet()
     return identity.run(identity.Training(**(SMALL | changes)), Path(folder)).parts
 
@@ -54,7 +45,7 @@ def test_trainings_that_are_the_same_agree_and_others_do_not(pool2: RankPool, tm
     for number, rate in enumerate((1.0, 1.0, 1.001)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        records = pool2.run(record, [os.fspath(ROOT)], os.fspath(folder), rate=rate)
+        records = pool2.run(record, os.fspath(folder), rate=rate)
         assert all(lines for lines in records[0].values())
         found.append({"training": identity.digests(records)})
     first, again, faster = found
@@ -77,7 +68,7 @@ def test_every_pair_of_settings_is_met(identity: Any) -> None:
 
 
 def test_versions_and_random_names_are_left_out_and_other_values_are_not() -> None:
-    recording = benchmark("recording", [os.fspath(ROOT)])
+    recording = load("recording")
 
     def digest(version: str, name: str, value: str) -> str:
         return recording.of_pickle(
@@ -90,8 +81,7 @@ def test_versions_and_random_names_are_left_out_and_other_values_are_not() -> No
 @pytest.mark.slow
 def test_the_script_compares_with_a_file(tmp_path: Path) -> None:
     before, after = tmp_path / "before.json", tmp_path / "after.json"
-    code = f"import sys; sys.path.append({str(ROOT)!r}); from benchmarks.identity import main; main()"
-    command = [sys.executable, "-c", code, "--only", "^zero1 32-true w1"]
+    command = [sys.executable, "-c", START.format("identity"), "--only", "^zero1 32-true w1"]
 
     def run(*options: object) -> subprocess.CompletedProcess[str]:
         arguments = [*command, *map(str, options)]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from helpers.benchmark import START, load
 from helpers.pages import ROOT
 from helpers.ranks import server_environment
 
@@ -21,14 +19,12 @@ NAMES = "zero0 zero1 zero2 zero3 zero1_offload zero2_offload zero3_offload".spli
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    # Last, so that the sources beside it hide no installed package.
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
-    return importlib.import_module("benchmarks.step")
+def benchmark() -> Any:
+    return load("step")
 
 
 @pytest.fixture
-def run(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def run(benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Runs the benchmark with options; contestants take as many seconds as their names have letters."""
 
     def measure(contestant: Any, cell: Any, options: Namespace) -> dict[str, Any]:
@@ -55,8 +51,7 @@ def test_a_small_run(names: list[str], tmp_path: Path) -> None:
         pytest.importorskip("deepspeed")
     out = tmp_path / "result.json"
     options = f"--models tiny --precisions bf16 --micro-batches 2 --rounds 1 --warmup 3 --steps 2 --out {out}".split()
-    code = f"import sys; sys.path.append({os.fspath(ROOT)!r}); from benchmarks.step import main; main()"
-    command = [sys.executable, "-c", code, *options, "--only", *names]
+    command = [sys.executable, "-c", START.format("step"), *options, "--only", *names]
     subprocess.run(command, cwd=tmp_path, env=server_environment(), check=True)
     result = json.loads(out.read_text())
     assert result["environment"]["torch"]
@@ -95,16 +90,14 @@ def test_resuming_measures_what_is_missing(run: Callable[..., dict[str, Any]]) -
 
 
 @pytest.mark.parametrize("loss", [5.1, float("nan")])
-def test_who_trains_something_else_is_found(benchmark: ModuleType, loss: float) -> None:
+def test_who_trains_something_else_is_found(benchmark: Any, loss: float) -> None:
     cell = benchmark.Cell("26m", "fp32", 1)
     benchmark.check({"ddp": {"loss": 5.0}, "zero2": {"loss": 5.001}}, cell)
     with pytest.raises(RuntimeError, match=r"zero2 ends at loss .* in 26m fp32 x1, ddp at 5: they have not"):
         benchmark.check({"zero2": {"loss": loss}, "ddp": {"loss": 5.0}}, cell)
 
 
-def test_what_a_failing_rank_says_is_told(
-    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_a_failing_rank_says_is_told(benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text("import os, time\nif os.environ['RANK'] == '1': raise ValueError('no room')\ntime.sleep(60)\n")
     monkeypatch.setattr(benchmark, "RANK", script)

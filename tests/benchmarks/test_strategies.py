@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.benchmark import load
 from helpers.images import write_files
 from helpers.pages import ROOT
 from helpers.ranks import RankPool
@@ -23,8 +23,6 @@ STEPS = SHORT["trainer.max_steps"]
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch, pool2: RankPool, tmp_path: Path) -> Callable[..., Any]:
     """Runs a benchmark with a command line; the scripts that it starts run short, and start nothing."""
-    # Last, so that the sources beside it hide no installed package.
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
 
     def in_pool(command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
         run = short_run(ROOT / command[1], command[2:])
@@ -32,11 +30,12 @@ def benchmark(monkeypatch: pytest.MonkeyPatch, pool2: RankPool, tmp_path: Path) 
         pool2.run(run_script, run.script, [*run.arguments, folder], tmp_path)
         return subprocess.CompletedProcess(command, 0)
 
-    def run(module: str, *options: str) -> Any:
-        monkeypatch.setattr("benchmarks.examples.subprocess", SimpleNamespace(run=in_pool))
-        monkeypatch.setattr(f"{module}.STEPS", STEPS)
-        monkeypatch.setattr(sys, "argv", [module, *options, "--out", str(tmp_path / "out.json")])
-        importlib.import_module(module).main()
+    def run(name: str, *options: str) -> Any:
+        module = load(name)
+        monkeypatch.setattr(load("examples"), "subprocess", SimpleNamespace(run=in_pool))
+        monkeypatch.setattr(module, "STEPS", STEPS)
+        monkeypatch.setattr(sys, "argv", [name, *options, "--out", str(tmp_path / "out.json")])
+        module.main()
         return json.loads((tmp_path / "out.json").read_text())
 
     return run
@@ -46,7 +45,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch, pool2: RankPool, tmp_path: Path) 
 def test_gpt2(benchmark: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text").write_bytes(bytes(range(256)) * 10)
     options = "--strategies", "zero2", "ddp", "--precisions", "fp32"
-    runs = benchmark("benchmarks.gpt2_strategies", "--data", f"{tmp_path}/text", *options)
+    runs = benchmark("gpt2_strategies", "--data", f"{tmp_path}/text", *options)
     assert list(runs) == ["zero2 fp32", "ddp fp32"]
     assert runs["zero2 fp32"]["val_loss"] == pytest.approx(runs["ddp fp32"]["val_loss"], rel=1e-5)
     assert {run["steps"] for run in runs.values()} == {STEPS}
@@ -57,7 +56,7 @@ def test_gpt2(benchmark: Callable[..., Any], tmp_path: Path, capsys: pytest.Capt
 def test_cifar10(benchmark: Callable[..., Any], tmp_path: Path) -> None:
     write_files(tmp_path / "images", 4)
     options = "--strategies", "zero2", "--precisions", "fp32", "--whole", "zero2", "--epochs", "1"
-    results = benchmark("benchmarks.cifar10_strategies", "--data", f"{tmp_path}/images", *options)
+    results = benchmark("cifar10_strategies", "--data", f"{tmp_path}/images", *options)
     assert list(results) == ["zero2 fp32", "zero2 1 epochs"]
     assert results["zero2 fp32"]["passed"]
     assert results["zero2 1 epochs"]["steps"] == STEPS

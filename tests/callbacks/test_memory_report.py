@@ -192,7 +192,7 @@ def test_it_is_not_printed_for_other_errors(pool1: RankPool) -> None:
 
 
 def fail_while_sharding(error: BaseException) -> str:
-    with mock.patch("lightning_zero.integration.strategy.Engine", side_effect=error):
+    with mock.patch("lightning_zero.integration.base.Engine", side_effect=error):
         return fail_with(error)
 
 

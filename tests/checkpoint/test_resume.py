@@ -209,17 +209,23 @@ def test_ddp_resumes_bit_for_bit_from_ours_and_ours_from_its(pool: RankPool, nam
 
 @ranks(2)
 @pytest.mark.parametrize(
-    ("name", "first", "second"),
-    [("zero3_offload", "bf16-mixed", "32-true"), pytest.param("zero2", "32-true", "bf16-true", marks=SLOW)],
+    ("name", "first", "second", "dtype"),
+    [
+        ("zero3_offload", "bf16-mixed", "32-true", torch.float32),
+        ("zero3", "bf16-true", "bf16-true", torch.bfloat16),
+        pytest.param("zero2", "bf16-true", "bf16-true", torch.bfloat16, marks=SLOW),
+        pytest.param("zero2", "32-true", "bf16-true", torch.float32, marks=SLOW),
+    ],
 )
 def test_another_precision_starts_from_full_weights(
-    pool: RankPool, name: str, first: str, second: str, tmp_path: Path
+    pool: RankPool, name: str, first: str, second: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Resumed at once and stopped, a run holds the very values that were saved."""
+    """Resumed at once and stopped, a run holds the very values that were saved, also where the module has 16 bits."""
     path = str(tmp_path / "a.ckpt")
-    saved = pool.run(save_at_end, name, RECIPE, path, precision=first)
+    recipe = dataclasses.replace(RECIPE, dtype=dtype)
+    saved = pool.run(save_at_end, name, recipe, path, precision=first)
     steps = saved[0].steps
-    loaded = pool.run(run, name, dataclasses.replace(RECIPE, seed=7), steps=steps, resume=path, precision=second)
+    loaded = pool.run(run, name, dataclasses.replace(recipe, seed=7), steps=steps, resume=path, precision=second)
     assert_same(loaded[0].weights, saved[0].weights)
     assert_same_states(loaded[0].optimizer_states[0], saved[0].optimizer_states[0])
 

@@ -8,10 +8,12 @@ import math
 import os
 import pickle
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ from lightning_zero.checkpoint.commit import META, METADATA, Draft, recover, rec
 from lightning_zero.checkpoint.tiles import TILE
 from lightning_zero.cli import app
 from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.sharding import Mesh
 from lightning_zero.sharding.memory_format import MemoryFormat
 
 
@@ -300,6 +303,43 @@ def test_any_weights_are_what_torch_reads(checksums: bool, tmp_path: Path) -> No
     assert (folder / "__0_0.distcp").stat().st_size < 21 << 20  # 20: no tied tensor twice, no whole one for a part
 
 
+def contents_of(path: Path) -> object:
+    return sorted(each.name for each in path.iterdir()) if path.is_dir() else path.read_bytes()
+
+
+@pytest.mark.parametrize("container", ["full", "sharded"])
+def test_all_is_on_the_disk_before_it_gets_its_name(
+    container: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the loss of power leaves of what was not flushed: a folder is complete by the name of `meta.pt`."""
+    path, synced, named = tmp_path / "a.ckpt", {}, []
+    fsync = os.fsync
+
+    def noting(file: int) -> None:
+        fsync(file)
+        synced[os.fstat(file).st_ino] = contents_of(Path(f"/proc/self/fd/{file}").resolve())
+
+    def renamed_by(method: Callable[..., Path]) -> Callable[[Path, Path], Path]:
+        def renamed(self: Path, target: Path) -> Path:
+            if target.name in (META, path.name):
+                draft = self.parent if target.name == META else self
+                for each in (draft, *draft.glob("*")):
+                    assert synced[each.stat().st_ino] == contents_of(each), f"{target.name} before {each}"
+                named.append(target.name)
+            return method(self, target)
+
+        return renamed
+
+    monkeypatch.setattr(os, "fsync", noting)
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(Path, name, renamed_by(getattr(Path, name)))
+    saving = begin(container, {"state_dict": {"w": torch.ones(5)}, "epoch": 3}, path, None, ALONE)
+    assert saving is not None
+    saving.write(ALONE)
+    assert named == ([META] if container == "sharded" else []) + [path.name]
+    assert synced[tmp_path.stat().st_ino] == [path.name]
+
+
 def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
     weights = {"w": torch.arange(5.0)}
     with torch.device("meta"):
@@ -337,11 +377,16 @@ def refusal(folder: Path) -> str:
     return str(caught.value)
 
 
-@pytest.fixture
-def folder(pool2: RankPool, tmp_path: Path) -> Path:
-    path = tmp_path / "a.ckpt"
+@pytest.fixture(scope="module")
+def saved_folder(pool2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "a.ckpt"
     pool2.run(save_at_end, sharded("zero3"), RECIPE, str(path))
     return path
+
+
+@pytest.fixture
+def folder(saved_folder: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved_folder, tmp_path / "a.ckpt")
 
 
 def test_what_is_damaged_is_an_error_that_says_where(folder: Path) -> None:
@@ -487,6 +532,13 @@ def save_apart(strategy: Any, path: str) -> list[str]:
     return warned
 
 
+def load_own(folder: str) -> str:
+    """How a load fails where every rank has a file system of its own."""
+    with pytest.raises(CheckpointError) as caught:
+        load(Path(folder) / str(dist.get_rank()) / "a.ckpt", Mesh.create().world)
+    return str(caught.value)
+
+
 @ranks(2)
 def test_ranks_need_no_shared_file_system(pool: RankPool, tmp_path: Path) -> None:
     messages = pool.run(save_apart, sharded("zero3"), str(tmp_path))
@@ -494,10 +546,17 @@ def test_ranks_need_no_shared_file_system(pool: RankPool, tmp_path: Path) -> Non
     homes = [tmp_path / str(rank) / "a.ckpt" for rank in range(pool.world_size)]
     for rank, home in enumerate(homes):
         assert files_in(home) == {".metadata", "meta.pt", f"__{rank}_0.distcp"}
+        assert (home / "meta.pt").read_bytes() == (homes[0] / "meta.pt").read_bytes()
     assert "copy the files of all of them into one" in refusal(homes[0])
     (homes[1] / "__1_0.distcp").rename(homes[0] / "__1_0.distcp")
     pool.run(save_at_end, "zero3", RECIPE, str(tmp_path / "file.ckpt"))
     assert_equal_trees(load(homes[0], ALONE), load(tmp_path / "file.ckpt", ALONE))
+    shutil.rmtree(homes[1])
+    for message in pool.run(load_own, str(tmp_path)):
+        assert message.endswith(
+            f"rank 1: CheckpointError: {homes[1]} is no checkpoint: a folder by "
+            "torch.distributed.checkpoint has .metadata"
+        )
 
 
 @ranks(2)
@@ -618,13 +677,16 @@ def test_a_draft_that_is_written_is_nobodys_to_take(tmp_path: Path) -> None:
 
 
 def test_a_complete_leftover_gets_its_name(tmp_path: Path) -> None:
+    """From the next save beside it, or from a load of that name."""
     path = tmp_path / ("ä" * 120 + ".ckpt")
-    draft = Draft(path, folder=True)
-    for name in (".metadata", "meta.pt"):
-        (draft.temporary / name).write_bytes(b"")
-    os.close(draft.file)  # as when its process dies
-    remove_leftovers(tmp_path)
-    assert files_in(tmp_path) == {path.name}
+    for find in (lambda: remove_leftovers(tmp_path), lambda: refusal(path)):
+        draft = Draft(path, folder=True)
+        for name in (".metadata", "meta.pt"):
+            (draft.temporary / name).write_bytes(b"")
+        os.close(draft.file)  # as when its process dies
+        find()
+        assert files_in(tmp_path) == {path.name}
+        shutil.rmtree(path)
 
 
 def test_temporary_names_are_no_names_of_checkpoints(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file
 from typer import BadParameter
 from typer.testing import CliRunner, Result
@@ -134,6 +135,19 @@ def test_export_says_what_became_of_the_weights(checkpoint: Path, tmp_path: Path
     assert result.stdout.startswith(f"{tmp_path / 'out'}: 2 files, 3 tensors, 48 B, verified\n")
     assert (tmp_path / "out/model.safetensors.index.json").is_file()
     assert not (tmp_path / "out/model.safetensors").exists()
+    printed = json.loads(invoke("export", checkpoint, tmp_path / "json", "--json").stdout)
+    assert (printed["schema"], printed["directory"], printed["bytes"]) == (1, str(tmp_path / "json"), 48)
+    assert (printed["files"], printed["tied"]) == (["model.safetensors"], {"model.tied": "model.a"})
+
+
+def test_every_verb_has_json_and_says_what_it_does() -> None:
+    verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for name, verb in verbs.items():
+        assert "--json" in {option for parameter in verb.params for option in parameter.opts}, name
+        assert verb.help, name
+    text = invoke("--help").stdout
+    assert "Exit codes: 0 when it is done" in text
+    assert all(name in text for name in verbs)
 
 
 def test_export_for_transformers_advises_on_names(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -48,6 +49,9 @@ def test_it_says_what_is_in_the_file(folder: Path, tmp_path: Path) -> None:
         "note: Lightning has not written this folder; epochs and steps of a resumed fit are counted from 0",
     ]
     assert torch.equal(torch.load(tmp_path / "out.ckpt", weights_only=True)["state_dict"]["a"], WEIGHT)
+    printed = json.loads(invoke(folder, tmp_path / "json.ckpt", "--trust", "--json").stdout)
+    assert (printed["schema"], printed["out"], printed["stage"]) == (1, str(tmp_path / "json.ckpt"), 3)
+    assert (printed["tied"], printed["state"]) == ({"tied": "a"}, ["step", "exp_avg", "exp_avg_sq"])
 
 
 def test_without_trust_nothing_is_read(folder: Path, tmp_path: Path) -> None:

@@ -41,6 +41,11 @@ def test_cosine_warms_up_and_ends_at_the_minimum() -> None:
     assert seen[10:] == pytest.approx([0.2, 0.2])
 
 
+def test_a_rate_may_stay_what_it_is() -> None:
+    assert run(WarmupCosineLR(sgd(2.0), total_steps=4, min_lr_ratio=1.0), 6) == [2.0] * 6
+    assert run(WarmupLR(sgd(2.0), min_lr=2.0, warmup_steps=3), 6) == [2.0] * 6
+
+
 def test_cosine_resumes_where_it_was() -> None:
     optimizer = AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = WarmupCosineLR(optimizer, total_steps=10, warmup_steps=2)

@@ -12,7 +12,7 @@ import functools
 import importlib.util
 import json
 import sys
-import traceback
+import threading
 import types
 from collections import Counter
 from collections.abc import Iterator
@@ -20,14 +20,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
 import torch.distributed as dist
 from device import build
+
+import lightning_zero
 
 DEVICE = "sim"
 BACKEND = "simccl"
 NAME = build.NAME
 EVERY_DEVICE_BYTES = 4 << 30
+TORCH, LIGHTNING, PACKAGE = (Path(module.__file__).parent for module in (torch, lightning, lightning_zero))
+# Of the package: what moves tensors for others, who are asked why.
+MOVERS = ("sharding/placement.py", "storage/accelerators.py", "storage/executor.py")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +109,14 @@ def scheduled(schedule: Schedule) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counts]:
-    """Counts host waits and bytes through pageable memory by call site: the innermost frame of the package."""
+    """Counts host waits and bytes through pageable memory by call site; see `call_site`."""
     c, counts = install(), Counts()
 
     def observe(kind: str, why: str, nbytes: int) -> None:
         site = call_site()
         if kind == "wait":
-            counts.waits[site, why] += 1
+            beside = threading.current_thread().name.startswith("lane ")
+            (counts.beside if beside else counts.waits)[site, why] += 1
         else:
             counts.pageable[site, why] += nbytes
 
@@ -122,18 +129,28 @@ def counted() -> Iterator[Counts]:
 
 @dataclasses.dataclass
 class Counts:
-    """By call site and reason: host waits for the device, and bytes that went through pageable memory."""
+    """By call site and reason: host waits for the device, and bytes that went through pageable memory.
+
+    Waits of threads that work beside the training are counted apart.
+    """
 
     waits: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
+    beside: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
     pageable: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
 
 
 def call_site() -> str:
-    """`folder/file.py:function` of the package, or of the test where no frame is the package's."""
-    frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename]
-    ours = [frame for frame in frames if "/lightning_zero/" in frame.filename]
-    frame = ours[-1] if ours else frames[-3]
-    return f"{frame.filename.rpartition('/lightning_zero/')[2]}:{frame.name}" if ours else f"tests:{frame.name}"
+    """The function that asked for it: `folder/file.py:name` of the package, or whose it is."""
+    frame: types.FrameType | None = sys._getframe(2)  # of whoever made the device's observer speak
+    while frame is not None:
+        code = Path(frame.f_code.co_filename)
+        if code.is_relative_to(PACKAGE):
+            if (file := code.relative_to(PACKAGE).as_posix()) not in MOVERS:
+                return f"{file}:{frame.f_code.co_name}"
+        elif not code.is_relative_to(TORCH):
+            return f"{'lightning' if code.is_relative_to(LIGHTNING) else 'tests'}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "torch"
 
 
 def write_trace(path: Path) -> None:

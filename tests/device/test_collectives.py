@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from datetime import timedelta
 
@@ -123,6 +124,43 @@ def goes_on_beside_its_host() -> float:
 @pytest.mark.device
 def test_a_device_goes_on_while_its_host_waits_for_another_host(device_pool2: DevicePool) -> None:
     assert device_pool2.run(goes_on_beside_its_host) == [8.0, 8.0]
+
+
+class Waits:
+    """Garbage, as a cycle, whose end waits for the device: as pinned memory does before it is unpinned."""
+
+    def __init__(self, ended: list[bool]) -> None:
+        self.ended, self.itself = ended, self
+
+    def __del__(self) -> None:
+        torch.accelerator.synchronize()
+        self.ended.append(True)
+
+
+def collects_garbage_that_waits() -> int:
+    ended: list[bool] = []
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for _ in range(5):
+            gc.disable()
+            x = torch.ones(4, device=sim.DEVICE)
+            dist.all_reduce(x)
+            Waits(ended)
+            read = x.cpu
+            gc.enable()  # what the collective, which runs here, allocates in Python lets it be collected
+            y = read()
+            assert y.eq(2).all()
+    finally:
+        gc.set_threshold(*before)
+        gc.enable()
+    gc.collect()
+    return len(ended)
+
+
+@pytest.mark.device
+def test_a_collective_may_run_while_garbage_is_collected(device_pool2: DevicePool) -> None:
+    assert device_pool2.run(collects_garbage_that_waits) == [5, 5]
 
 
 def misses_a_rank() -> str:

@@ -77,6 +77,33 @@ def test_autocast_casts_as_on_cuda(device: torch.device, dtype: torch.dtype) -> 
             F.binary_cross_entropy(x, x)
 
 
+@pytest.mark.device
+def test_results_of_unlike_calls_are_not_mixed_up(device: torch.device) -> None:
+    """What an operator returns is asked once for arguments that are alike."""
+    x, index = torch.arange(12.0).reshape(3, 4), torch.tensor([0, 2, 1])
+    cases: list[Callable[[Tensor, Tensor], Tensor]] = [
+        lambda x, i: x[i],
+        lambda x, i: x[:, i],
+        lambda x, i: x.t()[i],
+        lambda x, i: x.double()[i],
+        lambda x, i: x.sum(0),
+        lambda x, i: x.sum(1),
+        lambda x, i: x.sum((0, 1), keepdim=True),
+        lambda x, i: x.sum((0, 1)),
+        lambda x, i: x.sum(0, dtype=torch.float64),
+        lambda x, i: torch.full_like(x, 1),
+        lambda x, i: torch.full_like(x, 1, dtype=torch.int64),
+        lambda x, i: torch.arange(0, 3.5, device=x.device),
+        lambda x, i: torch.arange(0, 1.5, device=x.device),
+        lambda x, i: i / 2,
+        lambda x, i: i * 2,
+    ]
+    for number, case in enumerate(cases):
+        result, expected = case(x.to(device), index.to(device)), case(x, index)
+        assert (result.dtype, result.stride()) == (expected.dtype, expected.stride()), number
+        assert torch.equal(result.cpu(), expected), number
+
+
 def draw(device: torch.device) -> list[Tensor]:
     torch.manual_seed(5)
     x = torch.ones(50, device=device)
@@ -99,3 +126,13 @@ def test_random_numbers_follow_the_calls_and_not_the_schedule(device: torch.devi
     torch.sim.set_rng_state(state, device)
     assert torch.equal(torch.rand(3, device=device).cpu(), once)
     assert not torch.equal(torch.rand(3, device=device).cpu(), once)
+
+
+@pytest.mark.device
+def test_a_number_of_python_takes_the_tensors_dtype(device: torch.device) -> None:
+    """Without it, a norm and its factor are rounded otherwise than on the host, and on CUDA."""
+    for scalar in torch.rand(50):
+        there = scalar.to(device)
+        for result, expected in ((0.3 / there, 0.3 / scalar), (there * 0.3, scalar * 0.3)):
+            assert result.dtype == torch.float32
+            assert torch.equal(result.cpu(), expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -82,6 +83,8 @@ def rank_options() -> dict[str, str]:
 
 def prepare_rank() -> None:
     """Gives a forked rank the simulated device, for life."""
+    # Gloo notes the Python stack of every collective: in a task, where collected garbage may wait for the device.
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     sim.install()
     accelerator.register()
 

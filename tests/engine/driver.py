@@ -40,6 +40,7 @@ class Setup:
     max_live_numel: int | None = None
     check_steps: int = 0
     detect_data_edits: bool = False
+    whole: bool = False  # each parameter lies whole in one shard
 
 
 class Meshes:
@@ -75,6 +76,7 @@ def make_placement(setup: Setup, mesh: Mesh | None = None) -> BucketPlacement:
         CPU,
         optimizer_store,
         optimizer_store if shared else DeviceStore(CPU),
+        whole=setup.whole,
     )
 
 

@@ -8,21 +8,24 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_zero.sharding import FlatLayout, Run, Segment, runs, tiles
+from lightning_zero.sharding import FlatLayout, Run, Segment, WholeLayout, runs, tiles
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> FlatLayout:
-    numels = draw(st.lists(st.integers(0, 60), max_size=8))
+def layouts(draw: st.DrawFn, kinds: Sequence[type[FlatLayout]] = (FlatLayout,)) -> FlatLayout:
+    kind, numels = draw(st.sampled_from(kinds)), draw(st.lists(st.integers(0, 60), max_size=8))
     shards = draw(st.sampled_from([1, 2, 3, 4, 7, 8]))
-    return FlatLayout(tuple(numels), shards, shards * draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 8, 16])))
+    return kind(tuple(numels), shards, shards * draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 8, 16])))
+
+
+BOTH = FlatLayout, WholeLayout
 
 
 def all_segments(layout: FlatLayout) -> list[tuple[int, Segment]]:
     return [(rank, segment) for rank in range(layout.shards) for segment in layout.segments(rank)]
 
 
-@given(layouts())
+@given(layouts(BOTH))
 def test_segments_cover_each_parameter_once(layout: FlatLayout) -> None:
     covered: list[list[int]] = [[] for _ in layout.numels]
     for _, segment in all_segments(layout):
@@ -30,7 +33,7 @@ def test_segments_cover_each_parameter_once(layout: FlatLayout) -> None:
     assert covered == [list(range(numel)) for numel in layout.numels]
 
 
-@given(layouts())
+@given(layouts(BOTH))
 def test_a_segment_lies_where_its_parameter_does(layout: FlatLayout) -> None:
     for rank, segment in all_segments(layout):
         start, stop = layout.shard_range(rank)
@@ -38,7 +41,7 @@ def test_a_segment_lies_where_its_parameter_does(layout: FlatLayout) -> None:
         assert start + segment.start == layout.offsets[segment.param] + segment.param_start
 
 
-@given(layouts())
+@given(layouts(BOTH))
 def test_segments_of_a_rank_are_in_order_and_disjoint(layout: FlatLayout) -> None:
     for rank in range(layout.shards):
         segments = layout.segments(rank)
@@ -54,16 +57,53 @@ def test_parameters_are_aligned_and_do_not_overlap(layout: FlatLayout) -> None:
 
 
 @given(layouts())
-def test_shards_are_equal_and_padding_is_small(layout: FlatLayout) -> None:
+def test_padding_is_small(layout: FlatLayout) -> None:
     end = max((o + n for o, n in zip(layout.offsets, layout.numels, strict=True)), default=0)
+    assert end <= layout.padded_numel < max(end, 1) + layout.multiple
+
+
+@given(layouts(BOTH))
+def test_shards_are_equal(layout: FlatLayout) -> None:
     assert layout.padded_numel % layout.multiple == 0
     assert layout.padded_numel == layout.shards * layout.shard_numel
     assert layout.shard_numel > 0
-    assert end <= layout.padded_numel < max(end, 1) + layout.multiple
     ranges = [layout.shard_range(rank) for rank in range(layout.shards)]
     assert ranges[0][0] == 0
     assert ranges[-1][1] == layout.padded_numel
     assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
+
+
+def loads(layout: FlatLayout) -> list[int]:
+    """Elements in each shard, with the gaps that alignment leaves."""
+    sizes = [[-(-s.numel // layout.align) * layout.align for s in layout.segments(r)] for r in range(layout.shards)]
+    return [sum(of_rank) for of_rank in sizes]
+
+
+@given(layouts([WholeLayout]))
+def test_whole_parameters_lie_in_one_shard_without_gaps(layout: FlatLayout) -> None:
+    assert isinstance(layout, WholeLayout)
+    for rank in range(layout.shards):
+        segments = layout.segments(rank)
+        assert all(s.param_start == 0 and s.numel == layout.numels[s.param] for s in segments)
+        assert all(layout.owners[s.param] == rank for s in segments)
+        starts = [s.start for s in segments]
+        assert all(start % layout.align == 0 for start in [*starts, *layout.offsets])
+        assert starts[:1] in ([], [0])
+        assert all(a.stop <= b.start < a.stop + layout.align for a, b in itertools.pairwise(segments))
+
+
+@given(layouts([WholeLayout]))
+def test_whole_parameters_are_balanced(layout: FlatLayout) -> None:
+    assert isinstance(layout, WholeLayout)
+    of_ranks, sizes = loads(layout), [-(-n // layout.align) * layout.align for n in layout.numels]
+    total, fullest, largest = sum(of_ranks), max(of_ranks), max(sizes, default=0)
+    assert fullest * layout.shards <= total + (layout.shards - 1) * largest
+    assert fullest <= layout.shard_numel < max(fullest, 1) + layout.multiple // layout.shards * layout.align
+    if total:
+        assert layout.imbalance == fullest * layout.shards / total - 1
+    for index, size in enumerate(sizes):
+        if size * layout.shards > total:  # more than a fair share
+            assert [s.param for s in layout.segments(layout.owners[index])] == [index]
 
 
 @st.composite

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Self
 
 import pytest
@@ -139,10 +139,28 @@ def buckets_of(
     *,
     size: int = LARGE,
     optimized: Sequence[nn.Parameter] | None = None,
+    whole: Collection[int] = (),
 ) -> list[BucketSpec]:
     chosen = root.parameters() if optimized is None else optimized
     sharding = ShardingPolicy.from_stage(stage)
-    return make_buckets(root, find_units(root), {id(p) for p in chosen}, sharding, precision, size)
+    return make_buckets(root, find_units(root), {id(p) for p in chosen}, sharding, precision, size, whole=whole)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_whole_parameters_have_buckets_of_their_own(stage: int) -> None:
+    model = models.make_model("transformer")
+    matrices = {id(p) for p in model.parameters() if p.dim() == 2}
+    buckets = buckets_of(model, stage, whole=matrices)
+    assert {bucket.whole for bucket in buckets} == {True, False}
+    for bucket in buckets:
+        assert all((id(spec.parameter) in matrices) == bucket.whole for spec in bucket.specs)
+    assert sum(len(bucket.specs) for bucket in buckets) == len(list(model.parameters()))
+
+
+def test_parameters_that_no_optimizer_has_are_not_kept_whole() -> None:
+    model = models.make_model("transformer")
+    buckets = buckets_of(model, optimized=[], whole={id(p) for p in model.parameters()})
+    assert not any(bucket.whole for bucket in buckets)
 
 
 def names_of(bucket: BucketSpec) -> list[str]:

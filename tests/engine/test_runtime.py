@@ -397,16 +397,25 @@ def test_modules_without_an_engine_are_left_alone() -> None:
 
 
 def check_broadcast(stage: int) -> None:
-    """Parameters and buffers are rank 0's everywhere, whatever the other ranks had."""
-    model = nn.Sequential(make_model("transformer", seed=dist.get_rank()), nn.BatchNorm1d(3))
-    model[1].running_mean.fill_(dist.get_rank() + 1.0)
-    model[1].num_batches_tracked.fill_(dist.get_rank() + 5)
+    """Parameters and buffers are rank 0's everywhere, whatever the other ranks had; later, buffers are again."""
+    rank = dist.get_rank()
+    model = nn.Sequential(make_model("transformer", seed=rank), nn.BatchNorm1d(3))
+    model[1].running_mean.fill_(rank + 1.0)
+    model[1].num_batches_tracked.fill_(rank + 5)
+    for name in ("strided", "strided_too"):  # another tensor on the way, which both get
+        model[1].register_buffer(name, model[1].running_mean.expand(2, 3))
+    model[1].strided_too = model[1].strided
     engine = driver.make_engine(model, Setup(stage))
     expected = make_model("transformer", seed=0).state_dict()
     got = driver.copy_of_parameters(engine)
     assert_equal({name: got[f"0.{name}"] for name in expected}, expected)
     assert got["1.running_mean"].tolist() == [1.0] * 3
     assert got["1.num_batches_tracked"].item() == 5
+    assert model[1].strided_too is model[1].strided
+    transposed = torch.arange(6.0).view(2, 3).T
+    model[1].register_buffer("table", (transposed + rank).T.contiguous().T)
+    engine.sync_buffers()
+    assert torch.equal(model[1].table, transposed)
 
 
 @ranks(2)

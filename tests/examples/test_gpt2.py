@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt2"
-MODULES = ("data", "generate", "hf", "model", "options", "prepare", "report", "throughput", "tokenizer", "train")
+MODULES = tuple("data fabric generate hf model options prepare report throughput tokenizer train".split())
 NANO = {"n_layer": 2, "n_head": 2, "n_embd": 16, "context": 8}
 TEXT = bytes(i * i % 251 for i in range(3000))
 
@@ -716,13 +716,13 @@ SHORT = (
 )
 
 
-def train_briefly(folder: str, devices: int, *overrides: str) -> None:
-    """The example's main function on this rank."""
+def train_briefly(folder: str, devices: int, *overrides: str, program: str = "train") -> None:
+    """The main function of one of the example's programs on this rank."""
     Path(folder).mkdir(exist_ok=True)
     text = f"data.path={Path(folder).parent}/text"
     cfg = composed(*SHORT, text, f"trainer.devices={devices}", *overrides, run_dir=folder)
     with example_modules() as modules:
-        modules.train.main.__wrapped__(cfg)
+        vars(modules)[program].main.__wrapped__(cfg)
 
 
 EXPERIMENTS = sorted(path.stem for path in (EXAMPLE / "conf" / "experiment").glob("*.yaml"))
@@ -852,6 +852,19 @@ def test_every_strategy_trains_and_samples_as_ddp_does(
     assert ours[1] == pytest.approx(ddp[1], rel=1e-5)
     assert ours[0]["val_loss"] == pytest.approx(ddp[0]["val_loss"], rel=1e-5)
     assert (runs / strategy / "sample.txt").read_text() == (ddp_run / "sample.txt").read_text()
+
+
+def test_the_loop_of_fabric_ends_with_the_weights_of_the_trainer(pool2: RankPool, runs: Path) -> None:
+    """Bit for bit; also in two halves, the second from the checkpoint of the first."""
+    options = ("strategy=zero3", "strategy.persistence_numel=0", "scheduler.total_steps=4")
+    pool2.run(train_briefly, str(runs / "trainer"), 2, *options)
+    pool2.run(train_briefly, str(runs / "half"), 2, *options, "trainer.max_steps=2", program="fabric")
+    half = f"ckpt_path={runs / 'half' / 'last.ckpt'}"
+    pool2.run(train_briefly, str(runs / "fabric"), 2, *options, half, program="fabric")
+    paths = (runs / "trainer" / "checkpoints" / "last.ckpt", runs / "fabric" / "last.ckpt")
+    trainer, fabric = (torch.load(path, weights_only=False)["state_dict"] for path in paths)
+    assert trainer.keys() == fabric.keys()
+    assert all(torch.equal(trainer[name], fabric[name]) for name in trainer)
 
 
 def generated(gpt2: SimpleNamespace, checkpoint: Path | str, *overrides: str) -> None:

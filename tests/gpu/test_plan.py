@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_zero.engine import Engine
 from lightning_zero.planning import plan
 from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardingPolicy
-from lightning_zero.storage import DeviceStore, HostStore
+from lightning_zero.storage import DeviceStore, HostStore, make_executor
 from lightning_zero.update import make_updater
 
 on_device = pytest.mark.device("lazy")
@@ -46,7 +46,8 @@ class Deep(nn.Module):
 def make_placement(stage: int, offload: bool, precision: MixedPrecisionPolicy, device: torch.device) -> BucketPlacement:
     store = HostStore(pin_for=device) if offload else DeviceStore(device)
     policy, param_store = ShardingPolicy.from_stage(stage), store if stage == 3 else DeviceStore(device)
-    return BucketPlacement(Mesh.single(), policy, precision, device, store, param_store)
+    executor = make_executor(device, overlap=True)
+    return BucketPlacement(Mesh.single(), policy, precision, device, store, param_store, executor)
 
 
 def start(placement: BucketPlacement) -> Session:
@@ -87,6 +88,8 @@ def measure(stage: int, offload: bool, precision: str, device: torch.device) -> 
         "peak": torch.accelerator.max_memory_allocated() - before,
         "planned held": planned.held.device,
         "planned peak": planned.peak.device,
+        "staged": placement.executor.staged_bytes,
+        "planned staging": planned.staging.host,
     }
 
 
@@ -100,6 +103,8 @@ def test_device_memory_follows_the_plan(device: torch.device, stage: int, offloa
     slack = 1 << 20  # activations
     assert figures["held"] <= figures["planned held"] * (1 + ROUNDING) + slack
     assert figures["held"] >= figures["planned held"] * 0.99
+    assert figures["staged"] <= figures["planned staging"]
+    assert bool(figures["staged"]) == bool(figures["planned staging"])
     assert 0.75 * figures["planned peak"] <= figures["peak"] <= figures["planned peak"] * (1 + ROUNDING) + slack
 
 
@@ -126,10 +131,11 @@ def counted_waits(device: torch.device) -> Iterator[Waits]:
 
 
 @on_device
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_step_waits_for_the_device_once(device: torch.device, stage: int) -> None:
-    """Where nothing rests on the host: for norm and flags, after the backward."""
-    session = start(make_placement(stage, False, driver.UNCHANGED, device))
+def test_a_step_waits_for_the_device_once(device: torch.device, stage: int, offload: bool) -> None:
+    """For norm and flags, after the backward, wherever state rests."""
+    session = start(make_placement(stage, offload, driver.UNCHANGED, device))
     engine, batch = session.engine, batch_of(session.engine.placement)
     driver.run_step(session, [batch, batch], loss_of)
     engine.settle()

@@ -19,6 +19,14 @@ Batches = Sequence[Sequence[Sequence[Tensor]]]  # [step][micro-batch][rank]
 LossFunction = Callable[[nn.Module, Tensor], Tensor]
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 Gradients = Sequence[Tensor | None]  # by parameter; None where nothing used it
+NORMALIZATIONS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +55,14 @@ class RankBuffers:
         """Give the model a rank's buffers, which it may change or replace until it gets others."""
         for module, buffers in zip(self._modules, self._held[rank], strict=True):
             module._buffers = buffers
+
+    def share(self) -> None:
+        """Give every rank rank 0's, but for statistics of normalization layers, which each rank gathers alone."""
+        for rank in range(1, len(self._held)):
+            copied = copy.deepcopy(self._held[0])
+            for number, module in enumerate(self._modules):
+                if not (module.training and isinstance(module, NORMALIZATIONS)):
+                    self._held[rank][number] = copied[number]
 
     def by_name(self) -> list[dict[str, Tensor]]:
         named = []
@@ -102,6 +118,7 @@ def train_reference(
     for step, scale in zip(batches, scales, strict=True):
         divisor = accumulate or len(step)
         micro = [[gradients_of(rank, batch, divisor, scale) for rank, batch in enumerate(ranks)] for ranks in step]
+        buffers.share()
         gradients = (reduce_then_sum if reduce_each else sum_then_reduce)(micro, reduce_dtype, grad_dtype, shard_size)
         set_gradients(master, gradients, scale)
         if skip_nonfinite and not all_finite(parameter.grad for parameter in master.parameters()):

@@ -56,7 +56,8 @@ def short_run(script: Path, overrides: Sequence[str]) -> Run:
     if "--help" in overrides:
         return Run(script, [*overrides], 1)
     with initialize_config_dir(str(script.parent / "conf"), version_base="1.3"):
-        cfg = compose(script.stem, [*overrides])
+        own = script.parent / "conf" / f"{script.stem}.yaml"
+        cfg = compose(script.stem if own.exists() else "train", [*overrides])
     known = [key for key in SHORT if _has(cfg, key)]
     run_dir = ["hydra.run.dir=run"] if "run_dir" in cfg else []
     ranks = cfg.get("trainer", {"devices": 1})["devices"]

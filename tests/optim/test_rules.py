@@ -97,6 +97,15 @@ class NeedsMatrices(UserOptimizer):
         parameter.add_(parameter.grad @ parameter.grad.mT @ parameter.grad, alpha=-group["lr"])
 
 
+class OnBrokenDevice(UserOptimizer):
+    """The first to wait for a device, it hears what failed there before."""
+
+    error: Exception
+
+    def rule(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        raise self.error
+
+
 class Smoothed(UserOptimizer):
     """Reads the neighbouring elements."""
 
@@ -186,6 +195,15 @@ def test_a_step_count_outside_the_state_is_refused(cls: type[UserOptimizer]) -> 
 def test_a_user_class_that_fails_on_vectors_is_refused() -> None:
     with pytest.raises(ValueError, match="NeedsMatrices could not update a part of a parameter as a 1-D tensor"):
         check_element_wise(NeedsMatrices(weights()), CPU)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("a test's"), RuntimeError("[x/gloo/y] Timed out")])
+def test_failures_of_a_device_and_of_other_ranks_are_not_the_class_s(error: Exception) -> None:
+    optimizer = OnBrokenDevice(weights())
+    optimizer.error = error
+    with pytest.raises(RuntimeError) as raised:
+        check_element_wise(optimizer, CPU)
+    assert raised.value is error
 
 
 @pytest.mark.parametrize("value", [None, "adamw", nn.Linear(2, 2), object()])

@@ -13,10 +13,13 @@ from helpers import models
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero import ops
+from lightning_zero.checkpoint import load_optimizer_state_dict, optimizer_state_dict
 from lightning_zero.sharding import Bucket, Mesh, MixedPrecisionPolicy, Run
 from lightning_zero.sharding.held import local_grad
+from lightning_zero.sharding.masters import CopyMaster
 from lightning_zero.update import NativeUpdater, ShardState, TorchUpdater, make_updater, updaters
-from lightning_zero.update.shell import ShellGroup, run_step
+from lightning_zero.update.shell import ShellGroup, StepCall, run_step
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -121,9 +124,11 @@ def test_what_torch_updates_as_one_tensor_becomes_what_torch_makes_of_parameters
     """Only of torch's own classes it is known that an element's bits do not depend on the tensor it is in."""
     sizes: list[int] = []
 
-    def recorded(rule: Optimizer, groups: list[ShellGroup], state: dict[Tensor, dict[str, Any]]) -> Optimizer:
+    def recorded(
+        rule: Optimizer, groups: list[ShellGroup], state: dict[Tensor, dict[str, Any]], call: StepCall
+    ) -> Optimizer:
         sizes.extend(tensor.numel() for group in groups for tensor in group.tensors)
-        return run_step(rule, groups, state)
+        return run_step(rule, groups, state, call)
 
     monkeypatch.setattr(updaters, "run_step", recorded)
     monkeypatch.setattr(updaters, "_HOST_TILE", 300)
@@ -333,6 +338,26 @@ def test_masters_are_published_in_16_bits() -> None:
             assert torch.equal(seen, result.weights[name].to(seen.dtype))
 
 
+def test_torchs_updates_round_halves_as_the_kernels_do() -> None:
+    """Away from zero; and whichever way a shard was rounded, it is that of its master."""
+    highs = torch.tensor([0x0000, 0x0001, 0x3F80, 0x3F81, 0x7F00, 0x8001, 0xBF80, 0xBF81, 0xFF00])
+    bits = (highs[:, None] << 16) + torch.tensor([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    values = bits.flatten().to(torch.int32).view(torch.float32)
+    shard, high = (torch.empty(values.numel(), dtype=torch.bfloat16) for _ in range(2))
+    master = CopyMaster(shard, values.clone(), ties="away")
+    master.write(0, values.numel())
+    ops.split_(values, high, torch.empty_like(high, dtype=torch.int16))
+    assert torch.equal(shard.view(torch.int16), high.view(torch.int16))
+    assert not torch.equal(shard, values.to(shard))
+    for rounded in (high, values.to(shard)):
+        shard.copy_(rounded)
+        master.derive(0, values.numel())
+        assert torch.equal(master.read(0, values.numel()).view(torch.int32), values.view(torch.int32))
+    nan = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+    CopyMaster(shard[:3], nan, ties="away").write(0, 3)
+    assert shard[:3].isnan().all()
+
+
 @pytest.fixture
 def bucket() -> Bucket:
     engine = driver.make_engine(models.make_model("mlp"), Setup(2, offload=True), Mesh.single())
@@ -378,10 +403,13 @@ def test_a_rank_takes_its_part_of_a_whole_state(bucket: Bucket) -> None:
 
 
 def test_cleared_state_is_that_of_a_new_optimizer() -> None:
+    """Cleared, or loaded from before the first step."""
     session = start(Setup(2, offload=True))
-    step(session)
-    session.updater.clear()
-    assert driver.state_pieces(session.engine, session.updater) == []
+    none = copy.deepcopy(optimizer_state_dict(session.engine, session.updater))
+    for forget in (session.updater.clear, lambda: load_optimizer_state_dict(session.engine, session.updater, none)):
+        step(session)
+        forget()
+        assert driver.state_pieces(session.engine, session.updater) == []
     step(session, 1)
     assert {float(p.scalars["step"]) for p in driver.state_pieces(session.engine, session.updater)} == {1.0}
 

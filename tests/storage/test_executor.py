@@ -58,6 +58,8 @@ class Deferred(InlineExecutor):
                     self.done = True
                     begin(job, lane, what, after)
 
+            synchronize = wait
+
         return Work()
 
 
@@ -73,6 +75,8 @@ class Threaded(InlineExecutor):
         class Work:
             def wait(self) -> None:
                 begun.result(timeout=30)
+
+            synchronize = wait
 
         return Work()
 
@@ -237,6 +241,7 @@ def test_the_copy_of_a_checkpoint_goes_through_it() -> None:
     tiles[0].zero_()
     assert copies[0].tolist() == [1.0] * 3
     assert executor.lanes == {Lane.D2H: 2}
+    assert snapshot(tiles, Deferred())[1].tolist() == tiles[1].tolist()
 
 
 # ------------------------------------------------------------------------------------------------------ the contract

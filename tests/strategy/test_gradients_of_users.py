@@ -123,6 +123,45 @@ def test_gradients_of_replicas(pool: RankPool, stage: int) -> None:
         pool.run(fit, hybrid, Recipe(micro=2), HalvesEach)
 
 
+class Kept(Lit):
+    """Keeps results from step to step; first asks in inference mode; lists of tensors; a gradient of one element."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.model.scalar = torch.nn.Parameter(torch.tensor(0.7))
+        self.average: dict[str, Tensor] = {}
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        loss = super().training_step(batch, index)
+        return None if loss is None else loss * self.model.scalar**2
+
+    def on_after_backward(self) -> None:
+        with torch.inference_mode():
+            self.notes.append({"norm": get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])})
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        scalar = self.model.scalar.grad
+        assert scalar is not None
+        self.notes.append({"item": scalar.item(), "sign": bool(scalar > 0)})
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is None:
+                parameter.grad = self.average.get(name)  # of a step in which it was used
+                continue
+            new = parameter.grad.clone()
+            self.average[name] = self.average[name] * 0.9 + new if name in self.average else new
+            mixed = (new > 0.01) ^ (self.average[name] > 0)
+            parameter.grad = torch.where(mixed, parameter.grad, parameter.grad + self.average[name])
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        torch._foreach_addcmul_(gradients, gradients, gradients, [0.1] * len(gradients))
+        torch._foreach_mul_(gradients, 0.9)
+
+
+@ranks(2)
+@some_places
+def test_what_was_kept_of_gradients(pool: RankPool, name: str) -> None:
+    assert_as_ddp(pool, name, Kept, Recipe("optional", "momentum", {"lr": 0.5}, flagged=models.by_turns))
+
+
 class HalvesEach(Lit):
     """Changes gradients after every micro-batch, and before the step before and after Lightning has clipped them."""
 
@@ -157,6 +196,21 @@ class HalvesEach(Lit):
 def test_gradients_of_micro_batches(pool: RankPool, name: str) -> None:
     """Before the last one stages 0 and 1 show a rank's own sum, stages 2 and 3 the average: it is linear in both."""
     assert_as_ddp(pool, name, HalvesEach, Recipe(optimizer="momentum", options={"lr": 0.5}, micro=3, tail=2))
+
+
+class Dropped(Lit):
+    """Drops and replaces gradients before the last micro-batch, which comes after it."""
+
+    def on_after_backward(self) -> None:
+        first, second, *_ = self.model.parameters()
+        first.grad, second.grad = None, torch.full(second.shape, 0.01)
+        self.notes.append({"dropped": first.grad is None})
+
+
+@ranks(2)
+@some_places
+def test_gradients_dropped_between_micro_batches(pool: RankPool, name: str) -> None:
+    assert_as_ddp(pool, name, Dropped, Recipe(optimizer="momentum", options={"lr": 0.5}, micro=3))
 
 
 class ByHand(Lit):
@@ -224,6 +278,33 @@ def test_gradients_are_unscaled(pool: RankPool, name: str) -> None:
     scaler = DynamicLossScaler(init_scale=2.0**40, hysteresis=1, backoff_factor=2.0**-15)
     with_overflow = pool.run(fit, name, FAST, Scaled, **half(scaler))
     assert [[note["skipped"] for note in result.notes[1::2]] for result in with_overflow] == [[1, 2, 2]] * 2
+
+
+class Assigned(Lit):
+    """Makes gradients itself, without a backward."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        optimizer = self.optimizers()
+        for parameter in self.model.parameters():
+            parameter.grad = torch.full(parameter.shape, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@ranks(2)
+@some_places
+def test_gradients_without_a_backward(pool: RankPool, name: str) -> None:
+    """They count in a 16-bit dtype too; with a loss scale they would be taken for scaled ones."""
+    recipe = Recipe(optimizer="sgd", options={"lr": 0.5}, steps=3)
+    expected = pool.run(fit, DDP, recipe, Assigned)[0].weights
+    assigned = pool.run(fit, name, recipe, Assigned, precision="bf16-mixed")[0].weights  # of fp32 masters
+    torch.testing.assert_close(assigned, expected, rtol=1e-6, atol=1e-7)
+    with pytest.raises(RankError, match="gradients have the loss scale 64 until then"):
+        pool.run(fit, name, recipe, Assigned, **half(StaticLossScaler(64.0)))
 
 
 class Mended(Scaled):

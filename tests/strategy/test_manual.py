@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -64,6 +65,41 @@ def test_one_optimizer_by_hand(pool: RankPool, name: str) -> None:
     native = is_native(name, recipe)
     assert_same(results[0].weights, reference(name, recipe, pool.world_size).weights, native=native)
     assert results[0].steps == recipe.steps
+
+
+class Plateau:
+    """A scheduler that has a state, and which user code moves on by a method of another name."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def advance(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert not state_dict
+
+
+class OwnScheduler(Manual):
+    def configure_optimizers(self) -> Any:
+        optimizer = self.recipe.make_optimizer(self.model)
+        return [optimizer], [Plateau(optimizer)]
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        super().training_step(batch, index)
+        self.lr_schedulers().advance()
+
+
+@ranks(2)
+@main_names
+def test_a_scheduler_without_a_step_is_the_users_affair(pool: RankPool, name: str) -> None:
+    recipe = Recipe(optimizer="momentum", scheduled=True)
+    results = pool.run(fit, name, dataclasses.replace(recipe, scheduled=False), OwnScheduler)
+    assert_same(results[0].weights, reference(name, recipe, pool.world_size).weights)
 
 
 # ------------------------------------------------------------------------------------------------------------------ GAN

@@ -18,6 +18,7 @@ from strategy.fits import (
     MOMENTUM,
     Lit,
     Recipe,
+    assert_close,
     assert_same,
     assert_same_states,
     fit,
@@ -173,6 +174,75 @@ def test_reading_sharded_state_says_what_to_do(pool: RankPool, name: str) -> Non
     read = pool.run(fit, name, MOMENTUM, functools.partial(Edited, edits=[read_state]))[0]
     assert_same(read.weights, plain.weights)
     assert_same_states(read.optimizer_states[0], plain.optimizer_states[0])
+
+
+# ----------------------------------------------------------------------------------------- classes with own methods
+
+
+class Own(Optimizer):
+    """Its ``step`` needs a closure and takes a keyword; its ``zero_grad`` clears before every other step only."""
+
+    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.asked: list[bool] = []  # an object that Lightning's wrapper of the optimizer shares
+
+    def step(self, closure: Callable[[], Any], *, factor: float = 1.0) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-group["lr"] * factor)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.asked.append(set_to_none)
+        if len(self.asked) % 2:
+            super().zero_grad(set_to_none)
+
+
+class WithOwn(Lit):
+    def configure_optimizers(self) -> Optimizer:
+        return Own(self.model.parameters())
+
+    def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any = None) -> None:
+        optimizer.step(closure=closure, factor=0.25 * (index + 1))
+
+    def on_train_end(self) -> None:
+        self.notes = [len(self.trainer.optimizers[0].asked)]
+
+
+class WithOwnByHand(WithOwn):
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = models.next_token_loss(self.model, batch)
+            self.manual_backward(loss)
+            return loss
+
+        loss = optimizer.step(closure, factor=0.25 * (index + 1))
+        self.notes.append(float(loss))
+        with pytest.raises(TypeError, match="unknown"):
+            optimizer.step(closure, unknown=1)
+
+    def on_train_end(self) -> None:
+        self.notes.append(len(self.trainer.optimizers[0].asked))
+
+
+@ranks(2)
+@main_names
+@pytest.mark.parametrize("module", [WithOwn, WithOwnByHand])
+def test_methods_of_an_own_class_are_called_as_they_are(pool: RankPool, name: str, module: Any) -> None:
+    recipe = Recipe(steps=4, dtype=torch.float64)
+    expected, actual = pool.run(fit, DDP, recipe, module)[0], pool.run(fit, name, recipe, module)[0]
+    assert_close(actual.weights, expected.weights)
+    assert actual.notes == pytest.approx(expected.notes, rel=1e-12)
 
 
 # ---------------------------------------------------------------------------------------------- new parameters

@@ -29,6 +29,7 @@ OTHERS: dict[str, Any] = {
     "max_live_numel": 8,
     "check_steps": 9,
     "detect_data_edits": True,
+    "overlap": False,
     "native_optimizer": "off",
     "skip_nonfinite": False,
     "max_consecutive_skips": 6,

@@ -25,7 +25,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy, gathered_parameters
-from lightning_zero.sharding import Bucket, ShardedParameter
+from lightning_zero.checkpoint import state
+from lightning_zero.sharding import ShardedParameter
+from lightning_zero.sharding.sharded_init import load_shard
 
 
 class Configured(Lit):
@@ -224,10 +226,10 @@ def anonymous_bytes() -> int:
 def memory_of_loading(path: str) -> tuple[int, bool]:
     """The most anonymous memory that loading weights took at any parameter, and whether they are right."""
     trainer, wide, taken, begin = make_trainer("zero3"), Wide(), [], 0
-    load_parameter, load_all = Bucket.load, ZeroStrategy.load_model_state_dict
+    load_all = ZeroStrategy.load_model_state_dict
 
-    def measured_load(bucket: Bucket, index: int, values: torch.Tensor) -> None:
-        load_parameter(bucket, index, values)
+    def measured_load(parameter: ShardedParameter, values: torch.Tensor) -> None:
+        load_shard(parameter, values)
         taken.append(anonymous_bytes() - begin)
 
     def measured_load_all(*args: Any, **kwargs: Any) -> None:
@@ -236,14 +238,14 @@ def memory_of_loading(path: str) -> tuple[int, bool]:
         load_all(*args, **kwargs)
 
     with (
-        patch.object(Bucket, "load", measured_load),
+        patch.object(state, "load_shard", measured_load),
         patch.object(ZeroStrategy, "load_model_state_dict", measured_load_all),
     ):
         trainer.validate(wide, DataLoader(range(2)), ckpt_path=path, verbose=False)  # type: ignore[arg-type]
-    state = torch.load(path, mmap=True, weights_only=True)["state_dict"]
-    assert len(taken) == len(state) == 16
+    saved = torch.load(path, mmap=True, weights_only=True)["state_dict"]
+    assert len(taken) == len(saved) == 16
     with gathered_parameters(wide):
-        return max(taken), all(torch.equal(value, state[name]) for name, value in wide.state_dict().items())
+        return max(taken), all(torch.equal(value, saved[name]) for name, value in wide.state_dict().items())
 
 
 def test_loading_a_checkpoint_streams(pool2: RankPool, tmp_path: Path) -> None:

@@ -295,6 +295,42 @@ def test_modules_are_copied_and_pickled(pool: RankPool, name: str, released: boo
             assert_same(state, expected)
 
 
+def trainers_made(name: str) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
+    """Copies of a Trainer that has run, each of which evaluates the module and then fits another one."""
+    lit = Lit(MOMENTUM)
+    trainer = make_trainer(name, limit_test_batches=2, limit_train_batches=2)
+    trainer.fit(lit)
+    buffer = io.BytesIO()
+    trainer.strategy.release()  # the module is part of the Trainer
+    torch.save(trainer, buffer)
+    buffer.seek(0)
+    made = [
+        trainer,
+        copy.deepcopy(trainer),
+        pickle.loads(pickle.dumps(trainer)),
+        torch.load(buffer, weights_only=False),
+    ]
+    results = []
+    for one in made:
+        (losses,) = one.test(copy.deepcopy(lit), verbose=False)
+        fresh = Lit(MOMENTUM)
+        one.fit_loop.epoch_progress.reset()
+        one.fit_loop.max_epochs = 1
+        one.fit(fresh)
+        results.append((losses, state_of(one)))
+    return results
+
+
+@ranks(2)
+@main_names
+def test_trainers_are_copied_and_pickled(pool: RankPool, name: str) -> None:
+    for first, *copied in pool.run(trainers_made, name):
+        assert first[0]
+        for losses, weights in copied:
+            assert losses == first[0]
+            assert_same(weights, first[1])
+
+
 def export(name: str, precision: str) -> tuple[bool, bool, set[torch.dtype]]:
     lit = Lit(Recipe(model="mlp"))
     trainer = make_trainer(name, precision=precision)

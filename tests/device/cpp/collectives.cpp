@@ -9,6 +9,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <chrono>
+#include <condition_variable>
 #include <deque>
 #include <thread>
 
@@ -21,38 +22,49 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-// A device runs whether its host waits for it or not. Here tasks run when the host calls, and another rank's
-// host may be waiting, in a collective, for one that this rank has enqueued: what nobody has run for a while
-// runs here.
+// A device runs whether its host waits or not. Here tasks run when the host calls, and another rank's host
+// may be waiting, in a collective, for one that this rank has enqueued: it runs here once the host sleeps,
+// for it may be waiting for that other rank.
 class Progress {
  public:
   void expect(const SignalPtr& signal) {
     std::lock_guard<std::mutex> lock(mutex_);
-    expected_.push_back({signal, std::chrono::steady_clock::now()});
+    expected_.push_back(signal);
     if (!started_) std::thread([this] { run(); }).detach();
     started_ = true;
+    changed_.notify_one();
   }
 
  private:
-  static constexpr auto kPatience = std::chrono::milliseconds(100);
+  static constexpr auto kLook = std::chrono::milliseconds(1);
+  static constexpr int kLooks = 4;  // at which it sleeps, one after the other
 
   void run() {
-    for (;;) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
-      if (const auto late = next()) scheduler().progress(late);
+    scheduler().not_a_host();
+    HostThreads::Seen before;
+    for (int asleep = 0;;) {
+      const auto late = next();
+      std::this_thread::sleep_for(kLook);
+      auto now = scheduler().hosts.look();
+      asleep = now.asleep && now.nanoseconds == before.nanoseconds ? asleep + 1 : 0;
+      before = std::move(now);
+      if (asleep >= kLooks) scheduler().progress(late);
     }
   }
 
+  // The first that has not run; waits for one.
   SignalPtr next() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    while (!expected_.empty() && expected_.front().first->done) expected_.pop_front();
-    if (expected_.empty() || std::chrono::steady_clock::now() - expected_.front().second < kPatience)
-      return nullptr;
-    return expected_.front().first;
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      while (!expected_.empty() && expected_.front()->done) expected_.pop_front();
+      if (!expected_.empty()) return expected_.front();
+      changed_.wait(lock);
+    }
   }
 
   std::mutex mutex_;
-  std::deque<std::pair<SignalPtr, std::chrono::steady_clock::time_point>> expected_;
+  std::condition_variable changed_;
+  std::deque<SignalPtr> expected_;
   bool started_ = false;
 };
 

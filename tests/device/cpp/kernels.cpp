@@ -23,6 +23,7 @@
 #include <cmath>
 
 #include "device.h"
+#include "inference.h"
 
 namespace sim {
 
@@ -39,17 +40,6 @@ at::Tensor unowned(const at::Tensor& t) {
   const auto options = t.options().requires_grad(false).pinned_memory(false);
   return at::from_blob(const_cast<void*>(t.const_data_ptr()), t.sizes(), t.strides(), options);
 }
-
-namespace {
-
-struct Plain {
-  c10::impl::ExcludeDispatchKeyGuard keys{
-      c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset |
-      c10::DispatchKeySet({c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::Python,
-                           c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Functionalize})};
-};
-
-}  // namespace
 
 SignalPtr launch(const std::string& name, Resource resource, double seconds, std::function<void()> run) {
   auto signal = std::make_shared<Signal>();
@@ -153,29 +143,6 @@ bool same_kind_of_tensor(const at::Tensor& self, const at::Tensor& from) {
 // ------------------------------------------------------------------------------------------------------- any
 // operator
 
-// Applies `change` to every tensor of an argument.
-template <typename Change>
-c10::IValue mapped(const c10::IValue& value, const Change& change) {
-  if (value.isTensor()) return value.toTensor().defined() ? c10::IValue(change(value.toTensor())) : value;
-  if (value.isTensorList()) {
-    c10::List<at::Tensor> list;
-    for (const at::Tensor& t : value.toTensorVector()) list.push_back(t.defined() ? change(t) : t);
-    return list;
-  }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> list;
-    for (const auto& t : value.toOptionalTensorVector())
-      list.push_back(t && t->defined() ? std::optional<at::Tensor>(change(*t)) : t);
-    return list;
-  }
-  return value;
-}
-
-at::Tensor outline(const at::Tensor& t) {
-  return at::detail::empty_strided_meta(t.sizes(), t.strides(), t.scalar_type(), std::nullopt,
-                                        c10::Device(c10::kMeta), std::nullopt);
-}
-
 // One call of an operator, on its way to a task.
 class Call {
  public:
@@ -221,36 +188,17 @@ class Call {
     for (const auto& argument : arguments_) mapped(argument, check);
   }
 
-  // Shapes and dtypes of the results, from what the meta device says.
   void infer_results() {
-    torch::jit::Stack shapes;
-    for (const auto& argument : arguments_)
-      shapes.push_back(argument.isDevice() ? c10::IValue(c10::Device(c10::kMeta))
-                                           : mapped(argument, outline));
-    try {
-      Plain plain;
-      op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &shapes);
-    } catch (const std::exception&) {
-      return;
-    }
-    results_ = torch::jit::last(shapes, returns_).vec();
-    // Normalizations: these kernels keep statistics in the input's dtype where CUDA's have fp32.
-    static const std::map<std::string, size_t> norms = {
-        {"aten::native_layer_norm", 2}, {"aten::native_batch_norm", 1}, {"aten::native_group_norm", 1}};
-    if (const auto norm = norms.find(name()); norm != norms.end()) {
-      const auto dtype = arguments_[0].toTensor().scalar_type();
-      const auto& weight = arguments_[norm->second];
-      const bool mixed = weight.isTensor() && weight.toTensor().scalar_type() != dtype;
-      for (size_t i : {1, 2}) results_[i] = results_[i].toTensor().to(mixed ? at::kFloat : dtype);
-    }
-    known_ = true;
-    for (const auto& result : results_)
-      known_ &= result.isTensor() || result.isTensorList() || result.isNone();
+    auto found = results_of(op_, arguments_);
+    known_ = found.known;
+    results_ = std::move(found.values);
   }
 
   // The arguments as the kernel sees them; scalars of the host are read now, and random numbers drawn.
   void make_inputs() {
-    auto as_seen = [&](const at::Tensor& t) { return on_device(t) ? seen(t) : t.detach().clone(); };
+    auto as_seen = [&](const at::Tensor& t) {
+      return on_device(t) ? seen(t) : as_number(t.detach().clone(), t);
+    };
     for (size_t i = 0; i < count_; i++) {
       const auto& argument = arguments_[i];
       if (argument.isDevice()) {

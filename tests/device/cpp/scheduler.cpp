@@ -1,13 +1,46 @@
 #include "scheduler.h"
 
 #include <c10/util/Exception.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <fstream>
 #include <numeric>
 #include <thread>
 
 namespace sim {
+namespace {
+
+thread_local bool noted = false;  // the thread is known to `HostThreads`, or is to stay unknown
+thread_local int running = 0;     // tasks that the thread is in
+
+}  // namespace
+
+void HostThreads::note() {
+  if (noted) return;
+  noted = true;
+  std::lock_guard<std::mutex> lock(mutex_);
+  threads_.push_back(int(gettid()));
+}
+
+HostThreads::Seen HostThreads::look() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Seen seen{true, 0};
+  for (const int thread : threads_) {
+    const std::string folder = "/proc/self/task/" + std::to_string(thread);
+    std::string stat;
+    int64_t ran = 0;
+    if (!std::getline(std::ifstream(folder + "/stat"), stat)) continue;  // it has ended
+    std::ifstream(folder + "/schedstat") >> ran;
+    const auto name_ends = stat.rfind(')');
+    seen.asleep &= name_ends + 2 < stat.size() && stat[name_ends + 2] == 'S';
+    seen.nanoseconds += ran;
+  }
+  return seen;
+}
+
+void Scheduler::not_a_host() { noted = true; }
 
 Scheduler& scheduler() {
   static auto* the = new Scheduler;  // tensors may outlive static objects
@@ -42,6 +75,7 @@ void Scheduler::run_head(int stream, Lock& lock) {
   busy_[stream] = true;
   lock.unlock();
   std::string error;
+  running++;
   try {
     TORCH_CHECK(!task.fails, "an injected fault");
     if (task.run) task.run();
@@ -50,6 +84,7 @@ void Scheduler::run_head(int stream, Lock& lock) {
   } catch (const std::exception& caught) {
     error = task.name + ": " + caught.what();
   }
+  running--;
   task.run = nullptr;  // whatever it holds is freed without the lock, too
   lock.lock();
   if (!error.empty()) errors_.push_back(error);
@@ -75,6 +110,7 @@ void Scheduler::run_freely(Lock& lock) {
 }
 
 void Scheduler::submit(int stream, Task task) {
+  hosts.note();
   Lock lock(mutex_);
   submit(stream, std::move(task), lock);
 }
@@ -145,6 +181,7 @@ void Scheduler::run_toward(const SignalPtr& signal, Lock& lock) {
 }
 
 void Scheduler::run_until(const SignalPtr& signal, Lock& lock) {
+  TORCH_CHECK(!running || signal->done, "a task of the simulated device waits for its device, which runs it");
   while (!signal->done) {
     if (mode_ == Mode::random && chance() < 0.5) run_freely(lock);
     if (!signal->done) run_toward(signal, lock);

@@ -86,6 +86,24 @@ struct Defects {
   bool no_copy_waits = false;  // a blocking copy returns at once
 };
 
+// The threads that give tasks to the device.
+class HostThreads {
+ public:
+  struct Seen {
+    bool asleep = false;       // all of them
+    int64_t nanoseconds = -1;  // that they have run so far
+  };
+
+  // The calling thread is one.
+  void note();
+  // Their state, from what the system says.
+  Seen look();
+
+ private:
+  std::mutex mutex_;
+  std::vector<int> threads_;
+};
+
 class Scheduler {
  public:
   void configure(Mode mode, uint64_t seed);
@@ -111,8 +129,12 @@ class Scheduler {
   void trace(bool on);
   std::vector<Span> spans();
 
+  // The calling thread gives no tasks, although it may run some.
+  void not_a_host();
+
   CostModel costs;
   Defects defects;
+  HostThreads hosts;
 
  private:
   using Lock = std::unique_lock<std::mutex>;

@@ -1,0 +1,136 @@
+"""Which lines and branches of the package a run of the tests covers, those of all ranks and other processes included.
+
+    pip install "coverage>=7.10"
+    python benchmarks/covered.py --out after.json
+    cd ../before && .venv/bin/python ../after/benchmarks/covered.py --out before.json
+    cd ../after && python benchmarks/covered.py --read after.json --against ../before/before.json
+
+It measures the package and the tests of the working folder, with the interpreter that runs it: a revision without this
+file can be measured, too. What follows `--` are pytest's arguments in the place of those for the fast tests.
+
+Every process starts with a module that begins to measure. A rank ends when its pool kills it: it saves what it has
+covered before it answers. Tests run several times as long; one that fails because of it has covered what it covers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PACKAGE = "lightning_zero"
+TESTS = ("-m", "not slow and not gpu", "--numprocesses", str(os.cpu_count()), "--dist", "worksteal")
+CONFIGURATION = """\
+[run]
+branch = True
+source = {source}
+parallel = True
+data_file = {folder}/data
+concurrency = thread
+patch = fork, _exit
+disable_warnings = no-data-collected, module-not-measured, module-not-imported, already-imported, couldnt-parse
+"""
+# Python runs a module of this name at every start.
+START = """\
+import multiprocessing.connection as connections
+import os
+
+import coverage
+
+coverage.process_startup()
+STARTED = os.getpid()
+send_bytes = connections.Connection.send_bytes
+
+
+def save_and_send(self, *arguments, **named):
+    if os.getpid() != STARTED and (current := coverage.Coverage.current()) is not None:
+        current.save()
+    send_bytes(self, *arguments, **named)
+
+
+connections.Connection.send_bytes = save_and_send
+"""
+
+
+class Counts(NamedTuple):
+    """Statements and branches, and how many of them ran."""
+
+    statements: int = 0
+    ran: int = 0
+    branches: int = 0
+    taken: int = 0
+
+    def plus(self, other: Counts) -> Counts:
+        return Counts(*map(sum, zip(self, other, strict=True)))
+
+    def shares(self) -> tuple[float, float]:
+        """Lines and branches that ran, in percent."""
+        return 100.0 * self.ran / max(1, self.statements), 100.0 * self.taken / max(1, self.branches)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("covered.json"), help="file to write (covered.json)")
+    parser.add_argument("--read", type=Path, help="print what such a file has, and measure nothing")
+    parser.add_argument("--against", type=Path, help="such a file of another revision, to compare with")
+    parser.add_argument("tests", nargs="*", help="pytest's arguments, after `--`")
+    options = parser.parse_args(arguments)
+    if options.read is None:
+        options.out.write_text(json.dumps(measure(options.tests or TESTS)))
+    report = json.loads((options.read or options.out).read_text())
+    before = json.loads(options.against.read_text()) if options.against else None
+    print("\n".join(table(report, before)))
+
+
+def measure(tests: Sequence[str]) -> dict[str, Any]:
+    """Run pytest in this folder; coverage's report of it."""
+    with tempfile.TemporaryDirectory(prefix="covered-") as name:
+        folder = Path(name)
+        settings = folder / "settings"
+        settings.write_text(CONFIGURATION.format(source=Path.cwd() / PACKAGE, folder=folder))
+        (folder / "sitecustomize.py").write_text(START)
+        path = os.pathsep.join(filter(None, (name, os.environ.get("PYTHONPATH"))))
+        measured = os.environ | {"COVERAGE_PROCESS_START": str(settings), "PYTHONPATH": path}
+        run = subprocess.run([Path(sys.executable).parent / "pytest", *tests], env=measured, check=False)
+        print(f"pytest ended with {run.returncode}")
+        for act in (["combine", "--quiet"], ["json", "--quiet", "-o", str(folder / "report.json")]):
+            subprocess.run([sys.executable, "-m", "coverage", act[0], f"--rcfile={settings}", *act[1:]], check=True)
+        report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+        return report
+
+
+def table(report: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[str]:
+    """Lines of a table: percent of lines and branches by folder of the package, and what changed."""
+    now, then = by_folder(report), {} if before is None else by_folder(before)
+    lines = [f"{'':<16} {'lines %':>9} {'branches %':>11}" + (f" {'before':>18} {'change':>14}" if then else "")]
+    for folder in sorted(now.keys() | then.keys(), key=lambda each: (each == "all", each)):
+        shares, old = (counts.get(folder, Counts()).shares() for counts in (now, then))
+        line = f"{folder:<16} {shares[0]:9.2f} {shares[1]:11.2f}"
+        if then:
+            line += f" {old[0]:9.2f} {old[1]:8.2f} {shares[0] - old[0]:+7.2f} {shares[1] - old[1]:+6.2f}"
+        lines.append(line)
+    return lines
+
+
+def by_folder(report: Mapping[str, Any]) -> dict[str, Counts]:
+    """The counts of each folder of the package, and of all."""
+    folders: dict[str, Counts] = {}
+    for path, of_file in report["files"].items():
+        inside = Path(path.partition(f"{PACKAGE}/")[2])
+        summary = of_file["summary"]
+        counts = Counts(
+            summary["num_statements"], summary["covered_lines"], summary["num_branches"], summary["covered_branches"]
+        )
+        for folder in (inside.parts[0] if len(inside.parts) > 1 else ".", "all"):
+            folders[folder] = folders.get(folder, Counts()).plus(counts)
+    return folders
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Train GPT-2 with Fabric: the loop is written out, and ends with the loss of train.py, bit for bit.
+
+    python examples/gpt2/fabric.py strategy=zero2_offload trainer.devices=2
+
+The configuration is that of train.py; of the group `trainer` it takes what the loop below reads.
+"""
+
+from pathlib import Path
+
+import lightning as L
+import torch
+from data import HeldOutWindows, RandomWindows, WindowedData
+from hydra.utils import instantiate
+from model import LanguageModel
+from omegaconf import DictConfig
+from options import check_options
+from rich.progress import Progress
+
+from lightning_zero import hydra_main
+from lightning_zero.config import build_fabric, build_optimizers
+
+
+@hydra_main(config_name="train", config_path="conf")
+def main(cfg: DictConfig) -> None:
+    """Train and validate; leaves a checkpoint from which another run goes on: `ckpt_path=.../last.ckpt`."""
+    check_options(cfg, "seed", "ckpt_path", "strategy.start_method")
+    fabric = build_fabric(cfg)
+    fabric.launch()
+    L.seed_everything(cfg.seed, verbose=False)
+    data = instantiate(cfg.data)
+    with fabric.init_module():
+        model = instantiate(cfg.model, optimizer=cfg.optimizer, scheduler=cfg.scheduler, _recursive_=False)
+    steps = cfg.trainer.max_steps
+    built = build_optimizers(cfg.optimizer, cfg.scheduler, model.parameter_groups(), steps)
+    scheduler = built["lr_scheduler"]["scheduler"] if "lr_scheduler" in built else None
+    sharded, optimizer = fabric.setup(model, built["optimizer"])
+
+    accumulate, rank, world = cfg.trainer.accumulate_grad_batches, fabric.global_rank, fabric.world_size
+    windows = RandomWindows(data.train, data.context, data.batch_size, steps, data.seed, rank, world, accumulate)
+    state = {"state_dict": sharded, "optimizer": optimizer, "windows": windows, "step": 0}
+    state |= {} if scheduler is None else {"scheduler": scheduler}
+    if cfg.ckpt_path is not None:
+        fabric.load(cfg.ckpt_path, state)
+
+    with Progress(disable=rank > 0) as progress:
+        bar = progress.add_task("", total=steps, completed=state["step"])
+        for number, batch in enumerate(windows, start=windows.position + 1):
+            if state["step"] == steps:
+                break
+            with fabric.no_backward_sync(sharded, enabled=number % accumulate > 0):
+                loss = sharded.training_step(fabric.to_device(batch))
+                fabric.backward(loss / accumulate)
+            if number % accumulate:
+                continue
+            if cfg.trainer.gradient_clip_val:
+                fabric.clip_gradients(sharded, optimizer, max_norm=cfg.trainer.gradient_clip_val)
+            optimizer.step()
+            optimizer.zero_grad()
+            if scheduler is not None:
+                scheduler.step()
+            state["step"] += 1
+            progress.update(bar, advance=1, description=f"train loss {loss:.3f}")
+            if number % cfg.trainer.val_check_interval == 0 or state["step"] == steps:
+                val_loss = validate(fabric, sharded, data)
+                if rank == 0:
+                    progress.print(f"step {state['step']}: validation loss {val_loss:.6f} nats per token")
+
+    fabric.save(Path(cfg.run_dir) / "last.ckpt", state)
+
+
+@torch.no_grad()
+def validate(fabric: L.Fabric, model: LanguageModel, data: WindowedData) -> float:
+    """The mean over all held-out tokens, whatever each rank's share. Collective."""
+    ranks = fabric.global_rank, fabric.world_size
+    model.eval()
+    model.on_validation_epoch_start()
+    for batch in HeldOutWindows(data.held_out, data.context, data.val_batch_size, data.val_windows, *ranks):
+        model.validation_step(fabric.to_device(batch))
+    model.train()
+    loss, count = fabric.all_reduce(model._validation, reduce_op="sum")
+    return float(loss / count)
+
+
+if __name__ == "__main__":
+    main()

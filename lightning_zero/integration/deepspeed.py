@@ -1,0 +1,83 @@
+"""A strategy from a DeepSpeed configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from lightning.pytorch.utilities import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.integration.precision import ZeroPrecision
+from lightning_zero.migration import Import, Status, import_deepspeed
+from lightning_zero.update import DynamicLossScaler, StaticLossScaler
+
+_NAMES = {
+    "fp32": "32-true",
+    "fp16": "16-mixed",
+    "bf16": "bf16-mixed",
+    "fp16_true": "16-true",
+    "fp16_static": "16-true",
+    "bf16_true": "bf16-true",
+}
+
+
+class FromDeepSpeed:
+    """Gives the strategy a constructor that takes a DeepSpeed configuration."""
+
+    @classmethod
+    def from_deepspeed(
+        cls, config: str | Path | Mapping[str, Any], *, ranks: int | None = None, **options: Any
+    ) -> Self:
+        """Make a strategy of a DeepSpeed configuration, with its precision unless that is "auto".
+
+        A warning lists what is not supported or unknown. Of clipping, accumulation, batch, optimizer and scheduler,
+        which are not a strategy's, a message says where they go. ``lightning-zero import-deepspeed`` prints a table of
+        all keys, and writes all of them as a Hydra configuration.
+
+        Args:
+            config: a ``ds_config.json``, or the dictionary.
+            ranks: number of ranks, where ``train_batch_size`` is to be split; default: as the file implies, or 1.
+            options: of this class, which win over those of the file.
+
+        Raises:
+            ValueError: no JSON, a value of a wrong type, settings that contradict each other.
+            OSError: the file cannot be read.
+        """
+        imported = import_deepspeed(config, ranks=ranks)
+        settings = STRATEGIES[imported.groups["strategy"]] | imported.below("strategy") | options
+        if "precision" in imported.groups and "precision_plugin" not in options:
+            settings["precision_plugin"] = _precision(imported)
+        _report(imported)
+        return cls(**settings)
+
+
+def _precision(imported: Import) -> ZeroPrecision:
+    group = imported.groups["precision"]
+    arguments = imported.below("precision")
+    arguments["precision"] = _NAMES[group]
+    scaler = imported.below("precision.scaler")
+    plain: dict[str, Any] = {name: value for name, value in arguments.items() if not name.startswith("scaler.")}
+    if group.startswith("fp16"):
+        plain["scaler"] = StaticLossScaler(**scaler) if "scale" in scaler else DynamicLossScaler(**scaler)
+    return ZeroPrecision(**plain)
+
+
+def _report(imported: Import) -> None:
+    source = imported.name or "the DeepSpeed configuration"
+    if rows := imported.of(Status.unsupported, Status.unknown):
+        listed = "; ".join(f"{row.key}: {row.note}" for row in rows)
+        rank_zero_warn(f"of {source} this is not taken over: {listed}")
+    if rows := imported.of(Status.open):
+        rank_zero_info(f'{source} leaves to others, as "auto": {", ".join(row.key for row in rows)}')
+    elsewhere = [f"{name}={value!r}" for name, value in imported.below("trainer").items()]
+    wanted = [f"Trainer({', '.join(elsewhere)})"]
+    if imported.micro_batch is not None:
+        wanted.append(f"DataLoader(batch_size={imported.micro_batch})")
+    for section in ("optimizer", "scheduler"):
+        if imported.groups.get(section) is not None:
+            given = ", ".join(f"{name}={value!r}" for name, value in imported.below(section).items())
+            wanted.append(f"{section} {imported.groups[section] or ''}({given})")
+    rank_zero_info(f"ZeroStrategy.from_deepspeed: {source} also says, which goes elsewhere: {'; '.join(wanted)}")

@@ -1,0 +1,110 @@
+"""Process groups, stores and engines, made as the options say, for the strategies of Trainer and Fabric."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+from torch.nn import Parameter
+
+from lightning_zero import ops
+from lightning_zero.engine import Engine
+from lightning_zero.integration.options import StrategyOptions
+from lightning_zero.integration.precision import ZeroPrecision
+from lightning_zero.sharding import BucketPlacement, Mesh, ShardingPolicy, sharded_init
+from lightning_zero.storage import DeviceStore, Executor, HostStore, TensorStore, device_type
+
+
+def default_shard_size(num_nodes: int, num_processes: int) -> int:
+    """The ranks of a node, or one of each where nodes have but one."""
+    return num_processes if num_processes > 1 else num_nodes
+
+
+def shard_size(options: StrategyOptions, num_nodes: int, num_processes: int) -> int:
+    """Ranks that share one copy."""
+    if options.replicates:
+        return 1
+    return default_shard_size(num_nodes, num_processes) if options.shard_size is None else options.shard_size
+
+
+def check_world_size(num_nodes: int, num_processes: int, caller: str) -> None:
+    """Raise a :class:`ValueError` where the process group has not as many ranks as ``caller`` was made for."""
+    expected, actual = num_nodes * num_processes, torch.distributed.get_world_size()
+    if expected != actual:
+        raise ValueError(
+            f"the process group has {actual} ranks, the {caller} expects devices x num_nodes = {expected}: a "
+            f"process keeps the group of its first {caller}. Start a new process, or call "
+            f"torch.distributed.destroy_process_group() before the next {caller}"
+        )
+
+
+def make_mesh(options: StrategyOptions, num_nodes: int, num_processes: int, local_rank: int) -> Mesh:
+    """Make the process groups of all ranks. Collective."""
+    ops.share_cores(num_processes, local_rank)  # the ranks of a machine update at the same time
+    mesh = Mesh.create(shard_size(options, num_nodes, num_processes), timedelta(seconds=options.timeout))
+    if options.shard_size is None and not options.replicates and mesh.replica.size > 1:
+        rank_zero_info(
+            f"ZeroStrategy: shard_size={mesh.shard.size}, the ranks of a node: each of the {num_nodes} nodes holds a "
+            f"copy of all that is sharded. shard_size={mesh.world.size} shards over all ranks, for less memory and "
+            "more traffic between nodes"
+        )
+    return mesh
+
+
+def init_in_shards(
+    options: StrategyOptions, mesh: Mesh, device: torch.device
+) -> contextlib.AbstractContextManager[Any]:
+    """Shard parameters as they are created inside; see :func:`~lightning_zero.sharding.sharded_init.sharded_init`."""
+    on_host = device_type(device).shares_host_memory or options.offload_params == "cpu"
+    return sharded_init(mesh, device, HostStore() if on_host else DeviceStore(device))
+
+
+def make_engine(
+    module: nn.Module,
+    mesh: Mesh,
+    options: StrategyOptions,
+    precision: ZeroPrecision,
+    device: torch.device,
+    executor: Executor,
+    optimized: Iterable[Parameter] | None,
+) -> Engine:
+    """Shard a module. Collective.
+
+    Args:
+        module: see :class:`~lightning_zero.engine.Engine`, as for ``optimized``.
+        mesh: the process groups.
+        options: of the strategy.
+        precision: dtypes, and the loss scaler.
+        device: that trains.
+        executor: of copies and of work beside the training.
+        optimized: parameters that optimizers will update.
+    """
+    policy = ShardingPolicy.from_stage(options.stage)
+    return Engine(
+        module,
+        BucketPlacement(mesh, policy, precision.policy, device, *_stores(options, device), executor),
+        optimized=optimized,
+        units=options.units,
+        bucket_size_mb=options.bucket_size_mb,
+        persistence_numel=options.persistence_numel,
+        max_live_numel=options.max_live_numel,
+        check_steps=options.check_steps,
+        detect_data_edits=options.detect_data_edits,
+        scaler=precision.scaler,
+        skip_nonfinite=options.skip_nonfinite,
+        max_consecutive_skips=options.max_consecutive_skips,
+    )
+
+
+def _stores(options: StrategyOptions, device: torch.device) -> tuple[TensorStore, TensorStore]:
+    """The stores of optimizer state, and of parameter shards."""
+    host, on_device = HostStore(pin_for=device), DeviceStore(device)
+    return (
+        host if options.offload_optimizer == "cpu" else on_device,
+        host if options.offload_params == "cpu" else on_device,
+    )

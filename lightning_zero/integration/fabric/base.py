@@ -1,0 +1,90 @@
+"""The base of the parts of Fabric's strategy: its options, and the engines of the modules that were set up."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from lightning.fabric.strategies.ddp import DDPStrategy
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero.engine import Engine
+from lightning_zero.integration.options import StrategyOptions
+from lightning_zero.sharding import Mesh
+from lightning_zero.update import ShardUpdater
+
+
+class ShardedModule(nn.Module):
+    """Runs the forward of a module through its engine; what ``fabric.setup`` returns wraps it.
+
+    Attributes:
+        module: of the user.
+        engine: that shards it.
+        awaits_backward: whether a forward with gradients has run since the last backward.
+    """
+
+    def __init__(self, module: nn.Module, engine: Engine) -> None:
+        super().__init__()
+        self.module = module
+        self.engine = engine
+        self.awaits_backward = False
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # The end of a pass without gradients frees what a backward that is still to come needs.
+        with contextlib.nullcontext() if self._is_aside() else self.engine.forward_context():
+            output = self.module(*args, **kwargs)
+        self.awaits_backward |= torch.is_grad_enabled()
+        return output
+
+    def _is_aside(self) -> bool:
+        """Whether this is a pass without gradients between a forward and its backward."""
+        return self.awaits_backward and not torch.is_grad_enabled()
+
+
+class EnginesStrategy(DDPStrategy):
+    """Base of the parts that :class:`~lightning_zero.ZeroFabricStrategy` is made of.
+
+    Attributes:
+        options: as they were given to the constructor.
+    """
+
+    options: StrategyOptions
+    _wrappers: WeakSet[ShardedModule]  # Fabric's wrappers hold them
+    _mesh: Mesh | None = None
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The engines of the modules that were set up and still are, in the order in which they were."""
+        return [sharded.engine for sharded in self._sharded]
+
+    @property
+    def _sharded(self) -> list[ShardedModule]:
+        alive = (sharded for sharded in self._wrappers if not sharded.engine.released)
+        return sorted(alive, key=lambda sharded: sharded.engine.number)
+
+    def _engine_with(self, module: nn.Module) -> Engine | None:
+        """The engine of a module, as the user has it or as ``fabric.setup`` wrapped it."""
+        if isinstance(module, ShardedModule):
+            return None if module.engine.released else module.engine
+        return next((sharded.engine for sharded in self._sharded if sharded.module is module), None)
+
+    def _updater_of(self, optimizer: Optimizer) -> tuple[Engine, ShardUpdater] | None:
+        for engine in self.engines:
+            for updater in engine.updaters:
+                if updater.optimizer is optimizer:
+                    assert isinstance(updater, ShardUpdater)
+                    return engine, updater
+        return None
+
+    def _engine_of(self, optimizer: Optimizer) -> Engine:
+        if found := self._updater_of(optimizer):
+            return found[0]
+        raise ValueError(
+            f"this {type(optimizer).__name__} was not set up: use the one that fabric.setup or fabric.setup_optimizers "
+            "returned"
+        )

@@ -1,0 +1,195 @@
+"""Checkpoints of Fabric: modules and optimizers that are sharded, beside whatever else user code saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero import checkpoint as _checkpoint
+from lightning_zero.integration import private
+from lightning_zero.integration.checkpointing import WRITTEN_BY
+from lightning_zero.integration.fabric.base import EnginesStrategy
+from lightning_zero.sharding import Group, Mesh
+from lightning_zero.version import __version__
+
+SCALER = "loss_scaler"  # in the entry on the run that wrote a checkpoint: the running state of its loss scaler
+
+
+class CheckpointingStrategy(EnginesStrategy):
+    """Part of :class:`~lightning_zero.ZeroFabricStrategy`: saves and loads, and gives out state."""
+
+    @override
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The module's state, full and at full precision on rank 0; elsewhere without what is sharded. Collective."""
+        engine = self._engine_with(module)
+        if engine is None:
+            return super().get_module_state_dict(module)
+        return _checkpoint.full_on_first(_checkpoint.module_state_dict(engine), engine)
+
+    @override
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state, full on rank 0; elsewhere ``state`` is empty. Collective."""
+        if (found := self._updater_of(optimizer)) is None:
+            return super().get_optimizer_state(optimizer)
+        full = _checkpoint.full_on_first(_checkpoint.optimizer_state_dict(*found), found[0])
+        return full if self.is_global_zero else {**full, "state": {}}
+
+    @override
+    def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        engine = self._engine_with(module)
+        if engine is None:
+            super().load_module_state_dict(module, dict(state_dict), strict)
+        else:
+            _checkpoint.load_module_state_dict(engine, state_dict, strict)
+
+    @override
+    def save_checkpoint(
+        self,
+        path: private.PathLike,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Save modules, optimizers and other state. All ranks write what they hold of it. Collective.
+
+        Args:
+            path: of the file, or of the folder with ``checkpoint_format="sharded"``.
+            state: names and objects; also lists of modules or optimizers.
+            storage_options: of the ``CheckpointIO``, which then writes on rank 0 alone.
+            filter: by name of an entry: which of its items to save. Reading the values of an item that is sharded
+                gathers it: do that on all ranks.
+        """
+        if self._mesh is None:
+            raise RuntimeError("fabric.save came before fabric.launch(); call fabric.launch() first")
+        contents = {key: self._state_of(value) for key, value in state.items()}
+        for key, keeps in (filter or {}).items():
+            if isinstance(contents[key], dict):
+                contents[key] = {name: value for name, value in contents[key].items() if keeps(name, value)}
+        contents[WRITTEN_BY] = self._written_by(self._mesh)
+        _checkpoint.follow_first(self.engines)
+        world = self._mesh.world
+        if self._is_local_file(path) and storage_options is None:
+            form, checksums = self.options.checkpoint_format, self.options.checksums
+            target = Path(path).expanduser()
+            save = _checkpoint.begin(form, contents, target, self.engines, world, checksums=checksums)
+            if save is not None:
+                save.write(world)
+                return
+        _checkpoint.fetch_for_first(contents, self.engines)
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(contents, path, storage_options)
+
+    def _state_of(self, value: Any) -> Any:
+        """The part of a checkpoint that an object makes; lazy tensors, where it is sharded."""
+        if isinstance(value, nn.Module):
+            engine = self._engine_with(value)
+            return value.state_dict() if engine is None else _checkpoint.module_state_dict(engine)
+        if isinstance(value, Optimizer) and (found := self._updater_of(value)):
+            return _checkpoint.optimizer_state_dict(*found)
+        if _is_list_of_objects(value):
+            return [self._state_of(item) for item in value]
+        return value.state_dict() if _is_stateful(value) else value
+
+    def _written_by(self, mesh: Mesh) -> dict[str, Any]:
+        record = self.options.record(__version__, mesh.world.size, mesh.shard.size, str(self.precision.precision))
+        return {**record, SCALER: self.precision.state_dict()}
+
+    @override
+    def load_checkpoint(
+        self,
+        path: private.PathLike,
+        state: nn.Module | Optimizer | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load a checkpoint of Fabric or Trainer, by any strategy, into objects. Each rank reads its part. Collective.
+
+        Args:
+            path: of a file, or of a folder by ``torch.distributed.checkpoint``.
+            state: what to load into: a module or an optimizer, where the file holds its state and nothing else; or
+                objects by name, as for :meth:`save_checkpoint`. What has no state of its own is replaced in it.
+            strict: all names must be in the checkpoint, and the names in a module must match.
+            weights_only: ``False`` also loads pickled objects, from who you trust.
+
+        Returns:
+            What was not loaded into ``state``.
+
+        Raises:
+            KeyError: a name is not in the checkpoint.
+            CheckpointError: the checkpoint is incomplete or damaged.
+        """
+        if self._is_local_file(path):
+            world = Group() if self._mesh is None else self._mesh.world
+            source = Path(path).expanduser()
+            loaded = _checkpoint.load(source, world, weights_only is not False, self.options.checksums)
+        else:
+            loaded = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        if not isinstance(state, dict):
+            if state is not None:
+                self._load_into(state, loaded, strict)
+                return {}
+            return dict(loaded)
+        if strict and (missing := [name for name in state if name not in loaded]):
+            raise KeyError(
+                f"{path} has no {', '.join(map(repr, missing))}; it has {', '.join(map(repr, loaded))}. With "
+                "strict=False what is missing is left as it is"
+            )
+        rest = dict(loaded)
+        written_by = rest.pop(WRITTEN_BY, None) or {}
+        found = {name: rest.pop(name) for name in state if name in rest}
+        for name, saved in found.items():  # all or nothing
+            self._check(state[name], saved)
+        for name, saved in found.items():
+            if not self._load_into(state[name], saved, strict):
+                state[name] = saved
+        if any(self._has_engine(value) for value in state.values()):
+            self.precision.load_state_dict(written_by.get(SCALER) or {})
+        return rest
+
+    def _check(self, value: Any, saved: Any) -> None:
+        if isinstance(value, Optimizer) and (found := self._updater_of(value)):
+            _checkpoint.check_optimizer_state_dict(*found, saved)
+        elif _is_list_of_objects(value):
+            if len(value) != len(saved):
+                raise ValueError(f"the checkpoint has {len(saved)} objects where {len(value)} are to be loaded")
+            for item, saved_item in zip(value, saved, strict=True):
+                self._check(item, saved_item)
+
+    def _load_into(self, value: Any, saved: Any, strict: bool) -> bool:
+        """Restore an object in place; returns whether it is one that can be."""
+        if isinstance(value, nn.Module):
+            self.load_module_state_dict(value, saved, strict)
+        elif isinstance(value, Optimizer) and (found := self._updater_of(value)):
+            _checkpoint.load_optimizer_state_dict(*found, saved)
+        elif _is_list_of_objects(value):
+            for item, saved_item in zip(value, saved, strict=True):
+                self._load_into(item, saved_item, strict)
+        elif _is_stateful(value):
+            value.load_state_dict(saved)
+        else:
+            return False
+        return True
+
+    def _has_engine(self, value: Any) -> bool:
+        if isinstance(value, list | tuple):
+            return any(map(self._has_engine, value))
+        return isinstance(value, nn.Module) and self._engine_with(value) is not None
+
+    def _is_local_file(self, path: private.PathLike) -> bool:
+        """Whether checkpoints go to files by torch, so that our way of reading and writing them can stand in."""
+        return type(self.checkpoint_io) is TorchCheckpointIO and "://" not in str(path)
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    """Whether all of a list have state of their own, such as the optimizers in a checkpoint of the Trainer."""
+    return isinstance(value, list | tuple) and bool(value) and all(map(_is_stateful, value))
+
+
+def _is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))

@@ -1,0 +1,67 @@
+"""The precision plugin of Fabric, which computes as that of the Trainer."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.precision import Precision
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_zero.integration.precision import ZeroPrecision
+
+
+class FabricPrecision(Precision):
+    """Precision of :class:`ZeroFabricStrategy`: computes as a :class:`~lightning_zero.ZeroPrecision` says.
+
+    Where a module computes in 16 bit, its outputs come back in the default dtype, as with Fabric's own plugins.
+
+    Args:
+        settings: dtypes and loss scaler.
+
+    Attributes:
+        device: that trains, from the launch on.
+    """
+
+    def __init__(self, settings: ZeroPrecision) -> None:
+        self.settings = settings
+        self.precision = settings.precision
+        self.device = torch.device("cpu")
+
+    @override
+    def tensor_init_context(self) -> contextlib.AbstractContextManager[Any]:
+        return self.settings.tensor_init_context()
+
+    @override
+    def module_init_context(self) -> contextlib.AbstractContextManager[Any]:
+        return self.settings.module_init_context()
+
+    @override
+    def forward_context(self) -> contextlib.AbstractContextManager[Any]:
+        return self.settings.computing_on(self.device.type)
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return self.settings.convert_input(data)
+
+    @override
+    def convert_output(self, data: Any) -> Any:
+        if self.precision in ("32-true", "64-true"):
+            return data
+        return apply_to_collection(data, Tensor, _in_default_dtype)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.settings.scaler is None else self.settings.scaler.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.settings.scaler is not None and state_dict:
+            self.settings.scaler.load_state_dict(state_dict)
+
+
+def _in_default_dtype(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor

@@ -1,0 +1,114 @@
+"""The world as shard groups x replica groups of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from lightning_zero.sharding.board import Board
+from lightning_zero.sharding.collectives import CollectiveError, Group, disagreement
+from lightning_zero.storage.timers import Timers
+from lightning_zero.torch_private import default_store
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The world as shard groups of S ranks x replica groups of R ranks.
+
+    Ranks ``[i * S, (i + 1) * S)`` form a shard group; ranks that own the same shard form a replica group.
+
+    Attributes:
+        timers: of all that this rank does between the groups' collectives, and of waiting for them.
+        board: notes of all ranks, for errors.
+    """
+
+    world: Group
+    shard: Group
+    replica: Group
+    timers: Timers = field(default_factory=Timers)
+    board: Board = field(default_factory=Board)
+
+    def __post_init__(self) -> None:
+        for group in (self.world, self.shard, self.replica):
+            group.timers, group.board = self.timers, self.board
+
+    def check(self, enabled: bool) -> None:
+        """Compare the ranks before each collective from now on, or no longer. The same call on all ranks."""
+        for group in (self.world, self.shard, self.replica):
+            group.checked = enabled
+
+    def note(self, what: str) -> None:
+        """See :meth:`Group.note`."""
+        for group in (self.world, self.shard, self.replica):
+            group.note(what)
+
+    def digests(self) -> Tensor:
+        """This rank's digests of its shard and replica group among zeros for the others; [2 * world size] float64.
+
+        Summed over the world, they are what :meth:`check_digests` takes.
+        """
+        values = torch.zeros(self.world.size, 2, dtype=torch.float64)
+        values[self.world.rank] = torch.tensor([self.shard.digest, self.replica.digest])
+        return values.view(-1)
+
+    def check_digests(self, digests: Sequence[float]) -> None:
+        """Raise on all ranks where those of one group did not do the same. Collective only if they did not.
+
+        Raises:
+            CollectiveError: says what each rank did last.
+        """
+        shard, replica = digests[::2], digests[1::2]
+        size = self.shard.size
+        same = all(shard[rank] == shard[rank - rank % size] for rank in range(self.world.size))
+        same &= all(replica[rank] == replica[rank % size] for rank in range(self.world.size))
+        if not same:
+            own = ", ".join([*self.shard.recent, *(self.replica.recent if self.replica is not self.shard else ())])
+            wants = self.world.all_gather_object(own, "compare what ranks did")
+            raise CollectiveError(disagreement(wants, self.board))
+
+    @classmethod
+    def single(cls) -> Mesh:
+        """One process, no communication."""
+        return cls(Group(), Group(), Group())
+
+    @classmethod
+    def imagined(cls, shard_size: int, replicas: int = 1, rank: int = 0) -> Mesh:
+        """S x R ranks to plan with, seen from ``rank`` of the world; it cannot communicate."""
+        world = Group.imagined(shard_size * replicas, rank)
+        return cls(world, Group.imagined(shard_size, rank % shard_size), Group.imagined(replicas, rank // shard_size))
+
+    @classmethod
+    def create(cls, shard_size: int | None = None, timeout: timedelta | None = None) -> Mesh:
+        """Process groups for the initialized default group; a collective call: all ranks must make it.
+
+        Args:
+            shard_size: S; ``None`` shards over the whole world, 1 replicates everything (stage 0).
+            timeout: after which a collective that some rank never joins fails.
+
+        Raises:
+            ValueError: where ``shard_size`` does not divide the world size.
+        """
+        world_size = torch.distributed.get_world_size()
+        size = world_size if shard_size is None else shard_size
+        if size < 1 or world_size % size:
+            raise ValueError(
+                f"shard_size={shard_size} does not divide the world size {world_size}; "
+                f"choose one of {[n for n in range(1, world_size + 1) if world_size % n == 0]}"
+            )
+        shards = [list(range(first, first + size)) for first in range(0, world_size, size)]
+        replicas = [list(range(first, world_size, size)) for first in range(size)]
+        world = Group.create([list(range(world_size))], timeout)
+        shard = world if size == world_size else Group.create(shards, timeout)
+        replica = world if size == 1 else Group.create(replicas, timeout)
+        return cls(world, shard, replica, board=_board_of(world))
+
+
+def _board_of(world: Group) -> Board:
+    """A board of its own for each mesh: the names of process groups are the same on all ranks."""
+    if world.process_group is None:
+        return Board()
+    return Board(world.rank, world.size, default_store(), world.process_group.group_name)

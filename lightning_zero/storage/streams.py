@@ -1,0 +1,324 @@
+"""The executor that overlaps: lanes are streams of the device and threads of the host.
+
+Copies between pinned host memory and the device run on a stream per direction, beside what the device computes. They
+begin when the stream of whoever submits them has reached that point, and an event marks their end. Nothing converts
+through memory that is not pinned: gradients are converted by the device before they leave it, parameters by the host
+on their way into pinned memory. Where memory cannot be pinned, copies block, which :attr:`StreamExecutor.blocked`
+counts. Jobs on host memory run in a thread, which takes the device's events into account where they read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_zero.storage.accelerators import device_type
+from lightning_zero.storage.executor import DONE, Executor, InlineExecutor, Lane, Ticket, note_work
+from lightning_zero.storage.staging import Staging
+
+DEFAULT_BYTES = 64 << 20  # of gradients on their way to the host, and of staging memory
+_STREAMS, _THREADS = frozenset({Lane.H2D, Lane.D2H}), frozenset({Lane.HOST, Lane.DISK})
+
+
+class _Job:
+    """A job that a thread of a lane runs: what it comes after, and what it has submitted so far."""
+
+    def __init__(self, begin: Sequence[torch.Event]) -> None:
+        self.begin = list(begin)
+        self.made: list[torch.Event] = []
+
+
+class _Running(threading.local):
+    """The job that this thread runs."""
+
+    job: _Job | None = None
+
+
+_RUNNING = _Running()
+
+
+def in_lane() -> bool:
+    """Whether the caller runs in a thread of a lane, rather than in one that trains."""
+    return _RUNNING.job is not None
+
+
+class _Work:
+    """The ticket of work on a stream, or of a job, which stands for what the job has submitted to streams, too."""
+
+    def __init__(self, owner: StreamExecutor, lane: Lane, what: str, ended: Future[list[torch.Event]]) -> None:
+        self._owner = owner
+        self._lane = lane
+        self._what = what
+        self._ended = ended
+
+    def events(self) -> list[torch.Event]:
+        """Events that a stream waits for; the host waits for what is done by a thread."""
+        return self._ended.result()
+
+    def done(self) -> bool:
+        """Whether the work has ended."""
+        return self._ended.done() and all(event.query() for event in self.events())
+
+    def wait(self) -> None:
+        self._owner.follow(self.events())
+
+    def synchronize(self) -> None:
+        try:
+            for event in self.events():
+                if not event.query():
+                    event.synchronize()
+        except Exception as error:
+            if not self._ended.exception():  # of the device, which does not say what failed
+                error.add_note(f"The host was waiting for {self._what}, in the lane {self._lane.name}.")
+            raise
+        self._owner.release()
+
+
+@dataclass
+class _Copy:
+    """A copy that may be under way: its tensors stay alive until it has ended."""
+
+    event: torch.Event
+    on_host: list[Tensor]
+    on_device: list[Tensor]
+    leaving: int = field(default=0)  # bytes on the device that nobody else needs
+
+
+class StreamExecutor:
+    """Lets copies and computations on host memory run beside the training; see the module's docstring.
+
+    Streams and threads are made when they are first needed.
+
+    Attributes:
+        device: that trains.
+        in_flight_bytes: see :class:`~lightning_zero.storage.executor.Executor`. Beyond them the stream that computes
+            waits for the oldest copy, and the host does not.
+        staging_bytes: see there. Beyond them the host waits for an earlier copy; one buffer there always is.
+        blocked: bytes that were copied while the host waited, since memory was not pinned, by what they were for.
+
+    Args:
+        device: as above.
+        in_flight_bytes: as above.
+        staging_bytes: as above.
+    """
+
+    def __init__(
+        self, device: torch.device, in_flight_bytes: int = DEFAULT_BYTES, staging_bytes: int = DEFAULT_BYTES
+    ) -> None:
+        self.device = device
+        self.in_flight_bytes = in_flight_bytes
+        self.staging_bytes = staging_bytes
+        self.blocked: Counter[str] = Counter()
+        # Apart: a job that fills memory never waits for memory that a later job of its lane will give back.
+        self._leaving, self._arriving = Staging(device, staging_bytes), Staging(device, staging_bytes)
+        self._streams: dict[Lane, torch.Stream] = {}
+        self._threads: dict[Lane, queue.SimpleQueue[Callable[[], None] | None]] = {}
+        self._copies: dict[Lane, deque[_Copy]] = {lane: deque() for lane in _STREAMS}
+        self._lock = threading.RLock()
+
+    # ------------------------------------------------------------------------------------------------------- copies
+
+    def fetch(self, target: Tensor, source: Tensor, what: str, after: Sequence[Ticket] = ()) -> Ticket:
+        if source.dtype != target.dtype:
+            staged = self._leaving.take(target)
+            staged.tensor.copy_(source)
+            ticket = self._copy(Lane.H2D, target, staged.tensor, what, after)
+            self._leaving.give(staged, ticket)
+            return ticket
+        return self._copy(Lane.H2D, target, source, what, after)
+
+    def commit(self, target: Tensor, source: Tensor, what: str, after: Sequence[Ticket] = ()) -> Ticket:
+        return self._copy(Lane.D2H, target, source, what, after)
+
+    def receive(
+        self, source: Tensor, use: Callable[[Tensor], object], what: str, after: Sequence[Ticket] = ()
+    ) -> Ticket:
+        staged = self._arriving.take(source)
+        arrived = self.commit(staged.tensor, source, what)
+        used = self._in_thread(Lane.HOST, partial(use, staged.tensor), what, (*after, arrived))
+        self._arriving.give(staged, used)
+        return used
+
+    @contextlib.contextmanager
+    def filling(self, target: Tensor, what: str) -> Iterator[Tensor]:
+        staged = self._leaving.take(target)
+        yield staged.tensor
+        ticket = self._copy(Lane.H2D, target, staged.tensor, what, ())
+        ticket.wait()
+        self._leaving.give(staged, ticket)
+
+    def _copy(self, lane: Lane, target: Tensor, source: Tensor, what: str, after: Sequence[Ticket]) -> _Work:
+        """Copy between host and device on the stream of a lane."""
+        on_host, on_device = (source, target) if lane is Lane.H2D else (target, source)
+        free = on_host.is_pinned() and on_host.is_contiguous() and on_device.is_contiguous()
+        if not free:
+            self.blocked[what] += on_host.nbytes
+
+        def job() -> None:
+            converted = source.to(target.dtype) if lane is Lane.D2H else source
+            target.copy_(converted, non_blocking=free)
+
+        return self._on_stream(lane, job, what, after, [on_host], [on_device])
+
+    def _on_stream(
+        self,
+        lane: Lane,
+        job: Callable[[], object],
+        what: str,
+        after: Sequence[Ticket],
+        on_host: Sequence[Tensor] = (),
+        on_device: Sequence[Tensor] = (),
+    ) -> _Work:
+        before = self._begin(after)
+        with self._lock:
+            stream = self._stream(lane)
+            with stream:
+                for event in before:
+                    stream.wait_event(event)
+                try:
+                    job()
+                except Exception as error:
+                    note_work(error, lane, what)
+                    raise
+                ended = stream.record_event()
+            leaving = sum(tensor.nbytes for tensor in on_device) if lane is Lane.D2H else 0
+            self._copies[lane].append(_Copy(ended, list(on_host), list(on_device), leaving))
+            self.release()
+            if leaving and not in_lane():
+                self._bound(self._copies[lane])
+        if (running := _RUNNING.job) is not None:
+            running.made.append(ended)
+        future: Future[list[torch.Event]] = Future()
+        future.set_result([ended])
+        return _Work(self, lane, what, future)
+
+    def _begin(self, after: Sequence[Ticket]) -> list[torch.Event]:
+        """Events that the device must have reached before work begins; the host waits for work of its own threads."""
+        events = [event for ticket in after for event in (ticket.events() if isinstance(ticket, _Work) else ())]
+        if (running := _RUNNING.job) is not None:
+            return [*running.begin, *events]
+        return [torch.accelerator.current_stream(self.device).record_event(), *events]
+
+    def follow(self, events: Sequence[torch.Event]) -> None:
+        """Have the current stream wait for events; in a job, those who wait for the job, and what it still submits."""
+        if (running := _RUNNING.job) is not None:
+            running.begin += events
+            running.made += events
+            return
+        stream = torch.accelerator.current_stream(self.device)
+        for event in events:
+            stream.wait_event(event)
+
+    @property
+    def staged_bytes(self) -> int:
+        """See :class:`~lightning_zero.storage.executor.Executor`."""
+        return self._leaving.nbytes + self._arriving.nbytes
+
+    def release(self) -> None:
+        """Let go of the tensors of copies that have ended."""
+        with self._lock:
+            for copies in self._copies.values():
+                while copies and copies[0].event.query():
+                    copies.popleft()
+
+    def _bound(self, copies: deque[_Copy]) -> None:
+        """Let go of device memory beyond the limit, which later work on the current stream may use: that waits."""
+        leaving = sum(copy.leaving for copy in copies)
+        for copy in copies:
+            if leaving <= self.in_flight_bytes:
+                return
+            if copy.leaving:
+                self.follow([copy.event])
+                leaving -= copy.leaving
+                copy.on_device, copy.leaving = [], 0
+
+    def _stream(self, lane: Lane) -> torch.Stream:
+        if lane not in self._streams:
+            self._streams[lane] = torch.Stream(self.device)
+        return self._streams[lane]
+
+    # --------------------------------------------------------------------------------------------------------- jobs
+
+    def submit(self, job: Callable[[], object], lane: Lane, what: str, after: Sequence[Ticket] = ()) -> Ticket:
+        if lane in _STREAMS:
+            return self._on_stream(lane, job, what, after)
+        if lane in _THREADS:
+            return self._in_thread(lane, job, what, after)
+        for ticket in after:
+            ticket.wait()
+        try:
+            job()
+        except Exception as error:
+            note_work(error, lane, what)
+            raise
+        return DONE
+
+    def _in_thread(self, lane: Lane, job: Callable[[], object], what: str, after: Sequence[Ticket]) -> _Work:
+        future: Future[list[torch.Event]] = Future()
+        begin = [torch.accelerator.current_stream(self.device).record_event()]
+        self._thread(lane).put(partial(_run, job, lane, what, tuple(after), _Job(begin), future))
+        return _Work(self, lane, what, future)
+
+    def _thread(self, lane: Lane) -> queue.SimpleQueue[Callable[[], None] | None]:
+        with self._lock:
+            if lane not in self._threads:
+                jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+                self._threads[lane] = jobs
+                # A daemon: one that hangs holds up neither teardown nor the end of the process.
+                threading.Thread(target=_work, args=(jobs, self.device), name=f"lane {lane.name}", daemon=True).start()
+                weakref.finalize(self, jobs.put, None)
+            return self._threads[lane]
+
+
+def make_executor(device: torch.device, overlap: bool) -> Executor:
+    """The executor for a training on ``device``.
+
+    Args:
+        device: one that takes the host's memory, as CPU ranks do, has nothing to copy, and no streams.
+        overlap: let work run beside the training.
+    """
+    return StreamExecutor(device) if overlap and not device_type(device).shares_host_memory else InlineExecutor()
+
+
+def _work(jobs: queue.SimpleQueue[Callable[[], None] | None], device: torch.device) -> None:
+    """Runs the jobs of a lane, in a thread of its own, until the executor is gone."""
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+    with torch.no_grad():
+        while (job := jobs.get()) is not None:
+            job()
+            del job  # what it refers to need not live until the next one comes
+
+
+def _run(
+    job: Callable[[], object],
+    lane: Lane,
+    what: str,
+    after: Sequence[Ticket],
+    running: _Job,
+    ended: Future[list[torch.Event]],
+) -> None:
+    _RUNNING.job = running
+    try:
+        for ticket in after:
+            ticket.synchronize()
+        try:
+            job()
+        except BaseException as error:
+            note_work(error, lane, what)
+            raise
+        ended.set_result(running.made)
+    except BaseException as error:  # noqa: BLE001  (it is raised where the ticket is waited for)
+        ended.set_exception(error)
+    finally:
+        _RUNNING.job = None

@@ -1,0 +1,97 @@
+"""The acceptance run over Lightning's tests: what it replaces, reads and compares. The run itself is not a test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.benchmark import load
+from lightning.pytorch.accelerators import CPUAccelerator
+
+from lightning_zero import ZeroStrategy
+
+suite = load("lightning_suite")
+substitute = load("lightning_substitute").substitute
+FILE = "models/test_small.py"
+TESTS = """
+import os
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+def test_default():
+    assert isinstance(Trainer(accelerator="cpu", devices=1).strategy, SingleDeviceStrategy)
+
+class TestOfAClass:
+    @pytest.mark.parametrize("name", ["a b", "c"])
+    def test_given(self, name):
+        assert type(Trainer(accelerator="cpu", devices=1, strategy="ddp").strategy) is DDPStrategy
+
+def test_ours():
+    assert type(Trainer(accelerator="cpu", devices=1).strategy).__name__ != "ZeroStrategy", "a class name"
+
+@pytest.mark.skipif(True, reason="never")
+def test_never():
+    raise AssertionError
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    file = tmp_path / "tests" / "tests_pytorch" / FILE
+    file.parent.mkdir(parents=True)
+    file.write_text(TESTS)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_what_a_strategy_changes_is_told_apart(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = {name: suite.run_file(checkout, FILE, name, 100.0) for name in ("plain", "ddp", "zero3")}
+    given = {f"{FILE}::TestOfAClass::test_given[{name}]" for name in ("a b", "c")}
+    assert {name for name, outcome in results["plain"].items() if outcome.result == "passed"} == given | {
+        f"{FILE}::test_default",
+        f"{FILE}::test_ours",
+    }
+    compared = suite.compare(results, "zero3", ())
+    assert compared["passed"] == 2
+    assert compared["passed_without"] == 4
+    assert compared["differs_under_ddp_too"] == [f"{FILE}::test_default"]
+    assert list(compared["unexplained"]) == [f"{FILE}::test_ours"]
+    assert "a class name" in compared["unexplained"][f"{FILE}::test_ours"]
+    expected = (
+        suite.Expected("*::test_o*", "no such message", "no"),
+        suite.Expected("*::test_o*", "a class name", "it asserts one"),
+    )
+    explained = suite.compare(results, "zero3", expected)
+    assert explained["expected"] == {"it asserts one": [f"{FILE}::test_ours"]}
+    assert not explained["unexplained"]
+
+
+def test_the_strategy_stands_in_for_the_default_alone() -> None:
+    assert substitute({}, "zero3") == "zero3"
+    assert substitute({"strategy": "auto", "accelerator": CPUAccelerator()}, "ddp") == "ddp"
+    assert substitute({"strategy": "auto", "accelerator": "gpu"}, "zero3") == "auto"
+    assert substitute({"strategy": "fsdp"}, "zero3") == "fsdp"
+    assert substitute({"strategy": "ddp_spawn"}, "ddp") == "ddp_spawn"
+    spawning = substitute({"strategy": "ddp_spawn"}, "zero2_offload")
+    assert isinstance(spawning, ZeroStrategy)
+    assert (spawning.stage, spawning.offload_optimizer, spawning.start_method) == (2, "cpu", "spawn")
+
+
+def test_a_run_that_was_cut_short_is_read_from_its_log() -> None:
+    log = f"tests_pytorch/{FILE}::test_a[x y] PASSED   [ 10%]\ntests_pytorch/{FILE}::test_b FAILED\n{FILE}::test_c \n"
+    found = suite.read_log(log, FILE, None)
+    assert [found[f"{FILE}::{name}"].result for name in ("test_a[x y]", "test_b", "test_c")] == [
+        "passed",
+        "failed",
+        "unfinished",
+    ]
+    assert suite.read_log("", FILE, -9) == {f"{FILE}::": suite.Outcome("unfinished", "the process ended with -9")}
+
+
+def test_names_are_files_or_folders_of_the_checkout(checkout: Path) -> None:
+    assert suite.find_files(checkout, ["models", FILE]) == [FILE]
+    with pytest.raises(FileNotFoundError, match=r"nothing.*expected a copy of Lightning's repository"):
+        suite.main([str(checkout), "--tests", "nothing"])

@@ -1,0 +1,249 @@
+"""What overlaps with the training changes no bit: a device's streams against the executor that finishes at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from device import sim
+from engine import driver
+from engine.driver import Session
+from helpers import models
+from torch import Tensor
+
+import lightning_zero
+from lightning_zero.engine import Engine
+from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardingPolicy
+from lightning_zero.storage import DeviceStore, Executor, HostStore, InlineExecutor, Lane, StreamExecutor, Ticket
+from lightning_zero.storage.streams import _Work
+from lightning_zero.update import DynamicLossScaler, make_updater
+from lightning_zero.update.updaters import NativeOptimizer
+
+FP32 = MixedPrecisionPolicy()
+BF16 = MixedPrecisionPolicy(torch.bfloat16, keep_norms=False)
+FP16 = MixedPrecisionPolicy(torch.float16, keep_norms=False)
+STEPS = 4
+LIMITS = [(64 << 20, 64 << 20), (500, 2000), (0, 0)]  # bytes in flight and of staging memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is trained, and what user code does meanwhile."""
+
+    stage: int
+    micro: int = 1
+    precision: MixedPrecisionPolicy = FP32
+    native: NativeOptimizer = "auto"
+    split: bool = False  # the layout of masters
+    host: bool = True
+    seed: int = 0  # of what user code does
+    overflow: bool = False
+
+    def __str__(self) -> str:
+        dtype = str(self.precision.param_dtype or torch.float32).removeprefix("torch.")
+        options = [self.native, *(["split"] if self.split else []), *(["overflow"] if self.overflow else [])]
+        return "-".join([f"zero{self.stage}", f"{self.micro}", dtype, *options])
+
+
+CASES = [
+    Case(1, micro=3, precision=BF16),
+    Case(2, precision=BF16),
+    Case(2, micro=3),
+    Case(2, micro=2, precision=BF16, native="off"),
+    Case(2, micro=2, precision=BF16, split=True),
+    Case(2, precision=FP16, overflow=True),
+    Case(3, micro=2, precision=BF16),
+    Case(3, native="off"),
+    Case(3, host=False),
+]
+
+
+class LateWork(_Work):
+    """Lets jobs begin when somebody waits for them."""
+
+    gates: list[threading.Event]
+
+    def events(self) -> list[torch.Event]:
+        for gate in self.gates:
+            gate.set()
+        return super().events()
+
+
+class Late(StreamExecutor):
+    """Its threads are as late as the simulated device's streams, whose schedule does not know them."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.gates: list[threading.Event] = []
+
+    def _in_thread(self, lane: Lane, job: Callable[[], object], what: str, after: Sequence[Ticket]) -> LateWork:
+        gate = threading.Event()
+        self.gates.append(gate)  # that of a job opens with those before it
+
+        def late() -> None:
+            assert gate.wait(30)
+            job()
+
+        work = super()._in_thread(lane, late, what, after)
+        made = LateWork(self, lane, what, work._ended)
+        made.gates = list(self.gates)
+        return made
+
+
+def start(case: Case, executor: Executor, device: torch.device) -> Session:
+    on_device = DeviceStore(device)
+    store = HostStore(pin_for=device) if case.host else on_device
+    params = store if case.stage == 3 else on_device
+    policy = ShardingPolicy.from_stage(case.stage)
+    placement = BucketPlacement(Mesh.single(), policy, case.precision, device, store, params, executor)
+    model = models.make_model("transformer")
+    make = lightning_zero.CPUAdamW if case.split else torch.optim.AdamW
+    options = {"master_layout": "split"} if case.split else {}
+    optimizer = make(model.parameters(), lr=1e-2, **options)
+    scaler = DynamicLossScaler(init_scale=2.0**17) if case.overflow else None
+    engine = Engine(model, placement, bucket_size_mb=0.0003, check_steps=0, scaler=scaler)
+    updater = make_updater(optimizer, engine, case.native)
+    engine.attach([updater])
+    return Session(model, engine, optimizer, updater)
+
+
+class User:
+    """User code, which reads and changes at moments that the seed draws what it may."""
+
+    def __init__(self, case: Case, session: Session) -> None:
+        self._random = random.Random(case.seed)
+        self._session = session
+        self._sharded = case.stage == 3
+        self.saw: list[Tensor] = []
+
+    def _perhaps(self, act: Callable[[], object], chance: float = 0.3) -> None:
+        if self._random.random() < chance:
+            act()
+
+    def after_backward(self, last: bool) -> None:
+        """Between micro-batches it forgets them; after the last one it reads, changes and clips gradients."""
+        if not last:
+            self._perhaps(self._session.optimizer.zero_grad, 0.5)
+            return
+        first, *_, other = self._session.model.parameters()
+        self._perhaps(lambda: self.saw.append(self._session.engine.full_grad(first).cpu()))
+        self._perhaps(lambda: None if other.grad is None else other.grad.mul_(0.5))
+        self._perhaps(lambda: self._session.engine.clip_grad_value_(self._session.optimizer, 1e-3))
+        norm = self._session.engine.clip_grad_norm_(self._session.optimizer, self._random.choice([0.01, 1e9]))
+        self.saw.append(torch.tensor(norm))
+
+    def after_step(self) -> None:
+        """It reads, writes and swaps weights."""
+        engine, parameters = self._session.engine, [*self._session.model.parameters()]
+        if not self._sharded:
+            self.saw.append(parameters[0].detach().clone())  # what it has asked for is read later
+            self._perhaps(self._load)
+        self._perhaps(engine.settle)
+        self._perhaps(self._edit)
+        self._perhaps(lambda: self.saw.append(engine.full_param(parameters[-1])))
+
+    def _load(self) -> None:
+        bucket, values = self._session.engine.buckets[0], next(self._session.model.parameters())
+        bucket.load(bucket.index[id(values)], torch.full(values.shape, 0.25))
+
+    def _edit(self) -> None:
+        engine, parameter = self._session.engine, next(self._session.model.parameters())
+        full_precision = self._random.random() < 0.5
+        with engine.gathered([parameter], full_precision=full_precision), torch.no_grad():
+            parameter.mul_(1.25)
+
+
+def train(case: Case, executor: Executor, device: torch.device) -> list[Tensor]:
+    """All that training leaves, and what user code has seen."""
+    session = start(case, executor, device)
+    user, shadow = User(case, session), session.engine.make_shadow()
+    for micro in models.make_batches(STEPS, case.micro, 1):
+        session.optimizer.zero_grad()
+        for index, (batch,) in enumerate(micro, start=1):
+            with session.engine.forward_context():
+                loss = models.next_token_loss(session.model, batch.to(device))
+            driver.backward(session.engine, loss, last=index == len(micro))
+            user.after_backward(index == len(micro))
+        session.optimizer.step()
+        shadow.update(lambda second, live: second.lerp(live, 0.25))
+        user.after_step()
+    for _ in range(2):
+        shadow.swap()
+        with session.engine.gathered(session.model.parameters()):
+            user.saw += [parameter.detach().clone() for parameter in session.model.parameters()]
+    return [*(seen.cpu() for seen in user.saw), *left_by(session), *(shard.cpu() for shard in shadow.shards)]
+
+
+def left_by(session: Session) -> list[Tensor]:
+    left = []
+    for bucket in session.engine.buckets:
+        master, state = bucket.master, session.updater.state_of(bucket)
+        left += [master.read(0, bucket.layout.shard_numel), bucket.shard, *state.flat.values()]
+    with session.engine.gathered(session.model.parameters()):
+        left += [parameter.detach() for parameter in session.model.parameters()]
+        return [tensor.cpu().clone() for tensor in left]
+
+
+def assert_overlapped_is_inline(case: Case, device: torch.device) -> None:
+    expected = train(case, InlineExecutor(), device)
+    limits = LIMITS[(case.seed + CASES.index(dataclasses.replace(case, seed=0))) % len(LIMITS)]
+    executor = Late(device, *limits) if device.type == sim.DEVICE else StreamExecutor(device, *limits)
+    actual = train(case, executor, device)
+    assert len(actual) == len(expected)
+    differing = [n for n, pair in enumerate(zip(actual, expected, strict=True)) if bits(pair[0]) != bits(pair[1])]
+    assert not differing
+
+
+def bits(values: Tensor) -> list[int]:
+    return values.contiguous().view(-1).view(torch.uint8).tolist()
+
+
+@pytest.mark.device("lazy", "random2")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_overlapped_is_inline(device: torch.device, case: Case) -> None:
+    assert_overlapped_is_inline(case, device)
+
+
+@pytest.mark.slow
+@pytest.mark.device("lazy")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_overlapped_is_inline_in_every_schedule(device: torch.device, case: Case) -> None:
+    for seed in range(20):
+        if device.type == sim.DEVICE:
+            torch.accelerator.synchronize()
+            sim.install().schedule("random", seed)
+        assert_overlapped_is_inline(dataclasses.replace(case, seed=seed), device)
+
+
+@pytest.mark.device("lazy")
+def test_a_norm_that_was_known_early_follows_what_becomes_of_gradients(device: torch.device) -> None:
+    session = start(Case(2), StreamExecutor(device), device)
+    engine, optimizer = session.engine, session.optimizer
+    ((batch,),), *_ = models.make_batches(1, 1, 1)
+
+    def norm_of(micro: int) -> float:
+        for number in range(1, micro + 1):
+            with engine.forward_context():
+                loss = models.next_token_loss(session.model, batch.to(device))
+            driver.backward(engine, loss, last=number == micro)
+        return engine.grad_norm(optimizer)
+
+    norm = norm_of(1)
+    optimizer.zero_grad()
+    assert engine.grad_norm(optimizer) == 0
+    assert norm_of(2) == pytest.approx(2 * norm)
+    for parameter in session.model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+    assert engine.grad_norm(optimizer) == pytest.approx(4 * norm)
+    optimizer.zero_grad()
+    assert norm_of(1) == norm
+    for parameter in session.model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+    assert engine.grad_norm(optimizer) == pytest.approx(2 * norm)

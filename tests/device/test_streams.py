@@ -1,0 +1,153 @@
+"""The executor whose lanes are streams and threads: its contract on a device."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from device import sim
+from torch import Tensor
+
+from lightning_zero.storage import HostStore, Lane, StreamExecutor
+from lightning_zero.storage.streams import in_lane
+
+N = 1000
+
+
+def host(device: torch.device, value: float = 0.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return HostStore(pin_for=device).zeros(N, dtype).fill_(value)
+
+
+def memory(device: torch.device) -> int:
+    return int(torch.accelerator.memory_stats(device)["allocated_bytes.all.current"])
+
+
+@pytest.mark.device("eager", "lazy", "random1", "random4")
+def test_work_follows_what_it_comes_after(device: torch.device) -> None:
+    executor, arrived, back, again = StreamExecutor(device), host(device), torch.zeros(N, device=device), host(device)
+    # The device converts what leaves it; the host what goes there.
+    left = executor.commit(arrived, torch.full((N,), 3.0, dtype=torch.bfloat16, device=device), "a")
+    doubled = executor.submit(lambda: arrived.mul_(2), Lane.HOST, "a", after=[left])
+    fetched = executor.fetch(back, arrived, "a", after=[doubled])
+    more = executor.receive(torch.full((N,), 0.5, device=device), arrived.add_, "a", after=[doubled, fetched])
+    executor.commit(again, back, "a", after=[fetched]).synchronize()
+    assert again.eq(6).all()
+    more.synchronize()
+    assert arrived.eq(6.5).all()
+    assert not executor.blocked
+
+
+@pytest.mark.device("lazy", "random1", "random4")
+def test_the_ticket_of_a_job_stands_for_what_it_submits(device: torch.device) -> None:
+    executor, target, half = StreamExecutor(device, 0, 0), torch.zeros(N, device=device), host(device, 0.5)
+    narrow = torch.zeros(N, dtype=torch.bfloat16, device=device)
+
+    def job() -> None:
+        assert in_lane()
+        assert not torch.is_grad_enabled()
+        executor.fetch(target, half, "a").wait()
+        for value in (1.0, 2.0):  # one buffer after the other has room
+            with executor.filling(narrow, "a") as filled:
+                filled.fill_(value)
+
+    with sim.counted() as counts:
+        executor.submit(job, Lane.HOST, "a").wait()
+        total = target + narrow
+    assert total.cpu().eq(2.5).all()
+    with executor.filling(narrow, "a") as filled:
+        filled.fill_(3)
+    assert narrow.cpu().eq(3).all()
+    assert not counts.waits
+    assert counts.beside.total() == 1  # for the buffer
+
+
+@pytest.mark.device("lazy", "random1", "random4")
+def test_what_a_job_submits_follows_what_it_has_waited_for(device: torch.device) -> None:
+    executor, passing, target = StreamExecutor(device), host(device), torch.zeros(N, device=device)
+    arrived = executor.commit(passing, torch.full((N,), 7.0, device=device), "a")
+
+    def job() -> None:
+        arrived.wait()
+        executor.fetch(target, passing, "b")
+
+    executor.submit(job, Lane.HOST, "b").wait()
+    assert target.cpu().eq(7).all()
+
+
+@pytest.mark.device("lazy", "random1", "random4")
+def test_memory_that_leaves_is_bounded_without_a_wait_of_the_host(device: torch.device) -> None:
+    gc.collect()
+    torch.accelerator.synchronize()
+    executor, targets, before = StreamExecutor(device, in_flight_bytes=2 * 4 * N), [], memory(device)
+    with sim.counted() as counts:
+        for value in range(5):
+            targets.append(host(device))
+            executor.commit(targets[-1], torch.full((N,), float(value), device=device), "a")
+            assert memory(device) - before <= 2 * 4096
+    assert not counts.waits
+    torch.accelerator.synchronize()
+    assert [target[0].item() for target in targets] == [0, 1, 2, 3, 4]
+    executor.release()
+    assert memory(device) == before
+
+
+@pytest.mark.device("lazy")
+def test_memory_that_cannot_be_pinned_is_copied_all_the_same_and_counted(device: torch.device) -> None:
+    executor, there, back = StreamExecutor(device), torch.zeros(N, device=device), torch.zeros(N)
+    sim.install().pageable_is_error(True)
+    executor.fetch(there, torch.ones(N), "the weights").wait()
+    executor.commit(back, there, "the gradient").synchronize()
+    assert back.eq(1).all()
+    assert executor.blocked == {"the weights": 4 * N, "the gradient": 4 * N}
+
+
+@pytest.mark.device("lazy")
+def test_a_job_that_fails_raises_at_every_wait_and_names_itself(device: torch.device) -> None:
+    executor, ran, target = StreamExecutor(device), [], torch.zeros(N, device=device)
+
+    def fail() -> None:
+        raise ValueError("out of range")
+
+    failed = executor.submit(fail, Lane.HOST, "the update of head")
+    after = executor.submit(lambda: ran.append(1), Lane.HOST, "what follows", after=[failed])
+    for wait in (failed.wait, failed.synchronize, after.wait, after.synchronize):
+        with pytest.raises(ValueError, match="out of range") as caught:
+            wait()
+        assert caught.value.__notes__ == ["The work that failed was the update of head, in the lane HOST."]
+        assert "fail" in {entry.name for entry in caught.traceback}
+    with pytest.raises(ValueError, match="out of range"):
+        executor.fetch(target, host(device), "the parameters", after=[after])
+    assert not ran
+    executor.submit(lambda: ran.append(2), Lane.HOST, "the next").synchronize()
+    assert ran == [2]
+    with pytest.raises(RuntimeError) as caught:
+        executor.fetch(target, host(device)[:5], "another shape")
+    assert caught.value.__notes__ == ["The work that failed was another shape, in the lane H2D."]
+
+
+@pytest.mark.device("lazy")
+def test_a_copy_that_the_device_fails_names_who_waited(device: torch.device) -> None:
+    executor, target = StreamExecutor(device), host(device)
+    sim.install().fault("copy to the host", 0, False)
+    ticket = executor.commit(target, torch.ones(N, device=device), "the gradient of head")
+    with pytest.raises(RuntimeError, match="injected fault") as caught:
+        ticket.synchronize()
+    assert caught.value.__notes__ == ["The host was waiting for the gradient of head, in the lane D2H."]
+
+
+@pytest.mark.device("lazy")
+def test_nobody_waits_for_a_lane_that_hangs_when_all_ends(device: torch.device) -> None:
+    executor, release, before = StreamExecutor(device), threading.Event(), set(threading.enumerate())
+    executor.submit(release.wait, Lane.HOST, "what hangs")
+    (lane,) = set(threading.enumerate()) - before
+    assert lane.daemon
+    gone = weakref.ref(executor)
+    del executor
+    gc.collect()
+    assert gone() is None  # the thread does not keep it
+    release.set()
+    lane.join(timeout=30)
+    assert not lane.is_alive()

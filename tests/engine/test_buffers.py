@@ -1,0 +1,85 @@
+"""Buffers that training changes are rank 0's in the next step, as under torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine import driver
+from engine.driver import Setup, assert_equal
+from helpers.ranks import RankPool, ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS = 5
+CHANGING = ("counts", "table", "mean")
+
+
+class Codebook(nn.Module):
+    """Buffers are changed in place, through ``data`` and by assignment; one stays, and statistics gather."""
+
+    counts: Tensor
+    table: Tensor
+    mean: Tensor
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        for name, shape in (("counts", (6,)), ("table", (3, 6)), ("mean", (6,)), ("mask", (5, 6))):
+            self.register_buffer(name, torch.ones(shape))
+        self.seen: list[dict[str, Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append({name: getattr(self, name).clone() for name in CHANGING})
+        hidden = self.norm(self.layer(x)) * self.counts.clone() + self.mean + self.table.sum(0) * self.mask[0]
+        with torch.no_grad():
+            self.counts.lerp_(x.mean(0), 0.1)
+            self.table.data.lerp_(x[:3], 0.1)
+            self.mean = 0.9 * self.mean + 0.1 * hidden.mean(0)
+        return hidden
+
+
+def compare(setup: Setup) -> None:
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    batches = [torch.randn(4, 6, generator=generator) for _ in range(STEPS)]
+    torch.manual_seed(0)
+    model = Codebook()
+    reference = DistributedDataParallel(copy.deepcopy(model))
+    optimizer = torch.optim.SGD(reference.parameters(), 0.1)
+    for batch in batches:
+        optimizer.zero_grad()
+        reference(batch).square().mean().backward()
+        optimizer.step()
+    session = driver.start(model, lambda module: torch.optim.SGD(module.parameters(), 0.1), setup)
+    world = session.engine.placement.mesh.world
+    shared = sum(getattr(model, name).nbytes for name in CHANGING)
+    for number, batch in enumerate(batches):
+        session.optimizer.zero_grad()
+        if number == 3:
+            with torch.inference_mode():  # as in a validation of Lightning's; such a tensor counts as changed
+                model.mask = model.mask.clone()
+            shared += model.mask.nbytes
+        world.sent.clear()
+        with session.engine.forward_context():
+            loss = model(batch).square().mean()
+        driver.backward(session.engine, loss)
+        # Neither a mask that stays nor the statistics of the normalization, which each rank gathers alone.
+        assert world.sent["broadcast"] == (0 if rank else shared), number
+        session.optimizer.step()
+    assert len(model.seen) == len(reference.module.seen) == STEPS
+    for ours, theirs in zip(model.seen, reference.module.seen, strict=True):
+        assert_equal(ours, theirs)
+    got = driver.copy_of_parameters(session.engine)
+    trained = {name: parameter.detach() for name, parameter in reference.module.named_parameters()}
+    assert_equal({name: got[name] for name in trained}, trained)
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_buffers_that_training_changes_are_those_of_rank_0(pool: RankPool, stage: int) -> None:
+    pool.run(compare, Setup(stage, check_steps=2))  # what `data` changes is known after two

@@ -1,0 +1,311 @@
+"""Training with Fabric: the same bits as with the Trainer, whose reference it shares, and what only Fabric can do."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import models
+from helpers.ranks import RankPool, ranks
+from lightning.fabric import Fabric
+from strategy.fits import (
+    NAMES,
+    Fitted,
+    Lit,
+    Recipe,
+    assert_same,
+    assert_same_states,
+    fit,
+    halving,
+    is_native,
+    make_trainer,
+    reference,
+)
+from torch import Tensor, nn
+
+from lightning_zero import DynamicLossScaler, ZeroFabricStrategy, ZeroPrecision, full_grad, full_param
+from lightning_zero.engine import engines_of
+from lightning_zero.integration.engines import make_engine
+from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.integration.options import StrategyOptions
+from lightning_zero.sharding import Mesh
+from lightning_zero.storage import InlineExecutor
+
+CLIP = 0.3
+
+
+def make_fabric(name: str, **flags: Any) -> Fabric:
+    """A Fabric on the pool's ranks; small parameters are sharded too."""
+    options = STRATEGIES[name] | ({"persistence_numel": 0} if name.startswith("zero3") else {})
+    strategy = ZeroFabricStrategy(**options) if "3" in name else name
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **flags)
+    fabric.launch()
+    return fabric
+
+
+def train(fabric: Fabric, recipe: Recipe, model: Any, optimizer: Any, clip_norm: float | None = None) -> None:
+    """A user's loop, with everything that Fabric offers for it."""
+    scheduler = halving(optimizer) if recipe.scheduled else None
+    for step in recipe.batches(fabric.world_size):
+        for number, micro in enumerate(step, start=1):
+            with fabric.no_backward_sync(model, enabled=number < len(step)):
+                loss = models.next_token_loss(model, micro[fabric.global_rank])
+                fabric.backward(loss / recipe.micro)
+        if clip_norm is not None:
+            fabric.clip_gradients(model, optimizer, max_norm=clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def run(
+    name: str, recipe: Recipe, path: str, clip_norm: float | None = None, apart: bool = False, **flags: Any
+) -> Fitted:
+    """Train, save, and show what the checkpoint holds."""
+    fabric = make_fabric(name, **flags)
+    with fabric.init_module():
+        model = recipe.make_model()
+    if apart:
+        sharded = fabric.setup_module(model)
+        optimizer = fabric.setup_optimizers(recipe.make_optimizer(model))
+    else:
+        sharded, optimizer = fabric.setup(model, recipe.make_optimizer(model))
+    train(fabric, recipe, sharded, optimizer, clip_norm)
+    (engine,) = engines_of(model)
+    assert not any(engine.gradients_of(bucket).held for bucket in engine.buckets)  # `zero_grad` clears one by one
+    fabric.save(path, {"model": sharded, "optimizer": optimizer, "step": 3})
+    saved = torch.load(path)
+    return Fitted(saved["model"], [saved["optimizer"]["state"]], saved["step"], 0, {}, [])
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_trains_as_one_process_would(pool: RankPool, name: str, tmp_path: Path) -> None:
+    """With accumulation, clipping and a scheduler; so it equals the Trainer's fits, too."""
+    recipe = Recipe(model="optional", micro=2, scheduled=True, flagged=models.only_in_step_1)
+    apart = name in ("zero1", "zero3")
+    results = pool.run(run, name, recipe, str(tmp_path / "saved.ckpt"), clip_norm=CLIP, apart=apart)
+    expected = reference(name, recipe, pool.world_size, clip_norm=CLIP)
+    native = is_native(name, recipe)
+    assert_same(results[0].weights, expected.weights, native=native)
+    assert_same_states(results[0].optimizer_states[0], expected.optimizer_state, native=native)
+
+
+class WithLoss(nn.Module):
+    """A module whose output is its loss, computed inside as the Trainer's `training_step` is."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return models.next_token_loss(self.model, batch)
+
+
+def overflowing() -> ZeroPrecision:
+    """The first scales are too large; one skip is forgiven."""
+    return ZeroPrecision("16-mixed", scaler=DynamicLossScaler(init_scale=2.0**19, window=2, hysteresis=2))
+
+
+def precisely(name: str, recipe: Recipe, flags: dict[str, Any], path: str) -> tuple[Fitted, dict[str, Any]]:
+    """Train with the loss inside; the checkpoint's weights and what it says of the scaler."""
+    fabric = make_fabric(name, **flags)
+    sharded, optimizer = fabric.setup(model := WithLoss(recipe.make_model()), recipe.make_optimizer(model.model))
+    dtypes = []
+    for step in recipe.batches(fabric.world_size):
+        loss = sharded(step[0][fabric.global_rank])
+        dtypes.append(loss.dtype)
+        fabric.backward(loss)
+        fabric.clip_gradients(sharded, optimizer, max_norm=CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.save(path, {"model": sharded})
+    saved = torch.load(path)
+    weights = {key.removeprefix("model."): value for key, value in saved["model"].items()}
+    strategy = fabric.strategy
+    assert isinstance(strategy, ZeroFabricStrategy)
+    seen = {"dtypes": dtypes, "scale": strategy.loss_scale, "skipped": strategy.skipped_steps} | saved["lightning_zero"]
+    return Fitted(weights, [], 0, 0, {}, []), seen
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("zero3", "bf16-mixed"), ("zero2_offload", "bf16-true"), ("zero1", "64-true"), ("zero3_offload", "16-mixed")],
+)
+def test_it_computes_in_the_precision_of_the_trainer(
+    pool2: RankPool, name: str, precision: str, tmp_path: Path
+) -> None:
+    """Bit for bit; a loss scaler skips the same steps, and its state is in the checkpoint."""
+    recipe = Recipe(steps=4)
+    half = precision == "16-mixed"
+    flags: dict[str, Any] = {"plugins": [overflowing()]} if half else {"precision": precision}
+    expected = pool2.run(fit, name, recipe, gradient_clip_val=CLIP, **flags)[0]
+    actual, seen = pool2.run(precisely, name, recipe, flags, str(tmp_path / "saved.ckpt"))[0]
+    assert_same(actual.weights, expected.weights)
+    assert set(seen["dtypes"]) == {torch.float64 if precision == "64-true" else torch.float32}
+    if half:
+        assert seen["skipped"] > 1
+        assert seen["scale"] == seen["loss_scaler"]["scale"] < 2.0**19
+    else:
+        assert (seen["skipped"], seen["scale"], seen["loss_scaler"]) == (0, 1.0, {})
+
+
+def begin(name: str, recipe: Recipe, path: str) -> None:
+    """All but the last step with Fabric."""
+    fabric = make_fabric(name)
+    sharded, optimizer = fabric.setup(model := WithLoss(recipe.make_model()), recipe.make_optimizer(model.model))
+    steps(fabric, recipe, sharded, optimizer, slice(-1))
+    fabric.save(path, {"state_dict": sharded, "optimizer_states": [optimizer], "step": recipe.steps - 1})
+
+
+def begin_with_trainer(name: str, recipe: Recipe, path: str) -> None:
+    trainer = make_trainer(name, max_steps=recipe.steps - 1)
+    trainer.fit(Lit(recipe))
+    trainer.save_checkpoint(path)
+
+
+def finish(name: str, recipe: Recipe, path: str) -> Fitted:
+    """The last step with Fabric, whose weights begin as others."""
+    fabric = make_fabric(name)
+    model = WithLoss(dataclasses.replace(recipe, seed=7).make_model())
+    sharded, optimizer = fabric.setup(model, recipe.make_optimizer(model.model))
+    state: dict[str, Any] = {"state_dict": sharded, "optimizer_states": [optimizer]}
+    rest = fabric.load(path, state | {"step": 0}, strict=False)
+    assert "state_dict" not in rest
+    steps(fabric, recipe, sharded, optimizer, slice(-1, None))
+    weights = fabric.strategy.get_module_state_dict(model)
+    optimizer_state = fabric.strategy.get_optimizer_state(optimizer.optimizer)["state"]
+    own = {key.removeprefix("model."): value for key, value in optimizer_state.items()}
+    return Fitted({key.removeprefix("model."): v for key, v in weights.items()}, [own], 0, 0, {}, [])
+
+
+def steps(fabric: Fabric, recipe: Recipe, model: Any, optimizer: Any, which: slice) -> None:
+    for step in recipe.batches(fabric.world_size)[which]:
+        fabric.backward(model(step[0][fabric.global_rank]))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("begin_it", [begin, begin_with_trainer])
+def test_a_run_goes_on_from_a_checkpoint_of_fabric_or_trainer(pool2: RankPool, begin_it: Any, tmp_path: Path) -> None:
+    """At another stage."""
+    recipe = Recipe(optimizer="momentum", steps=3)
+    path = str(tmp_path / "saved.ckpt")
+    pool2.run(begin_it, "zero2_offload", recipe, path)
+    results = pool2.run(finish, "zero3", recipe, path)
+    expected = reference("zero2_offload", recipe, 2)
+    assert_same(results[0].weights, expected.weights)
+    assert_same_states(results[0].optimizer_states[0], expected.optimizer_state)
+    assert not results[1].weights
+
+
+class Layers(nn.Module):
+    """Two blocks, and a root with parameters of its own."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
+            self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def adversaries(name: str, path: str) -> dict[str, Any]:
+    """A generator and a discriminator, set up apart, and all that may come between a forward and its backward."""
+    world = dist.get_world_size()
+    fabric = make_fabric(name) if name != "ddp" else Fabric(accelerator="cpu", devices=world, strategy="ddp")
+    fabric.launch()
+    if fabric.global_rank == 1:  # an engine of its own: ranks number theirs differently then
+        alone = nn.Linear(2, 2)
+        make_engine(alone, Mesh.single(), StrategyOptions(0), ZeroPrecision(), fabric.device, InlineExecutor(), None)
+    made = [(m, torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)) for m in (Layers(1), Layers(2))]
+    (g, g_optimizer), (d, d_optimizer) = (fabric.setup(*each) for each in made)
+    noise = torch.Generator().manual_seed(fabric.global_rank)
+    for _ in range(3):
+        inputs, real = torch.randn(2, 4, 8, generator=noise)
+        fake = g(inputs)
+        with torch.no_grad():
+            d(real), g(real)  # their parameters are freed after it, but for those that a backward needs
+        fabric.backward(d(fake.detach()).square().mean() - d(real).mean())
+        d_optimizer.step()
+        d_optimizer.zero_grad(set_to_none=False)
+        fabric.backward(-d(fake).mean(), retain_graph=True)
+        if world == 1:  # of several ranks ddp averages no second backward
+            fabric.backward(0.1 * fake.square().mean())
+        g_optimizer.step()
+        g_optimizer.zero_grad()
+        d_optimizer.zero_grad()
+    keeps = {"g": lambda key, value: value.dim() == 2}
+    fabric.save(path, {"g": g, "d": d, "g_optimizer": g_optimizer, "d_optimizer": d_optimizer}, filter=keeps)
+    fabric.barrier()
+    return torch.load(path)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_several_modules_train_as_with_ddp(pool: RankPool, name: str, tmp_path: Path) -> None:
+    """Bit for bit, in weights and optimizer states of one checkpoint."""
+    expected = pool.run(adversaries, "ddp", str(tmp_path / "ddp.ckpt"))[0]
+    actual = pool.run(adversaries, name, str(tmp_path / "ours.ckpt"))[0]
+    assert set(actual["g"]) == set(expected["g"]) < set(expected["d"])
+    for module in ("g", "d"):
+        assert_same(actual[module], expected[module])
+        own, stock = (saved[f"{module}_optimizer"]["state"] for saved in (actual, expected))
+        for number, key in enumerate(expected["d"]):
+            assert torch.equal(own[key]["momentum_buffer"], stock[number]["momentum_buffer"])
+
+
+def misuse(path: str) -> None:
+    """What cannot work says what does."""
+    strategy = ZeroFabricStrategy(stage=3, persistence_numel=0)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    with pytest.raises(RuntimeError, match="came before fabric"):
+        strategy.setup_module(nn.Linear(2, 2))
+    fabric.launch()
+    first, second = Layers(1), Layers(2)
+    with pytest.raises(ValueError, match="Set up the module first"):
+        fabric.setup_optimizers(torch.optim.SGD(first.parameters(), lr=0.1))
+    sharded, optimizer = fabric.setup(first, torch.optim.SGD(first.parameters(), lr=0.1))
+    other = fabric.setup_module(second)
+    both = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    with pytest.raises(ValueError, match="optimizer of its own"):
+        fabric.setup_optimizers(both)
+    with pytest.raises(ValueError, match="was not set up"):
+        fabric.clip_gradients(sharded, both, max_norm=1.0)
+    fabric.backward(sharded(torch.full((1, 8), torch.inf)).sum())
+    with pytest.raises(RuntimeError, match="norm of the gradients is nan"):
+        fabric.clip_gradients(sharded, optimizer, max_norm=1.0)
+    optimizer.zero_grad()
+    fabric.backward(sharded(torch.ones(1, 8)).sum())
+    norms = [fabric.clip_gradients(sharded, optimizer, max_norm=1e9, norm_type=order) for order in (2, torch.inf)]
+    full = torch.cat([full_grad(p).flatten() for p in first.parameters()])
+    torch.testing.assert_close(norms, [full.norm(), full.abs().max()])
+    fabric.clip_gradients(sharded, optimizer, clip_val=0.5)
+    assert max(float(full_grad(p).abs().max()) for p in first.parameters()) == 0.5
+    fabric.save(path, {"model": sharded})
+    with pytest.raises(KeyError, match="has no 'optimizer'; it has 'model'"):
+        fabric.load(path, {"model": sharded, "optimizer": optimizer})
+    weight = full_param(first.head.weight)
+    strategy.release(first)
+    assert torch.equal(first.head.weight, weight)
+    assert [engine.module for engine in strategy.engines] == [other.module]
+
+
+def test_what_cannot_work_says_so(pool2: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="async_save=True works with the Trainer"):
+        ZeroFabricStrategy(async_save=True)
+    with pytest.raises(TypeError, match="did you mean 'bucket_size_mb'"):
+        ZeroFabricStrategy(bucket_size=3)
+    with pytest.raises(ValueError, match="zero2_offload"):
+        Fabric(accelerator="cpu", strategy="zero2_ofload")
+    pool2.run(misuse, str(tmp_path / "saved.ckpt"))
