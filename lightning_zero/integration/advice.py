@@ -44,6 +44,10 @@ def provide_advice() -> None:
                 "Train 16-bit parameters with precision='bf16-true' or '16-true', which gives them fp32 masters"
             ),
             Case.CANNOT_BE_SHARDED: "or train with strategy='ddp'",
+            Case.RENORMALIZED_IN_FORWARD: (
+                "in `on_train_batch_end`, `with torch.no_grad(), lightning_zero.gathered_parameters(self.{name}): "
+                "self.{name}.weight.renorm_({module.norm_type}, 0, {module.max_norm})`"
+            ),
             Case.MADE_LATE: "`__init__` or `configure_model` is the place for it",
             Case.UNEVEN_LOADERS: (
                 "Every rank needs as many batches: `drop_last=True` in a batch sampler of your own, or "

@@ -113,10 +113,13 @@ def partition(
     ``dtypes`` are those that parameters, by their ids, had before an engine changed them.
 
     Raises:
-        ValueError: ``bucket_size_mb`` is not greater than 0.
+        ValueError: ``bucket_size_mb`` is not greater than 0; and for modules whose forward changes parameters, on
+            several ranks.
     """
     if not bucket_size_mb > 0:
         raise ValueError(f"bucket_size_mb={bucket_size_mb!r} must be greater than 0; 25 is a good start")
+    if placement.mesh.world.size > 1:
+        _check_forward_changes_nothing(root, placement.mesh.world.size)
     if optimized is None:
         optimized = (p for p in root.parameters() if p.requires_grad)
     chosen, size = {id(p) for p in optimized}, int(bucket_size_mb * 2**20)
@@ -124,6 +127,17 @@ def partition(
     rest = placement.sharding, placement.precision, size, persistence_numel, dtypes
     buckets = make_buckets(root, found, chosen, *rest)
     return Partition(found, buckets)
+
+
+def _check_forward_changes_nothing(root: nn.Module, ranks: int) -> None:
+    for name, module in named_modules(root):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ValueError(
+                f"module {name!r} has max_norm={module.max_norm}: its forward renormalizes the rows of the weight that "
+                f"a rank looks up, and {ranks} ranks look up different ones, so that their weights would differ. Set "
+                f"max_norm=None and renormalize all rows after each step, on all ranks"
+                f"{advice(Case.RENORMALIZED_IN_FORWARD, ': ').format(name=name, module=module)}"
+            )
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from helpers import models
 from helpers.ranks import RankError, RankPool, ranks
 from lightning import Trainer
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
-from strategy.fits import Lit, Recipe, StrategyArgument, fit
+from strategy.fits import Lit, Recipe, StrategyArgument, assert_as_ddp, fit
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero import DynamicLossScaler, ZeroPrecision, ZeroStrategy
+from lightning_zero import DynamicLossScaler, ZeroPrecision, ZeroStrategy, gathered_parameters
 from lightning_zero.integration.names import STRATEGIES
 
 
@@ -236,6 +238,42 @@ class LazyLayer(Untrained):
 @ranks(2)
 def test_a_lazy_layer(pool: RankPool) -> None:
     refuse(pool, contains("'lazy.weight'", "no shape", "configure_model"), "zero3", LazyLayer)
+
+
+class Renormalized(Lit):
+    """Rows of an embedding are kept short: by forward, or after each step as the message about that says."""
+
+    def __init__(self, recipe: Recipe, max_norm: float | None = 0.5) -> None:
+        super().__init__(recipe)
+        torch.manual_seed(0)
+        self.rows = nn.Embedding(models.VOCAB, 3, max_norm=max_norm)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return super().training_step(batch, index) + (self.rows(batch).sum(-1) - 1).square().mean()
+
+
+class RenormalizedByHand(Renormalized):
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe, max_norm=None)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        ours = isinstance(self.trainer.strategy, ZeroStrategy)
+        with torch.no_grad(), gathered_parameters(self.rows) if ours else nullcontext():
+            self.rows.weight.renorm_(2.0, 0, 0.5)
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["zero0", "zero3"])
+def test_an_embedding_that_forward_renormalizes(pool: RankPool, name: str) -> None:
+    told = "gathered_parameters(self.rows): self.rows.weight.renorm_(2.0, 0, 0.5)"
+    refuse(pool, contains("'rows'", "max_norm=0.5", "2 ranks", "max_norm=None", told), name, Renormalized)
+    assert_as_ddp(pool, name, RenormalizedByHand)
+
+
+@ranks(1)
+def test_one_rank_may_renormalize_in_forward(pool: RankPool) -> None:
+    for name in ("zero2_offload", "zero3"):
+        assert_as_ddp(pool, name, Renormalized)
 
 
 # -------------------------------------------------------------------------------------------------------- precision
