@@ -136,6 +136,42 @@ def test_saving_a_checkpoint_changes_nothing(pool: RankPool, tmp_path: Path) -> 
     assert_same(saved, unsaved)
 
 
+class Calibrates(Lit):
+    """Validation, in inference mode, assigns a buffer and changes another in place, by each rank's own batches."""
+
+    scale: Tensor
+    counts: Tensor
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("counts", torch.zeros(models.VOCAB))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        self.notes.append((self.scale.item(), self.counts.tolist()))
+        drawn = 0.1 * self.model.head.weight.sum(1) @ self.counts
+        return super().training_step(batch, index) * self.scale + drawn
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        super().validation_step(batch, index)
+        self.scale = 0.5 * self.scale + 0.1 * batch.float().mean()
+        self.counts += batch.flatten().bincount(minlength=models.VOCAB)
+
+
+@ranks(2)
+@main_names
+def test_buffers_that_validation_changes_are_those_of_rank_0(pool: RankPool, name: str) -> None:
+    flags = {"max_epochs": 3, "limit_val_batches": 2}
+    expected, actual = (pool.run(fit, strategy, MOMENTUM, Calibrates, **flags) for strategy in (DDP, name))
+    assert_same(actual[0].weights, expected[0].weights)  # and buffers
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours.metrics == theirs.metrics
+        assert ours.notes == theirs.notes
+    first, others = actual[0].notes[MOMENTUM.steps], actual[1].notes[MOMENTUM.steps :]
+    assert first not in (actual[0].notes[0], others[0])  # what validation did on this rank
+    assert first in others
+
+
 class InPlace(nn.Module):
     """Blocks whose outputs are views, changed in place by what follows."""
 
