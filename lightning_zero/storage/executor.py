@@ -149,14 +149,16 @@ class InlineExecutor:
     def submit(self, job: Callable[[], object], lane: Lane, what: str, after: Sequence[Ticket] = ()) -> Ticket:
         for ticket in after:
             ticket.synchronize()
-        try:
+        with noting_work(lane, what):
             job()
-        except Exception as error:
-            note_work(error, lane, what)
-            raise
         return DONE
 
 
-def note_work(error: BaseException, lane: Lane, what: str) -> None:
-    """Say in an error which work has failed."""
-    error.add_note(f"The work that failed was {what}, in the lane {lane.name}.")
+@contextmanager
+def noting_work(lane: Lane, what: str) -> Iterator[None]:
+    """Say in an error of what is done inside which work has failed."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"The work that failed was {what}, in the lane {lane.name}.")
+        raise

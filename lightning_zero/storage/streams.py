@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.storage.accelerators import device_type
-from lightning_zero.storage.executor import DONE, Executor, InlineExecutor, Lane, Ticket, note_work
+from lightning_zero.storage.executor import DONE, Executor, InlineExecutor, Lane, Ticket, noting_work
 from lightning_zero.storage.staging import Staging
 
 DEFAULT_BYTES = 64 << 20  # of gradients on their way to the host, and of staging memory
@@ -185,11 +185,8 @@ class StreamExecutor:
             with stream:
                 for event in before:
                     stream.wait_event(event)
-                try:
+                with noting_work(lane, what):
                     job()
-                except Exception as error:
-                    note_work(error, lane, what)
-                    raise
                 ended = stream.record_event()
             leaving = sum(tensor.nbytes for tensor in on_device) if lane is Lane.D2H else 0
             self._copies[lane].append(_Copy(ended, list(on_host), list(on_device), leaving))
@@ -256,11 +253,8 @@ class StreamExecutor:
             return self._in_thread(lane, job, what, after)
         for ticket in after:
             ticket.wait()
-        try:
+        with noting_work(lane, what):
             job()
-        except Exception as error:
-            note_work(error, lane, what)
-            raise
         return DONE
 
     def _in_thread(self, lane: Lane, job: Callable[[], object], what: str, after: Sequence[Ticket]) -> _Work:
@@ -312,11 +306,8 @@ def _run(
     try:
         for ticket in after:
             ticket.synchronize()
-        try:
+        with noting_work(lane, what):
             job()
-        except BaseException as error:
-            note_work(error, lane, what)
-            raise
         ended.set_result(running.made)
     except BaseException as error:  # noqa: BLE001  (it is raised where the ticket is waited for)
         ended.set_exception(error)

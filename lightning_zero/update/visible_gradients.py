@@ -70,9 +70,10 @@ class VisibleGradients:
         alone = bucket.placement.mesh.world.size == 1 and self._clipping.scale == 1.0
         if not bucket.optimized:
             if local is not None and not alone:
+                remedy = "Freeze it by requires_grad_(False)" if parameter.requires_grad else "Set it to None"
                 raise RuntimeError(
                     f"the gradient of {self._name(parameter)!r} is not averaged over the ranks: no optimizer has the "
-                    "parameter. Freeze it by requires_grad_(False), or ask for those of the optimizer's parameters only"
+                    f"parameter. {remedy}, or ask for those of the optimizer's parameters only"
                 )
             return local
         if self._reducer.in_backward:

@@ -399,8 +399,13 @@ class Early(Lit):
         else:
             assert type(parameter.grad) is Tensor
         self.manual_backward(models.next_token_loss(self.model, batch))
-        with pytest.raises(RuntimeError, match=r"'model.tokens.weight' is not averaged over the ranks: no optimizer"):
-            clip_grad_norm_(self.parameters(), 0.1)
+        other = self.model.tokens.weight
+        for requires, remedy in ((True, "Freeze it by"), (False, "Set it to None")):
+            other.requires_grad_(requires)
+            with pytest.raises(RuntimeError, match=rf"'model.tokens.weight' is not averaged.* no optimizer.* {remedy}"):
+                clip_grad_norm_(self.parameters(), 0.1)
+        other.grad = None
+        assert other.grad is None
         assert clip_grad_norm_(self.model.blocks.parameters(), 0.1) > 0.1
         torch.testing.assert_close(get_total_norm([p.grad for p in self.model.blocks.parameters()]), torch.tensor(0.1))
         optimizer.zero_grad()
