@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import gc
 import importlib
 import importlib.util
@@ -32,6 +33,8 @@ from types import ModuleType
 from typing import Any
 
 MAX_MESSAGE = 65536
+# The pool's word that all ranks have answered: none can still be inside a collective of the job's group.
+ALL_ANSWERED = b""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +42,14 @@ class RankSpec:
     """Who a forked rank is, its working folder, and the port that its launcher variables name.
 
     `setup` names a function, as "module:function", that the rank calls before its first job; `backend` is that of its
-    process groups.
+    process groups, `timeout` what bounds their collectives where a job does not say otherwise.
     """
 
     rank: int
     world_size: int
     folder: str
     port: int
+    timeout: float
     setup: str = ""
     backend: str = "gloo"
 
@@ -68,6 +72,7 @@ def serve(control: socket.socket) -> None:
     for name in preload:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    remember_entry_points()
     control.sendall(b"ready")
     gc.collect()
     gc.freeze()  # what is imported stays for ever: a rank's collections between tests need not walk it
@@ -103,11 +108,66 @@ def become_rank(fd: int, spec: RankSpec) -> None:
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     connection = Connection(fd)
     threading.Thread(target=receive, args=(connection, jobs), daemon=True).start()
+    room = Room(spec)
     while True:
-        reply = answer(Job(**pickle.loads(jobs.get())), spec)
+        message = jobs.get()
+        if message == ALL_ANSWERED:
+            room.prepare()
+            continue
+        reply = answer(Job(**pickle.loads(message)), spec, room)
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(reply)
+
+
+def remember_entry_points() -> None:
+    """Have Lightning read the entry points of the installed packages once, and not for every Trainer that is made."""
+    if registry := sys.modules.get("lightning.fabric.utilities.registry"):
+        registry.entry_points = functools.cache(registry.entry_points)
+
+
+class Room:
+    """The process group of a job and a process without what the job before left.
+
+    It takes longer than many jobs do, for the most part waiting for threads of gloo; so the ranks prepare the room of
+    the next job while the tests look at the answers to the last one.
+    """
+
+    def __init__(self, spec: RankSpec) -> None:
+        self._spec = spec
+        self._number = 0  # of the job that it is for
+        self._timeout = spec.timeout
+        self._fresh = False
+
+    def enter(self, number: int, timeout: float) -> None:
+        """Have a process group for this job, that prepared or a new one."""
+        if not self._fresh or number != self._number or timeout != self._timeout:
+            self._number, self._timeout = number, timeout
+            self._make(f"store{number}_now")
+        self._fresh = False
+
+    def prepare(self) -> None:
+        """Make the process group of the next job."""
+        self._number, self._timeout = self._number + 1, self._spec.timeout
+        self._make(f"store{self._number}")
+        self._fresh = True
+
+    def _make(self, store: str) -> None:
+        import torch
+
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        if self._number % 100 == 0:
+            gc.unfreeze()  # what was still in use when it was frozen: an engine keeps threads, which wake up often
+        gc.collect()
+        gc.freeze()  # what a job imported stays, too: torch.compile and transformers alone have 100,000 objects
+        torch.distributed.init_process_group(
+            self._spec.backend,
+            init_method=f"file://{self._spec.folder}/{store}",
+            rank=self._spec.rank,
+            world_size=self._spec.world_size,
+            timeout=timedelta(seconds=self._timeout),
+        )
 
 
 def launcher_variables(spec: RankSpec) -> dict[str, str]:
@@ -135,13 +195,14 @@ def receive(connection: Connection, jobs: queue.SimpleQueue[bytes]) -> None:
             os.killpg(0, signal.SIGKILL)
 
 
-def answer(job: Job, spec: RankSpec) -> bytes:
+def answer(job: Job, spec: RankSpec, room: Room) -> bytes:
     """Run one job; the reply holds the pickled result, or what was raised."""
     try:
         function: Any = load_module(job.module, job.path)
         for name in job.qualname.split("."):
             function = getattr(function, name)
-        with clean_state(spec, job):
+        with clean_state(spec):
+            room.enter(job.number, job.timeout)
             # Not before: what the freeze in there catches keeps alive all that comes to refer to it.
             args, kwargs = pickle.loads(job.arguments)
             return pickle.dumps(("result", pickle.dumps(function(*args, **kwargs))))
@@ -171,26 +232,10 @@ def load_module(name: str, path: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def clean_state(spec: RankSpec, job: Job) -> Iterator[None]:
-    """A process group of its own for every job, and nothing left over from the job before."""
-    import torch
-
+def clean_state(spec: RankSpec) -> Iterator[None]:
+    """For the length of a job, the settings of a new process."""
     reset_libraries(spec)
     environment = dict(os.environ)
-    # All ranks have answered the job before: none can still be inside a collective of the old group.
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    if job.number % 100 == 0:
-        gc.unfreeze()  # what was still in use when it was frozen: an engine keeps threads, which wake up often
-    gc.collect()
-    gc.freeze()  # what a job imported stays, too: torch.compile and transformers alone have 100,000 objects
-    torch.distributed.init_process_group(
-        spec.backend,
-        init_method=f"file://{spec.folder}/store{job.number}",
-        rank=spec.rank,
-        world_size=spec.world_size,
-        timeout=timedelta(seconds=job.timeout),
-    )
     try:
         with warnings.catch_warnings():
             yield

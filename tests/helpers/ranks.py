@@ -39,6 +39,7 @@ REPRODUCIBLE = {
 }
 PRELOAD = ("numpy", "torch", "torch.distributed", "pytest", "lightning.pytorch", "lightning_zero")
 START_TIMEOUT = 120.0
+LATE = 5.0  # after the pool's own limit a collective fails, so that the pool sees which ranks hang, and where
 GRACE = 2.0  # seconds that the other ranks get to answer once one has failed
 # The tests' own path as it is before any test adds to it (tests of the examples do), and no working folder: both
 # sides import the same installed package, whichever test is the first to start the fork server.
@@ -158,7 +159,9 @@ class RankPool:
             return
         port = free_port()
         for rank in range(self.world_size):
-            spec = rank_worker.RankSpec(rank, self.world_size, self._folder.name, port, self._setup, self._backend)
+            spec = rank_worker.RankSpec(
+                rank, self.world_size, self._folder.name, port, self.timeout + LATE, self._setup, self._backend
+            )
             pid, connection = self._server.fork(spec)
             self._pids.append(pid)
             self._connections.append(connection)
@@ -176,19 +179,24 @@ class RankPool:
         job = self._job(seconds, function, args, kwargs)
         self.start()
         try:
-            for connection in self._connections:
-                with contextlib.suppress(ConnectionError):  # it died since: `_collect` reports it
-                    connection.send_bytes(job)
+            self._send(job)
             results, failures = self._collect(seconds)
         except BaseException:  # interrupted: the answers of this run must not be taken for the next one's
             self.kill()
             raise
-        if not all(failure.answered for failure in failures.values()):
+        if all(failure.answered for failure in failures.values()):
+            self._send(rank_worker.ALL_ANSWERED)
+        else:
             self.kill()
         self._print_output()
         if failures:
             raise RankError(failures)
         return [pickle.loads(results[rank]) for rank in range(self.world_size)]
+
+    def _send(self, message: bytes) -> None:
+        for connection in self._connections:
+            with contextlib.suppress(ConnectionError):  # it died since: `_collect` reports it
+                connection.send_bytes(message)
 
     def kill(self) -> None:
         """End the ranks at once, with every process they started."""
@@ -218,8 +226,7 @@ class RankPool:
             path=str(Path(inspect.getfile(function)).absolute()),
             qualname=function.__qualname__,
             arguments=pickle.dumps((args, kwargs)),
-            # After the pool's own limit, so that the pool sees which ranks hang, and where.
-            timeout=seconds + 5,
+            timeout=seconds + LATE,
         )
         return pickle.dumps(dataclasses.asdict(job))
 
