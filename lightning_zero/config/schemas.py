@@ -327,10 +327,13 @@ SCHEMAS: dict[str, type] = {
 
 
 def register_schemas() -> None:
-    """Makes every schema known to Hydra as `/schema/<group>/<name>`."""
+    """Makes every schema known to Hydra as `/schema/<group>/<name>`, unless it is already."""
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
+    known = store.repo.get("schema", {})
     for path, schema in SCHEMAS.items():
         group, name = path.split("/")
+        if f"{name}.yaml" in known.get(group, {}):
+            continue
         store.store(group=f"schema/{group}", name=name, node=schema, provider="lightning_zero")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import inspect
 import math
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import import_module, resources
 from pathlib import Path
@@ -37,7 +39,9 @@ import lightning_zero
 from lightning_zero import CheckpointError, DynamicLossScaler, StaticLossScaler, ZeroPrecision, ZeroStrategy
 from lightning_zero.callbacks import EMA, Breakdown, MemoryReport
 from lightning_zero.config import ConfigError, build_optimizers, build_trainer, hydra_main, micro_batch_size
+from lightning_zero.config.application import _prepared
 from lightning_zero.config.builders import build_group
+from lightning_zero.config.errors import groups_of_application, run_with_clear_errors
 from lightning_zero.config.schemas import SCHEMAS, DynamicLossScalerConf, Store, StrategyConf
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.update import CPUOptimizer
@@ -71,19 +75,54 @@ def each_option(*groups: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("group", "option"), [(g, o) for g in groups for o in options(g)])
 
 
+def write_application(folder: Path) -> Path:
+    """The configuration folder of an application that uses every group."""
+    (folder / "main.yaml").write_text(PRIMARY)
+    (folder / "experiment").mkdir()
+    (folder / "experiment" / "small.yaml").write_text("# @package _global_\ntrainer:\n  max_steps: 2\n")
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The configuration folder of an application that uses every group."""
-    (tmp_path / "main.yaml").write_text(PRIMARY)
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "small.yaml").write_text("# @package _global_\ntrainer:\n  max_steps: 2\n")
-    return tmp_path
+    """The same, for a test that changes it or runs the application."""
+    return write_application(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def application(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, for tests that only compose."""
+    folder = write_application(tmp_path_factory.mktemp("application"))
+    (folder / "groups.yaml").write_text("run_dir: ???\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def compose_once(application: Path) -> Callable[..., DictConfig]:
+    """Composes a configuration of a name; the same one is composed only once, since that takes a tenth of a second."""
+
+    @functools.cache
+    def composed(name: str, *overrides: str) -> DictConfig:
+        with initialize_config_dir(str(application), version_base="1.3"):
+            return compose(name, overrides=[f"run_dir={application}", *overrides])
+
+    return composed
 
 
 @pytest.fixture
-def composed(folder: Path) -> Iterator[Compose]:
-    with initialize_config_dir(str(folder), version_base="1.3"):
-        yield lambda *overrides: compose("main", overrides=[f"run_dir={folder}", *overrides])
+def composed(compose_once: Callable[..., DictConfig]) -> Compose:
+    """The application's configuration with these overrides."""
+    return lambda *overrides: copy.deepcopy(compose_once("main", *overrides))
+
+
+@pytest.fixture
+def chosen(compose_once: Callable[..., DictConfig]) -> Compose:
+    """Nothing but these options of groups, and overrides of what is in them."""
+
+    def choose(*overrides: str) -> DictConfig:
+        return copy.deepcopy(compose_once("groups", *(o if "." in o.split("=")[0] else f"+{o}" for o in overrides)))
+
+    return choose
 
 
 # -- options --
@@ -139,12 +178,12 @@ def test_every_precision_builds_with_ddp_or_says_why_not(composed: Compose, grou
         assert build_trainer(cfg).precision == downgraded.get(option, cfg.precision.precision)
 
 
-def test_another_strategy_says_what_to_do_with_a_folder(composed: Compose, folder: Path) -> None:
+def test_another_strategy_says_what_to_do_with_a_folder(composed: Compose, tmp_path: Path) -> None:
     strategy = build_trainer(composed("strategy=ddp")).strategy
-    with pytest.raises(CheckpointError, match=f"lightning-zero consolidate {folder} one.ckpt"):
-        strategy.load_checkpoint(folder)
-    torch.save({"epoch": 1}, folder / "file")
-    assert strategy.load_checkpoint(folder / "file") == {"epoch": 1}
+    with pytest.raises(CheckpointError, match=f"lightning-zero consolidate {tmp_path} one.ckpt"):
+        strategy.load_checkpoint(tmp_path)
+    torch.save({"epoch": 1}, tmp_path / "file")
+    assert strategy.load_checkpoint(tmp_path / "file") == {"epoch": 1}
 
 
 def test_every_option_of_a_loss_scaler_can_be_overridden(composed: Compose) -> None:
@@ -169,8 +208,8 @@ def test_every_option_of_a_loss_scaler_can_be_overridden(composed: Compose) -> N
 
 
 @each_option("optimizer")
-def test_every_optimizer_builds_with_its_own_defaults(composed: Compose, group: str, option: str) -> None:
-    cfg = composed(f"{group}={option}")
+def test_every_optimizer_builds_with_its_own_defaults(chosen: Compose, group: str, option: str) -> None:
+    cfg = chosen(f"{group}={option}", "scheduler=none")
     parameter = torch.nn.Parameter(torch.zeros(2))
     built = build_optimizers(cfg.optimizer, cfg.scheduler, [parameter], 10)["optimizer"]
     plain = type(built)([parameter])
@@ -182,8 +221,10 @@ def test_every_optimizer_builds_with_its_own_defaults(composed: Compose, group: 
         assert built.numbers == plain.numbers
 
 
-def test_a_state_dtype_has_a_name(composed: Compose) -> None:
-    cfg = composed("optimizer=cpu_adamw", "optimizer.state_dtype=bfloat16", "optimizer.master_layout=split")
+def test_a_state_dtype_has_a_name(chosen: Compose) -> None:
+    cfg = chosen(
+        "optimizer=cpu_adamw", "scheduler=none", "optimizer.state_dtype=bfloat16", "optimizer.master_layout=split"
+    )
     built = build_optimizers(cfg.optimizer, cfg.scheduler, [torch.nn.Parameter(torch.zeros(2))], 10)["optimizer"]
     assert built.numbers == Numbers("split", torch.bfloat16, 0)
 
@@ -191,8 +232,8 @@ def test_a_state_dtype_has_a_name(composed: Compose) -> None:
 @pytest.mark.parametrize(
     ("option", "total"), [("cosine", 1100), ("warmup", None), ("warmup_decay", 1100), ("onecycle", 1100)]
 )
-def test_every_scheduler_builds_over_the_whole_fit(composed: Compose, option: str, total: int | None) -> None:
-    cfg = composed(f"scheduler={option}", "optimizer.lr=0.5")
+def test_every_scheduler_builds_over_the_whole_fit(chosen: Compose, option: str, total: int | None) -> None:
+    cfg = chosen("optimizer=adamw", f"scheduler={option}", "optimizer.lr=0.5")
     built = build_optimizers(cfg.optimizer, cfg.scheduler, [torch.nn.Parameter(torch.zeros(2))], 1100)
     assert built["lr_scheduler"]["interval"] == "step"
     scheduler = built["lr_scheduler"]["scheduler"]
@@ -205,34 +246,35 @@ def test_every_scheduler_builds_over_the_whole_fit(composed: Compose, option: st
     assert max(rates) == pytest.approx(0.5)  # the peak is the optimizer's own rate
 
 
-def test_a_short_fit_has_a_short_warmup(composed: Compose) -> None:
-    cfg = composed("scheduler=cosine")
+def test_a_short_fit_has_a_short_warmup(chosen: Compose) -> None:
+    cfg = chosen("optimizer=adamw", "scheduler=cosine")
     for total, expected in ((1, 0), (50, 5), (999, 99), (2000, 100)):
         built = build_optimizers(cfg.optimizer, cfg.scheduler, [torch.nn.Parameter(torch.zeros(2))], total)
         assert built["lr_scheduler"]["scheduler"].warmup_steps == expected
 
 
-def test_parameter_groups_keep_their_own_settings(composed: Compose) -> None:
+def test_parameter_groups_keep_their_own_settings(chosen: Compose) -> None:
     groups = [
         {"params": [torch.nn.Parameter(torch.zeros(2, 2))]},
         {"params": [torch.nn.Parameter(torch.zeros(2))], "weight_decay": 0.0},
     ]
-    cfg = composed("optimizer.weight_decay=0.3")
+    cfg = chosen("optimizer=adamw", "scheduler=none", "optimizer.weight_decay=0.3")
     built = build_optimizers(cfg.optimizer, cfg.scheduler, groups, 10)["optimizer"]
     assert [group["weight_decay"] for group in built.param_groups] == [0.3, 0.0]
     assert built.param_groups[0]["betas"] == (0.9, 0.999)
 
 
-def test_default_callbacks_write_below_the_run_folder(composed: Compose, folder: Path) -> None:
-    callbacks = build_group(composed("callbacks=default", "callbacks.model_summary=null").callbacks)
+def test_default_callbacks_write_below_the_run_folder(chosen: Compose) -> None:
+    cfg = chosen("callbacks=default", "callbacks.model_summary=null")
+    callbacks = build_group(cfg.callbacks)
     assert len(callbacks) == 4
     (checkpoint,) = [c for c in callbacks if isinstance(c, ModelCheckpoint)]
-    assert checkpoint.dirpath == str(folder / "checkpoints")
+    assert checkpoint.dirpath == f"{cfg.run_dir}/checkpoints"
 
 
-def test_the_average_comes_on_top_of_the_default_callbacks(composed: Compose) -> None:
-    cfg = composed("callbacks=ema", "callbacks.ema.decay=0.5")
-    assert list(cfg.callbacks) == [*composed("callbacks=default").callbacks, "ema"]
+def test_the_average_comes_on_top_of_the_default_callbacks(chosen: Compose) -> None:
+    cfg = chosen("callbacks=ema", "callbacks.ema.decay=0.5")
+    assert list(cfg.callbacks) == [*chosen("callbacks=default").callbacks, "ema"]
     (ema,) = [callback for callback in build_group(cfg.callbacks) if isinstance(callback, EMA)]
     arguments = {k: v for k, v in cfg.callbacks.ema.items() if k not in ("_target_", "decay")}
     defaults = {name: p.default for name, p in inspect.signature(EMA).parameters.items() if name != "decay"}
@@ -250,22 +292,24 @@ def test_every_trainer_builds(composed: Compose, option: str) -> None:
         assert build_trainer(cfg).num_devices >= 1
 
 
-def test_the_tensorboard_logger_writes_below_the_run_folder(composed: Compose, folder: Path) -> None:
+def test_the_tensorboard_logger_writes_below_the_run_folder(chosen: Compose) -> None:
     pytest.importorskip("tensorboard", reason="needs the extra 'tensorboard'")
-    (logger,) = build_group(composed("logger=tensorboard").logger)
-    assert Path(logger.log_dir) == folder / "tensorboard"
+    cfg = chosen("logger=tensorboard")
+    (logger,) = build_group(cfg.logger)
+    assert Path(logger.log_dir) == Path(cfg.run_dir, "tensorboard")
 
 
-def test_the_csv_logger_writes_below_the_run_folder(composed: Compose, folder: Path) -> None:
-    (logger,) = build_group(composed("logger=csv").logger)
+def test_the_csv_logger_writes_below_the_run_folder(chosen: Compose) -> None:
+    cfg = chosen("logger=csv")
+    (logger,) = build_group(cfg.logger)
     assert isinstance(logger, CSVLogger)
-    assert Path(logger.log_dir) == folder / "csv"
+    assert Path(logger.log_dir) == Path(cfg.run_dir, "csv")
 
 
 @pytest.mark.parametrize(("option", "kind"), [("breakdown", Breakdown), ("memory", MemoryReport)])
-def test_reports_come_on_top_of_the_default_callbacks(composed: Compose, option: str, kind: type[Callback]) -> None:
-    cfg = composed(f"callbacks={option}", f"callbacks.{option}.table=false")
-    assert list(cfg.callbacks) == [*composed("callbacks=default").callbacks, option]
+def test_reports_come_on_top_of_the_default_callbacks(chosen: Compose, option: str, kind: type[Callback]) -> None:
+    cfg = chosen(f"callbacks={option}", f"callbacks.{option}.table=false")
+    assert list(cfg.callbacks) == [*chosen("callbacks=default").callbacks, option]
     (report,) = [callback for callback in build_group(cfg.callbacks) if isinstance(callback, kind)]
     assert report.table is False  # type: ignore[attr-defined]
 
@@ -283,38 +327,39 @@ def test_default_callbacks_work_without_a_logger(composed: Compose) -> None:
     assert not any(isinstance(callback, LearningRateMonitor) for callback in trainer.callbacks)
 
 
-@pytest.mark.parametrize(
-    ("flag", "kind"),
-    [
-        ("enable_progress_bar", ProgressBar),
-        ("enable_model_summary", ModelSummary),
-        ("enable_checkpointing", ModelCheckpoint),
-    ],
-)
+SWITCHES = {"checkpoint": Checkpoint, "progress_bar": ProgressBar, "model_summary": ModelSummary}
+
+
+def count_of(kind: type[Callback], cfg: DictConfig, mine: Sequence[Callback] = ()) -> int:
+    return sum(isinstance(callback, kind) for callback in build_trainer(cfg, callbacks=mine).callbacks)  # type: ignore[attr-defined]
+
+
+def flag_of(name: str) -> str:
+    return f"enable_{name.replace('checkpoint', 'checkpointing')}"
+
+
 @pytest.mark.parametrize("option", ["default", "none"])
-def test_the_trainer_switches_callbacks_off(composed: Compose, flag: str, kind: type[Callback], option: str) -> None:
-    def found(value: str) -> list[Callback]:
-        trainer = build_trainer(composed(f"callbacks={option}", f"trainer.{flag}={value}"))
-        return [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
+def test_the_trainer_switches_callbacks_off(composed: Compose, option: str) -> None:
+    for name, kind in SWITCHES.items():
+        for value in (False, True):
+            cfg = composed(f"callbacks={option}")
+            cfg.trainer[flag_of(name)] = value
+            assert count_of(kind, cfg) == value, name
 
-    assert found("false") == []
-    assert len(found("true")) == 1
 
-
-@pytest.mark.parametrize(
-    ("name", "kind"), [("checkpoint", Checkpoint), ("progress_bar", ProgressBar), ("model_summary", ModelSummary)]
-)
-def test_the_group_switches_callbacks_off(composed: Compose, name: str, kind: type[Callback]) -> None:
-    def found(*overrides: str, mine: Sequence[Callback] = ()) -> int:
-        trainer = build_trainer(composed(*overrides), callbacks=mine)
-        return sum(isinstance(callback, kind) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-
-    default, off = "callbacks=default", f"callbacks.{name}=null"
-    assert found(default) == found("callbacks=none") == 1
-    assert found(default, off) == found(default, f"~callbacks.{name}") == 0
-    mine = [c for c in build_group(composed(default).callbacks) if isinstance(c, kind)]
-    assert found(default, off, mine=mine) == 1
-    assert found(default, off, f"trainer.enable_{name.replace('checkpoint', 'checkpointing')}=true") == 1
+def test_the_group_switches_callbacks_off(composed: Compose) -> None:
+    for name, kind in SWITCHES.items():
+        assert count_of(kind, composed("callbacks=default")) == count_of(kind, composed("callbacks=none")) == 1
+        off = composed("callbacks=default")
+        off.callbacks[name] = None
+        assert count_of(kind, off) == 0
+        mine = [c for c in build_group(composed("callbacks=default").callbacks) if isinstance(c, kind)]
+        assert count_of(kind, off, mine) == 1
+        off.trainer[flag_of(name)] = True
+        assert count_of(kind, off) == 1
+    gone = composed("callbacks=default", "~callbacks.checkpoint")
+    assert count_of(Checkpoint, gone) == 0
+    assert count_of(ProgressBar, gone) == 1
 
 
 def test_anything_the_trainer_takes_can_be_added(composed: Compose) -> None:
@@ -355,9 +400,9 @@ def test_schemas_agree_with_what_they_configure(path: str) -> None:
     [("strategy/zero", "zero2"), ("strategy/ddp", "ddp"), ("precision/zero", "fp32")]
     + [(path, path.partition("/")[2]) for path in SCHEMAS if path.startswith(("optimizer", "scheduler"))],
 )
-def test_yaml_and_schema_state_the_same_defaults(composed: Compose, path: str, option: str) -> None:
+def test_yaml_and_schema_state_the_same_defaults(chosen: Compose, path: str, option: str) -> None:
     group = path.partition("/")[0]
-    assert composed(f"{group}={option}")[group] == OmegaConf.structured(SCHEMAS[path])
+    assert chosen(f"{group}={option}")[group] == OmegaConf.structured(SCHEMAS[path])
 
 
 def test_stores_reach_the_strategy_as_plain_text(composed: Compose) -> None:
@@ -370,8 +415,8 @@ def test_stores_reach_the_strategy_as_plain_text(composed: Compose) -> None:
 
 
 @each_option("strategy")
-def test_a_configuration_can_be_pickled(composed: Compose, group: str, option: str) -> None:
-    node = composed(f"{group}={option}")[group]  # with the model that keeps it, for ranks that are spawned
+def test_a_configuration_can_be_pickled(chosen: Compose, group: str, option: str) -> None:
+    node = chosen(f"{group}={option}")[group]  # with the model that keeps it, for ranks that are spawned
     restored = pickle.loads(pickle.dumps(node))
     assert (restored, OmegaConf.get_type(restored)) == (node, OmegaConf.get_type(node))
 
@@ -451,10 +496,66 @@ def run_app(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
     return run
 
 
+@pytest.fixture
+def message_of(application: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """The message with which an application ends that composes a configuration so and runs a task."""
+
+    def run(make: Callable[[], DictConfig], task: Callable[[DictConfig], Any]) -> str:
+        monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+        groups = functools.partial(groups_of_application, task, str(application))
+        with pytest.raises(SystemExit) as caught:
+            run_with_clear_errors(lambda: _prepared(task)(make()), task, groups)
+        assert isinstance(caught.value.code, str)
+        assert "Traceback" not in caught.value.code
+        return caught.value.code
+
+    return run
+
+
+def changed(cfg: DictConfig, *changes: str) -> DictConfig:
+    """A configuration with other values, as Hydra would parse them."""
+    for change in changes:
+        key, _, value = change.lstrip("+").partition("=")
+        OmegaConf.update(cfg, key, OmegaConf.from_dotlist([f"x={value}"]).x, force_add=change.startswith("+"))
+    return cfg
+
+
+def use_and_train(cfg: DictConfig) -> None:
+    """As tasks do, this one uses some values before there is a Trainer."""
+    assert cfg.trainer.max_steps + 0 >= -1
+    assert cfg.scheduler is not None
+    build_trainer(cfg)
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
         (["strategy.stge=1"], ["strategy.stge: no such key. Did you mean 'stage'?", "offload_optimizer"]),
+        ([], ["run_dir: no value yet", "run_dir=..."]),
+        (
+            ["run_dir=x", "+eksperiment=small"],
+            ["eksperiment: no such key. Did you mean 'experiment'?", "the configuration has: strategy, precision"],
+        ),
+        (["run_dir=x", "+speed=2"], ["speed: no such key.\n", "A key that nothing uses is not added"]),
+        (["run_dir=x", "+trainer.devises=2"], ["trainer.devises: no such key. Did you mean 'devices'?", "max_time"]),
+        (
+            ["~experiment", "run_dir=null", "strategy=null"],
+            ["strategy: no option is chosen.", "strategy can be: ddp, zero0"],
+        ),
+    ],
+)
+def test_mistakes_name_what_would_be_right(
+    run_app: Callable[..., str], overrides: list[str], expected: list[str]
+) -> None:
+    message = run_app(*overrides, task=use_and_train)
+    assert "Traceback" not in message
+    for part in expected:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
         (
             ["trainer.devises=2"],
             ["Did you mean 'devices'?", "trainer has: accelerator", "+trainer.devises=..."],
@@ -470,37 +571,39 @@ def run_app(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
         (["scheduler.steps=3"], ["scheduler has no keys."]),
         (["experiment=smaller"], ["experiment=smaller: no such option. Did you mean 'small'?"]),
         (["scheduler=warmup", "scheduler.warmup_type=exp"], ["scheduler.warmup_type", "one of [log, linear]"]),
-        ([], ["run_dir: no value yet", "run_dir=..."]),
-        (
-            ["run_dir=x", "+eksperiment=small"],
-            ["eksperiment: no such key. Did you mean 'experiment'?", "the configuration has: strategy, precision"],
-        ),
-        (["run_dir=x", "+speed=2"], ["speed: no such key.\n", "A key that nothing uses is not added"]),
-        (["run_dir=x", "+trainer.devises=2"], ["trainer.devises: no such key. Did you mean 'devices'?", "max_time"]),
-        (["run_dir=x", "trainer.max_steps=abc"], ["trainer.max_steps=abc must be a whole number."]),
-        (["run_dir=x", "trainer.limit_val_batches=all"], ["trainer.limit_val_batches=all must be a number or null."]),
-        (["run_dir=x", "+trainer.strategy=ddp"], ["trainer.strategy has no effect", "Use strategy=... instead"]),
-        (["run_dir=x", "+trainer.precision=64"], ["trainer.precision has no effect", "Use precision=... instead"]),
-        (["run_dir=x", "+trainer.callbacks=[]"], ["trainer.callbacks has no effect", "Use callbacks=... instead"]),
-        (["run_dir=x", "~scheduler"], ["scheduler: no option is chosen.", "scheduler can be: cosine, none, onecycle"]),
-        (
-            ["~experiment", "run_dir=null", "strategy=null"],
-            ["strategy: no option is chosen.", "strategy can be: ddp, zero0"],
-        ),
-        (["run_dir=x", "+callbacks.x=5"], ["callbacks.x=5 must be null, or keys of which `_target_` names a class"]),
-        (["run_dir=x", "callbacks=default", "callbacks.checkpoint=5"], ["callbacks.checkpoint=5 must be null"]),
-        (["run_dir=x", "strategy.bucket_size_mb=-1"], ["bucket_size_mb=-1.0 must be a number greater than 0"]),
-        (["run_dir=x", "trainer.max_steps=-5"], ["`max_steps` must be a non-negative integer or -1"]),
-        (["run_dir=x", "trainer.accumulate_grad_batches=0"], ["accumulate_grad_batches=0 must be at least 1"]),
-        (["run_dir=x", "trainer.gradient_clip_val=-1"], ["gradient_clip_val=-1 must be at least 0"]),
+        (["trainer.max_steps=abc"], ["trainer.max_steps=abc must be a whole number."]),
+        (["~scheduler"], ["scheduler: no option is chosen.", "scheduler can be: cosine, none, onecycle"]),
     ],
 )
-def test_mistakes_name_what_would_be_right(
-    run_app: Callable[..., str], overrides: list[str], expected: list[str]
+def test_mistakes_in_overrides_name_what_would_be_right(
+    compose_once: Compose, message_of: Callable[..., str], overrides: list[str], expected: list[str]
 ) -> None:
-    # As tasks do, this one uses some values before there is a Trainer.
-    message = run_app(*overrides, task=lambda cfg: (cfg.trainer.max_steps + 0, cfg.scheduler, build_trainer(cfg)))
-    assert "Traceback" not in message
+    message = message_of(lambda: compose_once("main", *overrides), use_and_train)
+    for part in expected:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (["trainer.limit_val_batches=all"], ["trainer.limit_val_batches=all must be a number or null."]),
+        (["+trainer.strategy=ddp"], ["trainer.strategy has no effect", "Use strategy=... instead"]),
+        (["+trainer.precision=64"], ["trainer.precision has no effect", "Use precision=... instead"]),
+        (["+trainer.callbacks=[]"], ["trainer.callbacks has no effect", "Use callbacks=... instead"]),
+        (["+callbacks.x=5"], ["callbacks.x=5 must be null, or keys of which `_target_` names a class"]),
+        (["callbacks=default", "callbacks.checkpoint=5"], ["callbacks.checkpoint=5 must be null"]),
+        (["strategy.bucket_size_mb=-1"], ["bucket_size_mb=-1.0 must be a number greater than 0"]),
+        (["trainer.max_steps=-5"], ["`max_steps` must be a non-negative integer or -1"]),
+        (["trainer.accumulate_grad_batches=0"], ["accumulate_grad_batches=0 must be at least 1"]),
+        (["trainer.gradient_clip_val=-1"], ["gradient_clip_val=-1 must be at least 0"]),
+    ],
+)
+def test_refused_values_name_what_would_be_right(
+    composed: Compose, message_of: Callable[..., str], changes: list[str], expected: list[str]
+) -> None:
+    groups = [change for change in changes if "." not in change.split("=")[0]]
+    cfg = changed(composed(*groups), *(change for change in changes if change not in groups))
+    message = message_of(lambda: cfg, build_trainer)
     for part in expected:
         assert part in message
 
@@ -543,22 +646,22 @@ def test_additions_that_are_used_are_taken(folder: Path, monkeypatch: pytest.Mon
     ],
 )
 def test_refused_optimizers_and_schedulers_end_with_a_message(
-    run_app: Callable[..., str], overrides: list[str], expected: list[str]
+    chosen: Compose, message_of: Callable[..., str], overrides: list[str], expected: list[str]
 ) -> None:
     def task(cfg: DictConfig) -> None:
         build_optimizers(cfg.optimizer, cfg.scheduler, [torch.nn.Parameter(torch.zeros(2))], 50)
 
-    message = run_app("run_dir=x", *overrides, task=task)
-    assert "Traceback" not in message
+    scheduler = [] if overrides[0].startswith("scheduler=") else ["scheduler=none"]
+    message = message_of(lambda: chosen("optimizer=adamw", *scheduler, *overrides), task)
     for part in expected:
         assert part in message
 
 
-def test_a_schedule_over_a_fit_without_end_is_refused(run_app: Callable[..., str]) -> None:
+def test_a_schedule_over_a_fit_without_end_is_refused(chosen: Compose, message_of: Callable[..., str]) -> None:
     def task(cfg: DictConfig) -> None:
         build_optimizers(cfg.optimizer, cfg.scheduler, [torch.nn.Parameter(torch.zeros(2))], math.inf)
 
-    message = run_app("run_dir=x", "scheduler=cosine", task=task)
+    message = message_of(lambda: chosen("optimizer=adamw", "scheduler=cosine"), task)
     assert message.startswith("scheduler.total_steps is null, and the fit has no end: set trainer.max_steps")
 
 
@@ -582,10 +685,12 @@ def test_a_misspelt_group_in_a_file_is_named(run_app: Callable[..., str], folder
     )
 
 
-def test_a_missing_logger_package_is_named(run_app: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_logger_package_is_named(
+    composed: Compose, message_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("_TENSORBOARD_AVAILABLE", "_TENSORBOARDX_AVAILABLE"):
         monkeypatch.setattr(f"lightning.fabric.loggers.tensorboard.{name}", False)
-    message = run_app("run_dir=x", "logger=tensorboard")
+    message = message_of(lambda: composed("logger=tensorboard"), build_trainer)
     assert "Neither `tensorboard` nor `tensorboardX` is available. Try `pip install`ing either." in message
 
 
