@@ -31,6 +31,7 @@ from helpers.ranks import RankError, RankPool
 from helpers.scripts import SHORT, Run, run_script, short_run
 from lightning import LightningModule
 from lightning.pytorch.accelerators import CUDAAccelerator
+from omegaconf import OmegaConf
 from safetensors import safe_open
 from strategy.fits import make_trainer
 from torch import Tensor, nn
@@ -143,6 +144,24 @@ def marked(commands: list[str]) -> list[Any]:
 @pytest.mark.parametrize("command", marked(starting_with("python ", "torchrun ", but=("python -m benchmarks.",))))
 def test_examples(command: str, run_short: Callable[..., None]) -> None:
     run_short(command, TEXT_DATA if re.search(r"gpt2/(train|fabric)\.py", command) and "--help" not in command else ())
+
+
+def test_the_help_of_every_program_begins_with_a_command_that_works() -> None:
+    pages = sorted((ROOT / "examples").glob("*/conf/*.yaml"))
+    assert len(pages) == 5
+    for page in pages:
+        header = OmegaConf.to_container(OmegaConf.load(page))["hydra"]["help"]["header"]
+        (command,) = re.findall(r"^  (python examples/.*)$", header, re.MULTILINE)
+        run = shortened(command.replace("${hydra.job.name}", page.stem))
+        assert run.script == page.parent.with_name(f"{page.stem}.py")
+
+
+def test_the_help_of_a_program_without_groups_lists_none(pool1: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
+    pool1.run(run_script, ROOT / "examples" / "gpt2" / "prepare.py", ["--help"], ROOT)
+    printed = capsys.readouterr().out
+    assert "Writes a text as the files train.bin and val.bin" in printed
+    assert "tokenizer: bytes" in printed
+    assert "strategy:" not in printed
 
 
 @pytest.mark.parametrize("command", starting_with("make "))
