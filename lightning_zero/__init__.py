@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_zero.integration.fabric import ZeroFabricStrategy
     from lightning_zero.integration.loading import load_from_checkpoint
     from lightning_zero.integration.precision import ZeroPrecision
+    from lightning_zero.integration.preflight import DoesNotFitError
     from lightning_zero.integration.strategy import ZeroStrategy
     from lightning_zero.sharding import CollectiveError
     from lightning_zero.update import (
@@ -42,6 +43,7 @@ __all__ = [
     "CPULion",
     "CheckpointError",
     "CollectiveError",
+    "DoesNotFitError",
     "DynamicLossScaler",
     "LossScaleError",
     "SkippedStepsError",
@@ -66,6 +68,7 @@ _HOMES = {
     "CPUSGD": "lightning_zero.update",
     "CheckpointError": "lightning_zero.checkpoint",
     "CollectiveError": "lightning_zero.sharding",
+    "DoesNotFitError": "lightning_zero.integration.preflight",
     "DynamicLossScaler": "lightning_zero.update",
     "LossScaleError": "lightning_zero.update",
     "SkippedStepsError": "lightning_zero.update",

@@ -44,17 +44,33 @@ def cpu_quota(root: Path = Path("/")) -> float | Unlimited | None:
 
 def memory_limit(root: Path = Path("/")) -> int | Unlimited | None:
     """Reads how many bytes the control groups of this process allow, the smallest of all levels."""
+    return _smallest(root, "memory", _memory_limit)
 
-    def limit(folder: Path) -> int | Unlimited | None:
-        text = read_text(folder / "memory.max")
-        text = (read_text(folder / "memory.limit_in_bytes") if text is None else text) or ""
-        if text.strip() == "max":
-            return "unlimited"
-        if not text.strip().isdecimal():
-            return None
-        return "unlimited" if int(text) >= _NO_LIMIT else int(text)
 
-    return _smallest(root, "memory", limit)
+def memory_group(root: Path = Path("/")) -> tuple[str, int] | None:
+    """Finds the control group with the smallest limit of memory: a name that is its own on this machine, and bytes."""
+    found = [
+        (limit, folder) for folder in _control_groups(root, "memory") if isinstance(limit := _memory_limit(folder), int)
+    ]
+    if not found:
+        return None
+    limit, folder = min(found, key=lambda pair: pair[0])
+    # In containers the folders of different groups have one name.
+    try:
+        namespace = (root / "proc/self/ns/cgroup").stat().st_ino
+    except OSError:
+        namespace = 0
+    return f"{folder.relative_to(root)} in {namespace}", limit
+
+
+def _memory_limit(folder: Path) -> int | Unlimited | None:
+    text = read_text(folder / "memory.max")
+    text = (read_text(folder / "memory.limit_in_bytes") if text is None else text) or ""
+    if text.strip() == "max":
+        return "unlimited"
+    if not text.strip().isdecimal():
+        return None
+    return "unlimited" if int(text) >= _NO_LIMIT else int(text)
 
 
 def _smallest(

@@ -32,6 +32,7 @@ __all__ = [
     "TorchDispatchMode",
     "autograd_number",
     "base_of",
+    "bytes_of_storages",
     "compiled_call",
     "copy_each",
     "file_offset",
@@ -130,6 +131,12 @@ def users_of_storage(storage: UntypedStorage) -> int:
     """How many tensors and storage objects share the memory of ``storage``, itself included."""
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
+
+
+def bytes_of_storages(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory of all tensors, each storage once; the address would not tell storages on ``meta`` apart."""
+    with no_subclass_functions():
+        return sum({s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}.values())
 
 
 # ------------------------------------------------------------------------------------------------------------- autograd

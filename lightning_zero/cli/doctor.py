@@ -72,6 +72,7 @@ _NAMES = (
     "PYTORCH_CUDA_ALLOC_CONF",
 )
 _SMALL_MEMLOCK = 1 << 30
+_SMALL_SHM = 1 << 30  # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
 
 Severity = Literal["problem", "warning"]
 _MARKS = {"ok": "✓", "warning": "!", "problem": "✗"}
@@ -286,6 +287,14 @@ def _judge_memory(report: Report) -> Iterator[Finding]:
             f"only {size(limit)} of memory may be locked, which can be too little for pinned buffers of the GPU",
             "Raise it: `ulimit -l unlimited`, in a container --ulimit memlock=-1.",
         )
+    shared = machine.shared_memory_bytes
+    if cuda and shared is not None and shared < _SMALL_SHM:
+        yield Finding(
+            "warning",
+            "machine",
+            f"/dev/shm has {size(shared)}, through which NCCL and the workers of a DataLoader pass data",
+            "In a container, raise it: --shm-size=1g, or --ipc=host.",
+        )
 
 
 def _judge_packages(report: Report) -> Iterator[Finding]:
@@ -424,6 +433,7 @@ def _render_machine(report: Report) -> list[RenderableType]:
         "cores": ", ".join(cores),
         "memory": ", ".join(memory),
         "locked memory": size(machine.memlock_bytes),
+        "/dev/shm": size(machine.shared_memory_bytes),
         "NUMA nodes": "unknown" if machine.numa_nodes is None else str(machine.numa_nodes),
         "huge pages": machine.huge_pages or "unknown",
     }

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_zero.cgroups import Unlimited, cpu_quota, memory_limit, read_text
+from lightning_zero.limits import locked_memory, machine_memory, physical_memory, shared_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Machine:
         memory_available_bytes: what the kernel believes can be had without swapping.
         memory_limit_bytes: of its control groups.
         memlock_bytes: soft limit of locked memory (RLIMIT_MEMLOCK).
+        shared_memory_bytes: size of `/dev/shm`.
         numa_nodes: number of memory nodes.
         huge_pages: mode of transparent huge pages: "always", "madvise" or "never".
     """
@@ -44,13 +46,14 @@ class Machine:
     memory_available_bytes: int | None
     memory_limit_bytes: int | Unlimited | None
     memlock_bytes: int | Unlimited | None
+    shared_memory_bytes: int | None
     numa_nodes: int | None
     huge_pages: str | None
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
     """Collects the facts; files are looked for under `root`."""
-    memory = _memory(root)
+    memory = machine_memory(root)
     return Machine(
         system=f"{platform.system()} {platform.release()}",
         architecture=platform.machine(),
@@ -58,10 +61,11 @@ def read_machine(root: Path = Path("/")) -> Machine:
         cores=os.cpu_count(),
         cores_by_affinity=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         cpu_quota=cpu_quota(root),
-        memory_bytes=memory.get("MemTotal", _physical_memory()),
+        memory_bytes=memory.get("MemTotal", physical_memory()),
         memory_available_bytes=memory.get("MemAvailable"),
         memory_limit_bytes=memory_limit(root),
-        memlock_bytes=_memlock(),
+        memlock_bytes=locked_memory(),
+        shared_memory_bytes=shared_memory(root),
         numa_nodes=_numa_nodes(root),
         huge_pages=_huge_pages(root),
     )
@@ -70,28 +74,6 @@ def read_machine(root: Path = Path("/")) -> Machine:
 def _cpu(root: Path) -> str | None:
     model = re.search(r"^model name\s*:\s*(.+)$", read_text(root / "proc/cpuinfo") or "", re.MULTILINE)
     return model[1].strip() if model else None
-
-
-def _memory(root: Path) -> dict[str, int]:
-    """Reads the lines of `/proc/meminfo`, in bytes."""
-    lines = re.findall(r"^(\w+):\s+(\d+) kB$", read_text(root / "proc/meminfo") or "", re.MULTILINE)
-    return {name: int(kilobytes) * 1024 for name, kilobytes in lines}
-
-
-def _physical_memory() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # no such function, or no such name
-        return None
-
-
-def _memlock() -> int | Unlimited | None:
-    try:
-        import resource
-    except ImportError:  # not a Unix
-        return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return "unlimited" if soft == resource.RLIM_INFINITY else soft
 
 
 def _numa_nodes(root: Path) -> int | None:

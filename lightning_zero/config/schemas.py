@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from enum import StrEnum
 from typing import Any, get_args, get_type_hints
 
-from lightning_zero.integration.options import FormatName, NativeName, StoreName, StrategyOptions
+from lightning_zero.integration.options import FormatName, NativeName, PreflightName, StoreName, StrategyOptions
 from lightning_zero.integration.options import StartMethod as StartMethodName
 
 
@@ -30,6 +30,7 @@ def _choice(name: str, words: Any) -> Any:
 
 Store = _choice("Store", StoreName)
 NativeOptimizer = _choice("NativeOptimizer", NativeName)
+Preflight = _choice("Preflight", PreflightName)
 CheckpointFormat = _choice("CheckpointFormat", FormatName)
 StartMethod = _choice("StartMethod", StartMethodName)
 
@@ -37,6 +38,7 @@ StartMethod = _choice("StartMethod", StartMethodName)
 _REPLACED = {
     StoreName: Store,
     NativeName: NativeOptimizer,
+    PreflightName: Preflight,
     FormatName: CheckpointFormat,
     StartMethodName: StartMethod,
     Sequence[str | type] | None: list[str] | None,  # classes by their names

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine
-from lightning_zero.integration import engines, private, remedies
+from lightning_zero.integration import engines, private
 from lightning_zero.integration.options import StrategyOptions
 from lightning_zero.integration.patches import Undo
 from lightning_zero.integration.precision import ZeroPrecision
@@ -78,6 +78,7 @@ class EngineStrategy(DDPStrategy):
     detect_data_edits = _Option(lambda options: options.detect_data_edits)
     overlap = _Option(lambda options: options.overlap)
     native_optimizer = _Option(lambda options: options.native_optimizer)
+    preflight = _Option(lambda options: options.preflight)
     skip_nonfinite = _Option(lambda options: options.skip_nonfinite)
     max_consecutive_skips = _Option(lambda options: options.max_consecutive_skips)
     checkpoint_format = _Option(lambda options: options.checkpoint_format)
@@ -154,19 +155,13 @@ class EngineStrategy(DDPStrategy):
     ) -> Memory:
         precision = self.precision_plugin
         assert isinstance(precision, ZeroPrecision)
-        setting = remedies.setting_of(self.options, self._shard_size(), precision.policy)
-        default_size = engines.default_shard_size(self.num_nodes, self.num_processes)
-        return Memory(
-            module=module,
-            optimizers=optimizers,
-            micro_batches=micro_batches,
-            setting=setting,
-            dtypes=self._dtypes,
-            units=self.options.units,
-            native=self.options.native_optimizer,
-            device=self.root_device,
-            world_size=self.world_size,
-            rank=self.global_rank,
-            candidates=list(remedies.candidates(self.options, setting, default_size, self.world_size)),
-            hint=remedies.activations(micro_batches),
+        return engines.describe_memory(
+            module,
+            optimizers,
+            self.options,
+            precision,
+            self.root_device,
+            (self.num_nodes, self.num_processes, self.global_rank),
+            micro_batches,
+            self._dtypes,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,11 +11,14 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lightning_zero import ops
 from lightning_zero.engine import Engine
+from lightning_zero.integration import remedies
 from lightning_zero.integration.options import StrategyOptions
 from lightning_zero.integration.precision import ZeroPrecision
+from lightning_zero.planning.memory import Memory
 from lightning_zero.sharding import BucketPlacement, Mesh, ShardingPolicy, sharded_init
 from lightning_zero.storage import DeviceStore, Executor, HostStore, TensorStore, device_type
 
@@ -98,6 +101,48 @@ def make_engine(
         scaler=precision.scaler,
         skip_nonfinite=options.skip_nonfinite,
         max_consecutive_skips=options.max_consecutive_skips,
+    )
+
+
+def describe_memory(
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    options: StrategyOptions,
+    precision: ZeroPrecision,
+    device: torch.device,
+    ranks: tuple[int, int, int],
+    micro_batches: int,
+    dtypes: Mapping[int, torch.dtype],
+) -> Memory:
+    """Collects what plans are made from, for the options of the run and for others that take less memory.
+
+    Args:
+        module: to be trained, before or after an engine has sharded it.
+        optimizers: over its parameters.
+        options: of the strategy.
+        precision: of the run.
+        device: that trains.
+        ranks: number of nodes, processes on each, and the number of this rank.
+        micro_batches: backward passes per step.
+        dtypes: see :class:`~lightning_zero.planning.memory.Memory`.
+    """
+    num_nodes, num_processes, rank = ranks
+    world_size = num_nodes * num_processes
+    setting = remedies.setting_of(options, shard_size(options, num_nodes, num_processes), precision.policy)
+    default_size = default_shard_size(num_nodes, num_processes)
+    return Memory(
+        module=module,
+        optimizers=optimizers,
+        micro_batches=micro_batches,
+        setting=setting,
+        dtypes=dtypes,
+        units=options.units,
+        native=options.native_optimizer,
+        device=device,
+        world_size=world_size,
+        rank=rank,
+        candidates=list(remedies.candidates(options, setting, default_size, world_size)),
+        hint=remedies.activations(micro_batches),
     )
 
 

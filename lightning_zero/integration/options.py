@@ -19,6 +19,7 @@ P = ParamSpec("P")
 StoreName = Literal["none", "cpu"]
 NativeName = Literal["auto", "off"]
 FormatName = Literal["full", "sharded"]
+PreflightName = Literal["error", "warn", "off"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _STAGES = (0, 1, 2, 3)
 
@@ -46,6 +47,7 @@ class StrategyOptions:
     detect_data_edits: bool = False
     overlap: bool = True
     native_optimizer: NativeName = "auto"
+    preflight: PreflightName = "error"
     skip_nonfinite: bool = True
     max_consecutive_skips: int | None = 25
     checkpoint_format: FormatName = "full"
@@ -134,6 +136,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "native_optimizer": get_args(NativeName),
     "start_method": get_args(StartMethod),
     "checkpoint_format": get_args(FormatName),
+    "preflight": get_args(PreflightName),
     "offload_optimizer": get_args(StoreName),
     "offload_params": get_args(StoreName),
 }

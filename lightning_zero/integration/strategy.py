@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint import Background, CheckpointError
 from lightning_zero.engine import engines_of
-from lightning_zero.integration import engines, patches, private
+from lightning_zero.integration import engines, patches, preflight, private
 from lightning_zero.integration.checkpointing import CheckpointingStrategy
 from lightning_zero.integration.deepspeed import FromDeepSpeed
 from lightning_zero.integration.launchers import make_launcher, tell_why
@@ -33,6 +33,7 @@ from lightning_zero.integration.names import make_strategy, register_in
 from lightning_zero.integration.options import (
     FormatName,
     NativeName,
+    PreflightName,
     StartMethod,
     StoreName,
     StrategyOptions,
@@ -97,6 +98,10 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             ranks it changes nothing.
         native_optimizer: ``"auto"`` runs torch's Adam(W), Adagrad, SGD by native kernels where state rests in host
             memory; ``"off"`` runs torch's own code.
+        preflight: what happens at the start of a fit whose planned memory (without activations) is more than a device,
+            the machine, its control group or a limit of the process has, counted over all ranks that share it:
+            ``"error"`` ends it on all ranks, with a table of what would fit, ``"warn"`` warns and goes on, ``"off"``
+            compares nothing.
         skip_nonfinite: skip a step, on all ranks and with a warning, when a gradient is not finite. With a loss scaler
             (fp16) that always happens. Parameters, optimizer state, step-wise schedulers and Lightning's
             ``WeightAveraging`` are left as they were; ``trainer.global_step`` counts the step.
@@ -137,6 +142,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         detect_data_edits: bool = False,
         overlap: bool = True,
         native_optimizer: NativeName = "auto",
+        preflight: PreflightName = "error",
         skip_nonfinite: bool = True,
         max_consecutive_skips: int | None = 25,
         checkpoint_format: FormatName = "full",
@@ -164,6 +170,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             detect_data_edits=detect_data_edits,
             overlap=overlap,
             native_optimizer=native_optimizer,
+            preflight=preflight,
             skip_nonfinite=skip_nonfinite,
             max_consecutive_skips=max_consecutive_skips,
             checkpoint_format=checkpoint_format,
@@ -296,6 +303,8 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             self.setup_optimizers(trainer)
             optimizers = [o for o in self.optimizers if not private.is_stand_in(o)]
             self.memory = self._describe_memory(self.lightning_module, optimizers, trainer.accumulate_grad_batches)
+            assert self._mesh is not None
+            preflight.check(self.memory, self._engine, self._mesh.world, self.options.preflight)
         full_precision, self._full_precision = self._full_precision, None
         if full_precision is not None:
             full_precision.forget_changed()

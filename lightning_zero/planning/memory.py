@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import re
@@ -100,17 +101,20 @@ class Memory:
         return self._plan(self.setting)
 
     @cached_property
+    def changes(self) -> dict[str, Plan]:
+        """The plans of the candidates, by what the user types."""
+        found = {}
+        for typed, setting in self.candidates:
+            with contextlib.suppress(ValueError):  # not with these optimizers
+                found[typed] = self._plan(setting)
+        return found
+
+    @cached_property
     def remedies(self) -> list[Remedy]:
         """Changes that take less; the one that saves most comes first."""
-        found = []
-        for typed, setting in self.candidates:
-            try:
-                other = self._plan(setting)
-            except ValueError:  # not with these optimizers
-                continue
-            if (saved := self._critical(self.plan) - self._critical(other)) > 0:
-                found.append(Remedy(typed, saved, other))
-        return sorted(found, key=lambda remedy: remedy.saved, reverse=True)
+        now = self._critical(self.plan)
+        found = [Remedy(typed, now - self._critical(other), other) for typed, other in self.changes.items()]
+        return sorted((remedy for remedy in found if remedy.saved > 0), key=lambda r: r.saved, reverse=True)
 
     def report(self) -> RenderableType:
         """Plan, what is held now, and remedies, to be printed by rich."""
@@ -225,16 +229,21 @@ def _table(planned: Plan, measured: dict[str, Bytes], rank: int, peak: int | Non
 
 
 def _advice(remedies: Sequence[Remedy]) -> Iterator[Table]:
-    if not remedies:
-        return
-    table = Table(title="What takes less, MiB")
+    if remedies:
+        plans = {remedy.override: remedy.plan for remedy in remedies}
+        yield candidates_table("What takes less, MiB", plans, [remedy.saved for remedy in remedies])
+
+
+def candidates_table(title: str, plans: Mapping[str, Plan], saved: Sequence[int] = ()) -> Table:
+    """Renders what can be typed, with the plan that it leads to, and with ``saved`` what each saves, in bytes."""
+    table = Table(title=title)
     table.add_column("override", no_wrap=True)  # to be copied
-    for name in ("saved", "peak on device", "on host", "sent in a step"):
+    for name in (*(["saved"] if saved else []), "peak on device", "on host", "sent in a step"):
         table.add_column(name, justify="right")
-    for remedy in remedies:
-        peak, sent = remedy.plan.peak, sum(remedy.plan.sent.values())
-        table.add_row(remedy.override, *map(_mib, (remedy.saved, peak.device, peak.host, sent)))
-    yield table
+    for number, (override, planned) in enumerate(plans.items()):
+        figures = (planned.peak.device, planned.peak.host, sum(planned.sent.values()))
+        table.add_row(override, *map(_mib, (*saved[number : number + 1], *figures)))
+    return table
 
 
 def _mib(nbytes: int) -> str:

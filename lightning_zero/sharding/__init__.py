@@ -44,7 +44,13 @@ from lightning_zero.sharding.mesh import Mesh
 from lightning_zero.sharding.partition import Unit, find_units
 from lightning_zero.sharding.placement import BucketPlacement, MasterForm
 from lightning_zero.sharding.policies import MixedPrecisionPolicy, ShardingPolicy
-from lightning_zero.sharding.sharded_init import ShardedInit, ShardedParameter, sharded_init, unshard_parameters
+from lightning_zero.sharding.sharded_init import (
+    ShardedInit,
+    ShardedParameter,
+    sharded_init,
+    unshard_parameters,
+    values_held,
+)
 
 __all__ = [
     "Board",
@@ -76,4 +82,5 @@ __all__ = [
     "sharded_init",
     "tiles",
     "unshard_parameters",
+    "values_held",
 ]

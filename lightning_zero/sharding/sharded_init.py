@@ -393,6 +393,11 @@ def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------- unsharded, elsewhere
 
 
+def values_held(parameter: Tensor) -> Tensor:
+    """The tensor that this rank holds of a parameter: its shard, where it is initialized in shards, or else itself."""
+    return parameter._zero_shard.values if isinstance(parameter, ShardedParameter) else parameter
+
+
 def unshard_parameters(parameters: Iterable[Parameter]) -> None:
     """Make sharded parameters ordinary ones, for good. Collective."""
     for parameter in parameters:

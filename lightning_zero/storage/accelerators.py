@@ -83,6 +83,14 @@ class DeviceType(Protocol):
         """The most memory that torch's tensors took on a device so far; ``None``: nobody counts."""
         ...
 
+    def total_bytes(self, device: torch.device) -> int | None:
+        """All memory of a device; ``None``: its tensors take the host's, or nobody says."""
+        ...
+
+    def used_bytes(self, device: torch.device) -> int:
+        """Memory that torch's tensors take on a device now; 0 where they take the host's."""
+        ...
+
 
 class _HostClock:
     def now(self) -> float:
@@ -141,6 +149,12 @@ class Cpu:
     def peak_bytes(self, device: torch.device) -> int | None:
         return None
 
+    def total_bytes(self, device: torch.device) -> int | None:
+        return None
+
+    def used_bytes(self, device: torch.device) -> int:
+        return 0
+
 
 class Accelerator:
     """Any accelerator, by what torch offers for all of them.
@@ -194,6 +208,15 @@ class Accelerator:
 
     def peak_bytes(self, device: torch.device) -> int | None:
         return torch.accelerator.max_memory_allocated(device)
+
+    def total_bytes(self, device: torch.device) -> int | None:
+        try:
+            return torch.accelerator.get_memory_info(device)[1]
+        except RuntimeError:  # of a backend that cannot tell
+            return None
+
+    def used_bytes(self, device: torch.device) -> int:
+        return torch.accelerator.memory_allocated(device)
 
 
 class Cuda(Accelerator):

@@ -344,6 +344,14 @@ def test_gpus_are_listed_and_locked_memory_matters_to_them(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("no_checks")
+def test_a_small_dev_shm_matters_to_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "read_accelerators", lambda _: H200)
+    for nbytes, warned in ((64 << 20, True), (16 << 30, False)):
+        monkeypatch.setattr("lightning_zero.cli.machine.shared_memory", lambda _, nbytes=nbytes: nbytes)
+        assert any("/dev/shm has 64 MiB" in warning for warning in warnings_of(examine())) is warned
+
+
+@pytest.mark.usefixtures("no_checks")
 def test_torch_without_ways_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     lonely = Accelerators(
         available=True, driver=None, devices=H200.devices, nccl=None, gloo=False, messages=("the driver is old",)

@@ -31,6 +31,7 @@ OTHERS: dict[str, Any] = {
     "detect_data_edits": True,
     "overlap": False,
     "native_optimizer": "off",
+    "preflight": "warn",
     "skip_nonfinite": False,
     "max_consecutive_skips": 6,
     "checkpoint_format": "sharded",

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.engine import engines_of
-from lightning_zero.integration import engines, private
+from lightning_zero.integration import engines, preflight, private
 from lightning_zero.integration.fabric.base import ShardedModule
 from lightning_zero.integration.fabric.checkpointing import CheckpointingStrategy
 from lightning_zero.integration.fabric.precision import FabricPrecision
@@ -179,6 +179,8 @@ class ZeroFabricStrategy(CheckpointingStrategy):
             engine.release()
         held = {id(p) for p in module.parameters()}
         optimized = [p for o in optimizers or () for group in o.param_groups for p in group["params"] if id(p) in held]
+        if optimizers:
+            self._check_memory(module, optimizers)
         engine = engines.make_engine(
             module,
             self._mesh,
@@ -192,6 +194,21 @@ class ZeroFabricStrategy(CheckpointingStrategy):
         sharded = ShardedModule(module, engine)
         self._wrappers.add(sharded)
         return sharded
+
+    def _check_memory(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Compare the plan with the memory, as of a step of one micro-batch: nobody says how many there will be."""
+        assert self._mesh is not None
+        memory = engines.describe_memory(
+            module,
+            optimizers,
+            self.options,
+            self._settings,
+            self.root_device,
+            (self.num_nodes, self.num_processes, self.global_rank),
+            1,
+            {id(p): p.dtype for p in module.parameters()},
+        )
+        preflight.check(memory, None, self._mesh.world, self.options.preflight)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

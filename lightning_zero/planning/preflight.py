@@ -1,0 +1,191 @@
+"""Whether a plan fits: what it takes against the memory that the ranks' devices, machines and limits have.
+
+A :class:`Pool` is memory that one process or several take from: a device, a machine's memory, the limit of a control
+group (a container's), the address space of a process. Each rank says what it wants of which pool (:class:`Claim`); of
+a pool that several ranks name, their claims are added. They are compared with all that a pool has, not with what is
+free at the moment: others may give back what they hold.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lightning_zero import cgroups, limits
+from lightning_zero.engine import Engine
+from lightning_zero.planning.account import Bytes, Peak
+from lightning_zero.planning.memory import held_by
+from lightning_zero.sharding import values_held
+from lightning_zero.storage import device_type
+from lightning_zero.torch_private import bytes_of_storages
+
+Side = Literal["device", "host", "locked"]
+_GIB = 2**30
+# Bytes per element that no plan takes: in fp64, parameters, gradients, masters, their sums and eight states are 96.
+_CEILING, _MORE = 128, 2**28
+_TRIAL = 2**30  # bytes that are pinned for a trial at most
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Memory that is limited.
+
+    Attributes:
+        key: the same for all processes that share it, and no others.
+        name: as in "the memory of the machine".
+        side: what of a plan takes from it.
+        total: bytes.
+    """
+
+    key: str
+    name: str
+    side: Side
+    total: int
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The bytes that one rank wants of a pool.
+
+    Attributes:
+        rank: that wants it.
+        pool: it comes from there.
+        used: taken already by what is in no plan.
+        wanted: by the plan, at its peak.
+    """
+
+    rank: int
+    pool: Pool
+    used: int
+    wanted: int
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A pool that has less than its ranks want, in bytes."""
+
+    pool: Pool
+    ranks: tuple[int, ...]
+    used: int
+    wanted: int
+
+    def __str__(self) -> str:
+        several = len(self.ranks) > 1
+        who = f"ranks {self.ranks[0]} to {self.ranks[-1]} take" if several else f"rank {self.ranks[0]} takes"
+        used = f" beside {_text(self.used)} that {'are' if several else 'is'} in use" if self.used else ""
+        return f"{self.pool.name} has {_text(self.pool.total)}: {who} {_text(self.wanted)}{used}"
+
+
+def claims(
+    module: nn.Module, engine: Engine | None, device: torch.device, rank: int, root: Path = Path("/")
+) -> list[Claim]:
+    """Reads what a process has and uses before a fit, of every pool that it takes from; nothing is wanted yet.
+
+    Memory that the module and an engine hold is not used: a plan counts it.
+
+    Args:
+        module: to be trained.
+        engine: of an earlier fit.
+        device: that trains.
+        rank: of this process.
+        root: see :mod:`lightning_zero.limits`.
+    """
+    kind = device_type(device)
+    if engine is None:
+        held = Bytes(host=_module_bytes(module, torch.device("cpu")))
+        held += Bytes() if kind.shares_host_memory else Bytes(device=_module_bytes(module, device))
+    else:
+        held = sum(held_by(engine).values(), Bytes())
+    mine = held.total if kind.shares_host_memory else held.host
+    sizes = limits.process_memory(root)
+    resident = max(0, sizes.get("RssAnon", 0) + sizes.get("RssShmem", 0) - mine)
+    boot, own = limits.boot(root), f"of rank {rank}"
+    memory = limits.machine_memory(root)
+    swap = memory.get("SwapTotal", 0)  # slow, but nobody is killed
+    found: list[tuple[Pool, int]] = []
+    total = memory.get("MemTotal", limits.physical_memory())
+    if total is not None:
+        found.append((Pool(f"machine {boot}", "the machine's memory", "host", total + swap), resident))
+    if (group := cgroups.memory_group(root)) is not None:
+        name, limit = group
+        found.append((Pool(f"{name} {boot}", "the control group (container)", "host", limit + swap), resident))
+    if isinstance(space := limits.address_space(), int) and "VmSize" in sizes:
+        pool = Pool(f"address space {own}", "the address space of a process (ulimit -v)", "host", space)
+        found.append((pool, max(0, sizes["VmSize"] - mine)))
+    if (size := kind.total_bytes(device)) is not None:
+        pool = Pool(f"device {own}", f"the device {device}", "device", size)
+        used = kind.used_bytes(device) - held.device
+        found.append((pool, max(0, used)))
+    if kind.can_pin and isinstance(locked := limits.locked_memory(), int):
+        found.append((Pool(f"locked memory {own}", "memory that may be locked (ulimit -l)", "locked", locked), 0))
+    return [Claim(rank, pool, used, 0) for pool, used in found]
+
+
+def _module_bytes(module: nn.Module, device: torch.device) -> int:
+    """Counts what the module's own tensors take of the memory of a device."""
+    tensors = (values_held(tensor) for tensor in (*module.parameters(), *module.buffers()) if not is_lazy(tensor))
+    return bytes_of_storages(t for t in tensors if t.device.type == device.type and t.layout is torch.strided)
+
+
+def ceiling(module: nn.Module) -> Peak:
+    """More than any plan of a module takes, at no cost."""
+    numel = sum(p.numel() for p in module.parameters() if not is_lazy(p))  # the engine refuses those that are
+    most = _CEILING * numel + sum(b.nbytes for b in module.buffers() if not is_lazy(b)) + _MORE
+    return Peak(most, most, most)
+
+
+def with_plan(found: Iterable[Claim], peak: Peak, device: torch.device) -> list[Claim]:
+    """The claims with what a plan wants at its peak."""
+    host = peak.total if device_type(device).shares_host_memory else peak.host
+    wanted = {"device": peak.device, "host": host, "locked": peak.host}
+    return [replace(claim, wanted=wanted[claim.pool.side]) for claim in found]
+
+
+def shortages(found: Iterable[Claim]) -> list[Shortage]:
+    """Pools that have less than is claimed of them by all ranks together, in the order of the claims."""
+    by_key: dict[str, list[Claim]] = {}
+    for claim in found:
+        by_key.setdefault(claim.pool.key, []).append(claim)
+    short = []
+    for same in by_key.values():
+        # A limit that ranks see differently, as by a change while they start, is the smallest.
+        pool = min((claim.pool for claim in same), key=lambda pool: pool.total)
+        used, wanted = sum(claim.used for claim in same), sum(claim.wanted for claim in same)
+        if used + wanted > pool.total:
+            short.append(Shortage(pool, tuple(claim.rank for claim in same), used, wanted))
+    return short
+
+
+def lock_limit_holds(device: torch.device, limit: int) -> bool:
+    """Whether pinning more than RLIMIT_MEMLOCK fails: drivers differ in whether they count against it.
+
+    It is tried with a page more than the limit allows. Where that would take long, the limit is taken to be none that
+    a run reaches.
+    """
+    nbytes = limit + mmap.PAGESIZE
+    if nbytes > _TRIAL:
+        return False
+    block = torch.zeros(nbytes, dtype=torch.uint8)
+    kind = device_type(device)
+    try:
+        kind.pin(block.data_ptr(), nbytes)
+    except RuntimeError:
+        return True
+    kind.unpin(block.data_ptr())
+    return False
+
+
+def fits(found: Sequence[Claim], peak: Peak, device: torch.device) -> bool:
+    """Whether a plan fits that takes as much on every rank."""
+    return not shortages(with_plan(found, peak, device))
+
+
+def _text(nbytes: int) -> str:
+    return f"{nbytes / _GIB:,.1f} GiB" if nbytes >= _GIB else f"{nbytes / 2**20:,.0f} MiB"

@@ -1,0 +1,178 @@
+"""A fit that cannot fit into memory ends before it takes any, on all ranks, and says what would fit."""
+
+from __future__ import annotations
+
+import functools
+import re
+import resource
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import torch
+from helpers.ranks import RankPool, ranks
+from strategy.fits import make_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.integration.preflight import DoesNotFitError
+from lightning_zero.planning import preflight
+from lightning_zero.planning.account import Peak
+from lightning_zero.planning.preflight import Claim, Pool, Shortage, claims, shortages, with_plan
+
+MIB = 2**20
+WIDTH = 256
+CPU = torch.device("cpu")
+
+
+class Blocks(L.LightningModule):
+    """Six MiB of parameters in blocks."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.width = width
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(24))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.ones(2, self.width), batch_size=1)
+
+
+def write_machine(root: Path, memory: int, limit: int | None, resident: int = 0) -> Path:
+    """A machine's `/proc` and `/sys`; sizes in bytes, multiples of a KiB."""
+    files = {
+        "proc/meminfo": f"MemTotal: {memory >> 10} kB\nSwapTotal: 0 kB\n",
+        "proc/self/status": f"Name: python\nRssAnon: {resident >> 10} kB\nRssShmem: 0 kB\n",
+        "proc/self/cgroup": "0::/job\n",
+        "sys/fs/cgroup/job/memory.max": "max" if limit is None else str(limit),
+        "proc/sys/kernel/random/boot_id": "one\n",
+    }
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@contextmanager
+def machine(root: Path) -> Iterator[None]:
+    with mock.patch.object(preflight, "claims", functools.partial(claims, root=root)):
+        yield
+
+
+def of(found: list[Claim], name: str) -> Claim:
+    (claim,) = (claim for claim in found if name in claim.pool.name)
+    return claim
+
+
+def test_what_a_process_has_and_uses(tmp_path: Path) -> None:
+    """The module is in the plan, so it is not used; the limit of a container counts beside the machine's memory."""
+    model = nn.Linear(512, 1024, bias=False)  # 2 MiB
+    found = claims(model, None, CPU, 3, write_machine(tmp_path, 64 * MIB, 16 * MIB, resident=5 * MIB))
+    for name, total in (("machine", 64 * MIB), ("container", 16 * MIB)):
+        claim = of(found, name)
+        assert (claim.rank, claim.pool.total, claim.used, claim.wanted) == (3, total, 3 * MIB, 0)
+    # On CPU device and host are one memory; the plan's peak of both together is what counts.
+    wanted = {claim.wanted for claim in with_plan(found, Peak(5, 6, 7), CPU)}
+    assert wanted == {7}
+
+
+def test_ranks_that_share_memory_share_the_limit() -> None:
+    machine, first, second = (Pool(key, key, "host", 10) for key in ("machine", "first", "second"))
+    found = [Claim(0, machine, 1, 4), Claim(0, first, 0, 8), Claim(1, machine, 1, 4), Claim(1, second, 0, 11)]
+    assert [(s.pool.key, s.ranks) for s in shortages(found)] == [("second", (1,))]
+    found[2] = Claim(1, machine, 2, 4)
+    assert shortages(found)[0] == Shortage(machine, (0, 1), used=3, wanted=8)
+
+
+def test_a_limit_of_locked_memory_counts_where_the_driver_heeds_it() -> None:
+    class Driver:
+        def __init__(self, most: int) -> None:
+            self.most = most
+
+        def pin(self, address: int, nbytes: int) -> None:
+            if nbytes > self.most:
+                raise RuntimeError("no")
+
+        def unpin(self, address: int) -> None: ...
+
+    for most, holds in ((1 << 16, True), (1 << 30, False)):
+        with mock.patch.object(preflight, "device_type", lambda _, most=most: Driver(most)):
+            assert preflight.lock_limit_holds(CPU, 1 << 16) is holds
+
+
+def fit(root: Path, name: str, option: str) -> tuple[str, int]:
+    """What a fit said, as an error or a warning, and the steps that it made."""
+    trainer = make_trainer({**STRATEGIES[name], "preflight": option})
+    with machine(root), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(Blocks())
+        except DoesNotFitError as error:
+            return str(error), trainer.global_step
+    return "\n".join(str(w.message) for w in warned if "more memory than" in str(w.message)), trainer.global_step
+
+
+@ranks(2)
+def test_what_does_not_fit_ends_with_a_table_of_what_does(pool: RankPool, tmp_path: Path) -> None:
+    # Both ranks use 1 MiB; the parameters are 6 MiB: zero2 takes more than what is left, zero3 less.
+    root = write_machine(tmp_path, 4096 * MIB, 52 * MIB, resident=7 * MIB)
+    (first, steps), (second, others) = pool.run(fit, root, "zero0", "error")
+    assert (steps, others) == (0, 0)
+    assert first == second
+    reason = re.search(r"container\) has 52 MiB: ranks 0 to 1 take \d+ MiB beside 2 MiB", first)
+    assert reason, first
+    assert "the machine's memory" not in first
+    offered = re.findall(r"│ strategy=(\w+) ", first)
+    print(first)
+    assert "zero3" in offered
+    assert "zero1" not in offered
+    # What is offered runs, and what is not offered does not.
+    for name in ("zero3", "zero1"):
+        (said, steps), _ = pool.run(fit, root, name, "error")
+        assert (not said, steps) == ((True, 2) if name in offered else (False, 0)), said
+    (said, steps), (other, _) = pool.run(fit, root, "zero0", "warn")
+    assert "container" in said
+    assert not other  # rank 0 warns
+    assert steps == 2
+    assert pool.run(fit, root, "zero0", "off") == [("", 2)] * 2
+
+
+def fit_with_little_address_space(room: int) -> tuple[str, bool]:
+    """What a fit said that lacks memory for its state, and whether one with room for that was planned."""
+    model, planned = Blocks(1024), []  # 96 MiB of parameters, twice that of state
+
+    class Look(L.Callback):
+        def on_train_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
+            planned.append("plan" in vars(trainer.strategy.memory))
+
+    size = preflight.limits.process_memory()["VmSize"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size + room, hard))
+    try:
+        make_trainer("zero2").fit(model)
+    except DoesNotFitError as error:
+        return str(error), False
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        make_trainer("zero2", callbacks=[Look()]).fit(model)
+    return "", planned[0]
+
+
+@ranks(1)
+def test_a_limit_of_the_address_space_is_found_before_it_is_reached(pool: RankPool) -> None:
+    ((said, planned),) = pool.run(fit_with_little_address_space, 160 * MIB)
+    assert re.search(r"address space of a process .* has \S+ \w+: rank 0 takes \d+ MiB beside", said), said
+    assert not planned  # where memory is ample, nothing is
