@@ -98,6 +98,7 @@ class ShardedValues:
     @property
     def _held(self) -> _Held:
         bucket, key = self.bucket, self.key
+        bucket.await_update()
         if self.live:  # with what a hook has changed in the parameters
             return _Held(lambda start, stop: bucket.shard[start:stop], bucket.placement.shard_memory)
         if key.shadow is not None:

@@ -4,8 +4,9 @@
     backward   gradients are reduced in one order on all ranks (``reducer.py``)
     flush      after the outermost backward: whatever has not been reduced, with zeros for what was unused here
     step       one small all-reduce; every rank then knows norm, overflow and used parameters (``clipping.py``)
-               and updates its shards (``attached.py``)
-    settle     gathers what the update made stale
+               and begins to update its shards (``attached.py``), which may go on under the next forward
+    end_step   gathers what the update made stale, where that is not what its own rank updates
+    settle     ends all of it
 
 Every rank issues the same collectives in the same order, whichever of its parameters were used.
 """
@@ -361,7 +362,7 @@ class Engine:
         used = [p for p in parameters_of(optimizer) if id(p) in used_anywhere]
         self._optimizers.update(optimizer, used, self._clipping.factor(optimizer), call)
         if has_post_step_hooks(optimizer):
-            self.settle()  # they may read parameters
+            self.end_step()  # they may read parameters
 
     @property
     def loss_scale(self) -> float:
@@ -382,11 +383,25 @@ class Engine:
     @timed(Phase.GATHER)
     def settle(self) -> None:
         """Finish updates and gathers, take over edits by user code: shards and parameters agree. Collective."""
+        self.end_step()
+        self.await_updates()
+
+    @timed(Phase.GATHER)
+    def end_step(self) -> None:
+        """After a step, before code that may read parameters: gather what is stale, which no reader may do. Collective.
+
+        For what is updated where it is read, the reader waits (see :mod:`lightning_zero.sharding.pending`).
+        """
         self._map.absorb_edits()
         stale = [bucket for bucket in self.buckets if bucket.state is BucketState.STALE]
         for act in (Bucket.begin_unshard, Bucket.unshard):  # nobody waits for one before the next is on its way
             for bucket in stale:
                 act(bucket)
+
+    def await_updates(self) -> None:
+        """Wait for all updates that go on beside the training; see :meth:`Bucket.await_update`. No communication."""
+        for bucket in self.buckets:
+            bucket.await_update()
 
     def sync_buffers(self) -> None:
         """Give every rank rank 0's buffers (statistics of BatchNorm, which each rank gathers alone). Collective."""
@@ -406,26 +421,8 @@ class Engine:
             full_precision: show the masters, in their dtype; what is taken over then is not rounded either. At stage 3
                 tensors that share memory with the parameters stay valid after the context.
         """
-        chosen = set(self._map.holders(parameters))
-        buckets = [bucket for bucket in self.buckets if bucket in chosen]
-        for bucket in buckets:
-            bucket.pins += 1
-            if not full_precision:
-                bucket.unshard()
-        masters_shown = [bucket for bucket in buckets if full_precision and bucket.unshard_full_precision()]
-        try:
+        with self._map.gathered(parameters, writeback, full_precision):
             yield
-        finally:
-            for bucket in masters_shown:
-                bucket.end_full_precision(writeback)
-            for bucket in buckets:
-                bucket.pins -= 1
-                if bucket.state is BucketState.GATHERED:
-                    bucket.absorb_edits()
-                    if writeback:
-                        self.placement.mesh.world.broadcast_(bucket.flat, f"write back {bucket.name}")
-                        bucket.absorb_edits(everything=True)
-                bucket.reshard()
 
     def make_shadow(self, store: TensorStore | None = None) -> Shadow:
         """Second values of all weights and buffers, which begin as copies of them. The same call on all ranks.

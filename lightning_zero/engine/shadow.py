@@ -75,7 +75,8 @@ class Shadow:
         executor, work = self._map.placement.executor, list[Ticket]()
         for bucket, shard in zip(self._map.buckets, self.shards, strict=True):
             job = partial(self._update_shard, bucket, shard, rule)
-            work.append(executor.submit(job, _lane(self.memory), f"the second values of {bucket.name}"))
+            what = f"the second values of {bucket.name}"
+            work.append(executor.submit(job, _lane(self.memory), what, after=[bucket.moving]))
         job = partial(self._update_buffers, buffer_rule or rule)
         work.append(executor.submit(job, _lane(self._buffers_memory), "the second values of buffers"))
         for ticket in work:

@@ -123,12 +123,13 @@ class SteppingStrategy(EngineStrategy):
     ) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         # The hooks that follow may read any parameter.
-        self.engine.settle()
+        self.engine.end_step()
         return output
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        self.engine.await_updates()  # should one have failed
         steps, skipped = self.engine.outcomes.counts()
         if skipped:
             # Some belong to a loss scaler's search in any healthy run.

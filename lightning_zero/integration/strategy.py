@@ -93,7 +93,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         detect_data_edits: for debugging, at stages 0 to 2: keep what was written through ``parameter.data`` between
             steps also without ``gathered_parameters(writeback=True)``. Every step reads the rank's shard twice more
             for that and waits for the device.
-        overlap: let copies between the device and host memory, and work on host memory, run beside the training; the
+        overlap: let copies between the device and host memory, and updates on host memory, run beside the training; the
             results are the same bits. ``False`` finishes each before the next begins, which is easier to debug. On CPU
             ranks it changes nothing.
         native_optimizer: ``"auto"`` runs torch's Adam(W), Adagrad, SGD by native kernels where state rests in host

@@ -126,6 +126,7 @@ def lay_out_master(bucket: Bucket, split: bool) -> None:
 
     bf16 ties round away from zero then, in both layouts. The same call on all ranks.
     """
+    bucket.await_update()
     master = bucket.master
     fitting = isinstance(master, SplitMaster) if split else getattr(master, "ties", None) == "away"
     if bucket.dtype.itemsize == 2 and not fitting and not isinstance(master, NoMaster):

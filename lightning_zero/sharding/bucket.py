@@ -25,6 +25,7 @@ from lightning_zero.sharding.held import hold_parameter, release_parameter
 from lightning_zero.sharding.layout import Segment
 from lightning_zero.sharding.masters import Master, NoMaster
 from lightning_zero.sharding.memory_format import MemoryFormat
+from lightning_zero.sharding.pending import end_pending, mark_pending
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.storage import DONE, Memory, Ticket
 from lightning_zero.storage.timers import Phase, timed
@@ -101,6 +102,7 @@ class Bucket:
         self.shard: Tensor
         self.master: Master
         self.moving: Ticket = DONE  # the last work on its tensors in host memory that may go on beside the training
+        self.updating = False  # that is an update, for which nobody has waited
         self._await_shards: Callable[[], None]  # ends the gather that has begun
 
     @torch.no_grad()
@@ -142,6 +144,7 @@ class Bucket:
 
     @timed(Phase.GATHER)
     def _begin_unshard(self) -> None:
+        self.await_update()
         if self.state is BucketState.SHARDED:
             self.flat.untyped_storage().resize_(self.layout.padded_numel * self.dtype.itemsize)
         elif not self.shards_params:
@@ -160,6 +163,8 @@ class Bucket:
         """Give ``flat`` the current values of all shards; nothing happens where it has them."""
         if self.state is not BucketState.GATHERED:
             self._end_unshard()
+        else:
+            self.await_update()
 
     @timed(Phase.GATHER)
     def _end_unshard(self) -> None:
@@ -187,6 +192,40 @@ class Bucket:
         for name, parameter in zip(self.names, self.parameters, strict=True):
             mark_freed(parameter, name)
 
+    def begin_update(self, update: Callable[[], object]) -> Ticket:
+        """Begin to update the shard, by a job in the lane of updates, for which whoever reads a parameter waits.
+
+        :meth:`mark_updated` must follow.
+
+        Returns:
+            What ends with it.
+        """
+        if self.state is BucketState.GATHERING:
+            self.unshard()
+        lane, what = self.placement.update_lane, f"the update of {self.name}"
+        self.moving = self.placement.executor.submit(update, lane, what, after=[self.moving])
+        self.updating = self.moving is not DONE
+        if self.updating and not self.shards_params:
+            for parameter in self.parameters:
+                mark_pending(parameter, self.await_update)
+        return self.moving
+
+    def await_update(self) -> None:
+        """Wait for an update that goes on beside the training: the host for its end, the stream for its copies.
+
+        Raises:
+            Exception: what it raised, with a note that names the bucket. Again at every call.
+        """
+        if self.updating:
+            self._await_update()
+
+    @timed(Phase.OPTIMIZER)
+    def _await_update(self) -> None:
+        self.moving.wait()
+        self.updating = False
+        for parameter in self.parameters:
+            end_pending(parameter)
+
     def mark_updated(self, indices: Iterable[int]) -> None:
         """The shards have new values for the parameters ``indices``: what is gathered is out of date."""
         if self.state is BucketState.GATHERING:
@@ -205,6 +244,8 @@ class Bucket:
         # `gathered_parameters(writeback=True)` was around it. To find them takes two passes over the shard and a wait
         # for the device per step; at stage 3 it would take that per gather.
         watched = self._detect_data_edits and not isinstance(self.master, NoMaster) and not self.shards_params
+        if watched:
+            self.await_update()
         self._checksum = checksum(self.shard) if watched else None
 
     def hidden_edit(self) -> Tensor | None:
@@ -218,8 +259,9 @@ class Bucket:
         Args:
             everything: also look at parameters whose version counter did not move (changes through ``.data``).
         """
-        if self._full is not None:
-            return  # until they are views of `flat` again
+        # Until they are views of `flat` again, or after an update that whoever edits them would have waited for.
+        if self._full is not None or self.updating:
+            return
         edited = set()
         for index, parameter in enumerate(self.parameters):
             if self._reattach(self.flat, index) or everything or version_of(parameter) != self._versions[index]:
@@ -294,6 +336,7 @@ class Bucket:
 
     def await_moves(self) -> None:
         """Have the host wait for what moves from or to its tensors in host memory, which it is about to change."""
+        self.await_update()
         self.placement.await_host(self.moving)
         self.moving = DONE
 
@@ -330,6 +373,7 @@ class Bucket:
 
     def gather_master(self) -> Tensor:
         """The full-precision values of all shards, as :meth:`gather_full` gives them. Collective."""
+        self.await_update()
         return self.gather_full(self.master.read(0, self.layout.shard_numel), self.master.memory)
 
     def release(self) -> None:

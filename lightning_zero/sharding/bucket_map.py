@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from lightning_zero.sharding.adoption import make_bucket
 from lightning_zero.sharding.bucket import Bucket, BucketState
@@ -100,6 +102,31 @@ class BucketMap:
         hidden = {id(bucket) for (bucket, _), answer in zip(asked, answers, strict=True) if answer}
         for bucket in gathered:
             bucket.absorb_edits(everything=id(bucket) in hidden)
+
+    @contextlib.contextmanager
+    def gathered(self, parameters: Iterable[Parameter], writeback: bool, full_precision: bool) -> Iterator[None]:
+        """Hold ``parameters`` unsharded inside the context; see :meth:`lightning_zero.engine.Engine.gathered`."""
+        chosen = set(self.holders(parameters))
+        buckets = [bucket for bucket in self.buckets if bucket in chosen]
+        for bucket in buckets:
+            bucket.pins += 1
+            if not full_precision:
+                bucket.unshard()
+        masters_shown = [bucket for bucket in buckets if full_precision and bucket.unshard_full_precision()]
+        try:
+            yield
+        finally:
+            for bucket in masters_shown:
+                bucket.end_full_precision(writeback)
+            for bucket in buckets:
+                bucket.pins -= 1
+                if bucket.state is BucketState.GATHERED:
+                    bucket.absorb_edits()
+                    if writeback:
+                        bucket.await_update()
+                        self.placement.mesh.world.broadcast_(bucket.flat, f"write back {bucket.name}")
+                        bucket.absorb_edits(everything=True)
+                bucket.reshard()
 
     def release(self) -> None:
         """Give every parameter an ordinary tensor at full precision and forget the buckets. Collective."""

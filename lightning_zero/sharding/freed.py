@@ -31,7 +31,11 @@ _METADATA = frozenset(
 _ACCESSORS = frozenset(("__get__", "__set__", "__delete__"))
 
 
-class FreedParameter(Parameter):
+class MarkedParameter(Parameter):
+    """A parameter about whose uses its class decides; see :func:`mark`."""
+
+
+class FreedParameter(MarkedParameter):
     """A parameter whose storage is freed at stage 3, outside the forward and backward of its unit."""
 
     _zero_name: str
@@ -68,7 +72,7 @@ def function_name(func: Callable[..., Any]) -> str:
 
 
 @functools.cache
-def _marked_class(base: type[FreedParameter], cls: type[Parameter]) -> type[Parameter]:
+def _marked_class(base: type[MarkedParameter], cls: type[Parameter]) -> type[Parameter]:
     name = f"{base.__name__.removesuffix('Parameter')}{cls.__name__}"
     return base if cls is Parameter else type(name, (base, cls), {})
 
@@ -76,7 +80,7 @@ def _marked_class(base: type[FreedParameter], cls: type[Parameter]) -> type[Para
 @functools.cache
 def own_class(cls: type[Parameter]) -> type[Parameter]:
     """The class of a parameter before it was marked."""
-    return next(c for c in cls.__mro__ if issubclass(c, Parameter) and not issubclass(c, FreedParameter))
+    return next(c for c in cls.__mro__ if issubclass(c, Parameter) and not issubclass(c, MarkedParameter))
 
 
 def without_freed_checks(function: Callable[P, T]) -> Callable[P, T]:
@@ -90,9 +94,8 @@ def without_freed_checks(function: Callable[P, T]) -> Callable[P, T]:
     return unchecked
 
 
-def mark(parameter: Parameter, base: type[FreedParameter], name: str) -> None:
+def mark(parameter: Parameter, base: type[MarkedParameter]) -> None:
     """Make ``base`` decide what becomes of every use of ``parameter``."""
-    parameter._zero_name = name  # type: ignore[attr-defined]
     parameter.__class__ = _marked_class(base, type(parameter))
 
 
@@ -104,7 +107,8 @@ def unmark(parameter: Parameter) -> None:
 def mark_freed(parameter: Parameter, name: str) -> None:
     """Make every use of ``parameter`` but its metadata an error that names it."""
     if not isinstance(parameter, FreedParameter):
-        mark(parameter, FreedParameter, name)
+        parameter._zero_name = name  # type: ignore[attr-defined]
+        mark(parameter, FreedParameter)
 
 
 def mark_gathered(parameter: Parameter) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import Flag, auto
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from lightning_zero.sharding.held import local_grad, set_local_grad
 from lightning_zero.sharding.layout import Segment
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.sharding.reduction import Reduction
-from lightning_zero.storage import DONE, device_type
+from lightning_zero.storage import DONE, Ticket, device_type
 from lightning_zero.storage.timers import Phase, timed
 from lightning_zero.torch_private import copy_each, norms_of_each
 
@@ -53,6 +54,24 @@ def sharded_gradient_dtype(fixed: torch.dtype | None, values: torch.dtype, again
         again: whether something has arrived before.
     """
     return fixed or (torch.promote_types(values, torch.float32) if again else values)
+
+
+class LentGradient(NamedTuple):
+    """The values of a sharded gradient, to be read by an update.
+
+    Attributes:
+        values: 1-D.
+        arriving: the last work on them.
+    """
+
+    values: Tensor
+    arriving: Ticket
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """A view of the gradient of elements ``[start, stop)``, which may not be changed."""
+        if self.arriving is not DONE:
+            self.arriving.synchronize()
+        return self.values[start:stop]
 
 
 class ShardedGradient:
@@ -84,10 +103,11 @@ class ShardedGradient:
         self.squares: Tensor | None = None
         self._segments = segments
         self._arriving = DONE  # the last work on `values`, which nobody has waited for
+        self._lent_to = DONE  # the last work that reads them, likewise
 
     def add(self, values: Tensor) -> None:
         """Begin to add ``values`` (1-D, on the device), which nobody changes any more."""
-        placement, memory, before = self._placement, self._store.memory, (self._arriving,)
+        placement, memory, before = self._placement, self._store.memory, (self._arriving, self._lent_to)
         held = self._ensure(sharded_gradient_dtype(self._fixed_dtype, values.dtype, again=not self._empty))
         self.squares = None
         if self._empty:
@@ -99,12 +119,25 @@ class ShardedGradient:
             self._empty = False
         else:
             self._arriving = placement.accumulate(held, values, memory, self._name, before)
+        self._lent_to = DONE  # it comes before
 
     def _arrive(self) -> None:
-        """Wait for what was added, where the host holds the values: it is about to read or change them."""
-        if self._arriving is not DONE:
-            self._placement.await_host(self._arriving)
-            self._arriving = DONE
+        """Wait for what was added and for who reads it: the host is about to read or change the values."""
+        for work in (self._arriving, self._lent_to):
+            if work is not DONE:
+                self._placement.await_host(work)
+        self._arriving = self._lent_to = DONE
+
+    def lend(self) -> LentGradient:
+        """The values for an update, which may read them until the work that :meth:`lent_to` is told of has ended."""
+        if self._empty:
+            self.read(0, self._numel)
+        assert self._values is not None
+        return LentGradient(self._values, self._arriving)
+
+    def lent_to(self, work: Ticket) -> None:
+        """``work`` reads what :meth:`lend` gave: what changes the values waits for it."""
+        self._lent_to = work
 
     def read(self, start: int, stop: int) -> Tensor:
         """A view of the gradient of elements ``[start, stop)``, which may be changed; zeros where nothing arrived."""

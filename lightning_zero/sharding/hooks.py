@@ -235,7 +235,7 @@ class UnshardHooks:
 
 
 class RefreshHook:
-    """Stages 0-2: gathers what the last update made stale, when the module that reads it computes."""
+    """Stages 0-2: waits for the last update and gathers what it made stale, when the module that reads it computes."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = tuple(buckets)
@@ -326,8 +326,11 @@ def install_refresh_hooks(bucket_map: BucketMap, units: Sequence[Unit]) -> list[
     readers = [around.get(id(unit.module), unit.module) for unit in units]
     handles: list[Handle] = []
     for module in {id(m): m for m in (bucket_map.module, *readers)}.values():
-        # The whole module gathers everything first: ranks may enter its units in different orders.
-        read = bucket_map.buckets if module is bucket_map.module else bucket_map.read_by(module)
+        # The whole module gathers everything first: ranks may enter its units in different orders. One rank has nothing
+        # to gather, and waits for the update of each unit in its turn.
+        alone = bucket_map.placement.mesh.shard.size == 1 and not is_compiled(module)
+        read = bucket_map.root if alone else bucket_map.buckets
+        read = read if module is bucket_map.module else bucket_map.read_by(module)
         handles += attach(module, RefreshHook(read))
     return handles
 

@@ -157,7 +157,8 @@ def _shard(parameter: Parameter, name: str, mesh: Mesh, store: TensorStore) -> N
 
 def _mark_sharded(parameter: Parameter, name: str, shard: ParameterShard) -> None:
     parameter._zero_shard = shard  # type: ignore[attr-defined]
-    mark(parameter, ShardedParameter, name)
+    parameter._zero_name = name  # type: ignore[attr-defined]
+    mark(parameter, ShardedParameter)
 
 
 def _own_storage(parameter: Parameter, max_numel: int) -> None:

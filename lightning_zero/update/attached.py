@@ -25,7 +25,7 @@ from lightning_zero.sharding.masters import Master
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.torch_private import mark_for_schedulers
 from lightning_zero.update.native import MasterLayout
-from lightning_zero.update.shell import StepCall
+from lightning_zero.update.shell import StepCall, snapshot
 from lightning_zero.update.state import ShardState
 from lightning_zero.update.view import UpdateView
 
@@ -61,7 +61,7 @@ class Updater(Protocol):
         ...
 
     def own_state(self, bucket: Bucket) -> ShardState:
-        """The state of this rank's segments of ``bucket``, to be written; made on first use."""
+        """The state of this rank's segments of ``bucket``, to be written by an update; made on first use."""
         ...
 
     def adopt(self, holder: Callable[[Tensor], Bucket | None]) -> None:
@@ -202,6 +202,8 @@ class AttachedOptimizers:
 
     def adopt_state(self, optimizer: Optimizer) -> None:
         """Move state that user code loaded or wrote into an optimizer into shards."""
+        for bucket in self._attached[id(optimizer)].buckets:
+            bucket.await_update()
         updater = self._attached[id(optimizer)].updater
         if state_was_replaced(optimizer):
             updater.clear()
@@ -217,10 +219,12 @@ class AttachedOptimizers:
         return any(not set(ids).isdisjoint(self._attached[id(optimizer)].admitted) for ids in others)
 
     def update(self, optimizer: Optimizer, used: Sequence[Parameter], grad_scale: float, call: StepCall) -> None:
-        """Update the shards of some parameters of ``optimizer``. The same call on all ranks.
+        """Begin to update the shards of some parameters of ``optimizer``, in forward order. The same call on all ranks.
+
+        See :meth:`Bucket.begin_update`.
 
         Args:
-            optimizer: its hyperparameters are copied before anything is updated.
+            optimizer: its hyperparameters and attributes are copied before anything is updated.
             used: the parameters to update.
             grad_scale: factor to apply to the gradients.
             call: of the optimizer's ``step``.
@@ -230,14 +234,15 @@ class AttachedOptimizers:
         attached, hyperparameters = self._attached[id(optimizer)], _snapshot(optimizer)
         attached.updater.check({id(group): group for group in hyperparameters.values()}.values())
         self._prepare(attached)
-        used_ids = set(map(id, used))
-        updated: list[Bucket] = []
+        used_ids, taken = set(map(id, used)), snapshot(optimizer)
         for bucket, segments in self._map.segments_of(used):
             groups = {i: hyperparameters[id(p)] for i, p in enumerate(bucket.parameters) if id(p) in hyperparameters}
+            gradient = self._map.gradients_of(bucket).sharded
             view = UpdateView(
+                taken,
                 segments,
                 bucket.master,
-                self._map.gradients_of(bucket).sharded,
+                gradient.lend(),
                 attached.updater.own_state(bucket),
                 groups,
                 grad_scale,
@@ -245,12 +250,7 @@ class AttachedOptimizers:
                 bucket.parameters,
                 call,
             )
-            placement, job = bucket.placement, partial(attached.updater.update, view)
-            what = f"the update of {bucket.name}"
-            bucket.moving = placement.executor.submit(job, placement.update_lane, what, after=[bucket.moving])
-            updated.append(bucket)
-        for bucket in updated:
-            bucket.moving.wait()
+            gradient.lent_to(bucket.begin_update(partial(attached.updater.update, view)))
         for bucket in self._map.buckets:
             # Stale on all ranks or on none, also where this rank owns no segment of it.
             if indices := [i for i, p in enumerate(bucket.parameters) if id(p) in used_ids]:

@@ -21,6 +21,17 @@ from lightning_zero.torch_private import OPTIMIZER_HOOKS
 _REPLACED = ("state", "param_groups", "step", "zero_grad", *OPTIMIZER_HOOKS)
 
 
+def snapshot(optimizer: Optimizer) -> Optimizer:
+    """The optimizer's class, attributes and the parameters of its groups, as they are now; without state or hooks.
+
+    What its attributes refer to is not copied: what a step of the user's class keeps in a list there, say, stays.
+    """
+    taken = object.__new__(type(optimizer))
+    taken.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in _REPLACED})
+    taken.param_groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
+    return taken
+
+
 class ShellGroup(NamedTuple):
     """Tensors (with their ``grad`` set) and the hyperparameters to update them with."""
 

@@ -66,10 +66,11 @@ class ShardUpdater(ABC):
 
     def state_of(self, bucket: Bucket) -> ShardState:
         """The state of this rank's segments of ``bucket``, to be read; one without entries where there is none."""
+        bucket.await_update()
         return self._states.get(id(bucket)) or self._new_state(bucket)
 
     def own_state(self, bucket: Bucket) -> ShardState:
-        """The state of this rank's segments of ``bucket``, to be written; made on first use."""
+        """See :class:`lightning_zero.update.Updater`."""
         if id(bucket) not in self._states:
             self._states[id(bucket)] = self._new_state(bucket)
         return self._states[id(bucket)]
@@ -126,6 +127,7 @@ class ShardUpdater(ABC):
         """Overwrite the state of one parameter from a full one (tensors in the parameter's shape)."""
         # A CPU optimizer that was used alone has masters in its state; here they come with the weights.
         state = {k: v for k, v in state.items() if k not in ("master", "remainder")}
+        bucket.await_update()
         for segment in bucket.segments:
             if segment.param == index:
                 # Of another dtype, it becomes what torch's `load_state_dict` would make it.
@@ -273,7 +275,7 @@ class TorchUpdater(ShardUpdater):
             shell_groups[id(hyperparameters)].tensors.append(tensor)
             state[tensor] = run_state
             by_tensor[tensor] = run
-        run_step(self.optimizer, list(shell_groups.values()), state, view.call)
+        run_step(view.optimizer, list(shell_groups.values()), state, view.call)
         for tensor, run in by_tensor.items():
             master.keep(run.start, tensor)
             view.state.put(run, state[tensor])
@@ -408,7 +410,7 @@ class NativeUpdater(ShardUpdater):
         """The index of the segment's first element, for stochastic rounding."""
         parameter = view.parameters[segment.param]
         if id(parameter) not in self._ordinals:  # a group has joined
-            parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+            parameters = (p for group in view.optimizer.param_groups for p in group["params"])
             self._ordinals = {id(p): number for number, p in enumerate(parameters)}
         return first_index(self._ordinals[id(parameter)]) + segment.param_start
 

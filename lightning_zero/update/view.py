@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
-from lightning_zero.sharding import Segment, ShardedGradient
+from lightning_zero.sharding import Segment
+from lightning_zero.sharding.gradients import LentGradient
 from lightning_zero.sharding.masters import Master
 from lightning_zero.update.shell import StepCall
 from lightning_zero.update.state import ShardState
@@ -20,7 +22,10 @@ Groups = dict[int, dict[str, Any]]
 class UpdateView:
     """All that one update of this rank's shard of a bucket reads and writes.
 
+    It may run beside the training: what user code can change meanwhile is as it was when ``step`` was called.
+
     Attributes:
+        optimizer: its class, attributes and groups, as :func:`~lightning_zero.update.shell.snapshot` took them.
         segments: those to update, in ascending order; all belong to the updater's optimizer.
         master: the values to update, by range of the shard.
         gradient: the averaged gradients, by range of the shard.
@@ -32,9 +37,10 @@ class UpdateView:
         call: of the optimizer's ``step``, which an updater that runs the class's own passes on to it.
     """
 
+    optimizer: Optimizer
     segments: Sequence[Segment]
     master: Master
-    gradient: ShardedGradient
+    gradient: LentGradient
     state: ShardState
     groups: Groups
     grad_scale: float

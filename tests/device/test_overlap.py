@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 import threading
@@ -14,7 +15,7 @@ from device import sim
 from engine import driver
 from engine.driver import Session
 from helpers import models
-from torch import Tensor
+from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.engine import Engine
@@ -43,10 +44,14 @@ class Case:
     host: bool = True
     seed: int = 0  # of what user code does
     overflow: bool = False
+    model: str = "transformer"
+    optimizers: int = 1  # each has a part of the parameters; they step one after another
 
     def __str__(self) -> str:
         dtype = str(self.precision.param_dtype or torch.float32).removeprefix("torch.")
         options = [self.native, *(["split"] if self.split else []), *(["overflow"] if self.overflow else [])]
+        options += [self.model] if self.model != "transformer" else []
+        options += [f"{self.optimizers}-optimizers"] if self.optimizers > 1 else []
         return "-".join([f"zero{self.stage}", f"{self.micro}", dtype, *options])
 
 
@@ -60,6 +65,9 @@ CASES = [
     Case(3, micro=2, precision=BF16),
     Case(3, native="off"),
     Case(3, host=False),
+    Case(2, micro=2, precision=BF16, model="optional"),
+    Case(2, micro=2, optimizers=2),
+    Case(3, precision=BF16, native="off", optimizers=2),
 ]
 
 
@@ -95,21 +103,22 @@ class Late(StreamExecutor):
         return made
 
 
-def start(case: Case, executor: Executor, device: torch.device) -> Session:
+def start(case: Case, executor: Executor, device: torch.device, model: nn.Module | None = None) -> Session:
     on_device = DeviceStore(device)
     store = HostStore(pin_for=device) if case.host else on_device
     params = store if case.stage == 3 else on_device
     policy = ShardingPolicy.from_stage(case.stage)
     placement = BucketPlacement(Mesh.single(), policy, case.precision, device, store, params, executor)
-    model = models.make_model("transformer")
+    model = model or models.make_model(case.model)
     make = lightning_zero.CPUAdamW if case.split else torch.optim.AdamW
     options = {"master_layout": "split"} if case.split else {}
-    optimizer = make(model.parameters(), lr=1e-2, **options)
+    parameters = [*model.parameters()]
+    parts = [parameters[number :: case.optimizers] for number in range(case.optimizers)]  # of the same buckets
+    optimizers = [make(part, lr=1e-2, **options) for part in parts]
     scaler = DynamicLossScaler(init_scale=2.0**17) if case.overflow else None
     engine = Engine(model, placement, bucket_size_mb=0.0003, check_steps=0, scaler=scaler)
-    updater = make_updater(optimizer, engine, case.native)
-    engine.attach([updater])
-    return Session(model, engine, optimizer, updater)
+    engine.attach([make_updater(optimizer, engine, case.native) for optimizer in optimizers])
+    return Session(model, engine, optimizers[0], engine.updaters[0])
 
 
 class User:
@@ -138,14 +147,24 @@ class User:
         self.saw.append(torch.tensor(norm))
 
     def after_step(self) -> None:
-        """It reads, writes and swaps weights."""
+        """It changes a rate, and reads and writes gradients and weights."""
         engine, parameters = self._session.engine, [*self._session.model.parameters()]
+        self._session.optimizer.param_groups[0]["lr"] *= 0.9
+        self._perhaps(lambda: self.saw.extend(g for g in (engine.full_grad(parameters[1]),) if g is not None))
+        self._perhaps(lambda: None if parameters[2].grad is None else parameters[2].grad.mul_(0.5))
+        self._perhaps(lambda: engine.zero_grad(parameters[:1]))
         if not self._sharded:
-            self.saw.append(parameters[0].detach().clone())  # what it has asked for is read later
+            self._perhaps(lambda: self.saw.append(parameters[-1].detach().clone()))  # it is read later
+            self._perhaps(lambda: self.saw.extend(copy.deepcopy(self._session.model).state_dict().values()))
+            self._perhaps(self._write)
             self._perhaps(self._load)
         self._perhaps(engine.settle)
         self._perhaps(self._edit)
         self._perhaps(lambda: self.saw.append(engine.full_param(parameters[-1])))
+
+    @torch.no_grad()
+    def _write(self) -> None:
+        next(self._session.model.parameters()).clamp_(-0.5, 0.5)
 
     def _load(self) -> None:
         bucket, values = self._session.engine.buckets[0], next(self._session.model.parameters())
@@ -161,16 +180,21 @@ class User:
 def train(case: Case, executor: Executor, device: torch.device) -> list[Tensor]:
     """All that training leaves, and what user code has seen."""
     session = start(case, executor, device)
-    user, shadow = User(case, session), session.engine.make_shadow()
-    for micro in models.make_batches(STEPS, case.micro, 1):
-        session.optimizer.zero_grad()
+    user = User(case, session)
+    shadow = session.engine.make_shadow(DeviceStore(device) if case.stage == 1 else None)
+    draw, optimizers = random.Random(case.seed), [updater.optimizer for updater in session.engine.updaters]
+    for micro in models.make_batches(STEPS, case.micro, 1, flagged=models.by_turns):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         for index, (batch,) in enumerate(micro, start=1):
             with session.engine.forward_context():
                 loss = models.next_token_loss(session.model, batch.to(device))
             driver.backward(session.engine, loss, last=index == len(micro))
             user.after_backward(index == len(micro))
-        session.optimizer.step()
-        shadow.update(lambda second, live: second.lerp(live, 0.25))
+        for optimizer in optimizers:
+            optimizer.step()
+        if draw.random() < 0.5:
+            shadow.update(lambda second, live: second.lerp(live, 0.25))
         user.after_step()
     for _ in range(2):
         shadow.swap()
@@ -182,8 +206,9 @@ def train(case: Case, executor: Executor, device: torch.device) -> list[Tensor]:
 def left_by(session: Session) -> list[Tensor]:
     left = []
     for bucket in session.engine.buckets:
-        master, state = bucket.master, session.updater.state_of(bucket)
-        left += [master.read(0, bucket.layout.shard_numel), bucket.shard, *state.flat.values()]
+        left += [bucket.master.read(0, bucket.layout.shard_numel), bucket.shard]
+        for updater in session.engine.updaters:
+            left += updater.state_of(bucket).flat.values()
     with session.engine.gathered(session.model.parameters()):
         left += [parameter.detach() for parameter in session.model.parameters()]
         return [tensor.cpu().clone() for tensor in left]

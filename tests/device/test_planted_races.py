@@ -22,12 +22,11 @@ from strategy.fits import Recipe
 
 from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.collectives import _Collectives
-from lightning_zero.sharding.gradients import ShardedGradient
+from lightning_zero.sharding.gradients import LentGradient, ShardedGradient
 from lightning_zero.storage import HostStore
 from lightning_zero.storage.host import _PinnedMapping
 from lightning_zero.storage.staging import Staging
 from lightning_zero.storage.streams import StreamExecutor
-from lightning_zero.update.attached import AttachedOptimizers
 
 RANDOM = [Schedule("random", seed) for seed in range(SEEDS)]
 
@@ -64,7 +63,7 @@ TRAININGS = (
     Race("a slice is used before it is reduced", _Collectives, "reduce_scatter",
          BLOCKING, BLOCKING.replace(")", ", async_op=True)"), name="zero2", world=2),
     Race("a gradient is read before it has come", ShardedGradient, "_arrive",
-         "self._placement.await_host(self._arriving)"),
+         "self._placement.await_host(work)"),
     Race("a micro-batch is added before it has come", StreamExecutor, "receive",
          "(*after, arrived)", "after"),
     Race("a copy begins before its source is there", StreamExecutor, "_on_stream",
@@ -73,8 +72,10 @@ TRAININGS = (
          "list(on_device)", "[]"),
     Race("a staging buffer is used again too early", Staging, "_find",
          " and given.work.done()", "", name="zero2_offload", precision="bf16-true"),
-    Race("forward reads before the update has come", AttachedOptimizers, "update",
-         "bucket.moving.wait()", name="zero2_offload"),
+    Race("an update reads a gradient before it has come", LentGradient, "read",
+         "self.arriving.synchronize()", name="zero1_offload"),
+    Race("forward reads before the update has come", Bucket, "_await_update",
+         "self.moving.wait()", name="zero2_offload"),
 )
 # fmt: on
 UNPIN = Race("unpinned under a copy", _PinnedMapping, "__del__", "device_type(device).synchronize(device)")

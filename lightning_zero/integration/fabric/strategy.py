@@ -255,7 +255,7 @@ class ZeroFabricStrategy(CheckpointingStrategy):
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, **kwargs)
-        self._engine_of(optimizer).settle()  # the code that follows may read any parameter
+        self._engine_of(optimizer).end_step()  # the code that follows may read any parameter
         return output
 
     @override

@@ -1,0 +1,217 @@
+"""The update goes on under the next forward: who waits for it, who does not, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from device import sim
+from device.test_overlap import BF16, Case, Late, left_by, start
+from device.where import DevicePool
+from engine import driver
+from engine.driver import Session
+from helpers import models
+from strategy.fits import Lit, Recipe, make_trainer
+from torch import Tensor, nn
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.sharding.freed import MarkedParameter
+from lightning_zero.sharding.pending import PendingParameter
+from lightning_zero.storage import InlineExecutor, Lane, StreamExecutor, Ticket
+from lightning_zero.update import ShardUpdater
+from lightning_zero.update.view import UpdateView
+
+
+class Held(StreamExecutor):
+    """Jobs whose names contain a word, and those behind them, wait for a gate."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.word, self.gate = "nothing", threading.Event()
+
+    def _in_thread(self, lane: Lane, job: Callable[[], object], what: str, after: Sequence[Ticket]) -> Any:
+        def held() -> None:
+            if self.word in what:
+                assert self.gate.wait(10)
+            job()
+
+        return super()._in_thread(lane, held, what, after)
+
+
+def backward(session: Session, device: torch.device) -> None:
+    ((batch,),), *_ = models.make_batches(1, 1, 1)
+    with session.engine.forward_context():
+        loss = models.next_token_loss(session.model, batch.to(device))
+    driver.backward(session.engine, loss, last=True)
+
+
+@pytest.mark.device("lazy")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_unit_waits_for_no_later_update(device: torch.device, stage: int) -> None:
+    """At stage 3 for that of the unit that is gathered ahead, besides its own."""
+    executor = Held(device)
+    session = start(Case(stage, precision=BF16), executor, device, models.TinyTransformer(depth=4))
+    backward(session, device)
+    last = session.engine.buckets[-1]
+    executor.word = last.name
+    session.optimizer.step()
+    seen = []
+
+    def after_first_unit(*_: Any) -> None:
+        seen.append(last.updating)
+        executor.gate.set()
+
+    handle = session.model.blocks[0].register_forward_hook(after_first_unit)
+    backward(session, device)
+    handle.remove()
+    assert seen == [True]
+    assert not any(bucket.updating for bucket in session.engine.buckets)
+
+
+def full(parameter: nn.Parameter) -> Tensor:
+    return parameter.detach().clone()
+
+
+READS: dict[str, Callable[[nn.Module, nn.Parameter], Any]] = {
+    "an operator": lambda model, p: p * 2,
+    "a list": lambda model, p: torch.stack(torch._foreach_mul([p, p], 2)),
+    "detach": lambda model, p: p.detach(),
+    "data": lambda model, p: p.data,
+    "to": lambda model, p: p.to("cpu"),
+    "state_dict": lambda model, p: next(iter(model.state_dict().values())),
+    "deepcopy of the module": lambda model, p: next(copy.deepcopy(model).parameters()),
+    "deepcopy": lambda model, p: copy.deepcopy(p),
+    "pickle": lambda model, p: pickle.loads(pickle.dumps(p.cpu() if p.is_cpu else nn.Parameter(p.cpu()))),
+    "save": lambda model, p: saved(p),
+    "in place": lambda model, p: in_place(p),
+    "assigned": lambda model, p: assigned(p),
+    "repr": lambda model, p: torch.tensor(len(repr(p))),
+    "a call of a part": lambda model, p: model.tokens(torch.arange(4, device=p.device)),
+    "a functional call": lambda model, p: torch.func.functional_call(
+        model.tokens, dict(model.tokens.named_parameters()), (torch.arange(4, device=p.device),)
+    ),
+    "tolist": lambda model, p: torch.tensor(p.tolist()),
+    "item": lambda model, p: torch.tensor(p[0, 0].item()),
+    "numpy": lambda model, p: torch.from_numpy(p.detach().cpu().numpy()),
+}
+
+
+def saved(parameter: nn.Parameter) -> Tensor:
+    file = io.BytesIO()
+    torch.save(parameter, file)
+    loaded: Tensor = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    return loaded
+
+
+@torch.no_grad()
+def in_place(parameter: nn.Parameter) -> Tensor:
+    return parameter.add_(1).clone()
+
+
+def assigned(parameter: nn.Parameter) -> Tensor:
+    parameter.data = parameter.data + 1
+    return parameter.detach().clone()
+
+
+@pytest.mark.device("lazy")
+def test_whoever_reads_a_parameter_waits_for_its_update(device: torch.device) -> None:
+    """And finds an ordinary parameter; whoever reads metadata does not wait."""
+    wrong = []
+    for name, read in READS.items():
+        shown = []
+        for executor in (InlineExecutor(), Late(device)):
+            session = start(Case(2), executor, device)
+            backward(session, device)
+            session.optimizer.step()
+            parameter = next(session.model.parameters())
+            before = type(parameter), parameter.shape, parameter.dtype, parameter.requires_grad, parameter.is_leaf
+            assert isinstance(parameter, PendingParameter) == isinstance(executor, Late)
+            assert parameter.grad is not None
+            shown.append([full(read(session.model, parameter)).cpu(), *before[1:]])
+            assert not isinstance(parameter, MarkedParameter)
+            assert not vars(parameter)
+            session.engine.settle()
+            shown[-1] += [full(p).cpu() for p in session.model.parameters()]
+        expected, actual = shown
+        same = [torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(actual, expected, strict=True)]
+        wrong += [] if all(same) else [name]
+    assert not wrong
+
+
+@pytest.mark.device("lazy")
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_that_an_update_reads_are_not_overwritten(device: torch.device, stage: int) -> None:
+    """Nor by a backward of which no forward has waited for the update."""
+    left = []
+    for executor in (InlineExecutor(), Late(device)):
+        session = start(Case(stage), executor, device)
+        backward(session, device)
+        session.optimizer.step()
+        session.optimizer.zero_grad()
+        session.engine.flush()  # of what has no gradient: zeros
+        torch.accelerator.synchronize()  # they have come, whatever the host does
+        session.engine.await_updates()
+        left.append(left_by(session))
+    assert all(map(torch.equal, *left))
+
+
+@pytest.mark.device("lazy")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_failed_update_surfaces_where_it_is_waited_for(
+    device: torch.device, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its own traceback and the bucket's name, at every wait; others go on."""
+    session = start(Case(stage), StreamExecutor(device), device)
+    backward(session, device)
+    first, *_, last = session.engine.buckets
+    update = type(session.updater).update
+
+    def fail(updater: ShardUpdater, view: UpdateView) -> None:
+        if view.parameters is first.parameters:
+            raise ArithmeticError("no more digits")
+        update(updater, view)
+
+    monkeypatch.setattr(type(session.updater), "update", fail)
+    session.optimizer.step()
+    for wait in (first.await_update, first.unshard, session.engine.settle, session.engine.await_updates):
+        with pytest.raises(ArithmeticError, match="no more digits") as caught:
+            wait()
+        assert [first.name in note for note in caught.value.__notes__] == [True]
+        assert "fail" in [entry.name for entry in caught.traceback]
+    last.unshard()
+    session.engine.zero_grad(session.model.parameters())
+
+
+class Failing(Lit):
+    """Its third update fails, of a bucket in the middle."""
+
+    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
+        if index == 2:
+            self.trainer.strategy.engine.updaters[0].update = self.fail  # type: ignore[attr-defined]
+
+    def fail(self, view: UpdateView) -> None:
+        raise ArithmeticError("no more digits")
+
+
+def fits_and_fails(name: str) -> list[str]:
+    lit = Failing(Recipe(steps=5))
+    trainer = make_trainer(ZeroStrategy(**STRATEGIES[name]), accelerator=sim.DEVICE)
+    with pytest.raises(ArithmeticError, match="no more digits") as caught:
+        trainer.fit(lit)
+    return [str(trainer.global_step), *caught.value.__notes__]
+
+
+@pytest.mark.device("lazy")
+@pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload"])
+def test_a_fit_whose_update_fails_ends_with_that_error(device_pool1: DevicePool, name: str) -> None:
+    ((step, note),) = device_pool1.run(fits_and_fails, name)
+    assert step == "3"
+    assert "the update of" in note
+    assert "in the lane HOST" in note
