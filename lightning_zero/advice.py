@@ -28,6 +28,7 @@ class Case(Enum):
     MASTERS_NOT_FP32 = auto()  # a kernel that needs fp32 masters got others
     CANNOT_BE_SHARDED = auto()  # a parameter, a module or an optimizer
     RENORMALIZED_IN_FORWARD = auto()  # an embedding has a largest norm; the text has its `name` and `module`
+    ROUNDED = auto()  # a parameter has lost digits that a training, or a wider dtype, needs
     MADE_LATE = auto()  # a parameter came into being, or got its values, too late
     UNEVEN_LOADERS = auto()  # loaders of different ranks have different numbers of batches
     STEP_OF_ITS_OWN = auto()  # an optimizer overrides `step`, and the driver has a hook for that

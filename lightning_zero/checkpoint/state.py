@@ -145,9 +145,9 @@ class FullPrecision(TorchFunctionMode):
         target, values = args[:2]
         if isinstance(target, ShardedParameter) and target.shape == values.shape:
             load_shard(target, values)
-            give_back_pages(values)
         else:
             func(*args, **kwargs or {})
+        give_back_pages(values)
         if target.is_floating_point() and target.dtype.itemsize == 2 < values.dtype.itemsize:
             self._loaded.append((target, values, version_of(target)))
         return target

@@ -32,7 +32,7 @@ from lightning_zero.sharding.freed import without_freed_checks
 from lightning_zero.sharding.gradients import BucketGradients
 from lightning_zero.sharding.held import answer_for
 from lightning_zero.sharding.hooks import GradientHooks, UnshardHooks, install_refresh_hooks, install_unshard_hooks
-from lightning_zero.sharding.partition import check_initialized, check_same, partition
+from lightning_zero.sharding.partition import check_exact, check_initialized, check_same, partition
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.sharding.prefetch import Prefetcher
 from lightning_zero.sharding.reducer import Reducer
@@ -90,6 +90,7 @@ class Engine:
 
     Raises:
         CollectiveError: where the ranks hold different modules.
+        ValueError: an engine that only evaluated has rounded values that are needed here.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Engine:
         self._shadow_numbers = itertools.count()
         unit_list, specs = partition(module, placement, optimized, units, bucket_size_mb, persistence_numel)
         check_initialized(specs)
+        check_exact(specs, placement)
         check_same(specs, placement.mesh.world)
         self._steps_to_check = check_steps
         placement.mesh.check(check_steps > 0)
@@ -239,12 +241,23 @@ class Engine:
         optimizer that is among these already goes on with its state.
 
         Raises:
-            ValueError: where an optimizer holds a parameter that the module does not.
+            ValueError: where an optimizer holds a parameter that the module does not, or a parameter has lost digits.
         """
-        self.settle()
+        self.begin_training()
+        self._map.check_exact()
         self._forget_steps()
         self._optimizers.attach(updaters, self)
         self.zero_grad(p for b in self.buckets for p in b.parameters)
+
+    def begin_training(self) -> None:
+        """Make the masters that a placement without training left out. The same call on all ranks.
+
+        They are right where nothing was cast, and for what is loaded next; :meth:`attach` refuses the others.
+        """
+        self.settle()
+        if not self.placement.trains:
+            self._map.begin_to_train()
+            self.placement = self._map.placement
 
     def _forget_steps(self) -> None:
         self.outcomes.forget()

@@ -48,6 +48,10 @@ def provide_advice() -> None:
                 "in `on_train_batch_end`, `with torch.no_grad(), lightning_zero.gathered_parameters(self.{name}): "
                 "self.{name}.weight.renorm_({module.norm_type}, 0, {module.max_norm})`"
             ),
+            Case.ROUNDED: (
+                "Load the weights, `trainer.fit(model, ckpt_path=path)`, or make the module anew; to evaluate first "
+                "and train then, use lightning_zero.ZeroStrategy(evaluation_masters=True)"
+            ),
             Case.MADE_LATE: "`__init__` or `configure_model` is the place for it",
             Case.UNEVEN_LOADERS: (
                 "Every rank needs as many batches: `drop_last=True` in a batch sampler of your own, or "

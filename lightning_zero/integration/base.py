@@ -84,6 +84,7 @@ class EngineStrategy(DDPStrategy):
     checkpoint_format = _Option(lambda options: options.checkpoint_format)
     async_save = _Option(lambda options: options.async_save)
     checksums = _Option(lambda options: options.checksums)
+    evaluation_masters = _Option(lambda options: options.evaluation_masters)
     timeout = _Option(lambda options: options.timeout)
     start_method = _Option(lambda options: options.start_method)
 
@@ -141,17 +142,23 @@ class EngineStrategy(DDPStrategy):
             self._dtypes.clear()
             self._dtypes.update((id(p), p.dtype) for p in module.parameters())
             optimized = parameters if optimizers is not None else None
+            trains = self._makes_masters(optimizers)
             engine = engines.make_engine(
-                module, self._mesh, self.options, precision, self.root_device, self._executor, optimized
+                module, self._mesh, self.options, precision, self.root_device, self._executor, optimized, trains
             )
             private.report_device(module, self.root_device)
             precision.attach(engine)
             self._engine = engine
         if optimizers is not None:
+            engine.begin_training()
             engine.attach([make_updater(o, engine, self.options.native_optimizer) for o in optimizers])
 
+    def _makes_masters(self, optimizers: Sequence[Optimizer] | None) -> bool:
+        """Whether a run makes them: one that trains, or after which a fit is to go on from full precision."""
+        return optimizers is not None or self.options.evaluation_masters
+
     def _describe_memory(
-        self, module: pl.LightningModule, optimizers: Sequence[Optimizer], micro_batches: int
+        self, module: pl.LightningModule, optimizers: Sequence[Optimizer] | None, micro_batches: int
     ) -> Memory:
         precision = self.precision_plugin
         assert isinstance(precision, ZeroPrecision)
@@ -164,4 +171,5 @@ class EngineStrategy(DDPStrategy):
             (self.num_nodes, self.num_processes, self.global_rank),
             micro_batches,
             self._dtypes,
+            self._makes_masters(optimizers),
         )

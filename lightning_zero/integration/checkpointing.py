@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -50,6 +51,11 @@ class CheckpointingStrategy(EngineStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         engines = [] if self._engine is None else [self._engine]
+        if any(bucket.rounded for engine in engines for bucket in engine.buckets):
+            rank_zero_warn(
+                f"{filepath} will hold weights as they were cast for evaluation, {self.precision_plugin.precision!r}: "
+                "nothing else of them was kept before any fit, which ZeroStrategy(evaluation_masters=True) does"
+            )
         _checkpoint.follow_first(engines)
         if self._background is not None:
             self._background.wait()
@@ -195,6 +201,8 @@ class CheckpointingStrategy(EngineStrategy):
         module = self.lightning_module
         assert module is not None
         if self._engine is not None and not self._engine.released and self._engine.module is module:
+            if module.trainer.state.fn == TrainerFn.FITTING:
+                self._engine.begin_training()  # for masters that are loaded next
             _checkpoint.load_module_state_dict(self._engine, checkpoint["state_dict"], strict)
             return
         assert isinstance(self.precision_plugin, ZeroPrecision)

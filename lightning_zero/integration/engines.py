@@ -75,6 +75,7 @@ def make_engine(
     device: torch.device,
     executor: Executor,
     optimized: Iterable[Parameter] | None,
+    trains: bool = True,
 ) -> Engine:
     """Shard a module. Collective.
 
@@ -86,11 +87,12 @@ def make_engine(
         device: that trains.
         executor: of copies and of work beside the training.
         optimized: parameters that optimizers will update.
+        trains: make masters; without, the shards in their computing dtype are all that there is.
     """
     policy = ShardingPolicy.from_stage(options.stage)
     return Engine(
         module,
-        BucketPlacement(mesh, policy, precision.policy, device, *_stores(options, device), executor),
+        BucketPlacement(mesh, policy, precision.policy, device, *_stores(options, device), executor, trains=trains),
         optimized=optimized,
         units=options.units,
         bucket_size_mb=options.bucket_size_mb,
@@ -106,25 +108,27 @@ def make_engine(
 
 def describe_memory(
     module: nn.Module,
-    optimizers: Sequence[Optimizer],
+    optimizers: Sequence[Optimizer] | None,
     options: StrategyOptions,
     precision: ZeroPrecision,
     device: torch.device,
     ranks: tuple[int, int, int],
     micro_batches: int,
     dtypes: Mapping[int, torch.dtype],
+    trains: bool = True,
 ) -> Memory:
     """Collects what plans are made from, for the options of the run and for others that take less memory.
 
     Args:
         module: to be trained, before or after an engine has sharded it.
-        optimizers: over its parameters.
+        optimizers: over its parameters; ``None``: of an evaluation.
         options: of the strategy.
         precision: of the run.
         device: that trains.
         ranks: number of nodes, processes on each, and the number of this rank.
         micro_batches: backward passes per step.
         dtypes: see :class:`~lightning_zero.planning.memory.Memory`.
+        trains: see there.
     """
     num_nodes, num_processes, rank = ranks
     world_size = num_nodes * num_processes
@@ -132,7 +136,8 @@ def describe_memory(
     default_size = default_shard_size(num_nodes, num_processes)
     return Memory(
         module=module,
-        optimizers=optimizers,
+        trains=trains,
+        optimizers=optimizers or (),
         micro_batches=micro_batches,
         setting=setting,
         dtypes=dtypes,
@@ -142,7 +147,7 @@ def describe_memory(
         world_size=world_size,
         rank=rank,
         candidates=list(remedies.candidates(options, setting, default_size, world_size)),
-        hint=remedies.activations(micro_batches),
+        hint=remedies.activations(None if optimizers is None else micro_batches),
     )
 
 

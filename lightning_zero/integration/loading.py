@@ -52,7 +52,7 @@ def load_from_checkpoint(
     if "://" in str(path):  # Lightning fetches it
         return cls.load_from_checkpoint(path, map_location, weights_only=weights_only, **arguments)
     loaded = checkpoint.load(Path(path).expanduser(), Group(), weights_only is not False, checksums)
-    with private.reading(loaded):
+    with private.reading(loaded), checkpoint.FullPrecision():  # of the file no more than a tensor is in memory
         made = cls.load_from_checkpoint(path, weights_only=weights_only, **arguments)
     return made.to(_device(map_location)) if isinstance(made, LightningModule) else made
 

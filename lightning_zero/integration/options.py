@@ -53,6 +53,7 @@ class StrategyOptions:
     checkpoint_format: FormatName = "full"
     async_save: bool = False
     checksums: bool = True
+    evaluation_masters: bool = False
     timeout: float = 1800.0
     start_method: StartMethod = "popen"
     process_group_backend: str | None = None
@@ -71,7 +72,7 @@ class StrategyOptions:
         self._check_shard_size()
         _check_positive("bucket_size_mb", self.bucket_size_mb, "a number greater than 0; 25 is a good start")
         _check_positive("timeout", self.timeout, "a number of seconds greater than 0; the default is 1800")
-        for name in ("skip_nonfinite", "detect_data_edits", "overlap", "async_save", "checksums"):
+        for name in ("skip_nonfinite", "detect_data_edits", "overlap", "async_save", "checksums", "evaluation_masters"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
         _check_units(self.units)

@@ -73,8 +73,10 @@ def candidates(
             yield f"precision={name}", replace(now, precision=ZeroPrecision(flag).policy)
 
 
-def activations(micro_batches: int) -> str:
-    """Advice on the memory that no plan knows."""
+def activations(micro_batches: int | None) -> str:
+    """Advice on the memory that no plan knows; ``None`` micro-batches: of an evaluation."""
+    if micro_batches is None:
+        return "Activations are in no plan: half the batch takes half of them."
     return (
         f"Activations are in no plan: half the batch with trainer.accumulate_grad_batches={2 * micro_batches} takes "
         "half of them, activation checkpointing of the blocks most."

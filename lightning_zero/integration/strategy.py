@@ -115,6 +115,9 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             of the checkpoint, and written while training goes on. An error appears at the next save or at the end.
         checksums: write checksums of all tensors into checkpoints, and verify them when one is loaded; it is read once
             more for that, each rank a part.
+        evaluation_masters: make masters in ``validate``, ``test`` and ``predict`` before any ``fit``, too. Without them
+            such a run holds the parameters in the dtype in which they are computed with, and nothing else. What a cast
+            to 16 bits has lost is then gone from the module: a later ``fit`` of it needs the checkpoint, or this.
         timeout: seconds after which a collective fails that some rank never joins.
         start_method: how the other ranks are started: ``"popen"`` re-runs the script.
         process_group_backend: of torch, ``"nccl"`` or ``"gloo"``; default: the one that fits the accelerator.
@@ -148,6 +151,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         checkpoint_format: FormatName = "full",
         async_save: bool = False,
         checksums: bool = True,
+        evaluation_masters: bool = False,
         timeout: float = 1800.0,
         start_method: StartMethod = "popen",
         accelerator: Accelerator | None = None,
@@ -176,13 +180,14 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             checkpoint_format=checkpoint_format,
             async_save=async_save,
             checksums=checksums,
+            evaluation_masters=evaluation_masters,
             timeout=timeout,
             start_method=start_method,
             process_group_backend=process_group_backend,
         )
         self._policy = ShardingPolicy.from_stage(self.options.stage)
         self._undo = []
-        self.memory: Memory | None = None  # of the fit that runs
+        self.memory: Memory | None = None  # of the fit that runs, or of an evaluation without one before
         self._dtypes = {}
         self._executor = InlineExecutor()
         self._failed = False
@@ -302,9 +307,12 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
                 self.model = self._layer_sync.apply(self.lightning_module)
             self.setup_optimizers(trainer)
             optimizers = [o for o in self.optimizers if not private.is_stand_in(o)]
-            self.memory = self._describe_memory(self.lightning_module, optimizers, trainer.accumulate_grad_batches)
+        if fitting or self._engine is None or not self._engine.placement.trains:  # else there is what a fit has left
+            micro_batches, planned = trainer.accumulate_grad_batches, optimizers if fitting else None
+            self.memory = self._describe_memory(self.lightning_module, planned, micro_batches)
             assert self._mesh is not None
-            preflight.check(self.memory, self._engine, self._mesh.world, self.options.preflight)
+            if fitting:
+                preflight.check(self.memory, self._engine, self._mesh.world, self.options.preflight)
         full_precision, self._full_precision = self._full_precision, None
         if full_precision is not None:
             full_precision.forget_changed()

@@ -65,10 +65,11 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Memory:
-    """The memory of one rank in one training; plans are made when they are asked for.
+    """The memory of one rank in one training, or evaluation; plans are made when they are asked for.
 
     Attributes:
-        module: that is trained; an engine may hold it.
+        module: that runs; an engine may hold it.
+        trains: whether masters, gradients and optimizer state are made.
         optimizers: over its parameters.
         micro_batches: backward passes per step.
         setting: as configured.
@@ -83,6 +84,7 @@ class Memory:
     """
 
     module: nn.Module
+    trains: bool
     optimizers: Sequence[Optimizer]
     micro_batches: int
     setting: Setting
@@ -139,6 +141,7 @@ class Memory:
             host if setting.optimizer_on_host else device,
             host if setting.params_on_host else device,
             make_executor(self.device, setting.overlap),
+            trains=self.trains,
         )
         return plan(
             self.module,

@@ -130,7 +130,8 @@ def plan(
 
     Args:
         module: as it is given to the engine; it may be on the meta device, and it is not changed.
-        placement: that of an engine, or one on :meth:`Mesh.imagined`. ``torch.device("meta")`` stands for a GPU that
+        placement: that of an engine, or one on :meth:`Mesh.imagined`. One that does not train plans evaluation: a
+            step is a forward then. ``torch.device("meta")`` stands for a GPU that
             this machine lacks; on the optimizer store's device, optimizers are tried on a small matrix.
         optimizers: over the module's parameters; without any, all that require a gradient are reduced, and no state
             is counted.
@@ -166,9 +167,12 @@ def plan(
         name: [spec.parameter for spec in specs] for name, specs in parameters_by_unit(module, unit_list).items()
     }
     run = RecordedRun(unit_list, parameters, forms, footprints, placement, account, max_live_numel, recomputed)
-    run.step(micro_batches, len(optimizers), first=True)  # which learns the order of units
-    run.reset_traffic()
-    run.step(micro_batches, len(optimizers), first=False)
+    for first in (True, False):  # the first learns the order of units
+        run.reset_traffic()
+        if placement.trains:
+            run.step(micro_batches, len(optimizers), first)
+        else:
+            run.evaluate()
     sent, calls = run.traffic()
     rows = [_with_gradients(row, bucket) for row, bucket in zip(rows, run.buckets, strict=True)]
     return Plan(tuple(rows), buffer_bytes, run.staging, account.peak, sent, calls)
@@ -211,7 +215,7 @@ def _row(form: BucketForm, footprints: Sequence[Footprint]) -> BucketPlan:
         masters=stored(master.pieces),
         optimizer_state=stored(state),
         sharded_gradient=NOTHING,
-        gradients=Bytes(device=sum(p.numel() for p in form.parameters if p.requires_grad) * size),
+        gradients=Bytes(device=sum(p.numel() for p in form.parameters if p.requires_grad) * size * placement.trains),
         reduce_buffer=NOTHING,
     )
 

@@ -329,6 +329,12 @@ class RecordedRun:
         for bucket, footprints in updates:
             bucket.update(footprints, first)
 
+    def evaluate(self) -> None:
+        """Runs a forward without gradients; see :meth:`Engine.forward_context`."""
+        with torch.no_grad():
+            self._forward()
+        self._end_pass()
+
     @property
     def staging(self) -> Bytes:
         """Host memory in passing that copies keep."""
@@ -380,6 +386,9 @@ class RecordedRun:
                 for bucket in self._own[number]:
                     bucket.reshard()
         self._reducer.flush()
+        self._end_pass()
+
+    def _end_pass(self) -> None:
         self._prefetcher.end_pass()
         for bucket in self.buckets:
             bucket.reshard()

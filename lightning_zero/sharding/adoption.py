@@ -50,6 +50,8 @@ def make_bucket(
     else:
         for target, memory in owned:
             placement.copy(target, full[start:stop], ("device", memory), name)
+    if placement.rounds(bucket.initial_dtype, dtype):
+        bucket.rounded.update(range(len(bucket.parameters)))
     own = NoMaster(shard, placement.shard_memory)
     bucket.begin(flat, shard, own if copy is None else CopyMaster(shard, copy, StoreHome(placement, name)))
     return bucket
@@ -113,11 +115,24 @@ def begin_to_optimize(bucket: Bucket) -> None:
     """Makes a bucket ready for updates: a parameter of it has joined an optimizer. The same call on all ranks."""
     if not bucket.optimized:
         bucket.optimized = True
-        if isinstance(bucket.master, NoMaster) and (copy := _room_for_copy(bucket)) is not None:
-            placement = bucket.placement
-            memories = placement.shard_memory, placement.optimizer_store.memory
-            placement.copy(copy, bucket.shard, memories, bucket.name)
-            bucket.master = CopyMaster(bucket.shard, copy, StoreHome(placement, bucket.name))
+        _complete_master(bucket)
+
+
+def begin_to_train(bucket: Bucket) -> None:
+    """Makes the master that a bucket was made without, of the shard's values; ``rounded`` tells which are too few.
+
+    What user code has changed in gathered parameters must be taken over before. The same call on all ranks.
+    """
+    bucket.placement = bucket.placement._replace(trains=True)
+    _complete_master(bucket)
+
+
+def _complete_master(bucket: Bucket) -> None:
+    if isinstance(bucket.master, NoMaster) and (copy := _room_for_copy(bucket)) is not None:
+        placement = bucket.placement
+        memories = placement.shard_memory, placement.optimizer_store.memory
+        placement.copy(copy, bucket.shard, memories, bucket.name)
+        bucket.master = CopyMaster(bucket.shard, copy, StoreHome(placement, bucket.name))
 
 
 @torch.no_grad()

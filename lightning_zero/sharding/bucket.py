@@ -27,6 +27,7 @@ from lightning_zero.sharding.masters import Master, NoMaster
 from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.sharding.pending import end_pending, mark_pending
 from lightning_zero.sharding.placement import BucketPlacement
+from lightning_zero.sharding.rounded import mark_rounded
 from lightning_zero.storage import DONE, Memory, Ticket
 from lightning_zero.storage.timers import Phase, timed
 from lightning_zero.torch_private import version_of
@@ -101,6 +102,7 @@ class Bucket:
         self.flat: Tensor
         self.shard: Tensor
         self.master: Master
+        self.rounded: set[int] = set()  # parameters of which a cast has lost digits: no master was there to keep them
         self.moving: Ticket = DONE  # the last work on its tensors in host memory that may go on beside the training
         self.updating = False  # that is an update, for which nobody has waited
         self._await_shards: Callable[[], None]  # ends the gather that has begun
@@ -357,6 +359,8 @@ class Bucket:
                 self.formats[index].read(values, segment.param_start, into)
                 self.master.keep(segment.start, into)
                 self.publish(segment.start, segment.stop)
+        note = self.rounded.add if self.placement.rounds(values.dtype, self.dtype) else self.rounded.discard
+        note(index)
 
     def gather_full(self, shard: Tensor, memory: Memory) -> Tensor:
         """All-gather any 1-D tensor laid out as the shard; returns the full one (padded) on the device. Collective.
@@ -381,7 +385,11 @@ class Bucket:
         if self.state is BucketState.GATHERED:
             self.absorb_edits()
         full = self.gather_master()
-        for view, parameter in zip(self.views(full), self.parameters, strict=True):
+        for index, (view, parameter) in enumerate(zip(self.views(full), self.parameters, strict=True)):
             mark_gathered(parameter)
             release_parameter(parameter)
-            parameter.data = view.clone()
+            if index in self.rounded:
+                parameter.data = view.to(self.initial_dtype)
+                mark_rounded(parameter, self.dtype)
+            else:
+                parameter.data = view.clone()

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_zero.sharding.adoption import make_bucket
+from lightning_zero.sharding.adoption import begin_to_train, make_bucket
 from lightning_zero.sharding.bucket import Bucket, BucketState
 from lightning_zero.sharding.gradients import BucketGradients
 from lightning_zero.sharding.layout import Segment
 from lightning_zero.sharding.partition import BucketSpec, Unit
 from lightning_zero.sharding.placement import BucketPlacement
+from lightning_zero.sharding.rounded import lost_digits
 
 
 class BucketMap:
@@ -127,6 +128,22 @@ class BucketMap:
                         self.placement.mesh.world.broadcast_(bucket.flat, f"write back {bucket.name}")
                         bucket.absorb_edits(everything=True)
                 bucket.reshard()
+
+    def begin_to_train(self) -> None:
+        """Make the masters that the buckets were made without; see ``rounded`` of each. The same call on all ranks."""
+        self.placement = self.placement._replace(trains=True)
+        for bucket in self.buckets:
+            begin_to_train(bucket)
+
+    def check_exact(self) -> None:
+        """Refuse parameters that have lost digits.
+
+        Raises:
+            ValueError: it names one.
+        """
+        for bucket in self.buckets:
+            for index in bucket.rounded:
+                raise lost_digits(bucket.names[index], bucket.dtype, bucket.master.dtype)
 
     def release(self) -> None:
         """Give every parameter an ordinary tensor at full precision and forget the buckets. Collective."""

@@ -25,6 +25,7 @@ from lightning_zero.sharding.collectives import CollectiveError, Group
 from lightning_zero.sharding.compiled import named_modules, original, plain_name
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.sharding.policies import MixedPrecisionPolicy, ShardingPolicy
+from lightning_zero.sharding.rounded import lost_digits, rounded_to
 from lightning_zero.torch_private import is_traceable_wrapper_subclass
 
 ROOT = "(root)"
@@ -288,6 +289,24 @@ def check_initialized(buckets: Sequence[BucketSpec]) -> None:
                 f"parameter {name!r} is on the meta device and has no values; before training call "
                 f"`to_empty(device=...)` and initialize it{advice(Case.MADE_LATE, '; ')}"
             )
+
+
+def check_exact(buckets: Sequence[BucketSpec], placement: BucketPlacement) -> None:
+    """Refuse parameters that have fewer digits than their buckets need.
+
+    Args:
+        buckets: those to be made.
+        placement: of all of them.
+
+    Raises:
+        ValueError: it names one.
+    """
+    for spec in buckets:
+        needed = spec.placed(placement).master(spec.given, spec.dtype, spec.optimized).dtype
+        for name, parameter in spec.specs:
+            had = rounded_to(parameter)
+            if had is not None and torch.promote_types(had, needed) != had:
+                raise lost_digits(name, had, needed)
 
 
 def check_same(buckets: Sequence[BucketSpec], world: Group) -> None:

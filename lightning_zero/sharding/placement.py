@@ -42,7 +42,8 @@ class MasterForm(NamedTuple):
 class BucketPlacement(NamedTuple):
     """Groups, policies, device, stores and executor that the buckets of one engine share.
 
-    Where ``whole``, each parameter lies whole in one shard; a bucket may have that for itself.
+    Where ``whole``, each parameter lies whole in one shard; a bucket may have that for itself. Until something
+    ``trains`` there are no masters: parameters rest in the dtype in which they are computed with, and nowhere else.
     """
 
     mesh: Mesh
@@ -53,6 +54,7 @@ class BucketPlacement(NamedTuple):
     param_store: TensorStore
     executor: Executor = InlineExecutor()
     whole: bool = False
+    trains: bool = True
 
     def persistent(self) -> BucketPlacement:
         """The placement of parameters that stay unsharded although the stage shards them."""
@@ -145,6 +147,8 @@ class BucketPlacement(NamedTuple):
             dtype: dtype of the shard.
             optimized: whether an optimizer may update it.
         """
+        if not self.trains:
+            return MasterForm(dtype, self.shard_device)
         store = self.optimizer_store
         # A frozen parameter keeps its full precision too: it is what a checkpoint holds.
         cast = self.precision.needs_master(dtype) and (optimized or initial.itemsize > dtype.itemsize)
@@ -154,6 +158,10 @@ class BucketPlacement(NamedTuple):
             values = torch.float32 if cast else dtype
             return MasterForm(values, store.device, (values,))
         return MasterForm(dtype, self.shard_device)
+
+    def rounds(self, initial: torch.dtype, dtype: torch.dtype) -> bool:
+        """Whether a cast loses what a training would keep in masters."""
+        return not self.trains and initial != dtype and self.precision.needs_master(dtype)
 
     def split_master(self, dtype: torch.dtype) -> MasterForm:
         """The split master of a 16-bit shard: remainders, and the high part where the shard is not on the host."""

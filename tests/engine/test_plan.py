@@ -19,6 +19,7 @@ from helpers import models
 from helpers.ranks import RankPool, ranks
 from torch import Tensor, nn
 
+from lightning_zero.engine import Engine
 from lightning_zero.planning import Bytes, Plan, plan
 from lightning_zero.planning.account import Account
 from lightning_zero.sharding import BucketGradients, Mesh, MixedPrecisionPolicy
@@ -146,6 +147,44 @@ def test_memory_follows_the_plan(pool: RankPool, stage: int, precision: str, off
         if not (exact and 0.8 <= figures["peak"] <= 1.0 and figures["host peak"] <= 1.0):
             wrong.append((result.case, figures))
     assert not wrong
+
+
+def evaluate(setup: Setup, mesh: Mesh) -> tuple[Memory, Counter[str], Plan]:
+    """Two passes without gradients of an engine that does not train, and what the second one sent."""
+    placement = driver.make_placement(setup, mesh)._replace(trains=False)
+    expected = plan(Deep(), placement, bucket_size_mb=setup.bucket_size_mb)
+    gc.collect()
+    with memory.counted_mappings() as mappings, torch.no_grad():
+        mappings.most = mappings.live
+        model = Deep()
+        engine = Engine(model, placement, bucket_size_mb=setup.bucket_size_mb, check_steps=0)
+        with memory.Peak() as peak:
+            for _ in range(2):
+                mesh.shard.reset_counters()
+                with engine.forward_context():
+                    loss_of(model, torch.ones(1, INPUT))
+        device = memory.storage_bytes() - mappings.live
+        case = Memory(cases.describe(setup), expected, device, mappings.live, peak.nbytes, mappings.most)
+    return case, Counter(mesh.shard.sent), expected
+
+
+def evaluate_all(setups: Sequence[Setup]) -> list[tuple[Memory, Counter[str], Plan]]:
+    meshes = Meshes()
+    with memory.only_new_objects():
+        return [evaluate(setup, meshes.of(setup)) for setup in setups]
+
+
+def test_evaluation_follows_its_plan(pool2: RankPool) -> None:
+    """Parameters in their computing dtype are held and gathered, and nothing else."""
+    made = [(1, False), (2, True), (3, False), (3, True)]
+    setups = [Setup(stage, offload, precision=BF16, bucket_size_mb=BUCKET_SIZE_MB) for stage, offload in made]
+    for found, sent, expected in itertools.chain(*pool2.run(evaluate_all, setups)):
+        held, peak = expected.held, expected.peak
+        assert (found.device, found.host) == (pytest.approx(held.device, rel=0.01), held.host), found.case
+        assert 0.8 * peak.total <= found.peak - ACTIVATIONS <= peak.total, found.case
+        assert sent == expected.sent, found.case
+        parts = ("masters", "optimizer_state", "sharded_gradient", "gradients", "reduce_buffer")
+        assert not any(getattr(bucket, part).total for bucket in expected.buckets for part in parts)
 
 
 @pytest.mark.parametrize("stage", STAGES)

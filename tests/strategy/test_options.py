@@ -37,6 +37,7 @@ OTHERS: dict[str, Any] = {
     "checkpoint_format": "sharded",
     "async_save": True,
     "checksums": False,
+    "evaluation_masters": True,
     "timeout": 10.0,
     "start_method": "spawn",
     "process_group_backend": "gloo",
