@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -190,7 +190,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         self.memory: Memory | None = None  # of the fit that runs, or of an evaluation without one before
         self._dtypes = {}
         self._executor = InlineExecutor()
-        self._failed = False
+        self._failure: BaseException | None = None  # with which the fit ends
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -299,7 +299,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         assert self.lightning_module is not None
         self._check_compiled(self.lightning_module)
         self.accelerator.setup(trainer)
-        self._failed = False
+        self._failure = None
         self._fitting = fitting = trainer.state.fn == TrainerFn.FITTING
         optimizers: list[Optimizer] = []
         if fitting:
@@ -359,7 +359,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._failed = True
+        self._failure = exception
         tell_why(exception, Board() if self._mesh is None else self._mesh.board, self.launcher)
         if self.memory is not None and is_out_of_memory(exception):
             try:
@@ -375,21 +375,37 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         assert self.accelerator is not None
         self._rng = self.memory = None
         self._forget_gradients()
-        while self._undo:
-            self._undo.pop()()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
-        if self._background is not None:
-            self._fitting = False
-            try:
-                self._background.wait()
-            except (CheckpointError, CollectiveError):
-                if not self._failed:  # else there is another error to report, and this one was logged
-                    raise
+        undo, self._undo = self._undo, []
+        failure, self._failure = self._failure, None
+        with contextlib.ExitStack() as stack:  # from the last; each is done, also where another fails
+            stack.callback(self._end_background, failure)
+            for part in (self.checkpoint_io, self.accelerator, self.precision_plugin):
+                stack.callback(_noting, failure, part.teardown)
+            for end in undo:
+                stack.callback(_noting, failure, end)
+
+    def _end_background(self, failure: BaseException | None) -> None:
+        if self._background is None:
+            return
+        self._fitting = False
+        try:
+            self._background.wait()
+        except (CheckpointError, CollectiveError):
+            if failure is None:  # else there is another error to report, and this one was logged
+                raise
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         # Process groups and threads do not pickle; a spawned rank makes its own.
         own = {"_engine": None, "_mesh": None, "_background": None, "_executor": InlineExecutor()}
         return {**super().__getstate__(), **own}
+
+
+def _noting(failure: BaseException | None, end: Callable[[], object]) -> None:
+    """Ends a part of a fit; after a failure, which is to be reported, another error is a note of it."""
+    try:
+        end()
+    except Exception as error:
+        if failure is None:
+            raise
+        failure.add_note(f"The teardown after it failed too: {error!r}")

@@ -373,10 +373,12 @@ class _Collectives:
 def is_communication_error(error: BaseException) -> bool:
     """Whether a collective has failed, of this package or of anyone who uses ``torch.distributed``."""
     return isinstance(error, CollectiveError | dist.DistError) or (
-        isinstance(error, RuntimeError) and "/gloo/" in str(error)
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_GLOO)
     )
 
 
+# Its errors are plain `RuntimeError`s. The second is of those whose connection another one's timeout has closed.
+_OF_GLOO = ("/gloo/", "Application timeout caused pair closure")
 _CLOSED = ("closed by peer", "reset by peer", "Broken pipe")  # in errors of gloo
 
 

@@ -9,6 +9,7 @@ import io
 import time
 import traceback
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from device import sim
 from device.where import DevicePool
 from lightning import Callback, LightningModule, Trainer
-from strategy.fits import make_trainer
+from strategy.fits import NAMES, make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -56,35 +57,49 @@ def leave(room: int) -> None:
 
 
 class RunOut(Callback):
-    """Leaves no memory for one part of the second step."""
+    """Leaves no memory for one phase of the second step."""
 
-    def __init__(self, part: str) -> None:
-        self.part = part
+    def __init__(self, name: str, phase: str) -> None:
+        self.name, self.phase = name, phase
+
+    def begin(self, phase: str, trainer: Trainer) -> None:
+        if self.phase == phase and trainer.global_step == 1:
+            leave(0)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(trainer.strategy, ZeroStrategy)
         mesh = trainer.strategy.engine.placement.mesh
-        for group in (mesh.world, mesh.shard):
-            if group.process_group is not None:
-                group.process_group.set_timeout(timedelta(seconds=TIMEOUT))
-
-    def begin(self, part: str, trainer: Trainer) -> None:
-        if self.part == part and trainer.global_step == 1:
-            leave(0)
+        groups = [mesh.world.process_group, mesh.shard.process_group]
+        if (self.name, self.phase) in FIRST_LIGHTNING:
+            groups.append(dist.group.WORLD)
+        for group in groups:
+            if group is not None:
+                group.set_timeout(timedelta(seconds=TIMEOUT))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.begin("forward", trainer)
+        self.begin("gather", trainer)
 
     def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:
         self.begin("backward", trainer)
 
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        self.begin("update", trainer)
 
-# By part of the training: a function that the error must have come through.
-PARTS = {
-    "forward": "training_step",
-    "backward": "backward",
-    "reduction": "_collect",
+
+# By phase: the function that the error must have come through, and the names that take the device's memory there.
+PHASES = {
+    "set-up": ("_shard", "zero2_offload zero3"),
+    "forward": ("training_step", "zero0 zero1_offload zero2"),
+    "gather": ("begin_unshard", "zero3 zero3_offload"),
+    "backward": ("backward", "zero1 zero2 zero2_offload zero3 zero3_offload"),
+    "reduction": ("_collect", "zero1_offload zero2 zero2_offload zero3"),
+    "update": ("update", "zero0 zero1 zero2 zero3"),
 }
+CELLS = [(name, phase) for phase, (_, names) in PHASES.items() for name in names.split()]
+FAST = [("zero2", "reduction"), ("zero3", "gather")]
+# The other rank comes to a collective of Lightning's before it comes to one of ours.
+FIRST_LIGHTNING = [("zero0", "update"), ("zero3", "update")]
 
 
 @dataclasses.dataclass
@@ -94,33 +109,44 @@ class Ended:
     kind: str
     message: str  # with its notes
     functions: list[str]  # that it came through
+    before: str  # the error that was raised before it, if there was one
     printed: str
     seconds: float
     kept: int  # bytes on the device afterwards
     trained: bool  # a smaller model, in the same process
 
 
-def run_out(name: str, part: str) -> Ended:
-    gc.collect()
-    torch.accelerator.synchronize()
-    before = torch.accelerator.memory_allocated()
-    kind, message, functions, printed, seconds = fail(name, part)
+def run_out(name: str, phase: str) -> Ended:
+    before = held()
+    ended = fail(name, phase)
+    dist.group.WORLD.set_timeout(timedelta(seconds=10 * SET_UP_TIMEOUT))
     dist.all_reduce(torch.zeros(1))  # rank 0 has waited longer
-    gc.collect()
-    kept = torch.accelerator.memory_allocated() - before
+    ended.kept = held() - before
     leave(MODEL)
-    return Ended(kind, message, functions, printed, seconds, kept, train_smaller(name))
+    if (name, phase) not in FIRST_LIGHTNING:  # whose group is of no use any more
+        ended.trained = train_smaller(name)
+    return ended
+
+
+def held() -> int:
+    """Bytes on the device, once what was enqueued has run and garbage is collected."""
+    with contextlib.suppress(RuntimeError):  # of a collective to which the other rank did not come
+        torch.accelerator.synchronize()
+    for _ in range(2):  # what a finalizer has brought back in the first one goes in the second
+        gc.collect()
+    return torch.accelerator.memory_allocated()
 
 
 def make(name: str, **flags: Any) -> Trainer:
     # Without checks ranks wait at the end of a step, with them in the next collective.
     checks = 0 if name == "zero2" else 10
-    strategy = ZeroStrategy(**STRATEGIES[name], timeout=SET_UP_TIMEOUT, persistence_numel=0, check_steps=checks)
+    options: dict[str, Any] = {"persistence_numel": 0, "check_steps": checks, "preflight": "off"}
+    strategy = ZeroStrategy(**STRATEGIES[name], timeout=SET_UP_TIMEOUT, **options)
     return make_trainer(strategy, accelerator=sim.DEVICE, **flags)
 
 
-def fail(name: str, part: str) -> tuple[str, str, list[str], str, float]:
-    trainer, module = make(name, callbacks=[RunOut(part)]), Blocks(WIDTH)
+def fail(name: str, phase: str) -> Ended:
+    trainer, module = make(name, callbacks=[RunOut(name, phase)]), Blocks(WIDTH)
     collect = BucketGradients._collect
 
     def collect_in_vain(gradients: BucketGradients, dtype: torch.dtype) -> Tensor:
@@ -129,15 +155,18 @@ def fail(name: str, part: str) -> tuple[str, str, list[str], str, float]:
 
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
-        if part == "reduction":
+        if phase == "reduction":
             stack.enter_context(mock.patch.object(BucketGradients, "_collect", collect_in_vain))
+        if phase == "set-up":
+            leave(MODEL // 4)
         printed = stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         raised = stack.enter_context(pytest.raises(RuntimeError))
         trainer.fit(module)
     seconds, error = time.monotonic() - began, raised.value
     message = "\n".join([str(error), *getattr(error, "__notes__", [])])
     functions = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    return type(error).__name__, message, functions, printed.getvalue(), seconds
+    context = repr(error.__context__) if error.__context__ else ""
+    return Ended(type(error).__name__, message, functions, context, printed.getvalue(), seconds, 0, False)
 
 
 def train_smaller(name: str) -> bool:
@@ -146,21 +175,21 @@ def train_smaller(name: str) -> bool:
     return trainer.global_step == 3
 
 
-FAST = [("zero2", "reduction"), ("zero3", "forward")]
-SLOW = [("zero2_offload", "backward"), ("zero3_offload", "forward"), ("zero2", "backward")]
-
-
 @pytest.mark.device
-@pytest.mark.parametrize(("name", "part"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.parametrize(
+    ("name", "phase"), [pytest.param(*cell, marks=[] if cell in FAST else pytest.mark.slow) for cell in CELLS]
+)
 def test_the_rank_reports_what_takes_the_memory_and_the_other_ends_with_its_error(
-    device_pool2: DevicePool, name: str, part: str
+    device_pool2: DevicePool, name: str, phase: str
 ) -> None:
     if not device_pool2.where.simulated:
         pytest.skip("only the simulated device has a limit to set")
-    other, ended = device_pool2.run(run_out, name, part)
+    other, ended = device_pool2.run(run_out, name, phase)
+    if (name, phase) in FIRST_LIGHTNING:
+        device_pool2.pool.kill()
     print(ended.printed, other, ended, sep="\n\n")
     assert ended.kind == "OutOfMemoryError"
-    assert PARTS[part] in ended.functions
+    assert PHASES[phase][0] in ended.functions
     report = ended.printed
     assert report.count("Rank 1 is out of memory.") == report.count("Memory of rank 1") == 1
     remedy = "strategy.max_live_numel=0" if name == "zero3_offload" else "strategy=zero3_offload"
@@ -168,7 +197,43 @@ def test_the_rank_reports_what_takes_the_memory_and_the_other_ends_with_its_erro
         assert text in report
     assert "out of memory" not in other.printed
     assert "rank 1 failed: OutOfMemoryError: the simulated device 1 is out of memory" in other.message
+    assert not ended.before
     assert max(other.seconds, ended.seconds) < 10 * SET_UP_TIMEOUT
     assert other.kept == ended.kept == 0
-    assert other.trained
-    assert ended.trained
+    assert other.trained == ended.trained == ((name, phase) not in FIRST_LIGHTNING)
+
+
+class SaveOnFullDevice(Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            torch.accelerator.synchronize()
+            device = dist.get_rank()
+            sim.install().set_limit(device, torch.accelerator.memory_allocated(device))
+            trainer.save_checkpoint(self.path)
+            sim.install().set_limit(device, sim.EVERY_DEVICE_BYTES)
+
+
+def save_on_full_device(name: str, form: str, folder: Path) -> int:
+    """How many more steps the checkpoint resumes with."""
+    path = folder / "last.ckpt"
+    strategy = ZeroStrategy(**STRATEGIES[name], persistence_numel=0, checkpoint_format=form)
+    make_trainer(strategy, accelerator=sim.DEVICE, callbacks=[SaveOnFullDevice(path)]).fit(Blocks(WIDTH))
+    resumed = make_trainer(ZeroStrategy(**STRATEGIES[name], persistence_numel=0), accelerator=sim.DEVICE)
+    resumed.fit(Blocks(WIDTH), ckpt_path=path)
+    return resumed.global_step
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("form", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "zero3" else pytest.mark.slow) for name in NAMES]
+)
+def test_a_checkpoint_is_saved_on_a_device_that_is_full(
+    device_pool2: DevicePool, tmp_path: Path, name: str, form: str
+) -> None:
+    if not device_pool2.where.simulated:
+        pytest.skip("only the simulated device has a limit to set")
+    assert device_pool2.run(save_on_full_device, name, form, tmp_path) == [3, 3]

@@ -197,7 +197,15 @@ def test_a_user_class_that_fails_on_vectors_is_refused() -> None:
         check_element_wise(NeedsMatrices(weights()), CPU)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("a test's"), RuntimeError("[x/gloo/y] Timed out")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("a test's"),
+        RuntimeError("[x/gloo/y] Timed out"),
+        RuntimeError("Application timeout caused pair closure"),
+    ],
+    ids=["memory", "timeout", "after a timeout"],
+)
 def test_failures_of_a_device_and_of_other_ranks_are_not_the_class_s(error: Exception) -> None:
     optimizer = OnBrokenDevice(weights())
     optimizer.error = error

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from helpers import models
 from helpers.ranks import RankError, RankPool, ranks
 from helpers.reference import Trained, train_reference
-from lightning import Trainer
+from lightning import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.model_summary import summarize
 from strategy.fits import (
@@ -354,3 +355,29 @@ def test_a_trainer_whose_engine_another_released_shards_again(pool: RankPool) ->
     for dtypes, holds in pool.run(fit_twice_then_test_with_the_first):
         assert set(dtypes) == {torch.bfloat16}
         assert holds
+
+
+def end_in_vain(fails: bool) -> tuple[str, list[str], bool]:
+    """A fit whose device cannot be left in order: the error and its notes, and whether the rest was still torn down."""
+    trainer = make_trainer("zero2", max_steps=1, callbacks=[Failing()] if fails else [])
+    assert trainer.strategy.accelerator is not None
+    with (
+        mock.patch.object(trainer.strategy.accelerator, "teardown", side_effect=RuntimeError("the device is lost")),
+        mock.patch.object(trainer.strategy.checkpoint_io, "teardown") as rest,
+        pytest.raises((ZeroDivisionError, RuntimeError)) as raised,
+    ):
+        trainer.fit(Lit(MOMENTUM))
+    return repr(raised.value), getattr(raised.value, "__notes__", []), rest.called
+
+
+class Failing(Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise ZeroDivisionError("the first error")
+
+
+def test_an_error_of_the_teardown_hides_none_from_before(pool1: RankPool) -> None:
+    ((error, notes, _),) = pool1.run(end_in_vain, True)
+    assert error == "ZeroDivisionError('the first error')"
+    assert notes == ["The teardown after it failed too: RuntimeError('the device is lost')"]
+    ((error, _, torn_down),) = pool1.run(end_in_vain, False)
+    assert (error, torn_down) == ("RuntimeError('the device is lost')", True)
