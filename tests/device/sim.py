@@ -82,7 +82,7 @@ def reset() -> None:
     c.clear_faults()
     with contextlib.suppress(RuntimeError):  # of the test before, which has failed for it
         c.schedule("eager", 0)
-    for defect in ("no_poison", "no_events", "no_copy_waits"):
+    for defect in defects():
         setattr(c.defects(), defect, False)
     c.pageable_is_error(False)
     c.hang_limit(60.0)
@@ -92,6 +92,11 @@ def reset() -> None:
     c.reset_streams()
     for device in range(c.devices):
         c.set_limit(device, EVERY_DEVICE_BYTES)
+
+
+def defects() -> list[str]:
+    """Properties that can be broken on purpose: attributes of `install().defects()`."""
+    return [name for name in dir(install().defects()) if name.startswith("no_")]
 
 
 @contextlib.contextmanager

@@ -60,7 +60,11 @@ def every_collective() -> dict[str, Tensor]:
 
 @pytest.mark.device(*SCHEDULES)
 def test_collectives_give_what_they_should(device_pool2: DevicePool) -> None:
-    one, other = device_pool2.run(every_collective)
+    assert_right(*device_pool2.run(every_collective))
+
+
+def assert_right(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """What `every_collective` has returned on two ranks."""
     own = [torch.arange(4.0), torch.arange(4.0) + 10]
     both = {
         "all_reduce": own[0] + own[1],

@@ -51,7 +51,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Defects>(m, "Defects")
       .def_readwrite("no_poison", &Defects::no_poison)
       .def_readwrite("no_events", &Defects::no_events)
-      .def_readwrite("no_copy_waits", &Defects::no_copy_waits);
+      .def_readwrite("no_copy_waits", &Defects::no_copy_waits)
+      .def_readwrite("no_record_stream", &Defects::no_record_stream)
+      .def_readwrite("no_pinned_care", &Defects::no_pinned_care)
+      .def_readwrite("no_unpin_check", &Defects::no_unpin_check)
+      .def_readwrite("no_limit", &Defects::no_limit)
+      .def_readwrite("no_pageable_count", &Defects::no_pageable_count)
+      .def_readwrite("no_wait_count", &Defects::no_wait_count)
+      .def_readwrite("no_time", &Defects::no_time)
+      .def_readwrite("no_caller_waits", &Defects::no_caller_waits)
+      .def_readwrite("no_work_waits", &Defects::no_work_waits);
   m.def("defects", [] { return &scheduler().defects; }, py::return_value_policy::reference);
   m.def("protect", [](bool on) { arena().protect(on); });
 

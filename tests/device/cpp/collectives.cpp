@@ -86,7 +86,8 @@ class SimWork final : public c10d::Work {
   bool isSuccess() const override { return signal_->done; }
   std::vector<at::Tensor> result() override { return results_; }
   void synchronize() override {
-    scheduler().submit(current_stream(), {"wait for a collective", nullptr, {signal_}, nullptr});
+    if (!scheduler().defects.no_work_waits)
+      scheduler().submit(current_stream(), {"wait for a collective", nullptr, {signal_}, nullptr});
     kept_.clear();  // what frees them is behind the wait
   }
   bool wait(std::chrono::milliseconds) override {
@@ -414,7 +415,8 @@ class SimCCL final : public c10d::Backend {
     auto signal = std::make_shared<Signal>();
     {
       const auto stream = own_stream();
-      scheduler().submit(index_of(stream), {"wait for the caller", nullptr, {before}, nullptr});
+      if (!scheduler().defects.no_caller_waits)
+        scheduler().submit(index_of(stream), {"wait for the caller", nullptr, {before}, nullptr});
       c10::StreamGuard on_stream(stream);
       signal = launch(part.name, Resource::network, part.seconds, std::move(part.run));
     }

@@ -1,6 +1,8 @@
 // Copies between host and device, by the rules of CUDA's `copy_`: the host's side of an asynchronous one must
 // be pinned, have the other side's dtype and lie densely in the same order; otherwise it goes through
-// pageable memory, and the host waits.
+// pageable memory, and the host waits: on the way to the host for the copy; on the way to the device, where
+// the driver stages the source, for what the stream had to do before, and the copy itself may be under way
+// ("API synchronization behavior" in the reference of CUDA's runtime).
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_like.h>
@@ -39,13 +41,19 @@ void to_device(const at::Tensor& from, const at::Tensor& to, bool non_blocking) 
   }
   const bool pinned = same && is_pinned(from.const_data_ptr());
   const char* name = "copy to the device";
-  if (!pinned)
+  if (!pinned) {
     counters().note_pageable(same ? name : "copy to the device, converted", staged.nbytes(), non_blocking);
+    if (non_blocking) {
+      wait_for_copy(scheduler().record(current_stream()), name);
+      at::AutoDispatchBelowADInplaceOrView below;
+      if (!kept.defined()) kept = staged.clone();
+    }
+  }
   at::Tensor source = kept.defined() ? kept : unowned(staged), target = seen(to);
   auto signal = launch(name, Resource::to_device, transfer_seconds(to, scheduler().costs.to_device),
                        [source, target]() mutable { target.copy_(source); });
   if (pinned) note_copy(from.const_data_ptr(), from.nbytes(), signal);
-  if (!non_blocking || !pinned) wait_for_copy(signal, name);
+  if (!non_blocking) wait_for_copy(signal, name);
 }
 
 void to_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {

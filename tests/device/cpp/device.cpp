@@ -41,6 +41,7 @@ Counters& counters() {
 }
 
 void Counters::note_pageable(const std::string& why, int64_t bytes, bool asynchronous) {
+  if (scheduler().defects.no_pageable_count) return;
   {
     std::lock_guard<std::mutex> lock(mutex);
     pageable[why] += bytes;
@@ -50,15 +51,18 @@ void Counters::note_pageable(const std::string& why, int64_t bytes, bool asynchr
               " bytes, and the host's memory is not pinned");
 }
 
-void wait_for(const SignalPtr& signal, const std::string& why) {
-  auto& the = counters();
+void Counters::note_wait(const std::string& why, double seconds) {
   {
-    std::lock_guard<std::mutex> lock(the.mutex);
-    the.waits[why]++;
-    the.stalls[why] += std::max(0.0, signal->time - scheduler().now());
+    std::lock_guard<std::mutex> lock(mutex);
+    waits[why]++;
+    stalls[why] += std::max(0.0, seconds);
   }
+  if (observer) observer("wait", why, 0);
+}
+
+void wait_for(const SignalPtr& signal, const std::string& why) {
+  if (!scheduler().defects.no_wait_count) counters().note_wait(why, signal->time - scheduler().now());
   scheduler().host_reaches(signal->time);
-  if (the.observer) the.observer("wait", why, 0);
   scheduler().finish(signal);
 }
 

@@ -33,6 +33,7 @@ struct Counters {
   std::function<void(const std::string&, const std::string&, int64_t)> observer;
   bool pageable_is_error = false;
 
+  void note_wait(const std::string& why, double seconds);
   void note_pageable(const std::string& why, int64_t bytes, bool asynchronous);
 };
 

@@ -115,7 +115,10 @@ void* Allocator::take(size_t bytes) {
 // As CUDA: what is freed but still in use is waited for before the error.
 void Allocator::make_room(int device, size_t bytes) {
   auto& stats = stats_[device];
-  const auto fits = [&] { return size_t(stats.active_bytes[kAll].current) + bytes <= limits_[device]; };
+  const auto fits = [&] {
+    return scheduler().defects.no_limit ||
+           size_t(stats.active_bytes[kAll].current) + bytes <= limits_[device];
+  };
   if (fits()) return;
   stats.num_alloc_retries++;
   for (auto& entry : std::vector<Limbo>(limbo_))
@@ -173,6 +176,7 @@ void Allocator::emptyCache(c10::MempoolId_t) {
 void Allocator::recordStream(const c10::DataPtr& data, c10::Stream stream) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   auto found = blocks_.find(data.get());
+  if (scheduler().defects.no_record_stream) return;
   if (found != blocks_.end() && found->second.stream != index_of(stream))
     found->second.uses.insert(index_of(stream));
 }
@@ -225,7 +229,7 @@ struct HostAllocator final : at::HostAllocator {
     auto held = std::move(limbo);
     limbo.clear();
     for (auto& [p, bytes] : held) {
-      if (copies_in_flight(p, bytes)) {
+      if (copies_in_flight(p, bytes) && !scheduler().defects.no_pinned_care) {
         limbo.push_back({p, bytes});
         continue;
       }
@@ -290,6 +294,7 @@ void unregister_host(void* p) {
     end = found->second;
     pinned.erase(found);
   }
+  if (scheduler().defects.no_unpin_check) return;
   TORCH_CHECK(!copies_in_flight(begin, size_t(end - begin)), "unpinned under a copy: ", end - begin,
               " bytes of host memory, which a stream has still to copy from or to");
 }

@@ -126,6 +126,7 @@ void Scheduler::submit(int stream, Task task, Lock& lock) {
 
 // Its place in virtual time, and the fault that was kept for it.
 void Scheduler::plan(int stream, Task& task) {
+  if (defects.no_time) task.seconds = 0;
   const int device = stream / kStreams;
   double start = std::max(stream_time_[stream], host_time_);
   for (const auto& signal : task.waits) start = std::max(start, signal->time);

@@ -82,8 +82,17 @@ struct CostModel {
 // Properties that a test breaks on purpose, to see that another test notices.
 struct Defects {
   bool no_poison = false;
-  bool no_events = false;      // a recorded event is done at once
-  bool no_copy_waits = false;  // a blocking copy returns at once
+  bool no_events = false;          // a recorded event is done at once
+  bool no_copy_waits = false;      // a blocking copy returns at once
+  bool no_record_stream = false;   // what other streams use is given out again at once
+  bool no_pinned_care = false;     // freed pinned memory is given back under a copy
+  bool no_unpin_check = false;     // memory may be unpinned under a copy
+  bool no_limit = false;           // memory does not run out
+  bool no_pageable_count = false;  // copies of memory that is not pinned go unnoticed
+  bool no_wait_count = false;      // so do the host's waits
+  bool no_time = false;            // tasks cost nothing
+  bool no_caller_waits = false;    // a collective does not wait for the caller's stream
+  bool no_work_waits = false;      // nor the caller's stream for the collective
 };
 
 // The threads that give tasks to the device.
