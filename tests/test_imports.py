@@ -34,16 +34,18 @@ LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 INSIDE = {
     "checkpoint": (
         ("",),
-        ("background", "file", "folder"),
-        ("folder_reader", "state"),
-        ("shards",),
+        ("background", "file", "folder", "remote_file"),
+        ("destination", "folder_reader", "state"),
+        ("archive_reader", "shards"),
         ("archive",),
-        ("boxes", "commit", "lazy", "rng", "tiles"),
-        ("errors",),
+        ("boxes", "commit", "lazy", "rng"),
+        ("remote",),
+        ("errors", "tiles"),
     ),
     "tools": (("",), ("consolidate", "deepspeed", "export"), ("deepspeed_runs",), ("contents",)),
 }
-APART = {"checkpoint": [{"file", "folder"}, {"file", "folder_reader"}]}  # containers do not know each other
+# Containers do not know each other.
+APART = {"checkpoint": [{file, folder} for file in ("file", "remote_file") for folder in ("folder", "folder_reader")]}
 FACADE = {"config"}  # may import public names from the package itself
 LIGHTNING = ("cli", "callbacks", "config", "integration", "migration", "schedulers")  # the floors that know Lightning
 # What needs no collective: is there a process group, and how large is it?
@@ -236,7 +238,7 @@ def test_upward_imports_are_found(part: str, source: str) -> None:
     [
         ("folder", "from lightning_zero.checkpoint.file import FileSave"),
         ("file", "from lightning_zero.checkpoint import archive, folder_reader"),
-        ("lazy", "import lightning_zero.checkpoint.tiles"),
+        ("tiles", "import lightning_zero.checkpoint.lazy"),
         ("state", "def f():\n    from lightning_zero.checkpoint import CheckpointError"),
         ("errors", "from lightning_zero.checkpoint import rng"),
     ],

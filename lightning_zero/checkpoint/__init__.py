@@ -10,8 +10,8 @@ Terms:
     source: holds the values of lazy tensors: the shards of an engine, or a checkpoint on the disk.
     draft: a file or folder under a temporary name, until it is complete.
 
-The container of one file (``file``) and that of many (``folder``, ``folder_reader``) do not know each other; they share
-archives, tiles, drafts and how all ranks learn of errors.
+The container of one file (``file``, ``remote_file``) and that of many (``folder``, ``folder_reader``) do not know each
+other; they share archives, tiles, drafts and how all ranks learn of errors.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.checkpoint import archive, file, folder, folder_reader, rng
-from lightning_zero.checkpoint.archive import give_back_pages
+from lightning_zero.checkpoint import archive_reader, file, folder, folder_reader, remote_file, rng
+from lightning_zero.checkpoint.archive_reader import give_back_pages
 from lightning_zero.checkpoint.background import Background
 from lightning_zero.checkpoint.commit import INCOMPLETE, Save, recover, recover_all, remove
 from lightning_zero.checkpoint.errors import CheckpointError, together
+from lightning_zero.checkpoint.remote import Location, RemotePath, locate
 from lightning_zero.checkpoint.shards import fetch_for_first, follow_first, full_on_first
 from lightning_zero.checkpoint.state import (
     FullPrecision,
@@ -55,6 +56,7 @@ __all__ = [
     "load_module_state_dict",
     "load_optimizer_state_dict",
     "load_shadow_state_dict",
+    "locate",
     "module_state_dict",
     "optimizer_state_dict",
     "recover_all",
@@ -64,12 +66,14 @@ __all__ = [
 ]
 
 CONTAINERS: dict[str, Callable[..., Save | None]] = {"full": file.begin, "sharded": folder.begin}
+# Those of a file system that is reached by a URL.
+REMOTE_CONTAINERS: dict[str, Callable[..., Save]] = {"full": remote_file.begin, "sharded": folder.begin}
 
 
 def begin(
     container: str,
     checkpoint: dict[str, Any],
-    path: Path,
+    path: Location,
     engines: Sequence[Engine],
     world: Group,
     checksums: bool = True,
@@ -90,10 +94,11 @@ def begin(
     Raises:
         CheckpointError: on all ranks, if one of them fails.
     """
-    return CONTAINERS[container](checkpoint, path, engines, world, checksums)
+    containers = REMOTE_CONTAINERS if isinstance(path, RemotePath) else CONTAINERS
+    return containers[container](checkpoint, path, engines, world, checksums)
 
 
-def load(path: Path, world: Group, weights_only: bool = True, checksums: bool = True) -> Any:
+def load(path: Location, world: Group, weights_only: bool = True, checksums: bool = True) -> Any:
     """Read a checkpoint of any container, or one that :func:`torch.save` wrote. Collective.
 
     Args:
@@ -111,11 +116,12 @@ def load(path: Path, world: Group, weights_only: bool = True, checksums: bool = 
     """
 
     def is_folder() -> bool:
-        recover(path)
+        if isinstance(path, Path):
+            recover(path)
         return path.is_dir()
 
     what = f"read the checkpoint {path}"
     found = any(together(world, is_folder, what))
     if path.name.endswith(INCOMPLETE):
         raise CheckpointError(f"could not {what}: it was never completed; load the last complete one beside it")
-    return (folder_reader if found else archive).load(path, world, weights_only, checksums)
+    return (folder_reader if found else archive_reader).load(path, world, weights_only, checksums)

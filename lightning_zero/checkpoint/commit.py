@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zero.checkpoint.errors import together
+from lightning_zero.checkpoint.remote import Location
 from lightning_zero.sharding import Group
 from lightning_zero.storage import Executor
 
@@ -36,10 +37,12 @@ class Save(ABC):
     Attributes:
         path: of the checkpoint.
         spread: whether ranks do not see one folder: there is one under the same name on each file system.
+        in_background: whether it can be written while training goes on, after :meth:`hold`.
     """
 
-    path: Path
+    path: Location
     spread: bool = False
+    in_background: bool = True
 
     def write(self, world: Group) -> None:
         """Write the checkpoint, and give it its name when it is complete and on the disk. Collective.

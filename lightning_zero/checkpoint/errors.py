@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_zero.advice import Case, advice
@@ -17,7 +16,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, read, or turned into what was asked for; the message says what to do."""
 
 
-def damaged(path: Path, names: Iterable[str]) -> CheckpointError:
+def damaged(path: object, names: Iterable[str]) -> CheckpointError:
     """The error of a checkpoint in which the checksums of the tensors ``names`` do not match."""
     return CheckpointError(
         f"{path} is damaged: the checksum of {shortened(names)} does not match. Use an earlier checkpoint"

@@ -31,7 +31,7 @@ from lightning_zero.checkpoint.commit import Draft, Save
 from lightning_zero.checkpoint.errors import on_first, together
 from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor
 from lightning_zero.checkpoint.shards import Key, across_ranks, source_of, values_of
-from lightning_zero.checkpoint.tiles import TILE, snapshot, write_tiles
+from lightning_zero.checkpoint.tiles import TILE, Appending, snapshot, write_tiles
 from lightning_zero.engine import Engine
 from lightning_zero.sharding import Group
 from lightning_zero.storage import Executor
@@ -116,7 +116,9 @@ class FileSave(Save):
         try:
             for record, offset, tiles in self.slices:
                 start = record.start + offset
-                written.append(Checksum(record.name, start, *write_tiles(file, tiles, start, self.checksums)))
+                written.append(
+                    Checksum(record.name, start, *write_tiles(Appending(file, start), tiles, self.checksums))
+                )
             os.fsync(file)
         finally:
             os.close(file)

@@ -9,9 +9,8 @@ is as for the file.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import io
-import os
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,14 +31,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.nn import Parameter
 from typing_extensions import override
 
-from lightning_zero.checkpoint.archive import Record, archive_of_tensor, lazy_tensors, leaves, write_checksums
+from lightning_zero.checkpoint.archive import Record, archive_of_tensor, lazy_tensors, leaves, with_checksum
 from lightning_zero.checkpoint.boxes import Box, boxes_of_slice, view_as_box
-from lightning_zero.checkpoint.commit import META, METADATA, Draft, Save, sync
+from lightning_zero.checkpoint.commit import METADATA, Save
+from lightning_zero.checkpoint.destination import Destination, make_destination
 from lightning_zero.checkpoint.errors import on_first, together
 from lightning_zero.checkpoint.folder_reader import OPTIMIZER
 from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor
+from lightning_zero.checkpoint.remote import Location
 from lightning_zero.checkpoint.shards import Key, ShardedValues, across_ranks, fetch_for_first, source_of, values_of
-from lightning_zero.checkpoint.tiles import TILE, snapshot, write_at, write_tiles
+from lightning_zero.checkpoint.tiles import TILE, Writable, snapshot, write_tiles
 from lightning_zero.engine import Engine
 from lightning_zero.sharding import Group
 from lightning_zero.storage import Executor
@@ -49,7 +50,7 @@ KeyPath = tuple[str | int, ...]  # the keys and indices that lead to an entry of
 
 
 def begin(
-    checkpoint: Mapping[str, Any], path: Path, engines: Sequence[Engine], world: Group, checksums: bool = True
+    checkpoint: Mapping[str, Any], path: Location, engines: Sequence[Engine], world: Group, checksums: bool = True
 ) -> FolderSave:
     """Begin to write the folder ``path``; see :func:`lightning_zero.checkpoint.begin`. Collective."""
     what = f"begin the checkpoint {path}"
@@ -63,25 +64,25 @@ def begin(
     on_first(world, sort_out, what)
     # Rank 0 writes alone what is no dictionary or list, with all that is in it.
     fetch_for_first([leaf for leaf in contents.entries.values() if not isinstance(leaf, Tensor)], engines)
-    folder = _Folder(path, world)
+    folder = make_destination(path, world)
     try:
         if folder.spread:  # the ranks that have made another folder write it, too
             meta = on_first(world, lambda: meta, what)
         sharded, aliases = on_first(world, lambda: (contents.take_sharded(engines), contents.aliases), what)
         for name, key, param in sharded:
             contents.entries[name] = _OwnBoxes(values_of(key, engines), param)
-        planner, writer = _Planner(contents, coordinator=world.rank == 0), _Writer(folder.path)
-        plans = together(world, lambda: writer.prepare_local_plan(planner.create_local_plan()), what)
+        planner = _Planner(contents, coordinator=world.rank == 0)
+        plans = together(world, planner.create_local_plan, what)
 
         def plan_all() -> tuple[list[SavePlan], Metadata, str]:
             every, metadata = planner.create_global_plan(plans)
             tensors = metadata.state_dict_metadata
             tensors |= {other: tensors[name] for other, name in aliases.items()}
-            return writer.prepare_global_plan(every), metadata, writer.save_id
+            return every, metadata, folder.save_id
 
-        every, metadata, writer.save_id = on_first(world, plan_all, what)
+        every, metadata, folder.save_id = on_first(world, plan_all, what)
         items = planner.items(every[world.rank])
-        return FolderSave(path, folder, items, writer, metadata, aliases, meta, checksums)
+        return FolderSave(path, folder, items, metadata, aliases, meta, checksums)
     except BaseException:
         folder.close()
         raise
@@ -94,17 +95,15 @@ class FolderSave(Save):
     Attributes:
         folder: where this rank writes.
         items: that this rank writes.
-        writer: into the folder.
         metadata: of all ranks' items.
         aliases: names of tensors that are another one, and the name of that.
         meta: contents of ``meta.pt``.
         checksums: compute them.
     """
 
-    path: Path
-    folder: _Folder
+    path: Location
+    folder: Destination
     items: Iterable[_Item]
-    writer: _Writer
     metadata: Metadata
     aliases: Mapping[str, str]
     meta: bytes
@@ -119,20 +118,15 @@ class FolderSave(Save):
 
     @override
     def _write(self, rank: int) -> list[WriteResult]:
-        return self.writer.write_items(self.items, f"__{rank}_0{DEFAULT_SUFFIX}", self.checksums)
+        name = self.folder.name_of(f"__{rank}_0{DEFAULT_SUFFIX}")
+        with self.folder.create(name) as file:
+            return list(_write_items(self.items, file, name, self.checksums))
 
     @override
     def _complete(self, written: Sequence[Sequence[WriteResult]]) -> None:
-        if (draft := self.folder.draft) is not None:
-            self.writer.finish(self.metadata, [*map(list, written), self._copies(written)])
-            sync(draft.temporary / METADATA)  # DCP flushes the file before what it has buffered gets there
-            unnamed = draft.temporary / f"{META}.tmp"
-            unnamed.write_bytes(self.meta)
-            sync(unnamed)
-            sync(draft.temporary)
-            unnamed.rename(draft.temporary / META)  # now it is complete
-            sync(draft.temporary)
-            draft.complete()
+        if self.folder.is_mine:
+            results = [*map(list, written), self._copies(written)]
+            self.folder.complete(_pickled_metadata(self.metadata, results, self.folder.save_id), self.meta)
 
     def _copies(self, written: Sequence[Sequence[WriteResult]]) -> list[WriteResult]:
         """The places of tied tensors, which are written once, under their other names."""
@@ -318,79 +312,35 @@ class _Planner(DefaultSavePlanner):
                 yield _Item(index, data.getbuffer())
 
 
-class _Writer(FileSystemWriter):
-    """DCP's writer, for files that are written as the one file is: a tile at a time, with checksums or without."""
+def _write_items(items: Iterable[_Item], file: Writable, name: str, checksums: bool) -> Iterator[WriteResult]:
+    """Append ``items`` to the file ``name``; yields where each is."""
+    end = 0
+    for item in items:
+        start, after = end, item.after
+        file.write(item.before)
+        end += len(item.before)
+        if item.values is not None:
+            nbytes, crc = write_tiles(file, item.tiles, checksums)
+            if nbytes != item.values.nbytes:
+                raise ValueError(f"{item.name.fqn} has {nbytes} bytes, not {item.values.nbytes}")
+            end += nbytes
+            after = with_checksum(after, item.values, crc) if checksums else after
+        file.write(after)
+        end += len(after)
+        yield WriteResult(item.name, end - start, StorageInfo(name, start, end - start))
 
-    def write_items(self, items: Iterable[_Item], name: str, checksums: bool) -> list[WriteResult]:
-        """Write ``items`` to the file ``name``, until they are on the disk; returns where they are."""
-        written, sums, end = [], {}, 0
-        file = os.open(Path(self.path) / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            for item in items:
-                start = end
-                write_at(file, item.before, start)
-                end += len(item.before)
-                if item.values is not None:
-                    values = item.values.moved(start)
-                    nbytes, sums[values] = write_tiles(file, item.tiles, end, checksums)
-                    if nbytes != values.nbytes:
-                        raise ValueError(f"{item.name.fqn} has {nbytes} bytes, not {values.nbytes}")
-                    end += nbytes
-                write_at(file, item.after, end)
-                end += len(item.after)
-                written.append(WriteResult(item.name, end - start, StorageInfo(name, start, end - start)))
-            if checksums:
-                write_checksums(file, sums)
-            os.fsync(file)
-        finally:
-            os.close(file)
-        return written
+
+def _pickled_metadata(metadata: Metadata, results: list[list[WriteResult]], save_id: str) -> bytes:
+    """The contents of ``.metadata``, by DCP's own writer, which knows its version's form."""
+    with tempfile.TemporaryDirectory() as scratch:
+        writer = _MetadataWriter(scratch)
+        writer.save_id = save_id
+        writer.finish(metadata, results)
+        return (Path(scratch) / METADATA).read_bytes()
+
+
+class _MetadataWriter(FileSystemWriter):
+    """DCP's writer, which notes of a folder no more than which save it is of."""
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id)
-
-
-class _Folder:
-    """The folder into which this rank writes: that of rank 0 or, where that is on another file system, one it sees.
-
-    Attributes:
-        path: of the folder, under its temporary name.
-        draft: the folder, where this rank has made it.
-        spread: whether there are several.
-    """
-
-    def __init__(self, path: Path, world: Group) -> None:
-        self.draft: Draft | None = None
-        self._found: Path | None = None
-        seen = [False] * world.size
-        try:
-            while not all(seen):
-                first = seen.index(False)
-                self.spread = first > 0
-                make = functools.partial(self._make, path, mine=world.rank == first)
-                made = together(world, make, f"make a folder for {path}")[first]
-                assert made is not None
-                seen = together(world, functools.partial(self._sees, made), f"look for {made}")
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def path(self) -> Path:
-        assert self._found is not None
-        return self._found
-
-    def _make(self, path: Path, mine: bool) -> Path | None:
-        if not mine:
-            return None
-        self.draft = Draft(path, folder=True)
-        return self.draft.temporary
-
-    def _sees(self, made: Path) -> bool:
-        if self._found is None and made.is_dir():
-            self._found = made
-        return self._found is not None
-
-    def close(self) -> None:
-        if self.draft is not None:
-            self.draft.close()

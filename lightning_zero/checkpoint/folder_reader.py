@@ -21,12 +21,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 from typing_extensions import Buffer
 
-from lightning_zero.checkpoint import archive
+from lightning_zero.checkpoint import archive, archive_reader
 from lightning_zero.checkpoint.boxes import Box, boxes_of_slice, view_as_box
 from lightning_zero.checkpoint.commit import META, METADATA
 from lightning_zero.checkpoint.errors import NAMED, CheckpointError, damaged, together
 from lightning_zero.checkpoint.lazy import StoredTensor
-from lightning_zero.checkpoint.tiles import bytes_of, checksum_of, read_at
+from lightning_zero.checkpoint.remote import Location, RemoteFile, RemotePath, nbytes_of
+from lightning_zero.checkpoint.tiles import OpenFile, Readable, bytes_of, checksum_of, read_at
 from lightning_zero.sharding import Group
 from lightning_zero.sharding.memory_format import MemoryFormat
 
@@ -52,14 +53,14 @@ _METADATA_NAMES = {
 }
 
 
-def load(path: Path, world: Group, weights_only: bool = True, checksums: bool = True) -> dict[str, Any]:
+def load(path: Location, world: Group, weights_only: bool = True, checksums: bool = True) -> dict[str, Any]:
     """Read the folder ``path``; see :func:`lightning_zero.checkpoint.load`. Collective.
 
     Returns:
         The checkpoint, as from one file; its tensors are read when they are used.
     """
     folder = _open(path, world)
-    meta: dict[str, Any] = archive.load(path / META, world, weights_only, checksums)
+    meta: dict[str, Any] = archive_reader.load(folder.meta, world, weights_only, checksums)
     if checksums:
         _verify(folder, world)
     entries: dict[str, Any] = {}
@@ -68,17 +69,18 @@ def load(path: Path, world: Group, weights_only: bool = True, checksums: bool = 
     return as_one(entries, meta)
 
 
-def verify(path: Path, world: Group) -> None:
+def verify(path: Location, world: Group) -> None:
     """Compare all checksums in a folder; ranks share the reading. Collective.
 
     Raises:
         CheckpointError: on all ranks, where something is not as it was written.
     """
-    archive.verify(path / META, world)
-    _verify(_open(path, world), world)
+    folder = _open(path, world)
+    archive_reader.verify(folder.meta, world)
+    _verify(folder, world)
 
 
-def _open(path: Path, world: Group) -> Folder:
+def _open(path: Location, world: Group) -> Folder:
     what = f"read the checkpoint {path}"
     folders: list[Folder] = []
 
@@ -129,27 +131,32 @@ class Folder:
 
     live = False
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Location) -> None:
         self.path = path
         if not (path / METADATA).is_file():
             raise CheckpointError(f"{path} is no checkpoint: a folder by torch.distributed.checkpoint has {METADATA}")
-        if not (path / META).is_file():
-            raise CheckpointError(f"{path} was never completed: it has no {META}. Use another checkpoint")
         with (path / METADATA).open("rb") as file:
             try:
                 self._metadata = _MetadataUnpickler(file).load()
             except (pickle.UnpicklingError, EOFError, AttributeError, LookupError, TypeError, ValueError) as error:
                 raise CheckpointError(f"{path / METADATA} is damaged ({type(error).__name__}: {error})") from error
+        if not self.meta.is_file():
+            raise CheckpointError(f"{path} was never completed: it has no {META}. Use another checkpoint")
         self._stored: list[_Stored] = []
         self._layouts: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = {}  # by where a box is
-        # By descriptors: user code may keep a tensor, and another checkpoint then take this folder's name.
-        self._files = {".": os.open(path, os.O_RDONLY)}
-        weakref.finalize(self, _close, self._files)
+        self._open = functools.partial(_open_remote, path) if isinstance(path, RemotePath) else _OpenFolder(path)
+        self._files: dict[str, Readable] = {}
         self._forms: dict[bytes, tuple[int, tuple[int, ...]]] = {}  # within an archive, by its bytes before the values
 
     @property
-    def key(self) -> Path:
+    def key(self) -> Location:
         return self.path
+
+    @functools.cached_property
+    def meta(self) -> Location:
+        """Where everything is that is no tensor: in the folder, or with the other files of its save."""
+        own = self.path / (self.save_id or "") / META
+        return own if own.is_file() else self.path / META
 
     @property
     def save_id(self) -> str | None:
@@ -165,10 +172,12 @@ class Folder:
         ends: dict[str, int] = {}
         for info in self._metadata.storage_data.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-        missing = {name for name in ends if not (self.path / name).is_file()}
-        for name in ends.keys() - missing:
-            if (size := (self.path / name).stat().st_size) < ends[name]:
-                raise CheckpointError(f"{self.path / name} is truncated: it has {size} of {ends[name]} bytes")
+        missing = set()
+        for name, end in ends.items():
+            if (size := nbytes_of(self.path / name)) is None:
+                missing.add(name)
+            elif size < end:
+                raise CheckpointError(f"{self.path / name} is truncated: it has {size} of {end} bytes")
         return missing
 
     def damaged(self, world: Group) -> list[str]:
@@ -182,7 +191,7 @@ class Folder:
             index.fqn
             for number, (index, info) in enumerate(ordered)
             if order[number % len(order)] == world.rank
-            and (self.path / info.relative_path).is_file()
+            and nbytes_of(self.path / info.relative_path) is not None
             and not self._is_intact(info)
         ]
 
@@ -287,22 +296,35 @@ class Folder:
         """One of the archives in a file, as a file."""
         return cast("IO[bytes]", io.BufferedReader(_ArchiveFile(self._file(info), info.offset, info.length)))
 
-    def _file(self, info: Any) -> int:
+    def _file(self, info: Any) -> Readable:
         name = info.relative_path
         if name not in self._files:
-            self._files[name] = os.open(name, os.O_RDONLY, dir_fd=self._files["."])
+            self._files[name] = self._open(name)
         return self._files[name]
 
 
-def _close(files: dict[str, int]) -> None:
-    for file in files.values():
-        os.close(file)
+class _OpenFolder:
+    """Opens files of a folder of this machine, which stays the folder it is when another takes its name.
+
+    User code may keep a tensor, and another checkpoint then take the name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._folder = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._folder)
+
+    def __call__(self, name: str) -> Readable:
+        return OpenFile(name, self._folder)
+
+
+def _open_remote(folder: RemotePath, name: str) -> Readable:
+    return RemoteFile(folder / name)
 
 
 class _ArchiveFile(io.RawIOBase):
     """One of the archives in a file, as a file of its own."""
 
-    def __init__(self, file: int, offset: int, length: int) -> None:
+    def __init__(self, file: Readable, offset: int, length: int) -> None:
         self._file, self._offset, self._length = file, offset, length
         self._position = 0
 
@@ -318,7 +340,7 @@ class _ArchiveFile(io.RawIOBase):
 
     def readinto(self, buffer: Buffer) -> int:
         room = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
-        read = os.preadv(self._file, [room], self._offset + self._position)
+        read = self._file.read_into(room, self._offset + self._position) if room else 0
         self._position += read
         return read
 

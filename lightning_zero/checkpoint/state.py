@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.advice import Case, advice
-from lightning_zero.checkpoint.archive import give_back_pages
+from lightning_zero.checkpoint.archive_reader import give_back_pages
 from lightning_zero.checkpoint.shards import Key, ShardedValues, masters
 from lightning_zero.engine import Engine, Shadow
 from lightning_zero.sharding import Bucket

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,25 +41,71 @@ def _host_copy(tile: Tensor, executor: Executor) -> tuple[Tensor, Ticket]:
     return copy, executor.commit(copy, tile, "the copy of a checkpoint")
 
 
-def write_tiles(file: int, tiles: Iterable[Tensor], offset: int, checksums: bool) -> tuple[int, int]:
-    """Write 1-D tensors of any device one after the other.
+class Writable(Protocol):
+    """A file that is written from its beginning to its end."""
+
+    def write(self, data: bytes | memoryview, /) -> object:
+        """Append all of ``data``."""
+
+
+class Readable(Protocol):
+    """A file of which ranges are read."""
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        """Fill the beginning of ``buffer`` with what is at ``offset``; returns how many bytes, 0 at the end."""
+        ...
+
+
+class Appending:
+    """Appends to an open file of this machine: a :class:`Writable`.
 
     Args:
-        file: descriptor, open for writing.
+        file: descriptor.
+        end: where to begin.
+    """
+
+    def __init__(self, file: int, end: int = 0) -> None:
+        self._file, self._end = file, end
+
+    def write(self, data: bytes | memoryview) -> None:
+        write_at(self._file, data, self._end)
+        self._end += len(data)
+
+
+class OpenFile:
+    """A file of this machine: a :class:`Readable` that stays the file it is when another takes its name.
+
+    Args:
+        path: of the file.
+        folder: descriptor of the folder to which ``path`` is relative; ``None``: to the working directory.
+    """
+
+    def __init__(self, path: Path | str, folder: int | None = None) -> None:
+        self._file = os.open(path, os.O_RDONLY, dir_fd=folder)
+        weakref.finalize(self, os.close, self._file)
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        return os.preadv(self._file, [buffer], offset)
+
+
+def write_tiles(file: Writable, tiles: Iterable[Tensor], checksums: bool) -> tuple[int, int]:
+    """Append 1-D tensors of any device one after the other.
+
+    Args:
+        file: where to.
         tiles: each is on the host only while it is written.
-        offset: in the file, of the first byte.
         checksums: compute one.
 
     Returns:
         The number of bytes, and their CRC-32 or 0.
     """
-    end, crc = offset, 0
+    nbytes, crc = 0, 0
     for tile in tiles:
         data = bytes_of(tile.detach().to("cpu").contiguous())
-        write_at(file, data, end)
+        file.write(data)
         crc = crc32(data, crc) if checksums else 0
-        end += data.nbytes
-    return end - offset, crc
+        nbytes += data.nbytes
+    return nbytes, crc
 
 
 def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
@@ -67,14 +116,14 @@ def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def read_at(file: int, buffer: memoryview, offset: int) -> None:
+def read_at(file: Readable, buffer: memoryview, offset: int) -> None:
     """Fill ``buffer`` from ``offset`` on.
 
     Raises:
         EOFError: the file ends before.
     """
     while buffer:
-        read = os.preadv(file, [buffer], offset)
+        read = file.read_into(buffer, offset)
         if not read:
             raise EOFError(f"the file ends at {offset}")
         buffer, offset = buffer[read:], offset + read
@@ -85,12 +134,12 @@ def bytes_of(values: Tensor) -> memoryview:
     return values.detach().view(torch.uint8).numpy().data
 
 
-def checksum_of(file: int, start: int, stop: int) -> int:
+def checksum_of(file: Readable, start: int, stop: int) -> int:
     """CRC-32 of the file's bytes ``[start, stop)``."""
     crc, buffer = 0, bytearray(min(_CACHED, stop - start))
     view = memoryview(buffer)
     while start < stop:
-        read = os.preadv(file, [view[: stop - start]], start)
+        read = file.read_into(view[: stop - start], start)
         if not read:
             raise EOFError(f"the file ends at {start}, before {stop}")
         crc, start = crc32(view[:read], crc), start + read

@@ -63,8 +63,8 @@ class CheckpointingStrategy(EngineStrategy):
         if "optimizer_states" in checkpoint:  # a run can resume from it
             checkpoint[_checkpoint.rng.ENTRY] = _checkpoint.rng.gather(self._mesh.world, self.root_device)
         form = self.options.checkpoint_format
-        if self._is_local_file(filepath) and storage_options is None:
-            path, world = Path(filepath).expanduser(), self._mesh.world
+        if self._is_ours and storage_options is None:
+            path, world = _checkpoint.locate(filepath), self._mesh.world
             save = _checkpoint.begin(form, checkpoint, path, engines, world, checksums=self.options.checksums)
             if save is not None:
                 self._write(save, world)
@@ -77,8 +77,8 @@ class CheckpointingStrategy(EngineStrategy):
         elif form != "full" or self.options.async_save:
             rank_zero_warn(
                 f"{type(self.checkpoint_io).__name__} writes {filepath}, so that rank 0 gathers the whole checkpoint "
-                "first and training waits for it: checkpoint_format and async_save are for local files without a "
-                "CheckpointIO of your own or storage_options"
+                "first and training waits for it: checkpoint_format and async_save need neither a CheckpointIO of your "
+                "own nor storage_options"
             )
         _checkpoint.fetch_for_first(checkpoint, engines)
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -89,8 +89,14 @@ class CheckpointingStrategy(EngineStrategy):
                 "not all ranks see the folder of rank 0: there will be a folder on the file system of each node. Copy "
                 "their files into one before another number of ranks, or another machine, loads it"
             )
+        if self._background is not None and not save.in_background:
+            rank_zero_warn(
+                f"training waits while rank 0 writes {save.path}, for which all ranks gather: with async_save=True a "
+                "remote checkpoint needs checkpoint_format='sharded'"
+            )
         # Lightning requeues a job as soon as its SLURM checkpoint is there.
-        if self._background is not None and self._fitting and not save.path.name.startswith("hpc_ckpt_"):
+        beside = self._fitting and save.in_background and not save.path.name.startswith("hpc_ckpt_")
+        if self._background is not None and beside:
             self._background.start(save, world)
         else:
             save.write(world)
@@ -105,17 +111,18 @@ class CheckpointingStrategy(EngineStrategy):
             self._background.after(remove)
 
     def _remove(self, filepath: private.PathLike) -> None:
-        path = Path(filepath).expanduser()
-        if self._is_local_file(filepath) and path.is_dir():
+        path = _checkpoint.locate(filepath)
+        if self._is_ours and isinstance(path, Path) and path.is_dir():
             if self.local_rank == 0:  # each node may have one; on a file system that they share one of them is first
                 with contextlib.suppress(FileNotFoundError):
                     _checkpoint.remove(path)
         else:
             super().remove_checkpoint(filepath)
 
-    def _is_local_file(self, path: private.PathLike) -> bool:
-        """Whether checkpoints go to files by torch, so that our way of reading and writing them can stand in."""
-        return type(self.checkpoint_io) is TorchCheckpointIO and "://" not in str(path)
+    @property
+    def _is_ours(self) -> bool:
+        """Whether nobody has brought a way of their own to read and write checkpoints, so that ours can stand in."""
+        return type(self.checkpoint_io) is TorchCheckpointIO
 
     def _written_by(self, mesh: Mesh) -> dict[str, Any]:
         """The entry about the run that writes; for information only."""
@@ -176,12 +183,12 @@ class CheckpointingStrategy(EngineStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: private.PathLike, weights_only: bool | None = None) -> dict[str, Any]:
-        if not self._is_local_file(checkpoint_path):
+        if not self._is_ours:
             return super().load_checkpoint(checkpoint_path, weights_only)
         if self._background is not None:
             self._background.wait()
         world = Group() if self._mesh is None else self._mesh.world
-        path = Path(checkpoint_path).expanduser()
+        path = _checkpoint.locate(checkpoint_path)
         loaded: dict[str, Any] = _checkpoint.load(path, world, weights_only is not False, self.options.checksums)
         if self._mesh is not None and (before := loaded.get(WRITTEN_BY)):
             now = self._written_by(self._mesh)

@@ -29,7 +29,7 @@ def load_from_checkpoint(
 
     Args:
         cls: the class of the module.
-        path: of the checkpoint.
+        path: of the checkpoint; a URL that fsspec knows, too.
         map_location: where to, as in :func:`torch.load`; the checkpoint's tensors are on the CPU.
         strict: whether all names must match.
         weights_only: False also loads pickled objects, from who you trust.
@@ -49,9 +49,7 @@ def load_from_checkpoint(
         raise TypeError(f"cls={cls!r} must be a class: of a LightningModule or a LightningDataModule")
     is_module = issubclass(cls, LightningModule)
     arguments = {"strict": strict, **kwargs} if is_module else kwargs  # data modules have no weights
-    if "://" in str(path):  # Lightning fetches it
-        return cls.load_from_checkpoint(path, map_location, weights_only=weights_only, **arguments)
-    loaded = checkpoint.load(Path(path).expanduser(), Group(), weights_only is not False, checksums)
+    loaded = checkpoint.load(checkpoint.locate(path), Group(), weights_only is not False, checksums)
     with private.reading(loaded), checkpoint.FullPrecision():  # of the file no more than a tensor is in memory
         made = cls.load_from_checkpoint(path, weights_only=weights_only, **arguments)
     return made.to(_device(map_location)) if isinstance(made, LightningModule) else made

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_zero.checkpoint import archive, folder_reader
+from lightning_zero.checkpoint import archive_reader, folder_reader
 from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.checkpoint.lazy import StoredTensor
 from lightning_zero.sharding import Group
@@ -138,7 +138,7 @@ def export(
         OSError: files cannot be read or written.
     """
     checkpoint, _ = read_checkpoint(path)
-    (folder_reader if path.is_dir() else archive).verify(path, Group())
+    (folder_reader if path.is_dir() else archive_reader).verify(path, Group())
     state, extra = _tensors(checkpoint["state_dict"])
     prefix = _prefix(list(state), strip_prefix)
     inside = {name: value for name, value in state.items() if name.startswith(prefix)}

@@ -12,7 +12,7 @@ import torch
 from helpers.ranks import RankPool, ranks
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.archive import give_back_pages, load_mapped
+from lightning_zero.checkpoint.archive_reader import give_back_pages, load_mapped
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

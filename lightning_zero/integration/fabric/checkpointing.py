@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.io import TorchCheckpointIO
@@ -74,9 +73,9 @@ class CheckpointingStrategy(EnginesStrategy):
         contents[WRITTEN_BY] = self._written_by(self._mesh)
         _checkpoint.follow_first(self.engines)
         world = self._mesh.world
-        if self._is_local_file(path) and storage_options is None:
+        if self._is_ours and storage_options is None:
             form, checksums = self.options.checkpoint_format, self.options.checksums
-            target = Path(path).expanduser()
+            target = _checkpoint.locate(path)
             save = _checkpoint.begin(form, contents, target, self.engines, world, checksums=checksums)
             if save is not None:
                 save.write(world)
@@ -124,9 +123,9 @@ class CheckpointingStrategy(EnginesStrategy):
             KeyError: a name is not in the checkpoint.
             CheckpointError: the checkpoint is incomplete or damaged.
         """
-        if self._is_local_file(path):
+        if self._is_ours:
             world = Group() if self._mesh is None else self._mesh.world
-            source = Path(path).expanduser()
+            source = _checkpoint.locate(path)
             loaded = _checkpoint.load(source, world, weights_only is not False, self.options.checksums)
         else:
             loaded = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
@@ -181,9 +180,10 @@ class CheckpointingStrategy(EnginesStrategy):
             return any(map(self._has_engine, value))
         return isinstance(value, nn.Module) and self._engine_with(value) is not None
 
-    def _is_local_file(self, path: private.PathLike) -> bool:
-        """Whether checkpoints go to files by torch, so that our way of reading and writing them can stand in."""
-        return type(self.checkpoint_io) is TorchCheckpointIO and "://" not in str(path)
+    @property
+    def _is_ours(self) -> bool:
+        """Whether nobody has brought a way of their own to read and write checkpoints, so that ours can stand in."""
+        return type(self.checkpoint_io) is TorchCheckpointIO
 
 
 def _is_list_of_objects(value: Any) -> bool:

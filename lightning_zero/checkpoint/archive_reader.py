@@ -1,0 +1,283 @@
+"""Reading the zip archive that :func:`torch.save` writes: what nobody reads of its tensors takes no memory.
+
+Of a file of this machine tensors lie on its pages. :func:`torch.load` maps a file so that the system reserves memory
+for all of it, in case it is changed, and refuses files larger than memory and swap. Here nothing is reserved, and pages
+that have been read can be given back. Of a remote file ranges are read when they are used.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import pickle
+import weakref
+import zipfile
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_zero.checkpoint.archive import Checksum, Record, by_record, combined, leaves, read_records, storages_of
+from lightning_zero.checkpoint.errors import NAMED, damaged, together
+from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor
+from lightning_zero.checkpoint.remote import Location, RemotePath, readable
+from lightning_zero.checkpoint.tiles import bytes_of, checksum_of, read_at
+from lightning_zero.sharding import Group
+from lightning_zero.sharding.memory_format import MemoryFormat
+from lightning_zero.torch_private import file_offset, storage_number, version_of
+
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python before 3.13 does not name Linux's number
+_SMALL = 1 << 16  # bytes of a tensor that is read at once, where others are read when they are used
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Size, torch.dtype, torch.device)
+
+
+def load(path: Location, world: Group, weights_only: bool = True, checksums: bool = True) -> Any:
+    """Read a file, an archive with its tensors mapped or read by ranges; see :func:`lightning_zero.checkpoint.load`."""
+    what = f"read the checkpoint {path}"
+    if not any(together(world, path.exists, what)):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    zipped, *_ = together(world, lambda: _is_zip(path), what)
+    if zipped and checksums:
+        verify(path, world, weights_only)
+    if isinstance(path, RemotePath):
+        return load_by_ranges(path) if zipped and weights_only else _load_remote(path, weights_only)
+    if zipped and weights_only:
+        return load_mapped(path)
+    return torch.load(path, map_location="cpu", mmap=zipped, weights_only=weights_only)
+
+
+def _load_remote(path: RemotePath, weights_only: bool) -> Any:
+    """Load all of a remote file."""
+    with path.open() as file:
+        return torch.load(file, map_location="cpu", weights_only=weights_only)
+
+
+def _is_zip(path: Location) -> bool:
+    """Whether a file is an archive; others are what torch wrote before version 1.6."""
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":
+            return False
+        try:
+            read_records(file)
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"{path} is truncated or damaged: it has no directory at its end ({error})") from error
+    return True
+
+
+def verify(path: Location, world: Group, weights_only: bool = True) -> None:
+    """Compare the checksums of an archive's records with its directory; ranks share the reading. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, where a record is not as it was written; ``weights_only`` tells how to load the
+            archive to name the damaged tensors.
+    """
+    with path.open("rb") as archive:
+        records = read_records(archive)
+
+    def sums() -> list[Checksum]:
+        total = sum(record.nbytes for record in records)
+        low, high = (total * rank // world.size for rank in (world.rank, world.rank + 1))
+        found, begins, file = [], 0, readable(path)
+        for record in records:
+            start, stop = (record.start + min(max(edge - begins, 0), record.nbytes) for edge in (low, high))
+            if start < stop:
+                found.append(Checksum(record.name, start, stop - start, checksum_of(file, start, stop)))
+            begins += record.nbytes
+        return found
+
+    every = together(world, sums, f"verify the checkpoint {path}")
+    found = by_record(records, (checksum for checksums in every for checksum in checksums))
+    # 0 stands for none: a writer may leave them out.
+    wrong = [record for record in records if record.crc and combined(found[record.name]) != record.crc]
+    if wrong:
+        first, rest = wrong[:NAMED], wrong[NAMED:]
+        names = [_tensor_name(path, record, weights_only) for record in first]
+        raise damaged(path, names + [record.name for record in rest])
+
+
+def _tensor_name(path: Location, record: Record, weights_only: bool) -> str:
+    """The name in the tree of the first tensor that a record holds, else the record's own."""
+    kind, _, number = record.name.partition("/")
+    if kind != "data":
+        return record.name
+    try:
+        if isinstance(path, RemotePath):
+            with path.open() as file:
+                tree = torch.load(file, map_location="meta", weights_only=weights_only)
+        else:
+            tree = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as error:
+        return f"{record.name} (whose name is unreadable: {type(error).__name__})"
+    tensors = [(keys, leaf) for keys, leaf in leaves(tree) if isinstance(leaf, Tensor)]
+    if isinstance(path, RemotePath):
+        found = [keys for keys, leaf in tensors if file_offset(leaf.untyped_storage()) == record.start]
+    else:
+        storage = storage_number(storages_of(tree)[int(number)])
+        found = [keys for keys, leaf in tensors if storage_number(leaf.untyped_storage()) == storage]
+    return "".join(f"[{key!r}]" for key in found[0]) if found else record.name
+
+
+# -------------------------------------------------------------------------------------------------------------- mapping
+
+
+class _File(mmap.mmap):
+    """A private mapping: changes of tensors stay in this process."""
+
+    address: int
+
+
+_FILES: weakref.WeakSet[_File] = weakref.WeakSet()  # each as long as a tensor is on it
+
+
+class _NotPlainError(Exception):
+    """The checkpoint has an object that may hold tensors."""
+
+
+def load_mapped(path: Path) -> Any:
+    """Load an archive as ``torch.load(path, map_location="cpu", mmap=True, weights_only=True)`` does."""
+    try:
+        return _MappedTensors(path).of(torch.load(path, map_location="meta", weights_only=True))
+    except (_NotPlainError, NotImplementedError):  # some kinds of tensors have no form without values
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+class _Tensors(ABC):
+    """Gives tensors that :func:`torch.load` made on the meta device their values."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Any] = {}  # by id of what it was made of: tied tensors stay tied
+        self._sources: list[Any] = []  # keeps these ids theirs
+
+    def of(self, tree: Any) -> Any:
+        """Put values into ``tree``; its dictionaries and lists stay the same objects."""
+        if isinstance(tree, Tensor):
+            if id(tree) not in self._made:
+                self._made[id(tree)] = self._tensor(tree)
+                self._sources.append(tree)
+            return self._made[id(tree)]
+        if isinstance(tree, dict):
+            for key, value in tree.items():
+                tree[key] = self.of(value)
+        elif isinstance(tree, list):
+            tree[:] = map(self.of, tree)
+        elif type(tree) is tuple:
+            return tuple(map(self.of, tree))
+        elif not isinstance(tree, _PLAIN):
+            raise _NotPlainError
+        return tree
+
+    def _tensor(self, source: Tensor) -> Tensor:
+        if type(source) is Parameter:
+            return Parameter(self._tensor(source.detach()), source.requires_grad)
+        plain = type(source) is Tensor and source.layout is torch.strided and source.is_meta
+        if not plain or source.is_conj() or source.is_neg():
+            raise _NotPlainError
+        if (offset := file_offset(source.untyped_storage())) is None:
+            raise _NotPlainError
+        tensor = self._at(offset, source)
+        return tensor.requires_grad_() if source.requires_grad else tensor
+
+    @abstractmethod
+    def _at(self, offset: int, source: Tensor) -> Tensor:
+        """The tensor with the form of ``source``, whose storage begins at ``offset`` in the file."""
+
+
+class _MappedTensors(_Tensors):
+    """Tensors on the pages of a file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        with path.open("rb") as file:
+            flags, access = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+            self._file = _File(file.fileno(), 0, flags=flags, prot=access)
+        self._file.address = torch.frombuffer(self._file, dtype=torch.uint8).data_ptr()
+        _FILES.add(self._file)
+        self._records: dict[tuple[int, torch.dtype], Tensor] = {}  # by offset in the file
+
+    def _at(self, offset: int, source: Tensor) -> Tensor:
+        record = self._record(offset, source.untyped_storage().nbytes(), source.dtype)
+        return record.as_strided(source.size(), source.stride(), source.storage_offset())
+
+    def _record(self, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+        if (offset, dtype) not in self._records:
+            # No bytes are no buffer.
+            data = torch.frombuffer(self._file, dtype=torch.uint8, offset=offset, count=nbytes) if nbytes else None
+            self._records[offset, dtype] = torch.empty(0, dtype=dtype) if data is None else data.view(dtype)
+        return self._records[offset, dtype]
+
+
+def give_back_pages(tensor: Tensor) -> None:
+    """Let go of the memory behind a tensor of :func:`load_mapped`, to be read again at the next use; others stay."""
+    if isinstance(tensor, LazyTensor) or tensor.layout != torch.strided:
+        return  # it keeps nothing, or is no range of pages
+    if version_of(tensor):
+        return  # somebody has changed it: the file does not have these values
+    start = tensor.untyped_storage().data_ptr()
+    stop = start + tensor.untyped_storage().nbytes()
+    for file in _FILES:
+        if file.address <= start < file.address + len(file):
+            first, last = start - file.address, stop - file.address
+            first, last = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
+            if first < last:
+                file.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+# ---------------------------------------------------------------------------------------------------- reading by ranges
+
+
+def load_by_ranges(path: RemotePath) -> Any:
+    """Load an archive whose larger tensors are read when they are used, and of each the part that is asked for."""
+    try:
+        with path.open() as file:
+            return _RangedTensors(path).of(torch.load(file, map_location="meta", weights_only=True))
+    except (_NotPlainError, NotImplementedError):  # as above
+        return _load_remote(path, weights_only=True)
+
+
+class _Range(NamedTuple):
+    """Where a tensor's elements lie in a file: the first byte of its storage, and its form within that."""
+
+    offset: int
+    form: Tensor  # on the meta device
+
+
+class _RangedTensors(_Tensors):
+    """Lazy tensors of a remote file: their source, which reads them by ranges."""
+
+    live = False
+
+    def __init__(self, path: RemotePath) -> None:
+        super().__init__()
+        self.key = str(path)
+        self._file = readable(path)
+        self._ranges: list[_Range] = []
+
+    def _at(self, offset: int, source: Tensor) -> Tensor:
+        self._ranges.append(_Range(offset, source))
+        number = len(self._ranges) - 1
+        # Small ones are those that someone keeps or copies: counters, random states.
+        return self.fetch(number) if source.nbytes <= _SMALL else StoredTensor(self, number, source)
+
+    def fetch(self, param: int) -> Tensor:
+        """See :class:`~lightning_zero.checkpoint.lazy.Source`."""
+        offset, form = self._ranges[param]
+        last = sum((size - 1) * stride for size, stride in zip(form.shape, form.stride(), strict=True))
+        memory = torch.empty(1 + last if form.numel() else 0, dtype=form.dtype)
+        read_at(self._file, bytes_of(memory), offset + int(form.storage_offset()) * form.itemsize)
+        return memory.as_strided(form.size(), form.stride())
+
+    def read_slice(self, param: int, form: MemoryFormat, start: int, into: Tensor) -> None:
+        """See :class:`~lightning_zero.checkpoint.lazy.StoredSource`."""
+        offset, stored = self._ranges[param]
+        if stored.stride() != form.strides:  # in another order, or with gaps
+            form.read(self.fetch(param), start, into)
+            return
+        straight = into.device.type == "cpu" and into.dtype == stored.dtype and into.is_contiguous()
+        values = into if straight else torch.empty(into.numel(), dtype=stored.dtype)
+        read_at(self._file, bytes_of(values), offset + (int(stored.storage_offset()) + start) * stored.itemsize)
+        if values is not into:
+            into.copy_(values)

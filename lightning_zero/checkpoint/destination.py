@@ -1,0 +1,182 @@
+"""Where the files of a folder go that ranks write together: to this machine, or to where a URL leads.
+
+On file systems of this machine a folder has a temporary name until it is complete. Elsewhere nothing is renamed: each
+save writes files of its own, in a folder inside that is named by the save, and at last ``.metadata``, one file, which
+is replaced in one step and names the others. Before that the older checkpoint is complete, after it the new one, whose
+``meta.pt`` is that of the same save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+
+from typing_extensions import override
+
+from lightning_zero.checkpoint.commit import META, METADATA, Draft, sync
+from lightning_zero.checkpoint.errors import together
+from lightning_zero.checkpoint.remote import Location, RemotePath
+from lightning_zero.checkpoint.tiles import Appending, Writable
+from lightning_zero.sharding import Group
+
+
+class Destination(ABC):
+    """A folder of a save that goes on; all ranks have one.
+
+    Attributes:
+        save_id: tells the save from all others; the same on all ranks, once rank 0's is known.
+        spread: whether there are several folders, since ranks do not see the same file system.
+    """
+
+    spread = False
+
+    def __init__(self) -> None:
+        self.save_id = secrets.token_hex(8)
+
+    @property
+    @abstractmethod
+    def is_mine(self) -> bool:
+        """Whether this rank completes a folder."""
+
+    def name_of(self, file: str) -> str:
+        """Where in the folder a rank's ``file`` is."""
+        return file
+
+    @abstractmethod
+    def create(self, name: str) -> contextlib.AbstractContextManager[Writable]:
+        """A new file in the folder, to be written inside the context; safe after it."""
+
+    @abstractmethod
+    def complete(self, metadata: bytes, meta: bytes) -> None:
+        """Add ``.metadata`` and ``meta.pt``, and give the folder its name. All other files are safe."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Remove what there is, unless it is complete."""
+
+
+def make_destination(path: Location, world: Group) -> Destination:
+    """Begin to write the folder ``path``. Collective."""
+    return RemoteDestination(path, world) if isinstance(path, RemotePath) else LocalDestination(path, world)
+
+
+class LocalDestination(Destination):
+    """The folder of rank 0 or, where that is on another file system, one that this rank sees."""
+
+    def __init__(self, path: Path, world: Group) -> None:
+        super().__init__()
+        self._draft: Draft | None = None
+        self._found: Path | None = None
+        seen = [False] * world.size
+        try:
+            while not all(seen):
+                first = seen.index(False)
+                self.spread = first > 0
+                make = functools.partial(self._make, path, mine=world.rank == first)
+                made = together(world, make, f"make a folder for {path}")[first]
+                assert made is not None
+                seen = together(world, functools.partial(self._sees, made), f"look for {made}")
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self, path: Path, mine: bool) -> Path | None:
+        if not mine:
+            return None
+        self._draft = Draft(path, folder=True)
+        return self._draft.temporary
+
+    def _sees(self, made: Path) -> bool:
+        if self._found is None and made.is_dir():
+            self._found = made
+        return self._found is not None
+
+    @property
+    @override
+    def is_mine(self) -> bool:
+        return self._draft is not None
+
+    @contextlib.contextmanager
+    @override
+    def create(self, name: str) -> Iterator[Writable]:
+        assert self._found is not None
+        file = os.open(self._found / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            yield Appending(file)
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+    @override
+    def complete(self, metadata: bytes, meta: bytes) -> None:
+        assert self._draft is not None
+        folder = self._draft.temporary
+        unnamed = folder / f"{META}.tmp"
+        for file, data in ((folder / METADATA, metadata), (unnamed, meta)):
+            file.write_bytes(data)
+            sync(file)
+        sync(folder)
+        unnamed.rename(folder / META)  # now it is complete
+        sync(folder)
+        self._draft.complete()
+
+    @override
+    def close(self) -> None:
+        if self._draft is not None:
+            self._draft.close()
+
+
+class RemoteDestination(Destination):
+    """A folder at a URL, which all ranks reach; see the module's docstring.
+
+    Raises:
+        CheckpointError: on all ranks, where one does not reach it, or a file has its name.
+    """
+
+    def __init__(self, path: RemotePath, world: Group) -> None:
+        super().__init__()
+        self._path = path
+        self._first = world.rank == 0
+        self._completed = False
+
+        def look() -> None:
+            if path.is_file():
+                raise FileExistsError(f"{path} is a file; remove it, or save under another name")
+
+        together(world, look, f"make a folder for {path}")
+
+    @property
+    @override
+    def is_mine(self) -> bool:
+        return self._first
+
+    @override
+    def name_of(self, file: str) -> str:
+        return f"{self.save_id}/{file}"
+
+    @contextlib.contextmanager
+    @override
+    def create(self, name: str) -> Iterator[Writable]:
+        with (self._path / name).writing() as file:
+            yield file
+
+    @override
+    def complete(self, metadata: bytes, meta: bytes) -> None:
+        (self._path / self.name_of(META)).write_bytes(meta)
+        (self._path / METADATA).write_bytes(metadata)  # now it is complete
+        self._completed = True
+        (self._path / META).write_bytes(meta)  # for programs that look for it here
+        for other in self._path.children():
+            if other.name not in (METADATA, META, self.save_id):
+                other.remove()
+
+    @override
+    def close(self) -> None:
+        if self._first and not self._completed:
+            with contextlib.suppress(OSError):  # what stays is removed by the next save to this path
+                (self._path / self.save_id).remove()

@@ -1,0 +1,128 @@
+"""One file on a file system that is reached by a URL, which rank 0 writes from its beginning to its end.
+
+Nothing can be written into the middle of a file there, so that ranks cannot share the work. Rank 0 gathers one bucket
+at a time; it never holds more of the state than that.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.storage import UntypedStorage
+from typing_extensions import override
+
+from lightning_zero.checkpoint.archive import Record, stream, write_skeleton
+from lightning_zero.checkpoint.commit import Save
+from lightning_zero.checkpoint.errors import together
+from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor
+from lightning_zero.checkpoint.remote import RemotePath
+from lightning_zero.checkpoint.shards import Key, ShardedValues, across_ranks, follow_first, source_of
+from lightning_zero.checkpoint.tiles import TILE
+from lightning_zero.engine import Engine
+from lightning_zero.sharding import Group
+from lightning_zero.storage import Executor
+
+
+def begin(
+    checkpoint: Any, path: RemotePath, engines: Sequence[Engine], world: Group, checksums: bool = True
+) -> RemoteFileSave:
+    """Begin to write the file ``path``; see :func:`lightning_zero.checkpoint.begin`. Collective."""
+
+    def look() -> None:
+        if world.rank == 0 and path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder; remove it, or save under another name")
+
+    together(world, look, f"begin the checkpoint {path}")
+    return RemoteFileSave(path, checkpoint, engines, checksums)
+
+
+@dataclass
+class RemoteFileSave(Save):
+    """A save into one file at a URL.
+
+    Attributes:
+        checkpoint: rank 0's.
+        engines: hold the values of its lazy tensors.
+    """
+
+    path: RemotePath
+    checkpoint: Any
+    engines: Sequence[Engine]
+    checksums: bool
+    in_background = False
+
+    @override
+    def hold(self, executor: Executor) -> None:
+        raise NotImplementedError("the training ranks gather while this save goes on")
+
+    @override
+    def _write(self, rank: int) -> None:
+        try:
+            if rank == 0:
+                self._stream()
+        finally:
+            follow_first(self.engines)  # the others gather what rank 0 asks for, until it asks for no more
+
+    def _stream(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            skeleton = Path(folder) / "archive"  # a file with holes
+            missing = write_skeleton(skeleton, self.checkpoint)
+            with self.path.writing() as out:
+                stream(skeleton, _Values(missing, self.engines), out, self.checksums)
+
+    @override
+    def _complete(self, written: Sequence[Any]) -> None:
+        """Nothing: the file has its name since all of it has arrived."""
+
+    @override
+    def abandon(self) -> None:
+        """Nothing: a file of which not all has arrived is none."""
+
+
+class _Values(Mapping[Record, Iterator[Tensor]]):
+    """The values of records, gathered when they are asked for. Collective, as :func:`follow_first` is."""
+
+    def __init__(self, missing: Mapping[Record, UntypedStorage | LazyTensor], engines: Sequence[Engine]) -> None:
+        self._missing = missing
+        self._engines = engines
+        self._gathered: dict[Key, Tensor] = {}  # of one bucket: its weights, or all its state
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._missing)
+
+    def __len__(self) -> int:
+        return len(self._missing)
+
+    def __getitem__(self, record: Record) -> Iterator[Tensor]:
+        found = self._missing[record]
+        if isinstance(found, UntypedStorage):
+            data = torch.empty(0, dtype=torch.uint8, device=found.device).set_(found)
+            return iter(data.split(TILE))
+        if isinstance(found, StoredTensor):
+            return found.tiles(TILE)
+        values = source_of(found, self._engines)
+        layout, (start, stop) = self._full(values), _range(values, found.param)
+        return iter(layout[start:stop].split(TILE // layout.itemsize))
+
+    def _full(self, values: ShardedValues) -> Tensor:
+        """All values of a bucket, on the host."""
+        key = across_ranks(values)
+        if key not in self._gathered:
+            if any((known.engine, known.bucket) != (key.engine, key.bucket) for known in self._gathered):
+                self._gathered.clear()
+            full = follow_first(self._engines, key)
+            assert full is not None
+            self._gathered[key] = full.to("cpu")
+        return self._gathered[key]
+
+
+def _range(values: ShardedValues, param: int) -> tuple[int, int]:
+    """Where a parameter's elements are among all values of its bucket, in the order of memory."""
+    layout = values.bucket.layout
+    return layout.offsets[param], layout.offsets[param] + layout.numels[param]

@@ -1,0 +1,195 @@
+"""Checkpoints at URLs: the same contents, read by ranges, complete or not there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint.remote import Shared, register
+from checkpoint.resuming import Resumable, run, save_at_end
+from checkpoint.test_full import ALONE, RECIPE, assert_same_files
+from checkpoint.test_sharded import assert_equal_trees
+from helpers.ranks import RankPool, ranks
+from lightning import Trainer
+from strategy.fits import Fitted, assert_same, make_trainer
+
+import lightning_zero
+from lightning_zero import CheckpointError
+from lightning_zero.checkpoint import begin, load, locate
+from lightning_zero.checkpoint.commit import METADATA
+from lightning_zero.checkpoint.lazy import StoredTensor
+from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.sharding.memory_format import MemoryFormat
+
+FORMS = ("full", "sharded")
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    register()
+
+
+def url(path: Path) -> str:
+    return f"shared://{path}"
+
+
+def saved(strategy: Any, path: str) -> Fitted:
+    register()
+    return save_at_end(strategy, RECIPE, path)
+
+
+def resumed(strategy: Any, path: str) -> tuple[Fitted, int]:
+    register()
+    Shared.read = 0
+    return run(strategy, RECIPE, steps=RECIPE.steps + 2, resume=path), Shared.read
+
+
+@pytest.mark.parametrize("form", FORMS)
+@ranks(2)
+def test_it_holds_what_a_local_one_holds_and_resumes(form: str, pool: RankPool, tmp_path: Path) -> None:
+    strategy = {**STRATEGIES["zero3_offload"], "checkpoint_format": form}
+    here, there = tmp_path / "here.ckpt", tmp_path / "there" / "last.ckpt"
+    pool.run(saved, strategy, str(here))
+    for _ in range(2):  # the second one replaces the first
+        pool.run(saved, strategy, url(there))
+    if form == "full":
+        assert_same_files(there, here)
+    else:
+        assert sum(each.is_dir() for each in there.iterdir()) == 1  # that of the last save alone
+        assert_equal_trees(load(there, ALONE), load(here, ALONE))  # a copy of it on this machine
+    assert_equal_trees(load(locate(url(there)), ALONE), load(here, ALONE))
+    for (ours, read), (theirs, _) in zip(
+        pool.run(resumed, strategy, url(there)), pool.run(resumed, strategy, str(here)), strict=True
+    ):
+        assert_same(ours.weights, theirs.weights)
+        assert read > 0
+    module = lightning_zero.load_from_checkpoint(Resumable, url(there), recipe=RECIPE)
+    other = lightning_zero.load_from_checkpoint(Resumable, here, recipe=RECIPE)
+    assert_equal_trees(module.state_dict(), other.state_dict())
+
+
+def write(form: str, tree: dict[str, Any], path: str) -> None:
+    save = begin(form, tree, locate(path), (), ALONE)
+    assert save is not None
+    save.write(ALONE)
+
+
+@pytest.fixture
+def cut() -> Iterator[type[Shared]]:
+    """The file system, for a test that cuts the connection."""
+    yield Shared
+    Shared.room = None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_connection_that_is_cut_anywhere_leaves_the_older_one(form: str, tmp_path: Path, cut: type[Shared]) -> None:
+    path = tmp_path / "last.ckpt"
+    older, newer = (
+        {"state_dict": {"w": torch.full((300,), n), "b": torch.arange(n + 3)}, "epoch": n} for n in (0.0, 1.0)
+    )
+    cut.room = 1 << 30
+    write(form, newer, url(tmp_path / "counted.ckpt"))
+    written = (1 << 30) - cut.room
+    for room in (*range(0, written, written // 9), written - 1):
+        cut.room = None
+        write(form, older, url(path))
+        cut.room = room
+        with pytest.raises(CheckpointError, match="the connection was cut"):
+            write(form, newer, url(path))
+        cut.room = None
+        found = load(locate(url(path)), ALONE)
+        # Of a folder what follows `.metadata` is for other programs: it is complete before.
+        complete = form == "sharded" and found["epoch"] == 1.0
+        assert not complete or room > written // 2
+        assert_equal_trees(found, newer if complete else older)
+    assert {each.name for each in tmp_path.iterdir()} == {"last.ckpt", "counted.ckpt"}
+
+
+def test_a_part_of_a_file_is_read_without_the_rest(tmp_path: Path) -> None:
+    path, weights = tmp_path / "large.ckpt", torch.randn(1 << 20)
+    transposed = torch.randn(300, 200).t()
+    write("full", {"state_dict": {"w": weights, "t": transposed, "small": torch.ones(3)}}, url(path))
+    Shared.read = 0
+    found = load(locate(url(path)), ALONE, checksums=False)["state_dict"]
+    assert type(found["small"]) is torch.Tensor  # whoever keeps it keeps no file
+    assert isinstance(found["w"], StoredTensor)
+    part = torch.empty(1000)
+    MemoryFormat.of(weights).read(found["w"], 5000, part)
+    assert torch.equal(part, weights[5000:6000])
+    assert Shared.read < path.stat().st_size // 8
+    rows = torch.empty(700)
+    MemoryFormat(transposed.shape, transposed.contiguous().stride()).read(found["t"], 100, rows)
+    assert torch.equal(rows, transposed.reshape(-1)[100:800])
+    assert found["t"].stride() == transposed.stride()
+    assert torch.equal(found["t"], transposed)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_damage_is_found_and_named(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    write(form, {"state_dict": {"weight": torch.full((50_000,), 1.5)}}, url(path))
+    (file,) = [each for each in (path.rglob("*") if path.is_dir() else [path]) if each.suffix in (".distcp", ".ckpt")]
+    data = bytearray(file.read_bytes())
+    data[100_000] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"is damaged: the checksum of .*weight"):
+        load(locate(url(path)), ALONE)
+
+
+def test_what_is_there_already_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a file")
+    (tmp_path / "folder" / "inside").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="file is a file; remove it"):
+        write("sharded", {"state_dict": {"w": torch.ones(3)}}, url(tmp_path / "file"))
+    with pytest.raises(CheckpointError, match="folder is a folder; remove it"):
+        write("full", {"state_dict": {"w": torch.ones(3)}}, url(tmp_path / "folder"))
+    with pytest.raises(FileNotFoundError):
+        load(locate(url(tmp_path / "nothing.ckpt")), ALONE)
+    (tmp_path / "begun" / "0123").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=METADATA):
+        load(locate(url(tmp_path / "begun")), ALONE)
+    assert isinstance(locate(f"file://{tmp_path}/a.ckpt"), Path)
+
+
+def saved_beside_training(strategy: dict[str, Any], path: str) -> list[str]:
+    register()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run(strategy, RECIPE, steps=RECIPE.steps, save=(1, path))
+    return [str(warning.message) for warning in said]
+
+
+@ranks(2)
+def test_folders_are_written_beside_the_training_and_files_are_not(pool: RankPool, tmp_path: Path) -> None:
+    for form in FORMS:
+        path, strategy = tmp_path / form, {**STRATEGIES["zero2"], "async_save": True, "checkpoint_format": form}
+        said = pool.run(saved_beside_training, strategy, url(path))[0]
+        assert any("needs checkpoint_format='sharded'" in text for text in said) == (form == "full")
+        assert load(locate(url(path)), ALONE)["global_step"] == 1
+
+
+def cut_on_one_rank(strategy: dict[str, Any], path: str, rank: int) -> str:
+    register()
+    trainer: Trainer = make_trainer(strategy)
+    trainer.fit(Resumable(RECIPE))
+    Shared.room = 5000 if trainer.global_rank == rank else None
+    try:
+        trainer.save_checkpoint(path)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        Shared.room = None
+    return "nothing failed"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@ranks(2)
+def test_a_rank_that_fails_fails_the_save_on_all(form: str, pool: RankPool, tmp_path: Path) -> None:
+    strategy = {**STRATEGIES["zero3"], "checkpoint_format": form}
+    for said in pool.run(cut_on_one_rank, strategy, url(tmp_path / "a.ckpt"), 0 if form == "full" else 1):
+        assert "the connection was cut" in said
+    assert not (tmp_path / "a.ckpt" / METADATA).exists()
