@@ -190,7 +190,7 @@ def held_by(engine: Engine) -> dict[str, Bytes]:
                 held["optimizer_state"] += Bytes.of(optimizer_memory, updater.state_of(bucket).nbytes)
         for name, part in parts.items():
             held[name] += part
-    buffers = {id(buffer): buffer.nbytes for buffer in engine.module.buffers()}
+    buffers = {id(buffer): buffer.numel() * buffer.element_size() for buffer in engine.module.buffers()}  # sparse, too
     held["buffers"] = Bytes(device=sum(buffers.values()))
     held["staging"] = Bytes(host=engine.placement.executor.staged_bytes)
     return held

@@ -137,7 +137,7 @@ def _module_bytes(module: nn.Module, device: torch.device) -> int:
 def ceiling(module: nn.Module) -> Peak:
     """More than any plan of a module takes, at no cost."""
     numel = sum(p.numel() for p in module.parameters() if not is_lazy(p))  # the engine refuses those that are
-    most = _CEILING * numel + sum(b.nbytes for b in module.buffers() if not is_lazy(b)) + _MORE
+    most = _CEILING * numel + sum(b.numel() * b.element_size() for b in module.buffers() if not is_lazy(b)) + _MORE
     return Peak(most, most, most)
 
 
