@@ -33,7 +33,7 @@ from lightning_zero import CPUAdamW
 
 LR = 1e-3
 BATCHES = 8
-WITHOUT_GRADIENT = 1e-6  # the exact gradient is called zero where fp64 finds less than this share of the largest
+WITHOUT_GRADIENT = 1e-12  # the exact gradient is called zero where fp64 finds less than this share of the largest
 
 
 class Kind(NamedTuple):

@@ -20,6 +20,7 @@ class Case(Enum):
     STATE_IS_SHARDED = auto()  # an optimizer's state is read
     STATE_DOES_NOT_FIT = auto()  # a checkpoint's optimizer state is another optimizer's
     DAMAGED = auto()  # a checkpoint's checksums do not match
+    FOLDER = auto()  # somebody looks into a checkpoint that is a folder
     LOSS_IS_NOT_SCALED = auto()  # backward ran on a loss that the loss scaler has not seen
     NOT_FLUSHED = auto()  # a gradient is read or changed before it is averaged
     NOT_LAST_MICRO_BATCH = auto()  # one that more will be added to

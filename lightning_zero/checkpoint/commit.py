@@ -27,6 +27,7 @@ from lightning_zero.storage import Executor
 
 INCOMPLETE = ".incomplete"  # how the name of a checkpoint ends until it is complete
 _DRAFT = re.compile(rf"\.[0-9a-f]{{16}}\.[0-9a-f]{{8}}{re.escape(INCOMPLETE)}")
+README = "README.txt"  # says whoever looks into a folder what it is
 METADATA, META = ".metadata", "meta.pt"  # files of a folder beside those of the ranks; `META` is written last
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 

@@ -18,11 +18,21 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from lightning_zero.checkpoint.commit import META, METADATA, Draft, sync
+from lightning_zero.advice import Case, advice
+from lightning_zero.checkpoint.commit import META, METADATA, README, Draft, sync
 from lightning_zero.checkpoint.errors import together
 from lightning_zero.checkpoint.remote import Location, RemotePath
 from lightning_zero.checkpoint.tiles import Appending, Writable
 from lightning_zero.sharding import Group
+
+# A program without this package opens the folder as a file and fails: no error of ours can say then what it is.
+ABOUT = """\
+This folder is one checkpoint of lightning_zero, in the format of torch.distributed.checkpoint. All its files
+belong together.
+
+Written as one file:  lightning-zero consolidate FOLDER one.ckpt
+What is in it:        lightning-zero inspect FOLDER
+"""
 
 
 class Destination(ABC):
@@ -117,7 +127,8 @@ class LocalDestination(Destination):
         assert self._draft is not None
         folder = self._draft.temporary
         unnamed = folder / f"{META}.tmp"
-        for file, data in ((folder / METADATA, metadata), (unnamed, meta)):
+        about = ABOUT + advice(Case.FOLDER, "\n")
+        for file, data in ((folder / README, about.encode()), (folder / METADATA, metadata), (unnamed, meta)):
             file.write_bytes(data)
             sync(file)
         sync(folder)

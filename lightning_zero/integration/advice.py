@@ -32,6 +32,11 @@ def provide_advice() -> None:
             ),
             Case.STATE_DOES_NOT_FIT: WEIGHTS_ALONE,
             Case.DAMAGED: "checksums=False in the strategy loads this one all the same",
+            Case.FOLDER: (
+                "A strategy of lightning_zero resumes from the folder: trainer.fit(model, ckpt_path='FOLDER').\n"
+                "A strategy that reads one file, such as ddp, fails with IsADirectoryError: write one file for it.\n"
+                "The weights alone, without a Trainer: lightning_zero.load_from_checkpoint(Model, 'FOLDER')\n"
+            ),
             Case.LOSS_IS_NOT_SCALED: "self.manual_backward(loss) in a LightningModule",
             Case.NOT_FLUSHED: (
                 "use self.manual_backward(loss), after which it is; in automatic optimization `on_after_backward` and "

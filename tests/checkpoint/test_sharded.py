@@ -28,6 +28,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from safetensors.torch import load_file
 from strategy.fits import Fitted, Recipe, assert_same, make_trainer, slow_unless
 from torch import Tensor, nn
@@ -111,8 +112,12 @@ def test_it_holds_what_the_file_holds(pool: RankPool, tmp_path: Path) -> None:
     one, other = load(folder, ALONE), load(file, ALONE)
     assert one.keys() == other.keys()
     assert_equal_trees(one, other)
-    names = {"meta.pt", ".metadata", *(f"__{rank}_0.distcp" for rank in range(pool.world_size))}
+    names = {"README.txt", "meta.pt", ".metadata", *(f"__{rank}_0.distcp" for rank in range(pool.world_size))}
     assert files_in(folder) == names
+    with pytest.raises(IsADirectoryError):  # nothing of this package runs there
+        DDPStrategy().load_checkpoint(folder)
+    assert "ddp, fails with IsADirectoryError" in (folder / "README.txt").read_text()
+    assert "lightning-zero consolidate FOLDER one.ckpt" in (folder / "README.txt").read_text()
     assert files_in(tmp_path) == {"folder.ckpt", "file.ckpt"}
 
 
@@ -545,7 +550,7 @@ def test_ranks_need_no_shared_file_system(pool: RankPool, tmp_path: Path) -> Non
     assert "not all ranks see the folder of rank 0" in messages[0][0]
     homes = [tmp_path / str(rank) / "a.ckpt" for rank in range(pool.world_size)]
     for rank, home in enumerate(homes):
-        assert files_in(home) == {".metadata", "meta.pt", f"__{rank}_0.distcp"}
+        assert files_in(home) == {"README.txt", ".metadata", "meta.pt", f"__{rank}_0.distcp"}
         assert (home / "meta.pt").read_bytes() == (homes[0] / "meta.pt").read_bytes()
     assert "copy the files of all of them into one" in refusal(homes[0])
     (homes[1] / "__1_0.distcp").rename(homes[0] / "__1_0.distcp")
