@@ -89,6 +89,7 @@ def check_added(cfg: "DictConfig") -> None:
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import Override
     from hydra.types import RunMode
     from omegaconf import OmegaConf
 
@@ -96,10 +97,14 @@ def check_added(cfg: "DictConfig") -> None:
         return  # a job that is run again, as it was composed
     loader, hydra = GlobalHydra.instance().config_loader(), HydraConfig.get()
     overrides = OverridesParser.create().parse_overrides(list(hydra.overrides.task))
-    choices = [override for override in overrides if loader.get_group_options(override.key_or_group)]
-    added = [o for o in overrides if (o.is_add() or o.is_force_add()) and o not in choices]
+
+    def chooses(override: Override) -> bool:  # of an option of a group; Hydra needs a hundredth of a second to know
+        return bool(loader.get_group_options(override.key_or_group))
+
+    added = [o for o in overrides if (o.is_add() or o.is_force_add()) and not chooses(o)]
     if not added:
         return
+    choices = filter(chooses, overrides)
     given = [*hydra.overrides.hydra, *(str(override.input_line) for override in choices)]
     before = loader.load_configuration(hydra.job.config_name, given, RunMode.RUN)
     everything = OmegaConf.to_yaml(cfg) + OmegaConf.to_yaml(HydraConfig.instance().cfg)
