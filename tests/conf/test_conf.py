@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.scripts import overridden
 from hydra import compose, initialize_config_dir
 from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
@@ -512,14 +513,6 @@ def message_of(application: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     return run
 
 
-def changed(cfg: DictConfig, *changes: str) -> DictConfig:
-    """A configuration with other values, as Hydra would parse them."""
-    for change in changes:
-        key, _, value = change.lstrip("+").partition("=")
-        OmegaConf.update(cfg, key, OmegaConf.from_dotlist([f"x={value}"]).x, force_add=change.startswith("+"))
-    return cfg
-
-
 def use_and_train(cfg: DictConfig) -> None:
     """As tasks do, this one uses some values before there is a Trainer."""
     assert cfg.trainer.max_steps + 0 >= -1
@@ -602,7 +595,7 @@ def test_refused_values_name_what_would_be_right(
     composed: Compose, message_of: Callable[..., str], changes: list[str], expected: list[str]
 ) -> None:
     groups = [change for change in changes if "." not in change.split("=")[0]]
-    cfg = changed(composed(*groups), *(change for change in changes if change not in groups))
+    cfg = overridden(composed(*groups), *(change for change in changes if change not in groups))
     message = message_of(lambda: cfg, build_trainer)
     for part in expected:
         assert part in message

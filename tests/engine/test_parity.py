@@ -58,8 +58,7 @@ def test_every_torch_optimizer_is_bitwise_equal(pool: RankPool, stage: int) -> N
     check_cases(pool, [Case(Setup(stage, offload=stage > 1), name, model="mlp") for name in others])
 
 
-@ranks(2, slow=(1, 4))
-@pytest.mark.parametrize("stage", STAGES)
+@stages_on((1, 2), (3, 2), slow=[(0, 2), (2, 2), (2, 4), (3, 1), (3, 4)])
 def test_whole_parameters_in_shards_are_bitwise_equal(pool: RankPool, stage: int) -> None:
     cases = [dataclasses.replace(case, setup=dataclasses.replace(case.setup, whole=True)) for case in sample(stage)]
     check_cases(pool, cases)

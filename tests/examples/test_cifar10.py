@@ -22,6 +22,7 @@ import pytest
 import torch
 from helpers.images import FILES, records, write_files
 from helpers.ranks import RankPool, ranks
+from helpers.scripts import overridden
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -55,6 +56,12 @@ def cifar10() -> Iterator[SimpleNamespace]:
 def composed(*overrides: str, run_dir: str = "run", primary: str = "train") -> DictConfig:
     with initialize_config_dir(str(EXAMPLE / "conf"), version_base="1.3"):
         return compose(primary, overrides=[f"run_dir='{run_dir}'", "strategy_name=test", *overrides])
+
+
+@pytest.fixture(scope="module")
+def plain() -> DictConfig:
+    """The configuration without overrides."""
+    return composed()
 
 
 # -- configuration --
@@ -400,11 +407,11 @@ def test_a_class_without_test_images_has_no_accuracy(cifar10: SimpleNamespace, t
     ],
 )
 def test_unusable_options_are_refused_at_once(
-    cifar10: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, override: str, message: str
+    cifar10: SimpleNamespace, plain: DictConfig, monkeypatch: pytest.MonkeyPatch, override: str, message: str
 ) -> None:
     monkeypatch.setattr(cifar10.train, "instantiate", None)  # nothing is read or built before
     with pytest.raises(ValueError, match=message):
-        cifar10.train.main.__wrapped__(composed(override))
+        cifar10.train.main.__wrapped__(overridden(plain, override))
 
 
 def test_a_batch_that_does_not_divide_is_refused_before_ranks_start(cifar10: SimpleNamespace) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import RankPool, ranks
+from helpers.scripts import overridden
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from lightning import Trainer
@@ -56,6 +57,12 @@ def gpt2() -> Iterator[SimpleNamespace]:
 def composed(*overrides: str, run_dir: str = "run") -> DictConfig:
     with initialize_config_dir(str(EXAMPLE / "conf"), version_base="1.3"):
         return compose("train", overrides=[f"run_dir={run_dir}", "strategy_name=test", *overrides])
+
+
+@pytest.fixture(scope="module")
+def plain() -> DictConfig:
+    """The configuration without overrides."""
+    return composed()
 
 
 # -- configuration --
@@ -662,11 +669,11 @@ def test_unusable_token_files_are_refused(
     ],
 )
 def test_unusable_options_are_refused_at_once(
-    gpt2: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, override: str, message: str
+    gpt2: SimpleNamespace, plain: DictConfig, monkeypatch: pytest.MonkeyPatch, override: str, message: str
 ) -> None:
     monkeypatch.setattr(gpt2.train, "instantiate", None)  # nothing is read or built before
     with pytest.raises(ValueError, match=message):
-        gpt2.train.main.__wrapped__(composed(override))
+        gpt2.train.main.__wrapped__(overridden(plain, override))
 
 
 @pytest.mark.parametrize(
@@ -683,8 +690,8 @@ def test_unusable_options_are_refused_at_once(
         f"ckpt_path='{__file__}'",
     ],
 )
-def test_usable_options_pass(gpt2: SimpleNamespace, override: str) -> None:
-    gpt2.options.check_options(composed(override), *gpt2.train.CHECKED)
+def test_usable_options_pass(gpt2: SimpleNamespace, plain: DictConfig, override: str) -> None:
+    gpt2.options.check_options(overridden(plain, override), *gpt2.train.CHECKED)
 
 
 def test_a_model_without_the_tokenizers_vocabulary_is_refused(
