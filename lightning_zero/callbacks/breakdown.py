@@ -73,7 +73,8 @@ class Breakdown(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not isinstance(strategy := trainer.strategy, ZeroStrategy):
             rank_zero_warn(
-                f"Breakdown measures nothing under {type(strategy).__name__}: use one of ours, such as zero0"
+                f"Breakdown measures nothing under {type(strategy).__name__}; use a strategy of lightning_zero, such "
+                "as zero0"
             )
             return
         self._reset()

@@ -135,7 +135,7 @@ class EMA(OnShards, EMAWeightAveraging):
             # What was loaded as the weights is the average.
             strategy.load_model_state_dict({"state_dict": checkpoint["current_model_state"]}, pl_module.strict_loading)
         else:
-            rank_zero_warn("the checkpoint has no average of the weights: it begins anew with the weights")
+            rank_zero_warn("the checkpoint has no average of the weights; a new one starts from its weights")
         if self._average_model is not None:  # at stage 3 there are shards before there is a checkpoint
             self.on_sharded(trainer, pl_module)
 

@@ -44,7 +44,8 @@ class MemoryReport(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if trainer.state.fn == TrainerFn.FITTING and not isinstance(strategy := trainer.strategy, ZeroStrategy):
             rank_zero_warn(
-                f"MemoryReport plans nothing under {type(strategy).__name__}: use one of ours, such as zero0"
+                f"MemoryReport plans nothing under {type(strategy).__name__}; use a strategy of lightning_zero, such "
+                "as zero0"
             )
 
     @override

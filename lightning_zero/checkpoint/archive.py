@@ -86,7 +86,8 @@ def write_skeleton(path: Path, checkpoint: Any) -> dict[Record, UntypedStorage |
     found = [record.nbytes for record in numbered if record is not None]
     if numbered[-1] is not None or found != [storage.nbytes() for storage in storages]:
         raise ValueError(
-            "an object in the checkpoint pickles other tensors the second time than the first; save its state instead"
+            "an object in the checkpoint was pickled twice and gave different tensors; save its state, a dictionary, "
+            "instead"
         )
     for record, storage in zip(numbered, storages, strict=False):
         assert record is not None

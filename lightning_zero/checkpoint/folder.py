@@ -170,13 +170,18 @@ class _Contents:
             trees |= {f"optimizer_{n}": state for n, state in enumerate(contents.meta.pop("optimizer_states"))}
         for key in [key for key, value in contents.meta.items() if lazy_tensors(value)]:
             if key == "model" or OPTIMIZER.fullmatch(key):
-                raise ValueError(f"the checkpoint's entry {key!r} has the name of weights or state; call it otherwise")
+                raise ValueError(
+                    f"the checkpoint's entry {key!r} has a name that a folder needs for the weights or the optimizer "
+                    "state; give it another name"
+                )
             trees[key] = contents.meta.pop(key)
         first: dict[Any, str] = {}
         for path, leaf in (found for key, tree in trees.items() for found in leaves(tree, _is_opened, (key,))):
             name = ".".join(map(str, path))
             if name in contents.paths:
-                raise ValueError(f"{contents.paths[name]} and {path} in the checkpoint have one name, {name!r}")
+                raise ValueError(
+                    f"{contents.paths[name]} and {path} in the checkpoint would both be stored as {name!r}; rename one"
+                )
             contents.paths[name] = path
             tensor = (leaf.source.key, leaf.param) if isinstance(leaf, LazyTensor) else id(leaf)
             if isinstance(leaf, Tensor) and first.setdefault(tensor, name) != name:

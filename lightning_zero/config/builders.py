@@ -96,7 +96,7 @@ def _check_groups(trainer: "DictConfig", given: Iterable[str]) -> None:
     for name in given:
         if name in trainer:
             group = "precision" if name == "plugins" else name
-            raise ConfigError(f"trainer.{name} has no effect: the group {group!r} says it. Use {group}=... instead.")
+            raise ConfigError(f"trainer.{name} has no effect: the group {group!r} sets it. Use {group}=... instead.")
 
 
 def _check_sizes(trainer: "DictConfig") -> None:

@@ -69,9 +69,11 @@ def _report(imported: Import) -> None:
     source = imported.name or "the DeepSpeed configuration"
     if rows := imported.of(Status.unsupported, Status.unknown):
         listed = "; ".join(f"{row.key}: {row.note}" for row in rows)
-        rank_zero_warn(f"of {source} this is not taken over: {listed}")
+        rank_zero_warn(f"these settings of {source} are not taken over: {listed}")
     if rows := imported.of(Status.open):
-        rank_zero_info(f'{source} leaves to others, as "auto": {", ".join(row.key for row in rows)}')
+        rank_zero_info(
+            f'{source} leaves the values of these to the program, as "auto": {", ".join(row.key for row in rows)}'
+        )
     elsewhere = [f"{name}={value!r}" for name, value in imported.below("trainer").items()]
     wanted = [f"Trainer({', '.join(elsewhere)})"]
     if imported.micro_batch is not None:
@@ -80,4 +82,6 @@ def _report(imported: Import) -> None:
         if imported.groups.get(section) is not None:
             given = ", ".join(f"{name}={value!r}" for name, value in imported.below(section).items())
             wanted.append(f"{section} {imported.groups[section] or ''}({given})")
-    rank_zero_info(f"ZeroStrategy.from_deepspeed: {source} also says, which goes elsewhere: {'; '.join(wanted)}")
+    rank_zero_info(
+        f"ZeroStrategy.from_deepspeed: {source} has more, which is not a strategy's to set: {'; '.join(wanted)}"
+    )

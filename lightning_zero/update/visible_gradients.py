@@ -146,9 +146,9 @@ class VisibleGradients:
         shown = self._show(parameter) if measured else None
         if shown is None or shown.place != value.place:
             raise RuntimeError(
-                f"{self._name(parameter)}.grad = {value!r}: it is cut as that parameter's gradient, and this one is "
-                "cut otherwise, or not averaged yet. Assign a whole tensor, the same on all ranks, such as "
-                "lightning_zero.full_grad(parameter)"
+                f"{self._name(parameter)}.grad = {value!r}: each rank holds a slice of that gradient, and this "
+                "parameter is divided into other slices, or its own gradient is not averaged yet. Assign a whole "
+                "tensor, the same on all ranks, such as lightning_zero.full_grad(parameter)"
             )
         if value.held is not shown.held:  # `parameter.grad *= 2` assigns what was changed in place
             self._take_over(parameter, value)
@@ -227,8 +227,9 @@ class VisibleGradients:
         shown = self._clipping.shown.get(id(parameter))
         if shown is None or shown.held is not held:
             raise RuntimeError(
-                f"the gradient of {held.name!r} that was read before is no more: it was cleared, or another backward "
-                "has run. Read parameter.grad again; to keep one, clone it or take lightning_zero.full_grad(parameter)"
+                f"the gradient of {held.name!r} that was read before is no longer there: it was cleared, or another "
+                "backward has run. Read parameter.grad again; to keep one, clone it or take "
+                "lightning_zero.full_grad(parameter)"
             )
 
 

@@ -486,7 +486,7 @@ def test_the_yaml_of_an_experiment_overrides_only_what_the_file_says(tmp_path: P
 
 def test_in_code_the_rest_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     config = BATCH | {"zenflow": {}, "optimizer": ADAMW, "zero_optimization": {"stage": 1, "super_offload": False}}
-    with pytest.warns(UserWarning, match="this is not taken over: zenflow: did you mean zero_optimization.zenflow"):
+    with pytest.warns(UserWarning, match="are not taken over: zenflow: did you mean zero_optimization.zenflow"):
         strategy = ZeroStrategy.from_deepspeed(config, stage=2, timeout=5.0)
     assert (strategy.stage, strategy.timeout) == (2, 5.0)
     said = " ".join(caplog.messages)

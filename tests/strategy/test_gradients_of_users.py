@@ -364,7 +364,7 @@ class Refused(Lit):
     def on_train_batch_start(self, batch: Tensor, index: int) -> None:
         if index:
             self.optimizers().zero_grad()
-            with pytest.raises(RuntimeError, match="is no more: it was cleared"):
+            with pytest.raises(RuntimeError, match="is no longer there: it was cleared"):
                 self.before.norm()
 
 
