@@ -71,14 +71,33 @@ CASES = [
 ]
 
 
+class Gate:
+    """A ticket that a job comes after, before it waits for anything else: the job begins when it is opened."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def done(self) -> bool:
+        return self._open.is_set()
+
+    def wait(self) -> None:
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        assert self._open.wait(30)
+
+
 class LateWork(_Work):
     """Lets jobs begin when somebody waits for them."""
 
-    gates: list[threading.Event]
+    gates: list[Gate]
 
     def events(self) -> list[torch.Event]:
         for gate in self.gates:
-            gate.set()
+            gate.open()
         return super().events()
 
 
@@ -87,17 +106,12 @@ class Late(StreamExecutor):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.gates: list[threading.Event] = []
+        self.gates: list[Gate] = []
 
     def _in_thread(self, lane: Lane, job: Callable[[], object], what: str, after: Sequence[Ticket]) -> LateWork:
-        gate = threading.Event()
+        gate = Gate()
         self.gates.append(gate)  # that of a job opens with those before it
-
-        def late() -> None:
-            assert gate.wait(30)
-            job()
-
-        work = super()._in_thread(lane, late, what, after)
+        work = super()._in_thread(lane, job, what, (gate, *after))
         made = LateWork(self, lane, what, work._ended)
         made.gates = list(self.gates)
         return made

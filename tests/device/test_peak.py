@@ -6,9 +6,12 @@ import gc
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from device import sim
+from device.test_overlap import Late
 from device.where import DevicePool
 from lightning import Callback, LightningModule, Trainer
 from strategy.fits import NAMES, make_trainer
@@ -16,7 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.integration import strategy as integration
 from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.storage import Executor, make_executor
 
 WIDTH, DEPTH, MICRO = 512, 6, 2
 PRECISIONS = ("32-true", "bf16-true")
@@ -67,13 +72,19 @@ def measure(accelerator: str, cases: Sequence[Case]) -> dict[Case, dict[str, flo
         # Gradients are clipped in every step: a plan expects it.
         flags: dict[str, Any] = {"accumulate_grad_batches": MICRO, "gradient_clip_val": 1e-6, "precision": precision}
         trainer = make_trainer(strategy, accelerator=accelerator, callbacks=[planned], **flags)
-        trainer.fit(Deep())
+        with mock.patch.object(integration, "make_executor", make_late if accelerator == sim.DEVICE else make_executor):
+            trainer.fit(Deep())
         torch.accelerator.synchronize()
         held = _held(before + planned.held) - before
         peak = (torch.accelerator.max_memory_allocated() - before) / planned.peak
         figures[name, precision, overlap] = {"held": held / planned.held, "peak": peak, "MiB": planned.peak / 2**20}
         del trainer, strategy, planned
     return figures
+
+
+def make_late(device: torch.device, overlap: bool) -> Executor:
+    """Whose host jobs begin when somebody waits for them: then most is on its way at a time."""
+    return Late(device) if overlap else make_executor(device, overlap)
 
 
 def _held(expected: int) -> int:
@@ -108,7 +119,7 @@ FEW = [("zero1", "bf16-true"), ("zero2", "32-true"), ("zero3", "bf16-true"), ("z
 def test_the_peak_on_the_device_is_the_plans(
     device_pool1: DevicePool, device_pool2: DevicePool, ranks: int, cases: list[Case]
 ) -> None:
-    """To the byte nearly; where copies overlap, what is on its way at a time is up to the device: the plan has most."""
+    """To the byte nearly, where copies overlap too; on CUDA what is then on its way at a time is up to the device."""
     pool = {1: device_pool1, 2: device_pool2}[ranks]
     # On CUDA a block of memory may be up to a MiB larger than what was asked for.
     most = 1.01 if pool.where.simulated else 1.2
@@ -116,7 +127,7 @@ def test_the_peak_on_the_device_is_the_plans(
     for figures in pool.run(measure, pool.where.accelerator, cases):
         for case, found in figures.items():
             print(*case, {what: round(figure, 4) for what, figure in found.items()})
-            least = 0.7 if case[2] and "offload" in case[0] else 0.99
+            least = 0.7 if case[2] and "offload" in case[0] and not pool.where.simulated else 0.99
             if not (0.99 <= found["held"] <= most and least <= found["peak"] <= most):
                 wrong.append((case, found))
     assert not wrong
