@@ -190,6 +190,30 @@ def test_only_one_module_communicates() -> None:
     assert [name for name, uses in found.items() if uses] == ["sharding/collectives.py"]
 
 
+def device_types(source: str) -> list[str]:
+    """What the code says of one type of device."""
+    found = [text for text in texts(source) if "cuda" in text.lower()]
+    return found + [
+        name for node in ast.walk(ast.parse(source)) if re.search(r"\bis_cuda\b|\bcuda\b", name := dotted(node))
+    ]
+
+
+def test_one_module_knows_types_of_devices() -> None:
+    """But where it is about the machine, or about names of torch's and of DeepSpeed's."""
+    found = {str(path.relative_to(PACKAGE)): device_types(path.read_text()) for path in files()}
+    assert {name for name, uses in found.items() if uses} == {
+        "storage/accelerators.py",
+        *("cli/doctor.py", "cli/software.py"),
+        "sharding/freed.py",
+        *("migration/deepspeed_keys.py", "migration/deepspeed_training.py"),
+    }
+
+
+@pytest.mark.parametrize("source", ["torch.cuda.synchronize()", "x = t.is_cuda", "device = 'cuda'"])
+def test_a_type_of_device_is_found(source: str) -> None:
+    assert device_types(source)
+
+
 def test_no_stage_is_compared_outside_the_policies() -> None:
     """But where the options of the strategy are checked."""
     found = {str(path.relative_to(PACKAGE)): stages_compared(path.read_text()) for path in files()}

@@ -28,14 +28,15 @@ class Breakdown(pl.Callback):
 
     * ``forward``, ``backward``: the model's own computation.
     * ``reduce``: gradients are collected, added up and kept; ``gather``: parameters are unsharded. Both without:
-    * ``wait``: for what other ranks send. The fastest rank waits longest. (On CUDA: of the stream that computes.)
+    * ``wait``: for what other ranks send. The fastest rank waits longest. (On an accelerator: its
+      stream that computes.)
     * ``host copy``: shards, gradients and masters to and from host memory; batches to the device.
     * ``optimizer``: norms, clipping, update.
     * ``data``: the next batch; ``other``: callbacks, loggers, checkpoints, Lightning's loops.
 
-    On CUDA times are those of the stream, by events, which no step waits for: its values may be logged some steps
-    later. In manual optimization call ``self.manual_backward``: the time of a plain ``loss.backward()`` is counted as
-    ``forward``. Under another strategy than :class:`~lightning_zero.ZeroStrategy` the callback only warns.
+    On an accelerator times are those of the stream, by events, which no step waits for: its values may be logged some
+    steps later. In manual optimization call ``self.manual_backward``: the time of a plain ``loss.backward()`` is
+    counted as ``forward``. Under another strategy than :class:`~lightning_zero.ZeroStrategy` the callback only warns.
 
     Logged as ``time_ms/forward`` and so on, in milliseconds.
 

@@ -19,9 +19,9 @@ class MemoryReport(pl.Callback):
     """Shows what each rank holds, planned and measured, and what would take less.
 
     It prints a table on rank 0 after the first optimizer step. Under it are remedies: overrides to type, each with the
-    bytes that it takes off the planned peak of a rank. Activations are in no plan; on CUDA they are, with what else is
-    not, the difference of the peaks. (Where a fit runs out of memory, the strategy prints the same on the rank that
-    did, with this callback or without.)
+    bytes that it takes off the planned peak of a rank. Activations are in no plan; on an accelerator they are, with
+    what else is not, the difference of the peaks. (Where a fit runs out of memory, the strategy prints the same on the
+    rank that did, with this callback or without.)
 
     The plan costs some milliseconds per remedy before the first step. Under another strategy than
     :class:`~lightning_zero.ZeroStrategy` the callback only warns.

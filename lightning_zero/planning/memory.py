@@ -20,15 +20,20 @@ from lightning_zero.engine import Engine, engines_of
 from lightning_zero.planning.account import Bytes
 from lightning_zero.planning.plan import Plan, plan
 from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardingPolicy
-from lightning_zero.storage import DeviceStore, HostStore, device_type, make_executor
+from lightning_zero.storage import OUT_OF_MEMORY, DeviceStore, HostStore, device_type, make_executor
 from lightning_zero.update import ShardUpdater
 from lightning_zero.update.attached import parameters_of
 
 _MIB = 2**20
-# Of torch's host allocator, of pinned memory, of cuBLAS, and of mappings: none has a type of its own.
+# Of torch's host allocator, of devices' runtimes, and of mappings: none has a type of its own.
 _OUT_OF_MEMORY = re.compile(
-    r"CPUAllocator: (can't allocate memory|not enough memory)|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
-    r"|Cannot allocate memory"
+    "|".join(
+        [
+            r"CPUAllocator: (can't allocate memory|not enough memory)",
+            "Cannot allocate memory",
+            *map(re.escape, OUT_OF_MEMORY),
+        ]
+    )
 )
 # As in the plan, and in its order.
 _HELD = ("parameters", "param_shards", "masters", "optimizer_state", "sharded_gradient", "buffers", "staging")

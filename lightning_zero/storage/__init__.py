@@ -3,7 +3,13 @@
 What depends on the type of the device is in :mod:`lightning_zero.storage.accelerators`.
 """
 
-from lightning_zero.storage.accelerators import DeviceType, RandomState, device_type, register_device_type
+from lightning_zero.storage.accelerators import (
+    OUT_OF_MEMORY,
+    DeviceType,
+    RandomState,
+    device_type,
+    register_device_type,
+)
 from lightning_zero.storage.device import DeviceStore
 from lightning_zero.storage.executor import DONE, Executor, InlineExecutor, Lane, Ticket
 from lightning_zero.storage.host import HostStore, note_freed
@@ -13,6 +19,7 @@ from lightning_zero.storage.timers import Phase, Timers, timed
 
 __all__ = [
     "DONE",
+    "OUT_OF_MEMORY",
     "DeviceStore",
     "DeviceType",
     "Executor",

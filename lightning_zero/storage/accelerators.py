@@ -243,6 +243,8 @@ def _with_index(device: torch.device) -> torch.device:
     return torch.device(device.type, index)
 
 
+# In errors of runtimes that say that memory has run out, of the device or pinned; torch's allocator has a type for it.
+OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _TYPES: dict[str, DeviceType] = {"cpu": Cpu(), "cuda": Cuda("cuda")}
 
 
