@@ -40,6 +40,7 @@ def train(device: torch.device | str, dtype: torch.dtype) -> list[Tensor]:
     for _ in range(3):
         optimizer.zero_grad()
         network(tokens).backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 0.1, foreach=True)
         optimizer.step()
     return [value.cpu() for value in network.state_dict().values()]
 
