@@ -5,7 +5,7 @@
     flush      after the outermost backward: whatever has not been reduced, with zeros for what was unused here
     step       one small all-reduce; every rank then knows norm, overflow and used parameters (``clipping.py``)
                and begins to update its shards (``attached.py``), which may go on under the next forward
-    end_step   gathers what the update made stale, where that is not what its own rank updates
+    end_step   gathers what the update made stale, or leaves it to the next forward (``refresh.py``)
     settle     ends all of it
 
 Every rank issues the same collectives in the same order, whichever of its parameters were used.
@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.engine.shadow import Shadow
-from lightning_zero.sharding.bucket import Bucket, BucketState
+from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.bucket_map import BucketMap
 from lightning_zero.sharding.buffers import BufferWatch, broadcast_buffers, convert_buffers
 from lightning_zero.sharding.compiled import Handle
@@ -157,17 +157,19 @@ class Engine:
 
         With gradients enabled they stay so until the flush after backward, else they are freed at the end.
         """
-        for bucket in self._map.root:
-            bucket.unshard()
-        self._prefetcher.begin_pass()
-        try:
-            with self.timers.phase(Phase.FORWARD):
-                yield
-        finally:
-            if not torch.is_grad_enabled():
-                if self._prefetcher.has_gathered:  # on all ranks: as good as a step
-                    self._count_checked()
-                self._reshard()
+        with self._map.refresher.reading():
+            for bucket in self._map.root:
+                bucket.unshard()
+            self._prefetcher.begin_pass()
+            try:
+                with self.timers.phase(Phase.FORWARD):
+                    yield
+            finally:
+                if not torch.is_grad_enabled():
+                    if self._prefetcher.has_gathered:  # on all ranks: as good as a step
+                        self._count_checked()
+                    self._reshard()
+        self._map.refresher.finish()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Around the backward of every micro-batch but the last of a step."""
@@ -371,6 +373,7 @@ class Engine:
     @torch.no_grad()
     @without_freed_checks
     def _update(self, optimizer: Optimizer, used_anywhere: frozenset[int], call: StepCall) -> None:
+        self._map.refresher.finish()
         self._map.absorb_edits()
         used = [p for p in parameters_of(optimizer) if id(p) in used_anywhere]
         self._optimizers.update(optimizer, used, self._clipping.factor(optimizer), call)
@@ -400,16 +403,18 @@ class Engine:
         self.await_updates()
 
     @timed(Phase.GATHER)
-    def end_step(self) -> None:
+    def end_step(self, reads: bool = True) -> None:
         """After a step, before code that may read parameters: gather what is stale, which no reader may do. Collective.
 
         For what is updated where it is read, the reader waits (see :mod:`lightning_zero.sharding.pending`).
+
+        Args:
+            reads: whether there is such code. Otherwise, where work may overlap, units gather what they read (see
+                :mod:`lightning_zero.sharding.refresh`). The same on all ranks.
         """
         self._map.absorb_edits()
-        stale = [bucket for bucket in self.buckets if bucket.state is BucketState.STALE]
-        for act in (Bucket.begin_unshard, Bucket.unshard):  # nobody waits for one before the next is on its way
-            for bucket in stale:
-                act(bucket)
+        deferred = not reads and self.placement.executor.overlaps
+        (self._map.refresher.defer if deferred else self._map.refresher.gather)()
 
     def await_updates(self) -> None:
         """Wait for all updates that go on beside the training; see :meth:`Bucket.await_update`. No communication."""

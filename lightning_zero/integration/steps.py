@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.integration import patches, private
+from lightning_zero.integration import patches, private, readers
 from lightning_zero.integration.base import EngineStrategy
 from lightning_zero.integration.precision import ZeroPrecision, unwrap
 from lightning_zero.sharding import Subject
@@ -32,6 +32,7 @@ class SteppingStrategy(EngineStrategy):
     """Part of :class:`~lightning_zero.ZeroStrategy`: runs each step through the engine."""
 
     _in_training_step = False
+    _reads = True  # whether hooks may read any parameter between a step and the next forward
 
     @contextlib.contextmanager
     def _forward_context(self) -> Iterator[None]:
@@ -122,14 +123,13 @@ class SteppingStrategy(EngineStrategy):
         **kwargs: Any,
     ) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        # The hooks that follow may read any parameter.
-        self.engine.end_step()
+        self.engine.end_step(self._reads)
         return output
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self.engine.await_updates()  # should one have failed
+        self.engine.settle()  # what comes after the fit may read parameters
         steps, skipped = self.engine.outcomes.counts()
         if skipped:
             # Some belong to a loss scaler's search in any healthy run.
@@ -184,6 +184,19 @@ class SteppingStrategy(EngineStrategy):
         mesh, fitting = self.engine.placement.mesh, trainer.state.fn == TrainerFn.FITTING
         if fitting and self._policy.shard_grads and mesh.replica.size == 1:
             self.engine.shows_sums = any(mesh.world.all_gather_object(any(own), "ask for hooks after backward"))
+
+    def _look_for_readers(self, trainer: pl.Trainer) -> None:
+        """Find out who may read parameters after a step. Collective."""
+        self._reads = True
+        mesh, fitting = self.engine.placement.mesh, trainer.state.fn == TrainerFn.FITTING
+        if fitting and mesh.shard.size > 1 and self.engine.placement.executor.overlaps:
+            assert self.lightning_module is not None
+            own = readers.reads_after_each_step(trainer, self.lightning_module)
+            self._reads = any(mesh.world.all_gather_object(own, "ask for hooks after steps"))
+        if not self._reads:
+            callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+            callbacks.insert(0, before := readers.Before(self.engine.end_step))
+            self._undo.append(lambda: callbacks.remove(before))
 
     def _forget_gradients(self) -> None:
         """Clear what was averaged last: after the fit it would be nobody's gradient."""

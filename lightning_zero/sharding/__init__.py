@@ -25,6 +25,8 @@ unshard, reshard
     Gather all shards into the flat buffer; free it. A full-precision unshard gathers masters instead.
 stale
     A flat buffer that holds values from before the last update of the shards.
+pending
+    A parameter whose values are not there yet, since an update or a deferred gather of its bucket goes on.
 settle
     Finish updates and gathers, and take over edits by user code, so that shards and parameters agree.
 store

@@ -105,6 +105,7 @@ class Bucket:
         self.rounded: set[int] = set()  # parameters of which a cast has lost digits: no master was there to keep them
         self.moving: Ticket = DONE  # the last work on its tensors in host memory that may go on beside the training
         self.updating = False  # that is an update, for which nobody has waited
+        self._need: Callable[[], None] | None = None  # gathers it in its turn, where that was deferred
         self._await_shards: Callable[[], None]  # ends the gather that has begun
 
     @torch.no_grad()
@@ -163,6 +164,8 @@ class Bucket:
     @torch.no_grad()
     def unshard(self) -> None:
         """Give ``flat`` the current values of all shards; nothing happens where it has them."""
+        if self._need is not None:
+            self._need()
         if self.state is not BucketState.GATHERED:
             self._end_unshard()
         else:
@@ -175,7 +178,30 @@ class Bucket:
         self.state = BucketState.GATHERED
         for parameter in self.parameters:
             mark_gathered(parameter)
+            end_pending(parameter)
         self._versions = [version_of(p) for p in self.parameters]  # the shard is what it was
+
+    def defer(self, need: Callable[[], None], read: Callable[[], None]) -> None:
+        """Leave it to others when the stale bucket is gathered, by :meth:`begin_unshard` and :meth:`end_deferred`.
+
+        Args:
+            need: called by :meth:`unshard`; gathers this bucket, among others.
+            read: called before a parameter is read by someone else than a unit's forward.
+        """
+        self._need = need
+        for parameter in self.parameters:
+            mark_pending(parameter, read)
+
+    @property
+    def deferred(self) -> bool:
+        """Whether :meth:`defer` was called, and it has not been gathered since."""
+        return self._need is not None
+
+    def end_deferred(self) -> None:
+        """Gather what :meth:`defer` has left."""
+        self.begin_unshard()
+        self._need = None
+        self.unshard()
 
     @torch.no_grad()
     def reshard(self) -> None:
@@ -225,8 +251,9 @@ class Bucket:
     def _await_update(self) -> None:
         self.moving.wait()
         self.updating = False
-        for parameter in self.parameters:
-            end_pending(parameter)
+        if self._need is None:  # else they are stale
+            for parameter in self.parameters:
+                end_pending(parameter)
 
     def mark_updated(self, indices: Iterable[int]) -> None:
         """The shards have new values for the parameters ``indices``: what is gathered is out of date."""
@@ -262,7 +289,7 @@ class Bucket:
             everything: also look at parameters whose version counter did not move (changes through ``.data``).
         """
         # Until they are views of `flat` again, or after an update that whoever edits them would have waited for.
-        if self._full is not None or self.updating:
+        if self._full is not None or self.updating or self.deferred:
             return
         edited = set()
         for index, parameter in enumerate(self.parameters):

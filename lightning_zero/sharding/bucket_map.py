@@ -15,6 +15,7 @@ from lightning_zero.sharding.gradients import BucketGradients
 from lightning_zero.sharding.layout import Segment
 from lightning_zero.sharding.partition import BucketSpec, Unit
 from lightning_zero.sharding.placement import BucketPlacement
+from lightning_zero.sharding.refresh import Refresher
 from lightning_zero.sharding.rounded import lost_digits
 
 
@@ -26,6 +27,7 @@ class BucketMap:
         placement: of all buckets but persistent ones.
         buckets: in forward order; none once they are released.
         gradients: those of the buckets, in the same order.
+        refresher: gathers those that are stale.
         root: those of them that stay unsharded for a step.
 
     Args:
@@ -50,6 +52,7 @@ class BucketMap:
             )
             for number, spec in enumerate(specs)
         ]
+        self.refresher = Refresher(placement.mesh, self.buckets)
         self.root = [bucket for bucket, spec in zip(self.buckets, specs, strict=True) if spec.in_root]
         self.gradients = [BucketGradients(bucket) for bucket in self.buckets]
         self._gradients = {id(gradients.bucket): gradients for gradients in self.gradients}

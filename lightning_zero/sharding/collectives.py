@@ -59,6 +59,7 @@ class Group:
         calls: number of collectives issued, by collective.
         timers: of what waits for other ranks.
         board: notes of all ranks, for errors.
+        before: what comes before the next collective, on all ranks; see :meth:`Mesh.before_next`.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -71,6 +72,7 @@ class Group:
         self.calls: Counter[str] = Counter()
         self.timers = Timers()
         self.board = Board()
+        self.before: Callable[[], None] | None = None
         self.recent: deque[str] = deque(maxlen=_RECENT)
         self._headers = 0
         self._noted = ""
@@ -189,6 +191,8 @@ class Group:
         """Every rank's small picklable ``value``, in rank order."""
         if self.size == 1:
             return [value]
+        if self.before is not None:
+            self.before()
         values: list[Any] = [None] * self.size
         with self._explained(what):
             dist.all_gather_object(values, value, group=self.process_group)
@@ -198,6 +202,8 @@ class Group:
         """Rank 0's picklable ``value``; of the others it is ignored."""
         if self.size == 1:
             return value
+        if self.before is not None:
+            self.before()
         values = [value]
         with self._explained(what):
             dist.broadcast_object_list(values, group=self.process_group, group_src=0)
@@ -256,6 +262,8 @@ class Group:
 
     def _announce(self, what: str, device: torch.device) -> None:
         """Before a collective: note it, and find out whether all ranks are about to do the same."""
+        if self.before is not None:
+            self.before()
         if self._noted:
             what, self._noted = f"{what}, after {self._noted}", ""
         self.digest = zlib.crc32(what.encode(), self.digest)

@@ -235,12 +235,21 @@ class UnshardHooks:
 
 
 class RefreshHook:
-    """Stages 0-2: waits for the last update and gathers what it made stale, when the module that reads it computes."""
+    """Stages 0-2: waits for the last update and gathers what it made stale, when the module that reads it computes.
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
+    Args:
+        buckets: that the module reads.
+        others: that are gathered before, unless that was deferred.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], others: Sequence[Bucket] = ()) -> None:
         self._buckets = tuple(buckets)
+        self._others = tuple(others)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for bucket in self._others:
+            if not bucket.deferred:
+                bucket.unshard()
         for bucket in self._buckets:
             bucket.unshard()
 
@@ -326,12 +335,11 @@ def install_refresh_hooks(bucket_map: BucketMap, units: Sequence[Unit]) -> list[
     readers = [around.get(id(unit.module), unit.module) for unit in units]
     handles: list[Handle] = []
     for module in {id(m): m for m in (bucket_map.module, *readers)}.values():
-        # The whole module gathers everything first: ranks may enter its units in different orders. One rank has nothing
-        # to gather, and waits for the update of each unit in its turn.
-        alone = bucket_map.placement.mesh.shard.size == 1 and not is_compiled(module)
-        read = bucket_map.root if alone else bucket_map.buckets
-        read = read if module is bucket_map.module else bucket_map.read_by(module)
-        handles += attach(module, RefreshHook(read))
+        root = module is bucket_map.module
+        read = bucket_map.read_by(module, recurse=not root or is_compiled(module))
+        # The whole module gathers first what is not deferred: ranks may enter its units in different orders.
+        alone = bucket_map.placement.mesh.shard.size == 1
+        handles += attach(module, RefreshHook(read, [] if alone or not root else bucket_map.buckets))
     return handles
 
 

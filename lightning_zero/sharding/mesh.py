@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -45,6 +45,11 @@ class Mesh:
         """See :meth:`Group.note`."""
         for group in (self.world, self.shard, self.replica):
             group.note(what)
+
+    def before_next(self, act: Callable[[], None] | None) -> None:
+        """Have ``act`` come before the next collective of any of the groups; ``None``: nothing. It must end that."""
+        for group in (self.world, self.shard, self.replica):
+            group.before = act
 
     def digests(self) -> Tensor:
         """This rank's digests of its shard and replica group among zeros for the others; [2 * world size] float64.

@@ -52,8 +52,9 @@ class PendingParameter(MarkedParameter):
 
 def mark_pending(parameter: Parameter, await_update: Callable[[], None]) -> None:
     """Have every use of ``parameter`` but its metadata call ``await_update`` first, which calls :func:`end_pending`."""
-    if not isinstance(parameter, MarkedParameter):
+    if isinstance(parameter, PendingParameter) or not isinstance(parameter, MarkedParameter):
         parameter._zero_await = await_update  # type: ignore[attr-defined]
+    if not isinstance(parameter, MarkedParameter):
         mark(parameter, PendingParameter)
 
 

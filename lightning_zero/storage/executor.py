@@ -63,11 +63,13 @@ class Executor(Protocol):
     raised where the ticket is waited for, or at once where work ends before its ticket is returned.
 
     Attributes:
+        overlaps: whether work may go on beside the training.
         in_flight_bytes: of device memory that copies to the host may keep after everyone else has let go of it.
         staging_bytes: of host memory in passing that it may keep, per direction; 0: none is kept.
         staged_bytes: that it keeps now.
     """
 
+    overlaps: bool
     in_flight_bytes: int
     staging_bytes: int
 
@@ -126,6 +128,7 @@ DONE: Ticket = _Done()
 class InlineExecutor:
     """Finishes all work when it is submitted: nothing overlaps, and errors are raised at once."""
 
+    overlaps = False
     in_flight_bytes = staging_bytes = staged_bytes = 0
 
     def fetch(self, target: Tensor, source: Tensor, what: str, after: Sequence[Ticket] = ()) -> Ticket:

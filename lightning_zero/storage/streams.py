@@ -112,6 +112,8 @@ class StreamExecutor:
         staging_bytes: as above.
     """
 
+    overlaps = True
+
     def __init__(
         self, device: torch.device, in_flight_bytes: int = DEFAULT_BYTES, staging_bytes: int = DEFAULT_BYTES
     ) -> None:

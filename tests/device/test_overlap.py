@@ -117,12 +117,14 @@ class Late(StreamExecutor):
         return made
 
 
-def start(case: Case, executor: Executor, device: torch.device, model: nn.Module | None = None) -> Session:
+def start(
+    case: Case, executor: Executor, device: torch.device, model: nn.Module | None = None, mesh: Mesh | None = None
+) -> Session:
     on_device = DeviceStore(device)
     store = HostStore(pin_for=device) if case.host else on_device
     params = store if case.stage == 3 else on_device
     policy = ShardingPolicy.from_stage(case.stage)
-    placement = BucketPlacement(Mesh.single(), policy, case.precision, device, store, params, executor)
+    placement = BucketPlacement(mesh or Mesh.single(), policy, case.precision, device, store, params, executor)
     model = model or models.make_model(case.model)
     make = lightning_zero.CPUAdamW if case.split else torch.optim.AdamW
     options = {"master_layout": "split"} if case.split else {}

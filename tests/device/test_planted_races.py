@@ -58,6 +58,8 @@ BLOCKING = "_reduce_scatter_flat(out, flat, group=self._group.process_group)"
 TRAININGS = (
     Race("forward reads before it is gathered", Bucket, "_end_unshard",
          "self._await_shards()", name="zero3", world=2),
+    Race("a unit reads before its turn's gather has ended", Bucket, "_end_unshard",
+         "self._await_shards()", name="zero2_offload", world=2),
     Race("a shard is gathered before it has come", Bucket, "_begin_unshard",
          "self.moving.wait()", world=2),
     Race("a slice is used before it is reduced", _Collectives, "reduce_scatter",

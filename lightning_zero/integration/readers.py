@@ -1,0 +1,79 @@
+"""Code of the user's that may read parameters between a step and the next forward.
+
+Found once per fit. Where there is none, what an update made stale need not be gathered before the next forward needs
+it (see :mod:`lightning_zero.sharding.refresh`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    Callback,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelSummary,
+    RichModelSummary,
+    RichProgressBar,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
+)
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import override
+
+# Between a step and the next `training_step`, in every step.
+_OF_MODULES = (
+    *("optimizer_step", "lr_scheduler_step", "on_train_batch_end", "on_train_batch_start"),
+    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
+    *("on_validation_model_zero_grad", "on_validation_model_eval"),
+)
+_OF_CALLBACKS = ("on_train_batch_end", "on_train_batch_start")
+# They read no parameters there, or by the strategy's means. A subclass may.
+_HARMLESS = frozenset(
+    (
+        *(BackboneFinetuning, DeviceStatsMonitor, EarlyStopping, GradientAccumulationScheduler, LearningRateMonitor),
+        *(ModelCheckpoint, ModelSummary, RichModelSummary, RichProgressBar, ThroughputMonitor, Timer, TQDMProgressBar),
+    )
+)
+
+
+def reads_after_each_step(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether hooks may read parameters between a step and the next forward; in manual optimization all code may."""
+    if not module.automatic_optimization or any(is_overridden(hook, module) for hook in _OF_MODULES):
+        return True
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return any(
+        is_overridden(hook, callback, Callback)
+        for callback in callbacks
+        if type(callback) not in _HARMLESS and not type(callback).__module__.startswith("lightning_zero.")
+        for hook in _OF_CALLBACKS
+    )
+
+
+class Before(Callback):
+    """Comes before all other hooks that are called after some steps only, since it is the first callback.
+
+    Args:
+        act: what is done there.
+    """
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._act()
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._act()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._act()

@@ -1,0 +1,218 @@
+"""Stages 1 and 2 on several ranks: what an update made stale is gathered under the next forward, in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from device import sim
+from device.test_overlap import BF16, Case, Late, left_by, start
+from device.test_update_under_forward import Held
+from device.where import DevicePool
+from engine import driver
+from engine.driver import Session
+from helpers import models
+from helpers.ranks import RankPool
+from lightning import Callback
+from strategy.fits import Lit, Recipe, fit
+from torch import Tensor
+
+from lightning_zero.sharding import BucketState, Mesh
+from lightning_zero.sharding.pending import PendingParameter
+from lightning_zero.storage import Executor, InlineExecutor, StreamExecutor
+
+STEPS, DEPTH = 3, 4
+
+
+def device_of_rank() -> torch.device:
+    torch.accelerator.set_device_index(dist.get_rank())
+    return torch.device(sim.DEVICE, dist.get_rank())
+
+
+def begin(make: Callable[[torch.device], Executor], case: Case) -> tuple[Session, torch.device]:
+    device = device_of_rank()
+    model = models.TinyTransformer(depth=DEPTH)
+    return start(case, make(device), device, model, Mesh.create()), device
+
+
+def forward(model: Any, tokens: Tensor, order: list[int]) -> Tensor:
+    x = model.tokens(tokens)
+    for number in order:
+        x = model.blocks[number](x)
+    return model.head(model.norm(x)).square().mean()
+
+
+# By rank: the blocks that each runs in a step, and those whose parameters it reads before.
+ORDERS = ([0, 1, 2, 3], [2, 0]), ([3], [1, 0, 2]), ([1, 2], [1, 2])
+READS = ([3], []), ([], [1]), ([], [])
+
+
+def train(make: Callable[[torch.device], Executor], case: Case) -> list[Tensor]:
+    session, device = begin(make, case)
+    engine, rank, saw = session.engine, dist.get_rank(), []
+    ((batch,),), *_ = models.make_batches(1, 1, 1)
+    deferred = []
+    for orders, reads in zip(ORDERS, READS, strict=True):
+        session.optimizer.zero_grad()
+        with engine.forward_context():
+            saw += [session.model.blocks[number].up.weight.detach().clone() for number in reads[rank]]
+            loss = forward(session.model, batch.to(device), orders[rank])
+        assert not any(bucket.deferred for bucket in engine.buckets)
+        driver.backward(engine, loss, last=True)
+        engine.clip_grad_norm_(session.optimizer, 0.5)
+        session.optimizer.step()
+        engine.end_step(reads=False)
+        deferred.append(any(bucket.deferred for bucket in engine.buckets))
+    assert deferred == [engine.placement.executor.overlaps] * STEPS
+    engine.settle()
+    return [tensor.cpu() for tensor in [*saw, *left_by(session)]]
+
+
+@pytest.mark.device("lazy", "random1")
+@pytest.mark.parametrize("case", [Case(1), Case(2, precision=BF16), Case(2, host=False)], ids=str)
+def test_ranks_that_enter_units_in_other_orders_train_as_inline(device_pool2: DevicePool, case: Case) -> None:
+    expected = device_pool2.run(train, inline, case)
+    for make in (Late, StreamExecutor):
+        for actual, wanted in zip(device_pool2.run(train, make, case), expected, strict=True):
+            assert all(map(torch.equal, actual, wanted))
+
+
+def inline(device: torch.device) -> InlineExecutor:
+    return InlineExecutor()
+
+
+def waits_for_no_later_update(stage: int) -> list[bool]:
+    session, device = begin(Held, Case(stage, precision=BF16))
+    engine, executor = session.engine, session.engine.placement.executor
+    assert isinstance(executor, Held)
+    ((batch,),), *_ = models.make_batches(1, 1, 1)
+    last, seen = engine.buckets[-1], []
+
+    def after_first_unit(*_: Any) -> None:
+        seen.append(last.updating)
+        if last.updating:
+            executor.gate.set()
+
+    session.model.blocks[0].register_forward_hook(after_first_unit)
+    for _ in range(2):
+        with engine.forward_context():
+            loss = forward(session.model, batch.to(device), [0, 1, 2, 3])
+        driver.backward(engine, loss, last=True)
+        executor.word = last.name
+        session.optimizer.step()
+        engine.end_step(reads=False)
+    engine.settle()
+    return seen
+
+
+@pytest.mark.device("lazy")
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_unit_waits_for_no_later_update_than_the_next(device_pool2: DevicePool, stage: int) -> None:
+    assert device_pool2.run(waits_for_no_later_update, stage) == [[False, True]] * 2
+
+
+def reads_alone() -> str:
+    session, device = begin(StreamExecutor, Case(2))
+    engine = session.engine
+    ((batch,),), *_ = models.make_batches(1, 1, 1)
+    with engine.forward_context():
+        loss = forward(session.model, batch.to(device), [0])
+    driver.backward(engine, loss, last=True)
+    session.optimizer.step()
+    engine.end_step(reads=False)
+    parameter = session.model.blocks[0].up.weight
+    assert isinstance(parameter, PendingParameter)
+    message = ""
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="have not gathered yet") as caught:
+            parameter.sum()
+        message = str(caught.value)
+    with engine.gathered([parameter]):
+        parameter.sum()
+    assert all(bucket.state is BucketState.GATHERED for bucket in engine.buckets[:2])
+    return message
+
+
+@pytest.mark.device("lazy")
+def test_a_rank_that_reads_alone_is_told_so_and_starts_no_collective(device_pool2: DevicePool) -> None:
+    message, _ = device_pool2.run(reads_alone)
+    assert "blocks.0" in message
+
+
+# ------------------------------------------------------------------------------------------------------ with Lightning
+
+
+class Penalized(Lit):
+    """Its loss reads parameters before their units have run; it notes them in hooks that come after some steps."""
+
+    def note(self, where: str) -> None:
+        self.notes.append((where, [p.detach().double().square().sum().item() for p in self.parameters()]))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        buckets = self.trainer.strategy.engine.buckets  # type: ignore[attr-defined]
+        self.notes.append(("deferred", [float(any(bucket.deferred for bucket in buckets))]))
+        penalty = sum(p.square().sum() for p in reversed([*self.parameters()]))
+        return models.next_token_loss(self.model, batch) + 1e-3 * penalty
+
+    def on_train_epoch_end(self) -> None:
+        self.note("epoch end")
+
+    def on_validation_start(self) -> None:
+        self.note("validation")
+
+    def on_train_end(self) -> None:
+        self.note("end")
+
+
+class Reader(Callback):
+    """Reads after every step."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.note("batch end")
+
+
+def fit_penalized(accelerator: str, reader: bool) -> tuple[dict[str, Tensor], list[Any]]:
+    flags: dict[str, Any] = {"callbacks": [Reader()]} if reader else {}
+    recipe = Recipe(steps=4, optimizer="momentum")
+    options = {"val_check_interval": 2, "limit_val_batches": 1, "max_epochs": 2, "num_sanity_val_steps": 0}
+    strategy = {"stage": 2, "offload_optimizer": "cpu", "bucket_size_mb": 0.001}
+    fitted = fit(strategy, recipe, Penalized, accelerator=accelerator, **options, **flags)
+    return fitted.weights, fitted.notes
+
+
+@pytest.mark.device("lazy")
+def test_hooks_and_training_steps_see_what_they_see_without_overlap(
+    device_pool2: DevicePool, rank_pools: Callable[..., RankPool]
+) -> None:
+    """And only a hook that may read after every step costs the gathers under forward."""
+    if not device_pool2.where.simulated:
+        pytest.skip("compares with the bits of CPU ranks")
+    for reader in (False, True):
+        expected = rank_pools(2).run(fit_penalized, "cpu", reader)
+        for (weights, notes), (own, seen) in zip(
+            device_pool2.run(fit_penalized, sim.DEVICE, reader), expected, strict=True
+        ):
+            assert all(torch.equal(weights[name], value) for name, value in own.items())
+            deferred = [values[0] for where, values in notes if where == "deferred"]
+            assert deferred == [float(not reader and index not in (0, 2, 4, 6)) for index in range(8)]
+            for (where, values), (_, wanted) in zip(notes, seen, strict=True):
+                assert where == "deferred" or values == pytest.approx(wanted, rel=1e-12)
+
+
+def fit_with_persistent(accelerator: str) -> dict[str, Tensor]:
+    strategy = {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu", "persistence_numel": 40}
+    return fit(strategy, Recipe(steps=3, micro=2), accelerator=accelerator, gradient_clip_val=0.3).weights
+
+
+@pytest.mark.device("lazy")
+def test_what_stays_unsharded_at_stage_3_is_gathered_likewise(
+    device_pool2: DevicePool, rank_pools: Callable[..., RankPool]
+) -> None:
+    if not device_pool2.where.simulated:
+        pytest.skip("compares with the bits of CPU ranks")
+    expected = rank_pools(2).run(fit_with_persistent, "cpu")
+    for weights, own in zip(device_pool2.run(fit_with_persistent, sim.DEVICE), expected, strict=True):
+        assert all(torch.equal(weights[name], value) for name, value in own.items())
