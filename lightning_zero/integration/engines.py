@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -18,6 +17,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.integration import remedies
 from lightning_zero.integration.options import StrategyOptions
 from lightning_zero.integration.precision import ZeroPrecision
+from lightning_zero.integration.pretrained import read_in_slices
 from lightning_zero.planning.memory import Memory
 from lightning_zero.sharding import BucketPlacement, Mesh, ShardingPolicy, sharded_init
 from lightning_zero.storage import DeviceStore, Executor, HostStore, TensorStore, device_type
@@ -59,12 +59,18 @@ def make_mesh(options: StrategyOptions, num_nodes: int, num_processes: int, loca
     return mesh
 
 
-def init_in_shards(
-    options: StrategyOptions, mesh: Mesh, device: torch.device
-) -> contextlib.AbstractContextManager[Any]:
-    """Shard parameters as they are created inside; see :func:`~lightning_zero.sharding.sharded_init.sharded_init`."""
+@contextlib.contextmanager
+def init_in_shards(options: StrategyOptions, mesh: Mesh, device: torch.device) -> Iterator[None]:
+    """Shard parameters as they are created inside; see :func:`~lightning_zero.sharding.sharded_init.sharded_init`.
+
+    Pretrained weights are read in slices; see :func:`~lightning_zero.integration.pretrained.read_in_slices`.
+    """
     on_host = device_type(device).shares_host_memory or options.offload_params == "cpu"
-    return sharded_init(mesh, device, HostStore() if on_host else DeviceStore(device))
+    with (
+        sharded_init(mesh, device, HostStore() if on_host else DeviceStore(device)),
+        read_in_slices(mesh.world),
+    ):
+        yield
 
 
 def make_engine(

@@ -31,7 +31,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_zero.advice import Case, advice
 from lightning_zero.sharding.freed import FreedParameter, function_name, is_metadata, mark, own_class, unmark
-from lightning_zero.sharding.memory_format import MemoryFormat
+from lightning_zero.sharding.memory_format import MemoryFormat, ReadableInSlices
 from lightning_zero.sharding.mesh import Mesh
 from lightning_zero.storage import TensorStore, device_type, note_freed
 from lightning_zero.torch_private import (
@@ -185,12 +185,18 @@ def _zeros(store: TensorStore, numel: int, dtype: torch.dtype) -> Tensor:
 def _copy_of_shard(parameter: ShardedParameter) -> Parameter:
     with no_torch_functions():
         shard = parameter._zero_shard
-        data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
-        data.untyped_storage().resize_(0)
+        form = MemoryFormat(parameter.shape, parameter.stride())
+        data = _without_memory(form, parameter.dtype, parameter.device)
         copy: Parameter = make_parameter(data, parameter.requires_grad)
         values = _zeros(shard.store, shard.values.numel(), shard.values.dtype).copy_(shard.values)
         _mark_sharded(copy, parameter._zero_name, ParameterShard(shard.mesh, shard.store, values))
     return copy
+
+
+def _without_memory(form: MemoryFormat, dtype: torch.dtype, device: torch.device) -> Tensor:
+    data = torch.empty_strided(form.shape, form.strides, dtype=dtype, device=device)
+    data.untyped_storage().resize_(0)
+    return data
 
 
 def _is_shardable(parameter: Parameter, device: torch.device) -> bool:
@@ -228,13 +234,14 @@ class ShardedInit:
 
     Attributes:
         unsharded_bytes: bytes of the parameters that are unsharded now.
+        device: of the parameters that are sharded.
         peak_bytes: the most that they were at any time.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device, store: TensorStore) -> None:
         self.peak_bytes = 0
         self._mesh = mesh
-        self._device = torch.empty(0, device=device).device  # as tensors name it: with its index
+        self.device = torch.empty(0, device=device).device  # as tensors name it: with its index
         self._store = store
         # By id, in the same order on all ranks. Strong references: what a rank's garbage collector has found must not
         # decide what all of them do next.
@@ -248,6 +255,23 @@ class ShardedInit:
         """A parameter was constructed. Those before it that no module took will hardly be initialized any more."""
         self._add(parameter)
         self._shard([entry for key, entry in self._unsharded.items() if entry.owner is None and key != id(parameter)])
+
+    def reads(self, values: Tensor) -> bool:
+        """Whether these values are in a file, and a parameter of them is made by :meth:`read`."""
+        strided = values.layout is torch.strided and values.numel() > 0
+        return isinstance(values, ReadableInSlices) and values.device == self.device and strided
+
+    @torch.no_grad()
+    def read(self, values: Tensor, requires_grad: bool) -> Parameter:
+        """A sharded parameter with values from a file, of which this rank reads its part. No communication."""
+        group, form = self._mesh.shard, MemoryFormat(values.shape, values.stride())
+        length = -(-form.shape.numel() // group.size)
+        own, start = _zeros(self._store, length, values.dtype), group.rank * length
+        if (numel := min(length, form.shape.numel() - start)) > 0:
+            form.read(values, start, own[:numel])
+        parameter = make_parameter(_without_memory(form, values.dtype, self.device), requires_grad)
+        _mark_sharded(parameter, "(unnamed)", ParameterShard(self._mesh, self._store, own))
+        return parameter
 
     def registered(self, module: nn.Module, name: str, parameter: Tensor) -> None:
         """A parameter was assigned to a module: those of other modules are complete."""
@@ -273,7 +297,7 @@ class ShardedInit:
         self._shard(list(self._unsharded.values()))
 
     def _add(self, parameter: Parameter, name: str = "(unnamed)") -> None:
-        if id(parameter) not in self._unsharded and _is_shardable(parameter, self._device):
+        if id(parameter) not in self._unsharded and _is_shardable(parameter, self.device):
             self._unsharded[id(parameter)] = _Unsharded(parameter, name)
             self.peak_bytes = max(self.peak_bytes, self.unsharded_bytes)
 
@@ -281,7 +305,7 @@ class ShardedInit:
     def _shard(self, entries: Sequence[_Unsharded]) -> None:
         with no_torch_functions():
             for entry in entries:
-                if not _is_shardable(entry.parameter, self._device):  # moved to another device, for example
+                if not _is_shardable(entry.parameter, self.device):  # moved to another device, for example
                     del self._unsharded[id(entry.parameter)]
             entries = [entry for entry in entries if id(entry.parameter) in self._unsharded]
             if not entries:
@@ -307,7 +331,7 @@ class ShardedInit:
         What refers to a parameter may lie in garbage that only some ranks have collected.
         """
         world = self._mesh.world
-        own = device_type(self._device).send(torch.tensor(flags), self._device)
+        own = device_type(self.device).send(torch.tensor(flags), self.device)
         votes = own.new_zeros(world.size, *own.shape)
         votes[world.rank] = own
         world.all_gather_(votes.view(-1), "see who uses parameters")
@@ -356,6 +380,8 @@ def _hooks(context: ShardedInit) -> Iterator[None]:
     def new(cls: type[Parameter], data: Tensor | None = None, requires_grad: bool = True) -> Parameter:
         if isinstance(data, ShardedParameter):
             context.use([data])
+        if data is not None and own_class(cls) is Parameter and context.reads(data):
+            return context.read(data, requires_grad)
         parameter = new_parameter(own_class(cls), data, requires_grad)
         context.created(parameter)
         return parameter
