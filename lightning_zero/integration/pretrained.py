@@ -84,7 +84,7 @@ class _Delegate:
 
 
 class _OpenFile(_Delegate):
-    """What ``safe_open`` gives, with slices that are lazy where they are asked for as a whole."""
+    """The result of ``safe_open``, with slices that are lazy where they are asked for as a whole."""
 
     def __init__(self, opened: Any, file: SafetensorsFile) -> None:
         super().__init__(opened)

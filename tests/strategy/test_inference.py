@@ -12,7 +12,19 @@ import torch
 import torch.distributed as dist
 from helpers.ranks import RankError, RankPool
 from lightning import Trainer
-from strategy.fits import MOMENTUM, NAMES, Fitted, Lit, Recipe, assert_same, fit, make_trainer, observe, slow_unless
+from strategy.fits import (
+    FEW,
+    MOMENTUM,
+    NAMES,
+    Fitted,
+    Lit,
+    Recipe,
+    assert_same,
+    fit,
+    make_trainer,
+    observe,
+    slow_unless,
+)
 from torch import Tensor
 
 from lightning_zero import ZeroStrategy
@@ -109,19 +121,23 @@ def save(path: str) -> None:
     trainer.save_checkpoint(path)
 
 
-@pytest.mark.parametrize("name", slow_unless(("zero3_offload",), ("zero2_offload", "zero3_offload", "zero1")))
-def test_a_fit_starts_from_full_precision_or_not_at_all(pool2: RankPool, name: str, tmp_path: Path) -> None:
-    for other in (False, True):
-        with pytest.raises(RankError, match=r"was cast to torch\.bfloat16 for evaluation.*evaluation_masters=True"):
-            pool2.run(evaluated_then_fitted, name, "bf16-mixed", other=other)
-        expected, *_ = pool2.run(fit, {**STRATEGIES[name]}, MOMENTUM, precision="bf16-mixed")
-        actual, *_ = pool2.run(evaluated_then_fitted, name, "bf16-mixed", other=other, evaluation_masters=True)
-        assert_same(actual.weights, expected.weights)
+@pytest.mark.parametrize(
+    ("name", "other"), [("zero3_offload", False), *(pytest.param(n, True, marks=pytest.mark.slow) for n in FEW)]
+)
+def test_a_fit_starts_from_full_precision_or_not_at_all(pool2: RankPool, name: str, other: bool) -> None:
+    with pytest.raises(RankError, match=r"was cast to torch\.bfloat16 for evaluation.*evaluation_masters=True"):
+        pool2.run(evaluated_then_fitted, name, "bf16-mixed", other=other)
+    expected, *_ = pool2.run(fit, {**STRATEGIES[name]}, MOMENTUM, precision="bf16-mixed")
+    actual, *_ = pool2.run(evaluated_then_fitted, name, "bf16-mixed", other=other, evaluation_masters=True)
+    assert_same(actual.weights, expected.weights)
+
+
+def test_a_checkpoint_has_the_full_precision_that_evaluation_lacks(pool2: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "saved.ckpt")
     pool2.run(save, path)
-    resumed = {"ckpt_path": path, "max_epochs": 2, "precision": "bf16-mixed"}
-    expected, *_ = pool2.run(fit, {**STRATEGIES[name]}, MOMENTUM, **resumed)
-    actual, *_ = pool2.run(evaluated_then_fitted, name, "bf16-mixed", path)
+    resumed: dict[str, Any] = {"ckpt_path": path, "max_epochs": 2, "precision": "bf16-mixed"}
+    expected, *_ = pool2.run(fit, {**STRATEGIES["zero3_offload"]}, MOMENTUM, **resumed)
+    actual, *_ = pool2.run(evaluated_then_fitted, "zero3_offload", "bf16-mixed", path)
     assert actual.steps == expected.steps == 2 * MOMENTUM.steps
     assert_same(actual.weights, expected.weights)
 
