@@ -112,6 +112,22 @@ def test_waiting_for_a_collective_lets_the_stream_wait_and_not_the_host(device_p
     assert device_pool2.run(host_waits, right=False) == [({}, False)] * 2
 
 
+def follows_its_caller() -> bool:
+    """Another stream waits for the collective, and by it alone for what the caller's stream had to do before."""
+    x, side = torch.full((1000,), dist.get_rank() + 1.0, device=sim.DEVICE), torch.Stream(device=sim.DEVICE)
+    work = dist.all_reduce(x, async_op=True)
+    with side:
+        work.wait()
+        right = bool(x.cpu().eq(3).all())
+    torch.accelerator.synchronize()  # before its memory is freed
+    return right
+
+
+@pytest.mark.device
+def test_a_collective_follows_what_its_caller_had_to_do(device_pool2: DevicePool) -> None:
+    assert device_pool2.run(follows_its_caller) == [True, True]
+
+
 def goes_on_beside_its_host() -> float:
     """Rank 1's host waits for rank 0's, and rank 0's for a collective that rank 1 has enqueued and not waited for."""
     x = torch.ones(4, device=sim.DEVICE)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from device import sim, test_clock, test_collectives, test_memory, test_schedules
 from device.where import DevicePool
-from torch import Tensor
 
 missing_wait, mistake = (
     test_schedules.test_a_missing_wait_is_found,
@@ -51,16 +51,16 @@ def test_a_broken_device_fails_a_test_of_its_own(device: torch.device, defect: s
         FAILS[defect][number](device)
 
 
-def every_collective(defect: str) -> dict[str, Tensor]:
+def broken(defect: str, program: Callable[[], Any]) -> Any:
     setattr(sim.install().defects(), defect, True)
-    return test_collectives.every_collective()
+    return program()
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("defect", OF_COLLECTIVES)
-def test_broken_collectives_fail_a_test_of_their_own(device_pool2: DevicePool, defect: str) -> None:
+def test_broken_collectives_fail_a_test_of_their_own(device_pool2: DevicePool) -> None:
+    assert device_pool2.run(broken, "no_caller_waits", test_collectives.follows_its_caller) == [False, False]
     with pytest.raises(AssertionError):
-        test_collectives.assert_right(*device_pool2.run(every_collective, defect))
+        test_collectives.assert_right(*device_pool2.run(broken, "no_work_waits", test_collectives.every_collective))
 
 
 @pytest.mark.device

@@ -68,8 +68,7 @@ void wait_for(const SignalPtr& signal, const std::string& why) {
 
 void wait_for_stream(int stream, const std::string& why) { wait_for(scheduler().record(stream), why); }
 
-// -----------------------------------------------------------------------------------------------------------
-// generators
+// ------------------------------------------------------------------------------------------ generators
 
 namespace {
 
@@ -136,8 +135,7 @@ const at::Generator& default_generator(c10::DeviceIndex device) {
   return all->at(device < 0 ? current_device() : device);
 }
 
-// ----------------------------------------------------------------------------------------------------- guard
-// and hooks
+// ------------------------------------------------------------------------------------- guard and hooks
 
 namespace {
 

@@ -61,8 +61,7 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, c10::Sc
 
 namespace {
 
-// --------------------------------------------------------------------------------------------------- tensors
-// and views
+// ----------------------------------------------------------------------------------- tensors and views
 
 at::Tensor make_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype,
                         std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>) {
@@ -140,8 +139,7 @@ bool same_kind_of_tensor(const at::Tensor& self, const at::Tensor& from) {
   return dense(self) && dense(from);
 }
 
-// ------------------------------------------------------------------------------------------------------- any
-// operator
+// ---------------------------------------------------------------------------------------- any operator
 
 // One call of an operator, on its way to a task.
 class Call {
@@ -343,8 +341,7 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (auto& output : outputs) stack->push_back(std::move(output));
 }
 
-// ----------------------------------------------------------------------- operators that torch composes for
-// other devices
+// ----------------------------------------------------- operators that torch composes for other devices
 
 std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p,
                                                   std::optional<bool> train) {

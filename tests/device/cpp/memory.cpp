@@ -67,8 +67,7 @@ void Arena::drop(void* p, size_t bytes) {
   if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_REMOVE);
 }
 
-// --------------------------------------------------------------------------------------------- the device's
-// allocator
+// ------------------------------------------------------------------------------ the device's allocator
 
 Allocator& allocator() {
   static auto* the = new Allocator;
@@ -207,8 +206,7 @@ std::pair<size_t, size_t> Allocator::getMemoryInfo(c10::DeviceIndex device) {
   return {limits_[device] - size_t(stats_[device].active_bytes[kAll].current), limits_[device]};
 }
 
-// -------------------------------------------------------------------------------------------------------
-// pinned memory
+// --------------------------------------------------------------------------------------- pinned memory
 
 namespace {
 

@@ -29,7 +29,6 @@ class Arena {
   void protect(bool on);
   // Gives the pages that lie wholly in the range back to the machine.
   void drop(void* p, size_t bytes);
-  size_t used() const { return used_; }
 
  private:
   char* device_ = nullptr;
@@ -68,7 +67,6 @@ class Allocator final : public c10::DeviceAllocator {
   void make_room(int device, size_t bytes);
   void give_back(void* pointer);
   void reclaim();
-  void cached(int device, int64_t bytes);
 
   std::recursive_mutex mutex_;
   std::unordered_map<void*, Block> blocks_;
