@@ -6,7 +6,6 @@ Eight bytes of the header's length, a JSON header by name of the tensor, and the
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.lazy import StoredTensor
-from lightning_zero.checkpoint.tiles import bytes_of, read_at
+from lightning_zero.checkpoint.tiles import OpenFile, Readable, bytes_of, read_at
 from lightning_zero.sharding.memory_format import MemoryFormat
 
 _DTYPES = {
@@ -42,12 +41,13 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = file.read(length)
-            self.digest = zlib.crc32(header), file.seek(0, os.SEEK_END)
-        self._start = 8 + length
+        self._file = OpenFile(path)
+        size, length = path.stat().st_size, bytearray(8)
+        read_at(self._file, memoryview(length), 0)
+        header = bytearray(min(int.from_bytes(length, "little"), size))
+        read_at(self._file, memoryview(header), len(length))
+        self.digest = zlib.crc32(header), size
+        self._start = len(length) + len(header)
         self._entries: dict[str, Any] = json.loads(header)
 
     def tensor(self, name: str) -> StoredTensor | None:
@@ -56,7 +56,7 @@ class SafetensorsFile:
         if entry["dtype"] not in _DTYPES:
             return None
         dtype, (first, _) = _DTYPES[entry["dtype"]], entry["data_offsets"]
-        return _tensor(_Values(self._path, self._start + first, torch.Size(entry["shape"]), dtype, dtype))
+        return _tensor(_Values(self._file, self._start + first, torch.Size(entry["shape"]), dtype, dtype))
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class _Values:
     """The values of one tensor; a :class:`~lightning_zero.checkpoint.lazy.StoredSource`.
 
     Attributes:
-        path: of the file.
+        file: has them.
         offset: in bytes, of the first value.
         shape: of the tensor, row by row.
         dtype: in the file.
         cast: to which values are cast.
     """
 
-    path: Path
+    file: Readable
     offset: int
     shape: torch.Size
     dtype: torch.dtype
@@ -94,11 +94,7 @@ class _Values:
         straight = into.device.type == "cpu" and into.is_contiguous() and into.dtype == self.dtype == self.cast
         values = into if straight else torch.empty(into.numel(), dtype=self.dtype)
         if values.numel():
-            file = os.open(self.path, os.O_RDONLY)
-            try:
-                read_at(file, bytes_of(values), self.offset + start * self.dtype.itemsize)
-            finally:
-                os.close(file)
+            read_at(self.file, bytes_of(values), self.offset + start * self.dtype.itemsize)
         if values is not into:
             into.copy_(values.to(self.cast))
 

@@ -62,7 +62,7 @@ def load_sharded(path: str, options: dict[str, Any], configured: bool) -> Loaded
     trainer, module, read_at, read = make_trainer("zero3"), Pretrained(path, options), safetensors.read_at, 0
     sharded = configured  # a whole parameter would show in what was read
 
-    def counted(file: int, buffer: memoryview, offset: int) -> None:
+    def counted(file: Any, buffer: memoryview, offset: int) -> None:
         nonlocal read
         read += buffer.nbytes
         read_at(file, buffer, offset)
@@ -118,7 +118,7 @@ def test_weights_are_those_of_transformers(
     total = sum(file.stat().st_size for file in files)
     for loaded in assert_as_plain(pool2, path, configured, **options):
         assert loaded.sharded
-        assert loaded.read < (0.55 if kind != "mixtral" else 1) * total
+        assert loaded.read < (0.6 if kind != "mixtral" else 1) * total
 
 
 def test_missing_and_unexpected_keys_are_reported(pool2: RankPool, tmp_path: Path) -> None:
