@@ -39,7 +39,7 @@ from lightning_zero.checkpoint.errors import on_first, together
 from lightning_zero.checkpoint.folder_reader import OPTIMIZER
 from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor
 from lightning_zero.checkpoint.remote import Location
-from lightning_zero.checkpoint.shards import Key, ShardedValues, across_ranks, fetch_for_first, source_of, values_of
+from lightning_zero.checkpoint.shards import Key, SharedValues, across_ranks, fetch_for_first, source_of, values_of
 from lightning_zero.checkpoint.tiles import TILE, Writable, snapshot, write_tiles
 from lightning_zero.engine import Engine
 from lightning_zero.sharding import Group
@@ -239,8 +239,8 @@ class _Pickled:
 class _OwnBoxes:
     """The boxes of a sharded tensor that this rank writes, by DCP's protocol of checkpointable objects."""
 
-    def __init__(self, values: ShardedValues, param: int) -> None:
-        self._values, self._form = values, values.bucket.formats[param]
+    def __init__(self, values: SharedValues, param: int) -> None:
+        self._values, self._form = values, values.form(param)
         self._boxes: dict[torch.Size, tuple[Box, int]] = {}  # by offsets, with the place in this rank's shard
         for first, start, stop in values.slices(param):
             for box in boxes_of_slice(self._form, first, first + stop - start):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +18,16 @@ from lightning_zero.checkpoint.tiles import TILE, tiles
 from lightning_zero.engine import Engine, Shadow
 from lightning_zero.engine.runtime import engines as all_engines
 from lightning_zero.sharding import Bucket
+from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.storage import Memory
-from lightning_zero.update import ShardUpdater
+from lightning_zero.update import OwnedTensor, ShardUpdater
 
 
 class Key(NamedTuple):
-    """Names one value per element of a bucket: its masters, a shadow's, or an optimizer's state."""
+    """Names one value per element of a bucket: its masters, a shadow's, or an optimizer's state.
+
+    Or the tensor ``owned`` of the state of a parameter that lies whole on one rank.
+    """
 
     engine: int
     bucket: int
@@ -30,6 +35,8 @@ class Key(NamedTuple):
     optimizer: int | None = None
     state: str = ""
     shadow: int | None = None
+    param: int = 0
+    owned: OwnedTensor | None = None
 
 
 class Slice(NamedTuple):
@@ -48,51 +55,94 @@ class _Held(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class ShardedValues:
-    """One value for every element of a bucket, of which each rank holds a shard: a source of lazy tensors."""
+class SharedValues(ABC):
+    """Values that ranks hold together: a source of lazy tensors."""
 
     engine: Engine
     key: Key
 
     @property
     def bucket(self) -> Bucket:
+        """The bucket whose parameters they belong to."""
         return self.engine.buckets[self.key.bucket]
 
     @property
     def live(self) -> bool:
         """Whether parameters that are unsharded on every rank are the values."""
-        weights = self.key.optimizer is None and self.key.shadow is None
-        return weights and not self.bucket.shards_params and self.bucket.dtype == self.key.dtype
+        return False
+
+    @abstractmethod
+    def form(self, param: int) -> MemoryFormat:
+        """Shape and strides of the tensor of parameter ``param``."""
 
     def tensor(self, param: int) -> LazyTensor:
         """The values of parameter ``param``, not looked up yet."""
-        if self.live:
-            return LazyTensor(self, param, self.bucket.parameters[param].detach())
-        form = self.bucket.formats[param]
+        form = self.form(param)
         return LazyTensor(
             self, param, torch.empty_strided(form.shape, form.strides, dtype=self.key.dtype, device="meta")
         )
 
     def fetch(self, param: int) -> Tensor:
         """All values of parameter ``param``: the live tensor, or a copy on the CPU. Collective unless live."""
-        if self.live:
-            return self.bucket.parameters[param].detach()
         full = follow_first([self.engine], across_ranks(self))
         assert full is not None
         return self.cut(full, param)
 
+    @abstractmethod
     def cut(self, full: Tensor, param: int) -> Tensor:
-        """A copy of parameter ``param`` in what :meth:`gather` gave; on the CPU."""
+        """A copy of the tensor of parameter ``param`` in what :meth:`gather` gave; on the CPU."""
+
+    @abstractmethod
+    def gather(self) -> Tensor:
+        """All values; 1-D, on the device. Collective."""
+
+    @abstractmethod
+    def slices(self, param: int) -> Iterator[Slice]:
+        """The slices of parameter ``param`` that this rank writes; replicas, which hold the same, share the work."""
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements ``[start, stop)`` of what this rank holds, 1-D."""
+
+    def tiles(self, start: int, stop: int) -> Iterator[Tensor]:
+        """Read ``[start, stop)`` of what this rank holds a tile at a time."""
+        for low, high in tiles(start, stop, TILE // self.key.dtype.itemsize):
+            yield self.read(low, high)
+
+    def _share(self, numel: int) -> tuple[int, int]:
+        """The part of ``numel`` elements, which all replicas hold, that this one writes."""
+        replica = self.bucket.placement.mesh.replica
+        return numel * replica.rank // replica.size, numel * (replica.rank + 1) // replica.size
+
+
+class ShardedValues(SharedValues):
+    """One value for every element of a bucket, of which each rank holds a shard."""
+
+    @property
+    def live(self) -> bool:
+        weights = self.key.optimizer is None and self.key.shadow is None
+        return weights and not self.bucket.shards_params and self.bucket.dtype == self.key.dtype
+
+    def form(self, param: int) -> MemoryFormat:
+        return self.bucket.formats[param]
+
+    def tensor(self, param: int) -> LazyTensor:
+        if self.live:
+            return LazyTensor(self, param, self.bucket.parameters[param].detach())
+        return super().tensor(param)
+
+    def fetch(self, param: int) -> Tensor:
+        return self.bucket.parameters[param].detach() if self.live else super().fetch(param)
+
+    def cut(self, full: Tensor, param: int) -> Tensor:
         return self.bucket.view(full, param).to("cpu", copy=True)
 
     @torch.no_grad()
     def gather(self) -> Tensor:
-        """All values, laid out as the flat buffer; 1-D, on the device. Collective."""
         held = self._held
         return self.bucket.gather_full(held.read(0, self.bucket.layout.shard_numel), held.memory)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of this rank's shard, 1-D."""
         return self._held.read(start, stop)
 
     @property
@@ -108,42 +158,69 @@ class ShardedValues:
             return _Held(bucket.master.read, bucket.master.memory)
         updater = self.engine.updaters[key.optimizer]
         assert isinstance(updater, ShardUpdater)
-        state = updater.state_of(bucket)
-        return _Held(partial(state.read, key.state, key.dtype), state.memory)
-
-    def tiles(self, start: int, stop: int) -> Iterator[Tensor]:
-        """Read ``[start, stop)`` of this rank's shard a tile at a time."""
-        for low, high in tiles(start, stop, TILE // self.key.dtype.itemsize):
-            yield self.read(low, high)
+        return _Held(partial(updater.read_flat, bucket, key.state, key.dtype), updater.state_of(bucket).memory)
 
     def slices(self, param: int) -> Iterator[Slice]:
-        """The slices of parameter ``param`` that this rank writes; replicas, which hold the same, share the work."""
-        replica, numel = self.bucket.placement.mesh.replica, self.bucket.layout.shard_numel
-        low, high = (numel * rank // replica.size for rank in (replica.rank, replica.rank + 1))
+        low, high = self._share(self.bucket.layout.shard_numel)
         for segment in self.bucket.segments:
             start, stop = max(segment.start, low), min(segment.stop, high)
             if segment.param == param and start < stop:
                 yield Slice(segment.param_start + start - segment.start, start, stop)
 
 
-def source_of(tensor: LazyTensor, engines: Sequence[Engine]) -> ShardedValues:
+class OwnedValues(SharedValues):
+    """A tensor of the optimizer's state of a parameter that lies whole on one rank of the shard group."""
+
+    @property
+    def _owned(self) -> OwnedTensor:
+        assert self.key.owned is not None
+        return self.key.owned
+
+    @property
+    def _updater(self) -> ShardUpdater:
+        assert self.key.optimizer is not None
+        updater = self.engine.updaters[self.key.optimizer]
+        assert isinstance(updater, ShardUpdater)
+        return updater
+
+    def form(self, param: int) -> MemoryFormat:
+        return self._owned.form
+
+    def cut(self, full: Tensor, param: int) -> Tensor:
+        return self._owned.form.view(full.to("cpu", copy=True))
+
+    @torch.no_grad()
+    def gather(self) -> Tensor:
+        return self._updater.gather_owned(self.bucket, self.key.param, self._owned)
+
+    def slices(self, param: int) -> Iterator[Slice]:
+        if self.bucket.layout.owner(self.key.param) == self.bucket.placement.mesh.shard.rank:
+            low, high = self._share(self._owned.form.shape.numel())
+            if low < high:
+                yield Slice(low, low, high)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self._updater.owned(self.bucket, self.key.param, self._owned)[start:stop]
+
+
+def source_of(tensor: LazyTensor, engines: Sequence[Engine]) -> SharedValues:
     """The shards that hold the values of a tensor in a checkpoint of ``engines``.
 
     Raises:
         ValueError: from elsewhere.
     """
     source = tensor.source
-    if not isinstance(source, ShardedValues) or source.engine not in engines:
+    if not isinstance(source, SharedValues) or source.engine not in engines:
         raise ValueError(f"{tensor} belongs to another engine; put a clone into the checkpoint")
     return source
 
 
-def across_ranks(values: ShardedValues) -> Key:
+def across_ranks(values: SharedValues) -> Key:
     """The key by which other ranks know values: the engine is told by its place among those of its mesh."""
     return values.key._replace(engine=_on_mesh(values.engine).index(values.engine))
 
 
-def values_of(key: Key, engines: Sequence[Engine]) -> ShardedValues:
+def values_of(key: Key, engines: Sequence[Engine]) -> SharedValues:
     """The values that a rank has named by :func:`across_ranks`.
 
     Args:
@@ -151,7 +228,8 @@ def values_of(key: Key, engines: Sequence[Engine]) -> ShardedValues:
         engines: of the checkpoint.
     """
     engine = _on_mesh(engines[0])[key.engine]
-    return ShardedValues(engine, key._replace(engine=engine.number))
+    kind = ShardedValues if key.owned is None else OwnedValues
+    return kind(engine, key._replace(engine=engine.number))
 
 
 def _on_mesh(engine: Engine) -> list[Engine]:
@@ -202,9 +280,9 @@ def follow_first(engines: Sequence[Engine], wanted: Key | None = None) -> Tensor
 def fetch_for_first(checkpoint: Any, engines: Sequence[Engine]) -> None:
     """Give rank 0 the values of all lazy tensors in its ``checkpoint``, for another writer than ours. Collective."""
     if engines and engines[0].placement.mesh.world.rank == 0:
-        sources: dict[Key, list[tuple[ShardedValues, LazyTensor]]] = {}
+        sources: dict[Key, list[tuple[SharedValues, LazyTensor]]] = {}
         for tensor in lazy_tensors(checkpoint):
-            if isinstance(tensor.source, ShardedValues) and not tensor.source.live:
+            if isinstance(tensor.source, SharedValues) and not tensor.source.live:
                 sources.setdefault(tensor.source.key, []).append((tensor.source, tensor))
         for found in sources.values():
             full = follow_first(engines, across_ranks(found[0][0]))

@@ -11,8 +11,10 @@ import contextlib
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -20,14 +22,14 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_zero.advice import Case, advice
 from lightning_zero.checkpoint.archive_reader import give_back_pages
-from lightning_zero.checkpoint.shards import Key, ShardedValues, masters
+from lightning_zero.checkpoint.shards import Key, OwnedValues, ShardedValues, masters
 from lightning_zero.engine import Engine, Shadow
 from lightning_zero.sharding import Bucket
 from lightning_zero.sharding.compiled import names_of, plain_name, plain_names
 from lightning_zero.sharding.freed import is_metadata
 from lightning_zero.sharding.sharded_init import ShardedParameter, load_shard
-from lightning_zero.torch_private import load_hooks, tree_leaves, version_of
-from lightning_zero.update import ShardUpdater
+from lightning_zero.torch_private import load_hooks, tree_leaves, tree_map, version_of
+from lightning_zero.update import OwnedTensor, ShardUpdater
 
 StateDict = dict[str, Any]
 KIND = "class"  # an optimizer state dict's entry: the name of the optimizer's class; torch's own has none
@@ -234,10 +236,18 @@ def optimizer_state_dict(engine: Engine, updater: ShardUpdater) -> StateDict:
             name: ShardedValues(engine, Key(engine.number, number, dtype, optimizer, name))
             for name, dtype in form.dtypes.items()
         }
+
+        def lazy(leaf: Any, key: Key) -> Any:
+            if isinstance(leaf, OwnedTensor):
+                return OwnedValues(engine, key._replace(dtype=leaf.dtype, owned=leaf)).tensor(key.param)
+            return copy.deepcopy(leaf)
+
         for index, own in form.own.items():
             tensors = {name: values[name].tensor(index) for name in own.names}
+            key = Key(engine.number, number, bucket.dtype, optimizer, param=index)
+            rest = tree_map(partial(lazy, key=key), own.rest)
             # Plain SGD has none, and in torch's format then no entry either.
-            if (entry := tensors | copy.deepcopy(own.scalars)) and id(bucket.parameters[index]) in mine:
+            if (entry := tensors | rest) and id(bucket.parameters[index]) in mine:
                 state[names[id(bucket.parameters[index])]] = entry
     return {"state": state, "param_groups": groups, KIND: type(updater.optimizer).__name__}
 
@@ -355,13 +365,13 @@ def _check_kind(
     for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         states = [(p, saved["state"][keys[id(p)]]) for p in group["params"] if keys.get(id(p)) in saved["state"]]
         for parameter, state in states:
-            _check_shapes(updater, parameter, state, names[id(parameter)])
+            _check_shapes(updater.state_shapes(group, parameter), parameter, state, names[id(parameter)])
         if kind == name:
             continue
         writer = kind or "the optimizer that wrote the checkpoint"
         rule = group | {key: value for key, value in old.items() if key not in _IMPLEMENTATION}
-        needed = updater.state_names(rule) - _NOT_COMPARED if states else frozenset()
         for parameter, state in states:
+            needed = updater.state_names(rule, parameter) - _NOT_COMPARED
             found = {key for key, value in state.items() if isinstance(value, Tensor)} - _NOT_COMPARED
             if found != needed:
                 raise ValueError(
@@ -376,10 +386,10 @@ def _check_kind(
             )
 
 
-def _check_shapes(updater: ShardUpdater, parameter: Parameter, state: Mapping[str, Any], name: str) -> None:
-    for key in sorted(updater.per_element & state.keys()):
+def _check_shapes(needed: Mapping[str, torch.Size], parameter: Parameter, state: Mapping[str, Any], name: str) -> None:
+    for key in sorted(needed.keys() & state.keys()):
         value = state[key]
-        if isinstance(value, Tensor) and value.shape != parameter.shape:
+        if isinstance(value, Tensor) and value.shape != needed[key]:
             raise ValueError(
                 f"{key} of {name} has shape {tuple(value.shape)} in the checkpoint, the parameter "
                 f"{tuple(parameter.shape)}; configure the groups in the order in which they were saved, {_alone()}"

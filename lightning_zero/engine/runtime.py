@@ -87,6 +87,8 @@ class Engine:
         check_steps: number of first optimizer steps in which ranks compare notes before each collective.
         detect_data_edits: find what user code wrote through ``parameter.data`` outside of ``gathered`` at stages 0 to
             2, at the cost of two passes over the shard and a wait for the device in every step.
+        whole: parameters that must each lie whole on one rank of the shard group, see
+            :func:`~lightning_zero.update.kept_whole`.
 
     Raises:
         CollectiveError: where the ranks hold different modules.
@@ -107,6 +109,7 @@ class Engine:
         max_live_numel: int | None = None,
         check_steps: int = 10,
         detect_data_edits: bool = False,
+        whole: Iterable[Parameter] = (),
     ) -> None:
         self.module = module
         self.placement = placement
@@ -117,7 +120,9 @@ class Engine:
         self.outcomes = StepOutcomes(self._scale, max_consecutive_skips, placement.mesh.world.rank == 0)
         self.shadows: weakref.WeakValueDictionary[int, Shadow] = weakref.WeakValueDictionary()
         self._shadow_numbers = itertools.count()
-        unit_list, specs = partition(module, placement, optimized, units, bucket_size_mb, persistence_numel)
+        unit_list, specs = partition(
+            module, placement, optimized, units, bucket_size_mb, persistence_numel, whole=whole
+        )
         check_initialized(specs)
         check_exact(specs, placement)
         check_same(specs, placement.mesh.world)
@@ -484,6 +489,10 @@ class Engine:
     def holds(self, parameters: Iterable[Parameter]) -> bool:
         """Tell whether all ``parameters`` are the module's."""
         return all(self._map.holder(p) is not None for p in parameters)
+
+    def holds_whole(self, parameters: Iterable[Parameter]) -> bool:
+        """Tell whether each of the module's ``parameters`` lies whole on one rank of the shard group."""
+        return all(self._map[p].layout.keeps_whole for p in parameters)
 
 
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()  # those that hold parameters

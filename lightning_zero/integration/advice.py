@@ -48,6 +48,10 @@ def provide_advice() -> None:
             Case.MASTERS_NOT_FP32: (
                 "Train 16-bit parameters with precision='bf16-true' or '16-true', which gives them fp32 masters"
             ),
+            Case.NEEDS_WHOLE_PARAMETERS: (
+                "Give the Trainer all optimizers by `configure_optimizers`, and Fabric the optimizer together with its "
+                "module: `fabric.setup(module, optimizer)`"
+            ),
             Case.CANNOT_BE_SHARDED: "or train with strategy='ddp'",
             Case.RENORMALIZED_IN_FORWARD: (
                 "in `on_train_batch_end`, `with torch.no_grad(), lightning_zero.gathered_parameters(self.{name}): "

@@ -129,10 +129,8 @@ class EngineStrategy(DDPStrategy):
 
     def _shard(self, module: pl.LightningModule, optimizers: list[Optimizer] | None) -> None:
         """Build the engine, or give the one of an earlier run its new optimizers."""
-        parameters = [p for o in optimizers or [] for group in o.param_groups for p in group["params"]]
         engine = self._engine
-        # Another Trainer may have released it, and the module may have grown.
-        if engine is not None and not (engine.module is module and engine.holds([*module.parameters(), *parameters])):
+        if engine is not None and not self._fits(engine, module, optimizers or ()):
             engine.release()
             engine = None
         if engine is None:
@@ -141,10 +139,9 @@ class EngineStrategy(DDPStrategy):
             assert self._mesh is not None
             self._dtypes.clear()
             self._dtypes.update((id(p), p.dtype) for p in module.parameters())
-            optimized = parameters if optimizers is not None else None
             trains = self._makes_masters(optimizers)
             engine = engines.make_engine(
-                module, self._mesh, self.options, precision, self.root_device, self._executor, optimized, trains
+                module, self._mesh, self.options, precision, self.root_device, self._executor, optimizers, trains
             )
             private.report_device(module, self.root_device)
             precision.attach(engine)
@@ -156,6 +153,14 @@ class EngineStrategy(DDPStrategy):
     def _makes_masters(self, optimizers: Sequence[Optimizer] | None) -> bool:
         """Whether a run makes them: one that trains, or after which a fit is to go on from full precision."""
         return optimizers is not None or self.options.evaluation_masters
+
+    def _fits(self, engine: Engine, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> bool:
+        """Whether an engine of an earlier run holds what these optimizers update, as they need it."""
+        parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        # Another Trainer may have released it, and the module may have grown.
+        if engine.module is not module or not engine.holds([*module.parameters(), *parameters]):
+            return False
+        return engine.holds_whole(engines.parameters_kept_whole(self.options, optimizers, self.root_device))
 
     def _describe_memory(
         self, module: pl.LightningModule, optimizers: Sequence[Optimizer] | None, micro_batches: int

@@ -21,6 +21,8 @@ from lightning_zero.integration.pretrained import read_in_slices
 from lightning_zero.planning.memory import Memory
 from lightning_zero.sharding import BucketPlacement, Mesh, ShardingPolicy, sharded_init
 from lightning_zero.storage import DeviceStore, Executor, HostStore, TensorStore, device_type
+from lightning_zero.update import kept_whole
+from lightning_zero.update.attached import parameters_of
 
 
 def default_shard_size(num_nodes: int, num_processes: int) -> int:
@@ -80,7 +82,7 @@ def make_engine(
     precision: ZeroPrecision,
     device: torch.device,
     executor: Executor,
-    optimized: Iterable[Parameter] | None,
+    optimizers: Sequence[Optimizer] | None,
     trains: bool = True,
 ) -> Engine:
     """Shard a module. Collective.
@@ -92,14 +94,17 @@ def make_engine(
         precision: dtypes, and the loss scaler.
         device: that trains.
         executor: of copies and of work beside the training.
-        optimized: parameters that optimizers will update.
+        optimizers: will update some of its parameters, and may have others; ``None``: none is known yet.
         trains: make masters; without, the shards in their computing dtype are all that there is.
     """
     policy = ShardingPolicy.from_stage(options.stage)
+    held = {id(p) for p in module.parameters()}
+    optimized = [p for o in optimizers or () for p in parameters_of(o) if id(p) in held]
+    whole = [p for p in parameters_kept_whole(options, optimizers or (), device) if id(p) in held]
     return Engine(
         module,
         BucketPlacement(mesh, policy, precision.policy, device, *_stores(options, device), executor, trains=trains),
-        optimized=optimized,
+        optimized=None if optimizers is None else optimized,
         units=options.units,
         bucket_size_mb=options.bucket_size_mb,
         persistence_numel=options.persistence_numel,
@@ -109,7 +114,16 @@ def make_engine(
         scaler=precision.scaler,
         skip_nonfinite=options.skip_nonfinite,
         max_consecutive_skips=options.max_consecutive_skips,
+        whole=whole,
     )
+
+
+def parameters_kept_whole(
+    options: StrategyOptions, optimizers: Iterable[Optimizer], device: torch.device
+) -> list[Parameter]:
+    """See :func:`~lightning_zero.update.kept_whole`."""
+    state_store, _ = _stores(options, device)
+    return kept_whole(optimizers, state_store.device)
 
 
 def describe_memory(

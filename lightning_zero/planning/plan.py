@@ -34,8 +34,9 @@ from lightning_zero.sharding.mesh import Mesh
 from lightning_zero.sharding.partition import parameters_by_unit, partition
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.update.attached import parameters_of
+from lightning_zero.update.choice import choose_updater, kept_whole
 from lightning_zero.update.footprint import Footprint
-from lightning_zero.update.updaters import NativeOptimizer, choose_updater
+from lightning_zero.update.updaters import NativeOptimizer
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,8 @@ def plan(
     mesh = placement.mesh
     placement = placement._replace(mesh=Mesh.imagined(mesh.shard.size, mesh.replica.size, mesh.world.rank))
     optimized = [p for optimizer in optimizers for p in parameters_of(optimizer)] if optimizers else None
-    unit_list, specs = partition(module, placement, optimized, units, bucket_size_mb, persistence_numel, dtypes)
+    whole = kept_whole(optimizers, placement.optimizer_store.device)
+    unit_list, specs = partition(module, placement, optimized, units, bucket_size_mb, persistence_numel, dtypes, whole)
     forms = [BucketForm(spec, placement) for spec in specs]
     footprints = _footprints(forms, optimizers, placement, native_optimizer)
     rows = [_row(form, prints) for form, prints in zip(forms, footprints, strict=True)]
@@ -197,12 +199,9 @@ def _row(form: BucketForm, footprints: Sequence[Footprint]) -> BucketPlan:
     placement, layout = form.placement, form.layout
     sharded, size = placement.sharding.shard_params, form.dtype.itemsize
     master = footprints[-1].master if footprints else form.master
+    memory = placement.optimizer_store.memory
     # Optimizers that share a bucket keep state of the whole shard each.
-    state = [dtype for footprint in footprints for dtype in footprint.state.values()]
-
-    def stored(dtypes: Sequence[torch.dtype]) -> Bytes:
-        itemsize = sum(dtype.itemsize for dtype in dtypes)
-        return Bytes.of(placement.optimizer_store.memory, itemsize * layout.shard_numel)
+    state = sum(footprint.state_bytes(layout.shard_numel) for footprint in footprints)
 
     return BucketPlan(
         name=", ".join(form.spec.units),
@@ -212,8 +211,8 @@ def _row(form: BucketForm, footprints: Sequence[Footprint]) -> BucketPlan:
         unsharded=not sharded,
         parameters=Bytes(device=layout.padded_numel * size),
         param_shards=Bytes.of(placement.param_store.memory, layout.shard_numel * size) if sharded else NOTHING,
-        masters=stored(master.pieces),
-        optimizer_state=stored(state),
+        masters=Bytes.of(memory, sum(dtype.itemsize for dtype in master.pieces) * layout.shard_numel),
+        optimizer_state=Bytes.of(memory, state),
         sharded_gradient=NOTHING,
         gradients=Bytes(device=sum(p.numel() for p in form.parameters if p.requires_grad) * size * placement.trains),
         reduce_buffer=NOTHING,

@@ -238,7 +238,8 @@ class RecordedBucket:
 
     def optimizer_state(self, footprint: Footprint) -> Bytes:
         """The per-element state that an optimizer keeps."""
-        return Bytes.of(self.form.placement.optimizer_store.memory, footprint.state_itemsize * self.layout.shard_numel)
+        memory = self.form.placement.optimizer_store.memory
+        return Bytes.of(memory, footprint.state_bytes(self.layout.shard_numel))
 
     def update(self, footprints: Iterable[Footprint], first: bool) -> None:
         """Updates the shard: each optimizer takes memory in passing, and what is gathered is out of date.

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from lightning_zero.sharding.layout import FlatLayout, Segment
-from lightning_zero.sharding.partition import BucketSpec
+from lightning_zero.sharding.partition import BucketSpec, layout_of
 from lightning_zero.sharding.placement import BucketPlacement, MasterForm
 
 
@@ -43,7 +43,7 @@ class BucketForm:
     @cached_property
     def layout(self) -> FlatLayout:
         """Offsets in the flat buffer."""
-        return self.placement.layout(tuple(p.numel() for p in self.parameters), self.dtype)
+        return layout_of(self.spec, self.of)
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:

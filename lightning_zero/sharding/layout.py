@@ -105,6 +105,21 @@ class FlatLayout:
     def shard_numel(self) -> int:
         return self.padded_numel // self.shards
 
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether each parameter lies whole in one shard."""
+        return self.shards == 1
+
+    def owner(self, param: int) -> int:
+        """The rank of the shard group that a parameter lies on, where each lies whole in one shard."""
+        assert self.keeps_whole
+        return 0
+
+    @property
+    def imbalance(self) -> float:
+        """How much more the fullest shard holds than the average one, as a fraction of the average."""
+        return 0.0  # shards are equal, but for padding
+
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Start and stop of the shard of ``rank`` in the flat buffer."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
@@ -146,6 +161,9 @@ class WholeLayout(FlatLayout):
         """The rank of the shard group that each parameter lies on."""
         return self._places[0]
 
+    def owner(self, param: int) -> int:
+        return self.owners[param]
+
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         ends = [rank * self.shard_numel for rank in range(self.shards)]
@@ -162,8 +180,11 @@ class WholeLayout(FlatLayout):
         return max(_round_up(max(self._places[1]), unit), unit) * self.shards
 
     @property
+    def keeps_whole(self) -> bool:
+        return True
+
+    @property
     def imbalance(self) -> float:
-        """How much more the fullest shard holds than the average one, as a fraction of the average."""
         loads = self._places[1]
         return max(loads) * self.shards / sum(loads) - 1 if sum(loads) else 0.0
 

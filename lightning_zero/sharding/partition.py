@@ -11,7 +11,7 @@ import fnmatch
 import re
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,12 +23,14 @@ from lightning_zero.advice import Case, advice
 from lightning_zero.sharding.bucket import ParameterSpec
 from lightning_zero.sharding.collectives import CollectiveError, Group
 from lightning_zero.sharding.compiled import named_modules, original, plain_name
+from lightning_zero.sharding.layout import FlatLayout
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.sharding.policies import MixedPrecisionPolicy, ShardingPolicy
 from lightning_zero.sharding.rounded import lost_digits, rounded_to
 from lightning_zero.torch_private import is_traceable_wrapper_subclass
 
 ROOT = "(root)"
+MAX_IMBALANCE = 0.2  # of whole parameters over shards; what exceeds it costs memory and traffic
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _NORMS = (
@@ -108,10 +110,12 @@ def partition(
     bucket_size_mb: float,
     persistence_numel: int,
     dtypes: Mapping[int, torch.dtype] | None = None,
+    whole: Iterable[Parameter] = (),
 ) -> Partition:
     """The units and buckets of ``root``; for the arguments see :class:`Engine`, for errors also the functions below.
 
-    ``dtypes`` are those that parameters, by their ids, had before an engine changed them.
+    ``dtypes`` are those that parameters, by their ids, had before an engine changed them. Where some must lie
+    ``whole``, so do those that are in no optimizer yet: they may join theirs.
 
     Raises:
         ValueError: ``bucket_size_mb`` is not greater than 0; and for modules whose forward changes parameters, on
@@ -125,9 +129,21 @@ def partition(
         optimized = (p for p in root.parameters() if p.requires_grad)
     chosen, size = {id(p) for p in optimized}, int(bucket_size_mb * 2**20)
     found = find_units(root, units)
+    whole_ids = {id(p) for p in whole}
+    if whole_ids:
+        whole_ids |= {id(p) for p in root.parameters()} - chosen
+
+    def balanced(spec: BucketSpec) -> bool:
+        return layout_of(spec, placement).imbalance <= MAX_IMBALANCE
+
     rest = placement.sharding, placement.precision, size, persistence_numel, dtypes
-    buckets = make_buckets(root, found, chosen, *rest)
+    buckets = make_buckets(root, found, chosen, *rest, whole_ids, balanced)
     return Partition(found, buckets)
+
+
+def layout_of(spec: BucketSpec, placement: BucketPlacement) -> FlatLayout:
+    """The layout of a bucket, where ``placement`` is that of all."""
+    return spec.placed(placement).layout(tuple(s.parameter.numel() for s in spec.specs), spec.dtype)
 
 
 def _check_forward_changes_nothing(root: nn.Module, ranks: int) -> None:
@@ -228,6 +244,7 @@ def make_buckets(
     persistence_numel: int = 0,
     dtypes: Mapping[int, torch.dtype] | None = None,
     whole: Collection[int] = (),
+    balanced: Callable[[BucketSpec], bool] = lambda spec: True,
 ) -> list[BucketSpec]:
     """The buckets of ``root`` in forward order: the root's first, then those of each unit.
 
@@ -241,7 +258,9 @@ def make_buckets(
         bucket_size: bytes up to which units share a bucket.
         persistence_numel: elements up to which a parameter stays unsharded where the stage shards parameters.
         dtypes: see :func:`partition`.
-        whole: ids of the optimized parameters that must each lie whole in one shard; they have buckets of their own.
+        whole: ids of the parameters that must each lie whole in one shard; they have buckets of their own.
+        balanced: whether the shards of a bucket are about equally full; one of whole parameters takes in units until
+            they are, beyond ``bucket_size`` if need be.
 
     Raises:
         TypeError: for parameters that are not real and dense: complex, sparse, quantized, nested, DTensor, lazy; and
@@ -263,12 +282,14 @@ def make_buckets(
             given = (dtypes or {}).get(id(spec.parameter), spec.parameter.dtype)
             dtype = precision.target_dtype(given, id(spec.parameter) in norms)
             is_optimized = id(spec.parameter) in optimized
-            is_whole = is_optimized and id(spec.parameter) in whole
+            is_whole = id(spec.parameter) in whole
             persistent = sharding.shard_params and 0 < spec.parameter.numel() <= persistence_numel
             alone = sharding.shard_params and not persistent  # what is freed with a unit is in no other's bucket
             key = (given, dtype, is_optimized, is_whole, unit if alone else None)
             bucket = open_buckets.get(key)
-            if bucket is None or (unit not in bucket.units and bucket.nbytes >= bucket_size):
+            if bucket is None or (
+                unit not in bucket.units and bucket.nbytes >= bucket_size and (not bucket.whole or balanced(bucket))
+            ):
                 bucket = open_buckets[key] = BucketSpec([], given, dtype, is_optimized, persistent, is_whole)
                 buckets.append(bucket)
             if unit not in bucket.units:
@@ -317,6 +338,7 @@ def check_same(buckets: Sequence[BucketSpec], world: Group) -> None:
     """
     mine = {
         spec.name: f"{tuple(spec.parameter.shape)} {spec.parameter.dtype}{', optimized' if bucket.optimized else ''}"
+        f"{', whole' if bucket.whole else ''}"
         for bucket in buckets
         for spec in bucket.specs
     }

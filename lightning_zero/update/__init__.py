@@ -1,15 +1,17 @@
 """The optimizer step over shards: loss scale, clipping, torch's optimizers, and the native kernels on the host."""
 
 from lightning_zero.update.attached import Updater
+from lightning_zero.update.choice import choose_updater, kept_whole, make_updater
 from lightning_zero.update.clipping import GradientStats
 from lightning_zero.update.cpu import CPUOptimizer
 from lightning_zero.update.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion
 from lightning_zero.update.footprint import Footprint
 from lightning_zero.update.loss_scaler import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
 from lightning_zero.update.outcomes import SkippedStepsError, StepOutcome, StepOutcomes
-from lightning_zero.update.rules import check_element_wise
-from lightning_zero.update.state import ShardState
-from lightning_zero.update.updaters import NativeUpdater, ShardUpdater, TorchUpdater, choose_updater, make_updater
+from lightning_zero.update.rules import Traits, examine
+from lightning_zero.update.state import OptimizerState, OwnedTensor, ShardState, WholeState
+from lightning_zero.update.updaters import NativeUpdater, ShardUpdater, TorchUpdater
+from lightning_zero.update.whole import WholeUpdater
 
 __all__ = [
     "CPUSGD",
@@ -24,6 +26,8 @@ __all__ = [
     "LossScaleError",
     "LossScaler",
     "NativeUpdater",
+    "OptimizerState",
+    "OwnedTensor",
     "ShardState",
     "ShardUpdater",
     "SkippedStepsError",
@@ -31,8 +35,12 @@ __all__ = [
     "StepOutcome",
     "StepOutcomes",
     "TorchUpdater",
+    "Traits",
     "Updater",
-    "check_element_wise",
+    "WholeState",
+    "WholeUpdater",
     "choose_updater",
+    "examine",
+    "kept_whole",
     "make_updater",
 ]

@@ -21,12 +21,10 @@ from lightning_zero.advice import Case, advice
 from lightning_zero.sharding.adoption import begin_to_optimize, lay_out_master
 from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.bucket_map import BucketMap
-from lightning_zero.sharding.masters import Master
-from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.torch_private import mark_for_schedulers
 from lightning_zero.update.native import MasterLayout
 from lightning_zero.update.shell import StepCall, snapshot
-from lightning_zero.update.state import ShardState
+from lightning_zero.update.state import OptimizerState
 from lightning_zero.update.view import UpdateView
 
 
@@ -35,16 +33,14 @@ class Updater(Protocol):
 
     optimizer: Optimizer
 
-    def master_layout(self, name: str, master: Master, placement: BucketPlacement) -> MasterLayout | None:
+    def master_layout(self, bucket: Bucket) -> MasterLayout | None:
         """The layout that updates need of a 16-bit bucket's master; ``None``: any will do.
 
         Args:
-            name: of the bucket; the optimizer has parameters in it.
-            master: as it is now.
-            placement: of the bucket.
+            bucket: in which the optimizer has parameters.
 
         Raises:
-            ValueError: the bucket, as it is placed, cannot be updated.
+            ValueError: the bucket, as it is placed and laid out, cannot be updated.
         """
         ...
 
@@ -60,7 +56,7 @@ class Updater(Protocol):
         """Update the masters of ``view.segments`` from its gradients and publish them."""
         ...
 
-    def own_state(self, bucket: Bucket) -> ShardState:
+    def own_state(self, bucket: Bucket) -> OptimizerState:
         """The state of this rank's segments of ``bucket``, to be written by an update; made on first use."""
         ...
 
@@ -191,7 +187,7 @@ class AttachedOptimizers:
         """
         if not attached.prepared:
             for bucket in attached.buckets:
-                layout = attached.updater.master_layout(bucket.name, bucket.master, bucket.placement)
+                layout = attached.updater.master_layout(bucket)
                 if layout is not None:
                     lay_out_master(bucket, split=layout == "split")
             attached.prepared = True

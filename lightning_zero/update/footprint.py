@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.sharding import MasterForm
-from lightning_zero.torch_private import TorchDispatchMode, tree_leaves
+from lightning_zero.torch_private import TorchDispatchMode, storage_number, tree_leaves
 from lightning_zero.update.rules import fresh_state, portable
 from lightning_zero.update.shell import ShellGroup, run_step, trial_call
 
@@ -29,6 +29,7 @@ class Footprint(NamedTuple):
         fresh: bytes of the state that the optimizer makes for a tile at the first update, from where it is copied.
         one_tile: whether all is updated at once; the copies are the last thing that the first update takes then.
         staged: bytes of parameters that pass through host memory on their way to the device.
+        owned: bytes of the state of whole parameters, which the optimizer makes for each.
     """
 
     master: MasterForm
@@ -38,16 +39,16 @@ class Footprint(NamedTuple):
     fresh: int = 0
     one_tile: bool = False
     staged: int = 0
+    owned: int = 0
 
     @property
     def scratch(self) -> int:
         """The most that an update takes in passing, but for the first one."""
         return self.gradients + self.passing
 
-    @property
-    def state_itemsize(self) -> int:
-        """Bytes of state per element."""
-        return sum(dtype.itemsize for dtype in self.state.values())
+    def state_bytes(self, shard_numel: int) -> int:
+        """Bytes of state of a shard with so many elements."""
+        return shard_numel * sum(dtype.itemsize for dtype in self.state.values()) + self.owned
 
 
 def passing_bytes(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, foreach: bool) -> int:
@@ -69,14 +70,14 @@ def passing_bytes(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.d
     states = {parameter: fresh_state(optimizer, parameter)}
     run_step(optimizer, [ShellGroup([parameter], plain)], states, trial_call(optimizer))  # makes the state
     known = [parameter, parameter.grad, *(v for v in states[parameter].values() if isinstance(v, Tensor))]
-    with _Passing(known) as passing:
+    with Passing(known) as passing:
         for _ in range(1, _STEPS):
             run_step(optimizer, [ShellGroup([parameter], plain)], states, trial_call(optimizer))
     most: int = -(-passing.most // _SAMPLE)
     return most
 
 
-class _Passing(TorchDispatchMode):
+class Passing(TorchDispatchMode):
     """Counts the bytes of tensors that operators make, as long as they live; of numbers, none.
 
     Attributes:
@@ -90,8 +91,8 @@ class _Passing(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.most = 0
         self._now = 0
-        self._known = {tensor.data_ptr() for tensor in known}
-        self._users: dict[int, int] = {}  # tensors that share a storage, by its address
+        self._known = {storage_number(tensor.untyped_storage()) for tensor in known}
+        self._users: dict[int, int] = {}  # tensors that share a storage, by its number
         self._seen: set[int] = set()  # ids of living tensors
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,7 +103,8 @@ class _Passing(TorchDispatchMode):
         return result
 
     def _note(self, made: Tensor) -> None:
-        address, nbytes = made.untyped_storage().data_ptr(), made.untyped_storage().nbytes()
+        # Not by its address, which on the meta device all share.
+        address, nbytes = storage_number(made.untyped_storage()), made.untyped_storage().nbytes()
         if address in self._known:
             return
         users = self._users[address] = self._users.get(address, 0) + 1

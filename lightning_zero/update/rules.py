@@ -1,18 +1,25 @@
-"""Rules that can run over shards: those that treat every element alike."""
+"""What an optimizer's update of an element depends on, found by trial: on that element alone, or on its parameter.
+
+An *element-wise* rule updates parts of parameters, as shards cut them. Any other rule gets whole parameters (see
+:class:`~lightning_zero.sharding.WholeLayout`), if it updates each of them without the others.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.advice import Case, advice
 from lightning_zero.sharding import is_communication_error
-from lightning_zero.update.shell import ShellGroup, run_step, trial_call
+from lightning_zero.torch_private import tree_leaves
+from lightning_zero.update.shell import ShellGroup, StepCall, run_step, takes_closure
 
 # Their update of one element reads that element's parameter, gradient and state only.
 ELEMENT_WISE = frozenset(
@@ -21,65 +28,242 @@ ELEMENT_WISE = frozenset(
 )
 
 # By class name, so that the same rule under another library's roof is recognized too.
-NOT_ELEMENT_WISE = {
-    "LBFGS": "it keeps a history over all parameters",
-    "Adafactor": "its second moment is factored over rows and columns",
-    "Muon": "it orthogonalizes whole matrices",
+REFUSED = {
+    "LBFGS": "it keeps one history over all parameters and evaluates the loss several times in a step",
     "SparseAdam": "it needs sparse gradients",
-    "LAMB": "its trust ratio is a norm over a whole parameter",
-    "Lamb": "its trust ratio is a norm over a whole parameter",
-    "LARS": "its trust ratio is a norm over a whole parameter",
-    "Lars": "its trust ratio is a norm over a whole parameter",
-    "Shampoo": "it preconditions whole matrices",
-    "DistributedShampoo": "it preconditions whole matrices",
-    "SOAP": "it preconditions whole matrices",
-    "GaLoreAdamW": "it projects whole matrices",
 }
-_SHAPE = (4, 6)
-_CUT = 11  # inside a row
+_STEPS = 3
+_MATRIX = (4, 6)
+_SHAPES = ((), (24,), _MATRIX, (2, 3, 4))  # by number of dimensions
+_LARGE = ((8192,), (64, 128))
+# Of a rule that cannot update what it is given.
+_FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
 
 
-def check_element_wise(optimizer: Optimizer, device: torch.device) -> frozenset[str]:
-    """Make sure that updating parts of parameters equals updating whole ones; returns the names of per-element state.
+@dataclass(frozen=True)
+class Traits:
+    """What trials have found of an optimizer.
+
+    Attributes:
+        whole: by group, whether the update needs whole parameters.
+        per_element: names of the state with one value per element.
+        own_dtype: names of the floating-point state whose dtype is not the parameter's.
+    """
+
+    whole: tuple[bool, ...]
+    per_element: frozenset[str]
+    own_dtype: frozenset[str] = frozenset()
+
+
+class _Example(NamedTuple):
+    """A parameter to try a rule on, and its gradients in the steps."""
+
+    initial: Tensor
+    gradients: list[Tensor]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], device: torch.device, dtype: torch.dtype = torch.float32) -> _Example:
+        generator = torch.Generator().manual_seed(len(shape))
+        made = [torch.randn(*shape, generator=generator).to(device, dtype) for _ in range(_STEPS + 1)]
+        return cls(made[0], made[1:])
+
+    def part(self, part: slice) -> _Example:
+        """A part of it, 1-D, in memory of its own."""
+        return _Example(self.initial.reshape(-1)[part].clone(), [g.reshape(-1)[part] for g in self.gradients])
+
+
+class _Outcome(NamedTuple):
+    """The values and the state of parameters after the steps of a trial."""
+
+    values: list[Tensor]
+    states: list[dict[str, Any]]
+
+
+def examine(optimizer: Optimizer, device: torch.device) -> Traits:
+    """Find out by trial what the updates of an optimizer need.
 
     torch's element-wise classes are known, and tried on the host: that must work when a device is out of memory. Any
-    other class takes three steps on a small matrix, whole and split in two as shards split it, which must agree bit for
-    bit, and must keep all its state in ``state``.
+    other class takes three steps on small parameters of the numbers of dimensions that each group has, whole and split
+    in two as shards split them. Where values or kinds of state differ, or it fails on parts, it needs whole parameters;
+    then each must come out the same, bit for bit, alone and with the others.
 
     Args:
         optimizer: as the user configured it; it is not changed.
-        device: where its shards will be updated.
+        device: where its shards will be updated; for the meta device it is tried on the host.
 
     Raises:
         TypeError: not an optimizer.
-        ValueError: not element-wise.
+        ValueError: it can be run neither on parts of parameters nor on one whole parameter by itself, keeps state
+            elsewhere than in ``state`` or in tensors that are more than their values, or evaluates the loss again.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{optimizer!r} is not a torch.optim.Optimizer; {_remedy()}")
     name = type(optimizer).__name__
-    if name in NOT_ELEMENT_WISE:
-        raise ValueError(f"{name} cannot run over shards: {NOT_ELEMENT_WISE[name]}; {_remedy()}")
-    per_element: set[str] = set()
-    try:
-        # Groups may differ in the state that they keep (momentum, amsgrad).
+    if name in REFUSED:
+        raise ValueError(f"{name} cannot run over shards: {REFUSED[name]}; {_remedy()}")
+    whole, per_element, own_dtype = [], set[str](), set[str]()
+    with torch.random.fork_rng(devices=[]):
+        # Groups may differ in the state that they keep (momentum, amsgrad), and in their rule.
         for group in optimizer.param_groups:
-            whole, state = _trial(optimizer, *_place(optimizer, group, device))
-            per_element.update(k for k, v in state.items() if isinstance(v, Tensor) and v.shape == whole.shape)
-            if type(optimizer) not in ELEMENT_WISE:
-                split, _ = _trial(optimizer, group, device, [slice(0, _CUT), slice(_CUT, None)])
-                if not torch.equal(whole, split):
-                    raise ValueError(
-                        f"{name} is not element-wise: a step on a whole matrix differs from one on its parts by up to "
-                        f"{(whole - split).abs().max().item():.3g}; {_remedy()}"
+            trial = _Trial(optimizer, *_place(optimizer, group, device))
+            known = type(optimizer) in ELEMENT_WISE
+            dims = {2} if known else {parameter.dim() for parameter in group["params"]} or {2}
+            small = [_Example.of(_shape(_SHAPES, n), trial.device) for n in sorted(dims)]
+            outcome = trial.run_each(small)
+            element_wise = known or trial.is_element_wise(small, outcome)
+            if not element_wise:
+                trial.check_independent(small, outcome)
+            elif not known:  # some quantize what is large
+                large = [_Example.of(_shape(_LARGE, n - 1), trial.device) for n in sorted(dims - {0})]
+                element_wise = trial.is_element_wise(large, trial.run_each(large))
+            whole.append(not element_wise)
+            for example, state in zip(small, outcome.states, strict=True):
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.shape == example.initial.shape:
+                        per_element.add(key)
+                    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float32:
+                        own_dtype.add(key)
+    return Traits(tuple(whole), frozenset(per_element), frozenset(own_dtype))
+
+
+def _shape(shapes: Sequence[tuple[int, ...]], number: int) -> tuple[int, ...]:
+    """A shape by its number; beyond the last one, that one with as many dimensions more."""
+    return (*shapes[min(number, len(shapes) - 1)], *(2,) * (number - len(shapes) + 1))
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Trials of an optimizer with the hyperparameters of a group, on a device."""
+
+    optimizer: Optimizer
+    group: dict[str, Any]
+    device: torch.device
+
+    @property
+    def name(self) -> str:
+        return type(self.optimizer).__name__
+
+    def run_each(self, examples: Sequence[_Example]) -> _Outcome:
+        """Update each example by itself.
+
+        Raises:
+            ValueError: the optimizer fails.
+        """
+        outcome = _Outcome([], [])
+        for example in examples:
+            try:
+                values, states = self._run([example])
+            except _FAILURES as error:
+                _raise_if_of_others(error)
+                raise ValueError(
+                    f"{self.name} could not update a parameter of shape {tuple(example.initial.shape)}: {error}; "
+                    f"{_remedy()}"
+                ) from error
+            _check_plain(self.name, states[0])
+            outcome.values.extend(values)
+            outcome.states.extend(states)
+        return outcome
+
+    def is_element_wise(self, examples: Sequence[_Example], whole: _Outcome) -> bool:
+        """Tell whether parts of the examples are updated as ``whole`` says that they are whole."""
+        for example, value, state in zip(examples, whole.values, whole.states, strict=True):
+            cut = example.initial.numel() // 2 - 1  # inside a row
+            if cut < 1:
+                continue
+            try:
+                parts = [self._run([example.part(p)]) for p in (slice(0, cut), slice(cut, None))]
+            except _FAILURES as error:
+                _raise_if_of_others(error)
+                return False
+            joined = torch.cat([part.values[0] for part in parts])
+            kinds = [_kinds(part.states[0]) for part in parts]
+            if not _equal(joined, value.reshape(-1)) or any(kind != _kinds(state) for kind in kinds):
+                return False
+        return True
+
+    def check_independent(self, examples: Sequence[_Example], alone: _Outcome) -> None:
+        """Refuse a rule by which parameters depend on each other: they lie on different ranks.
+
+        Raises:
+            ValueError: it is one, or draws random numbers.
+        """
+        # Two of each, so that a group of one shape tells too.
+        together = self._run([*examples, *(e._replace(initial=e.initial * 2) for e in examples)])
+        for value, expected in zip(together.values, alone.values, strict=False):
+            if not _equal(value, expected):
+                raise ValueError(
+                    f"{self.name} cannot run over shards: what it makes of one parameter depends on the others, which "
+                    f"lie on other ranks, or on random numbers; alone, a value differs by up to "
+                    f"{(value - expected).abs().max().item():.3g}; {_remedy()}"
+                )
+
+    def run(self, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
+        """The state of a parameter after the steps."""
+        with torch.random.fork_rng(devices=[]):
+            return self._run([_Example.of(shape, self.device, dtype)]).states[0]
+
+    def _run(self, examples: Sequence[_Example]) -> _Outcome:
+        """Update the examples in one call per step."""
+        tensors = [example.initial.clone() for example in examples]
+        states = {tensor: fresh_state(self.optimizer, tensor) for tensor in tensors}
+        hyperparameters = {k: copy.deepcopy(v) for k, v in self.group.items() if k != "params"}
+        for step in range(_STEPS):
+            for tensor, example in zip(tensors, examples, strict=True):
+                tensor.grad = example.gradients[step].clone()
+            before = copy.deepcopy((hyperparameters, _attributes(self.optimizer)))
+            closure = _Closure()
+            call = StepCall(self.optimizer, **({"closure": closure} if takes_closure(self.optimizer) else {}))
+            shell = run_step(self.optimizer, [ShellGroup(tensors, hyperparameters)], states, call)
+            if type(self.optimizer) not in ELEMENT_WISE:  # torch's own change flags that do not matter
+                _check_unchanged(self.name, before, shell)
+                if closure.calls > 1:
+                    raise _CannotRunError(
+                        f"{self.name} cannot run over shards: it evaluates the loss {closure.calls} times in a step, "
+                        f"the gradients of which would have to be reduced in between; {_remedy()}"
                     )
-    except (RuntimeError, TypeError, KeyError, AttributeError, IndexError) as error:
-        # Where the device is behind the host, it is the trial that hears what failed before.
-        if is_communication_error(error) or isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise ValueError(
-            f"{name} could not update a part of a parameter as a 1-D tensor: {error}; {_remedy()}"
-        ) from error
-    return frozenset(per_element)
+        return _Outcome(tensors, [states[tensor] for tensor in tensors])
+
+
+class _CannotRunError(ValueError):
+    """What a trial found makes it useless to try anything else."""
+
+
+class _Closure:
+    """Stands for the evaluation of the loss, and counts how often it is asked for."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> Tensor:
+        self.calls += 1
+        return torch.zeros(())
+
+
+def _raise_if_of_others(error: Exception) -> None:
+    """Where the device is behind the host, it is the trial that hears what failed before."""
+    if is_communication_error(error) or isinstance(error, torch.OutOfMemoryError | _CannotRunError):
+        raise error
+
+
+def _equal(values: Tensor, others: Tensor) -> bool:
+    return torch.equal(values.isnan(), others.isnan()) and torch.equal(values.nan_to_num(), others.nan_to_num())
+
+
+def _kinds(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What kind of value each name has."""
+    return {k: (type(v), v.dtype if isinstance(v, Tensor) else None) for k, v in state.items()}
+
+
+def _check_plain(name: str, state: Mapping[str, Any]) -> None:
+    """Refuse tensors that are more than their values: in shards and checkpoints they would become plain, and large."""
+    for key, value in state.items():
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor) and type(leaf) not in (Tensor, Parameter):
+                raise ValueError(
+                    f"{name} cannot run over shards: it keeps {key!r} as a {type(leaf).__name__}, which shards and "
+                    "checkpoints would have to convert to an ordinary tensor; use an optimizer whose state has a dtype "
+                    f"of torch, such as CPUAdamW(state_dtype=torch.bfloat16){advice(Case.CANNOT_BE_SHARDED, ', ')}"
+                )
 
 
 def state_dtypes(
@@ -93,13 +277,13 @@ def state_dtypes(
         dtype: of the parameter.
         device: of the parameter.
     """
-    whole, state = _trial(optimizer, *_place(optimizer, group, device), dtype=dtype)
-    return {k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.shape == whole.shape}
+    state = _Trial(optimizer, *_place(optimizer, group, device)).run(_MATRIX, dtype)
+    return {k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.shape == _MATRIX}
 
 
 def state_names(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> frozenset[str]:
-    """The tensors that ``optimizer`` keeps of a parameter in ``group``, from a trial."""
-    _, state = _trial(optimizer, *_place(optimizer, group, device))
+    """The tensors that ``optimizer``, which is element-wise, keeps of a parameter in ``group``, from a trial."""
+    state = _Trial(optimizer, *_place(optimizer, group, device)).run(_MATRIX, torch.float32)
     return frozenset(name for name, value in state.items() if isinstance(value, Tensor))
 
 
@@ -111,36 +295,8 @@ def portable(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _place(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> tuple[dict[str, Any], torch.device]:
     """Hyperparameters and device of a trial: of a class that is not torch's nobody knows whether it runs elsewhere."""
-    known = type(optimizer) in ELEMENT_WISE
-    return (portable(group), torch.device("cpu")) if known else (group, device)
-
-
-def _trial(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    device: torch.device,
-    parts: Sequence[slice] = (slice(None),),
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, dict[str, Any]]:
-    """Three steps on a small parameter, part by part as the update over shards does; the result and its state."""
-    generator = torch.Generator().manual_seed(0)
-    initial = torch.randn(_SHAPE, generator=generator).to(device, dtype)
-    flat = initial.reshape(-1)
-    # The matrix itself where it is whole: a rule for matrices would act differently on a vector.
-    tensors = [initial] if len(parts) == 1 else [flat[part] for part in parts]
-    states = [fresh_state(optimizer, tensor) for tensor in tensors]
-    hyperparameters = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
-    for _ in range(3):
-        gradient = torch.randn(_SHAPE, generator=generator).to(device, dtype)
-        for tensor, part, state in zip(tensors, parts, states, strict=True):
-            tensor.grad = gradient if len(parts) == 1 else gradient.reshape(-1)[part]
-            states_of = {tensor: state}
-            before = copy.deepcopy((hyperparameters, _attributes(optimizer)))
-            shell = run_step(optimizer, [ShellGroup([tensor], hyperparameters)], states_of, trial_call(optimizer))
-            if type(optimizer) not in ELEMENT_WISE:  # torch's own change flags that do not matter
-                _check_unchanged(type(optimizer).__name__, before, shell)
-            state.update(states_of[tensor])
-    return flat.clone().reshape(_SHAPE), states[0]
+    known = type(optimizer).__module__.startswith("torch.optim.")
+    return (portable(group), torch.device("cpu")) if known or device.type == "meta" else (group, device)
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
@@ -159,7 +315,7 @@ def _check_unchanged(name: str, before: tuple[dict[str, Any], dict[str, Any]], s
     for where, old, new in (("its parameter groups", before[0], group), ("its attributes", before[1], attributes)):
         changed = [k for k, v in new.items() if k not in old or not _same(old[k], v)]
         if changed:
-            raise ValueError(
+            raise _CannotRunError(
                 f"{name} keeps state outside `state`: a step changes {', '.join(map(repr, changed))} in {where}. Keep "
                 f"it in self.state[parameter]{advice(Case.CANNOT_BE_SHARDED, ', ')}"
             )
@@ -187,4 +343,4 @@ def fresh_state(optimizer: Optimizer, tensor: Tensor) -> dict[str, Any]:
 
 
 def _remedy() -> str:
-    return f"use an element-wise optimizer such as torch.optim.AdamW{advice(Case.CANNOT_BE_SHARDED, ', ')}"
+    return f"use an optimizer such as torch.optim.AdamW{advice(Case.CANNOT_BE_SHARDED, ', ')}"

@@ -73,10 +73,14 @@ class StepCall:
         step(shell, *self._bound.args[1:], **self._bound.kwargs)
 
 
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Tell whether the optimizer's ``step`` takes a closure."""
+    return "closure" in inspect.signature(type(optimizer).step).parameters
+
+
 def trial_call(optimizer: Optimizer) -> StepCall:
     """A call as Lightning makes it, where the optimizer's ``step`` takes a closure."""
-    takes_closure = "closure" in inspect.signature(type(optimizer).step).parameters
-    call = StepCall(optimizer, **({"closure": lambda: torch.zeros(())} if takes_closure else {}))
+    call = StepCall(optimizer, **({"closure": lambda: torch.zeros(())} if takes_closure(optimizer) else {}))
     call.run_closure()
     return call
 

@@ -2,23 +2,93 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Hashable
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from lightning_zero.sharding import Bucket, Run, Segment
+from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.storage import Memory
+from lightning_zero.torch_private import tree_leaves, tree_map
 
 State = dict[str, Any]
 
 
-class ShardState:
-    """State of one bucket's segments under one optimizer.
+@dataclass(frozen=True)
+class OwnedTensor:
+    """Stands for a tensor of a parameter's state that one rank of the shard group keeps.
+
+    Attributes:
+        number: of the tensor among the leaves of the parameter's state.
+        form: its shape and strides, which need not be the parameter's.
+        dtype: of its elements.
+    """
+
+    number: int
+    form: MemoryFormat
+    dtype: torch.dtype
+
+
+class ParameterState(NamedTuple):
+    """The state of one parameter, without the values of its tensors."""
+
+    names: tuple[str, ...]  # of state that has one value per element and lies in shards
+    rest: State  # numbers, small tensors, and what stands for others
+
+
+class OptimizerState(ABC):
+    """State of one bucket's segments under one optimizer. A segment has none before its first update."""
+
+    @property
+    @abstractmethod
+    def flat(self) -> dict[str, Tensor]:
+        """By name, the state with one value per element of this rank's shard: 1-D, Ψ/S."""
+
+    @abstractmethod
+    def __contains__(self, segment: Segment) -> bool: ...
+
+    @abstractmethod
+    def describe(self, segment: Segment) -> ParameterState:
+        """The state of a segment's parameter, as far as it is this rank's."""
+
+    @abstractmethod
+    def put_slice(self, segment: Segment, state: State, dtype: torch.dtype, own_dtype: frozenset[str]) -> None:
+        """Take over this segment's part of a full parameter's ``state`` (tensors in their full shapes).
+
+        Args:
+            segment: of the bucket.
+            state: by name.
+            dtype: for floating-point state.
+            own_dtype: names of the state that keeps the dtype it has.
+        """
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget everything, as before the first update."""
+
+    @property
+    @abstractmethod
+    def memory(self) -> Memory:
+        """The memory in which tensors with several elements rest."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of tensors with several elements."""
+
+
+class ShardState(OptimizerState):
+    """State of segments that may be parts of parameters.
 
     Per-element state (``exp_avg``, ...) lives in one 1-D tensor per name, laid out as the shard, in the bucket's
-    optimizer store. Scalar state (``step``, ...) is kept per segment. A segment has none before its first update.
+    optimizer store. Scalar state (``step``, ...) is kept per segment.
 
     Args:
         bucket: the bucket.
@@ -33,12 +103,19 @@ class ShardState:
         self._formats = bucket.formats
         self._per_element = per_element
         self._dtype = dtype
-        self.flat: dict[str, Tensor] = {}  # by name; 1-D, Ψ/S
+        self._flat: dict[str, Tensor] = {}  # by name; 1-D, Ψ/S
         self._scalars: dict[Segment, State] = {}
         self._names: dict[Segment, tuple[str, ...]] = {}  # the per-element state that a segment has
 
+    @property
+    def flat(self) -> dict[str, Tensor]:
+        return self._flat
+
     def __contains__(self, segment: Segment) -> bool:
         return segment in self._scalars
+
+    def describe(self, segment: Segment) -> ParameterState:
+        return ParameterState(self.names(segment), self.scalars(segment))
 
     def key(self, segment: Segment) -> Hashable:
         """Equal for segments that may be updated as one: all their state is equal, apart from per-element values."""
@@ -73,15 +150,12 @@ class ShardState:
             same = self.names(segment) == names
             self.put_scalars(segment, known | _copies(scalars), self.names(segment) if same else names)
 
-    def put_slice(self, segment: Segment, state: State, dtype: torch.dtype) -> None:
-        """Take over this segment's part of a full parameter's ``state`` (tensors in the parameter's shape).
-
-        What has one floating-point value per element becomes ``dtype``.
-        """
+    def put_slice(self, segment: Segment, state: State, dtype: torch.dtype, own_dtype: frozenset[str]) -> None:
         names, scalars = [], {}
         for name, value in state.items():
             if self._is_flat(name, value, self._numels[segment.param]):
-                kind = dtype if name in self._per_element and value.is_floating_point() else value.dtype
+                converted = name in self._per_element - own_dtype and value.is_floating_point()
+                kind = dtype if converted else value.dtype
                 into = self.ensure(name, kind)[segment.start : segment.stop]
                 self._formats[segment.param].read(value, segment.param_start, into)
                 names.append(name)
@@ -115,12 +189,10 @@ class ShardState:
         self._names[segment] = names
 
     def clear(self) -> None:
-        """Forget everything, as before the first update."""
-        self.flat, self._scalars, self._names = {}, {}, {}
+        self._flat, self._scalars, self._names = {}, {}, {}
 
     @property
     def memory(self) -> Memory:
-        """The memory in which per-element state rests."""
         return self._store.memory
 
     @property
@@ -130,6 +202,86 @@ class ShardState:
     def _is_flat(self, name: str, value: Any, numel: int) -> bool:
         # The names are known from a trial; a group that joins later may keep more than was tried.
         return isinstance(value, Tensor) and (name in self._per_element or value.numel() == numel > 1)
+
+
+class WholeState(OptimizerState):
+    """State of parameters that each lie whole in one shard, as the optimizer itself keeps it.
+
+    Attributes:
+        formats: of the bucket's parameters.
+
+    Args:
+        bucket: whose layout keeps parameters whole.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._store = bucket.placement.optimizer_store
+        self.formats = bucket.formats
+        self._states: dict[int, State] = {}  # by index of the parameter
+
+    @property
+    def flat(self) -> dict[str, Tensor]:
+        return {}
+
+    def __contains__(self, segment: Segment) -> bool:
+        return segment.param in self._states
+
+    def get(self, segment: Segment) -> State:
+        """The state of a segment's parameter, to be changed by its update; empty before the first."""
+        return self._states.get(segment.param, {})
+
+    def put(self, segment: Segment, state: State) -> None:
+        """Keep what an update has left in place of :meth:`get`."""
+        self._states[segment.param] = state
+
+    def describe(self, segment: Segment) -> ParameterState:
+        number = itertools.count()
+
+        def described(leaf: Any) -> Any:
+            own = next(number)
+            return OwnedTensor(own, MemoryFormat.of(leaf), leaf.dtype) if _is_large(leaf) else leaf
+
+        return ParameterState((), tree_map(described, self._states[segment.param]))
+
+    def tensor(self, param: int, number: int) -> Tensor:
+        """The tensor of a parameter's state that an :class:`OwnedTensor` with this number stands for."""
+        leaf = tree_leaves(self._states[param])[number]
+        assert isinstance(leaf, Tensor)
+        return leaf
+
+    def put_slice(self, segment: Segment, state: State, dtype: torch.dtype, own_dtype: frozenset[str]) -> None:
+        def taken(leaf: Any, kind: torch.dtype | None) -> Any:
+            if not isinstance(leaf, Tensor):
+                return copy.deepcopy(leaf)
+            if not _is_large(leaf):
+                return leaf.detach().clone()
+            # Not of the tensor itself, whose values a file may have.
+            form = MemoryFormat.of(torch.empty_strided(leaf.shape, leaf.stride(), device="meta"))
+            kind = kind if kind is not None and leaf.is_floating_point() else leaf.dtype
+            values = torch.empty(leaf.numel(), dtype=kind, device=self._store.device)
+            form.read(leaf, 0, values)
+            return form.view(values)
+
+        self._states[segment.param] = {
+            name: tree_map(partial(taken, kind=None if name in own_dtype else dtype), value)
+            for name, value in state.items()
+        }
+
+    def clear(self) -> None:
+        self._states = {}
+
+    @property
+    def memory(self) -> Memory:
+        return self._store.memory
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in tree_leaves(self._states) if _is_large(leaf))
+
+
+def _is_large(leaf: Any) -> TypeGuard[Tensor]:
+    """Whether a part of the state is not passed between ranks together with its description."""
+    return isinstance(leaf, Tensor) and leaf.numel() > 1
 
 
 def _copies(scalars: State) -> State:

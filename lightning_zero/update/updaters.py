@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,15 +15,15 @@ from torch.optim import Optimizer
 from lightning_zero import ops
 from lightning_zero.advice import Case, advice
 from lightning_zero.sharding import Bucket, BucketForm, BucketPlacement, MasterForm, Run, Segment, runs, tiles
-from lightning_zero.sharding.adoption import begin_to_optimize
 from lightning_zero.sharding.masters import Master
-from lightning_zero.torch_private import foreach_devices
+from lightning_zero.storage import Memory
+from lightning_zero.torch_private import foreach_devices, tree_map
 from lightning_zero.update.cpu import CPUOptimizer
 from lightning_zero.update.footprint import Footprint, passing_bytes
-from lightning_zero.update.native import MasterLayout, NativeRule, Numbers, first_index, rule_of_torch
-from lightning_zero.update.rules import ELEMENT_WISE, check_element_wise, state_dtypes, state_names
+from lightning_zero.update.native import MasterLayout, NativeRule, Numbers, first_index
+from lightning_zero.update.rules import ELEMENT_WISE, Traits, state_dtypes, state_names
 from lightning_zero.update.shell import ShellGroup, run_step
-from lightning_zero.update.state import ShardState
+from lightning_zero.update.state import OptimizerState, OwnedTensor, ParameterState, ShardState, WholeState
 from lightning_zero.update.view import UpdateView
 
 NativeOptimizer = Literal["auto", "off"]
@@ -33,13 +33,6 @@ NativeOptimizer = Literal["auto", "off"]
 _HOST_TILE, _DEVICE_TILE = 1 << 19, 1 << 22
 
 V = TypeVar("V")
-
-
-class ParameterState(NamedTuple):
-    """The state of one parameter, without the values of its tensors."""
-
-    names: tuple[str, ...]  # of per-element state
-    scalars: dict[str, Any]
 
 
 class StateForm(NamedTuple):
@@ -54,41 +47,80 @@ class ShardUpdater(ABC):
 
     Args:
         optimizer: as the user configured it. State that its constructor made (Adagrad) is taken over and freed there.
-        per_element: names of the state with one value per element.
-        dtype: of that state; ``None``: whatever the optimizer gives it.
+        traits: of the optimizer; ``whole`` is ignored.
+        dtype: of state with one value per element; ``None``: whatever the optimizer gives it.
     """
 
-    def __init__(self, optimizer: Optimizer, per_element: frozenset[str], dtype: torch.dtype | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, traits: Traits, dtype: torch.dtype | None = None) -> None:
         self.optimizer = optimizer
-        self.per_element = per_element
+        self._traits = traits
         self._dtype = dtype
-        self._states: dict[int, ShardState] = {}  # by id of the bucket
+        self._states: dict[int, OptimizerState] = {}  # by id of the bucket
 
-    def state_of(self, bucket: Bucket) -> ShardState:
+    @property
+    def per_element(self) -> frozenset[str]:
+        """Names of the state with one value per element."""
+        return self._traits.per_element
+
+    def state_of(self, bucket: Bucket) -> OptimizerState:
         """The state of this rank's segments of ``bucket``, to be read; one without entries where there is none."""
         bucket.await_update()
         return self._states.get(id(bucket)) or self._new_state(bucket)
 
-    def own_state(self, bucket: Bucket) -> ShardState:
+    def own_state(self, bucket: Bucket) -> OptimizerState:
         """See :class:`lightning_zero.update.Updater`."""
         if id(bucket) not in self._states:
             self._states[id(bucket)] = self._new_state(bucket)
         return self._states[id(bucket)]
 
-    def _new_state(self, bucket: Bucket) -> ShardState:
+    def _new_state(self, bucket: Bucket) -> OptimizerState:
         return ShardState(bucket, self.per_element, self._dtype)
 
     def gather_state(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
         """See :class:`lightning_zero.update.Updater`."""
         (known,) = self.describe_state([bucket])
-        state = self.state_of(bucket)
-        parts = {n: state.read(n, dtype, 0, bucket.layout.shard_numel) for n, dtype in known.dtypes.items()}
-        gathered = {name: bucket.gather_full(part, state.memory) for name, part in parts.items()}
-        flat = {name: bucket.placement.on_host(full, bucket.name) for name, full in gathered.items()}
+        flat = {}
+        for name, dtype in known.dtypes.items():
+            full = self.gather_flat(bucket, name, dtype)
+            flat[name] = bucket.placement.on_host(full, bucket.name)
+
+        def resolved(leaf: Any, index: int) -> Any:
+            if isinstance(leaf, OwnedTensor):
+                values = self.gather_owned(bucket, index, leaf)
+                return leaf.form.view(bucket.placement.on_host(values, bucket.name))
+            return copy.deepcopy(leaf)
+
         return {
-            index: {name: bucket.view(flat[name], index).clone() for name in own.names} | copy.deepcopy(own.scalars)
+            index: {name: bucket.view(flat[name], index).clone() for name in own.names}
+            | tree_map(partial(resolved, index=index), own.rest)
             for index, own in known.own.items()
         }
+
+    def read_flat(self, bucket: Bucket, name: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        """Elements ``[start, stop)`` of this rank's shard of per-element state; zeros where there is none yet."""
+        state = self.state_of(bucket)
+        assert isinstance(state, ShardState)
+        return state.read(name, dtype, start, stop)
+
+    def gather_flat(self, bucket: Bucket, name: str, dtype: torch.dtype) -> Tensor:
+        """Per-element state of a bucket, laid out as its flat buffer; 1-D, on the device. Collective."""
+        part = self.read_flat(bucket, name, dtype, 0, bucket.layout.shard_numel)
+        return bucket.gather_full(part, self.state_of(bucket).memory)
+
+    def owned(self, bucket: Bucket, index: int, tensor: OwnedTensor) -> Tensor:
+        """A tensor of the state of a parameter that lies on this rank: 1-D, in the order of its memory."""
+        state = self.state_of(bucket)
+        assert isinstance(state, WholeState)
+        return tensor.form.flatten(state.tensor(index, tensor.number))
+
+    def gather_owned(self, bucket: Bucket, index: int, tensor: OwnedTensor) -> Tensor:
+        """A tensor of a parameter's state, 1-D, in the order of its memory, on the device. Collective."""
+        placement, owner = bucket.placement, bucket.layout.owner(index)
+        values = torch.empty(tensor.form.shape.numel(), dtype=tensor.dtype, device=placement.device)
+        if placement.mesh.shard.rank == owner:
+            memories: tuple[Memory, Memory] = self.state_of(bucket).memory, "device"
+            placement.copy(values, self.owned(bucket, index, tensor), memories, bucket.name)
+        return placement.mesh.shard.broadcast_(values, f"gather state of {bucket.names[index]}", owner)
 
     def describe_state(self, buckets: Sequence[Bucket]) -> list[StateForm]:
         """Describe the state of the parameters of each bucket, over all ranks. Collective."""
@@ -96,7 +128,7 @@ class ShardUpdater(ABC):
         mine = []
         for bucket in buckets:
             state = self.state_of(bucket)
-            own = {s.param: ParameterState(state.names(s), state.scalars(s)) for s in bucket.segments if s in state}
+            own = {s.param: state.describe(s) for s in bucket.segments if s in state}
             mine.append(StateForm({name: tensor.dtype for name, tensor in state.flat.items()}, own))
         group = buckets[0].placement.mesh.shard if buckets else None
         everyone = group.all_gather_object(mine, "describe the optimizer state") if group is not None else []
@@ -116,7 +148,7 @@ class ShardUpdater(ABC):
         self.optimizer.state.clear()
 
     @abstractmethod
-    def master_layout(self, name: str, master: Master, placement: BucketPlacement) -> MasterLayout | None:
+    def master_layout(self, bucket: Bucket) -> MasterLayout | None:
         """See :class:`lightning_zero.update.Updater`."""
 
     @abstractmethod
@@ -131,7 +163,8 @@ class ShardUpdater(ABC):
         for segment in bucket.segments:
             if segment.param == index:
                 # Of another dtype, it becomes what torch's `load_state_dict` would make it.
-                self.own_state(bucket).put_slice(segment, state, self._dtype or bucket.master.dtype)
+                own = self.own_state(bucket)
+                own.put_slice(segment, state, self._dtype or bucket.master.dtype, self._traits.own_dtype)
 
     def _members(self, bucket: BucketForm) -> list[tuple[Segment, dict[str, Any]]]:
         """This rank's segments of ``bucket`` that will be updated, each with its parameter group."""
@@ -140,8 +173,12 @@ class ShardUpdater(ABC):
         return [(s, group_of[id(p)]) for s, p in owned if id(p) in group_of and p.requires_grad]
 
     @abstractmethod
-    def state_names(self, group: dict[str, Any]) -> frozenset[str]:
-        """The tensors that the optimizer keeps of a parameter in a group with these hyperparameters."""
+    def state_names(self, group: dict[str, Any], parameter: Tensor) -> frozenset[str]:
+        """The tensors that the optimizer keeps of ``parameter`` in a group with these hyperparameters."""
+
+    def state_shapes(self, group: dict[str, Any], parameter: Tensor) -> dict[str, torch.Size]:
+        """The shapes of such tensors, where they are known."""
+        return dict.fromkeys(self.per_element, parameter.shape)
 
     @abstractmethod
     def footprint(self, bucket: BucketForm) -> Footprint:
@@ -169,18 +206,18 @@ class TorchUpdater(ShardUpdater):
     Where it changes no bit, adjacent segments of equal state become one tensor, and long ones several.
     """
 
-    def __init__(self, optimizer: Optimizer, per_element: frozenset[str], dtype: torch.dtype | None = None) -> None:
-        super().__init__(optimizer, per_element, dtype)
+    def __init__(self, optimizer: Optimizer, traits: Traits) -> None:
+        super().__init__(optimizer, traits)
         self._has_state_at_once = bool(optimizer.state)  # its constructor made it (Adagrad)
         self._passing: dict[tuple[int, torch.dtype, bool], int] = {}
 
-    def master_layout(self, name: str, master: Master, placement: BucketPlacement) -> MasterLayout | None:
+    def master_layout(self, bucket: Bucket) -> MasterLayout | None:
         return None
 
     def check(self, groups: Iterable[dict[str, Any]]) -> None:
         """Nothing: torch's optimizers check what they take."""
 
-    def state_names(self, group: dict[str, Any]) -> frozenset[str]:
+    def state_names(self, group: dict[str, Any], parameter: Tensor) -> frozenset[str]:
         if self._has_state_at_once:  # a trial would need it, and it was taken over since
             return self.per_element
         return state_names(self.optimizer, group, torch.device("cpu"))
@@ -194,7 +231,7 @@ class TorchUpdater(ShardUpdater):
             state |= state_dtypes(self.optimizer, group, master.dtype, master.device)
         # All segments have the same state: that of no step, or of as many.
         parts = [*self._parts([segment for segment, _ in members], groups, master, lambda _: None)]
-        found = [sum(part.numel for part in tile) for tile in tiles(parts, _tile(master))]
+        found = [sum(part.numel for part in tile) for tile in tiles(parts, tile_numel(master))]
         tile, part = max(found, default=0), max((part.numel for part in parts), default=0)
         passing = 0
         for group in {id(group): group for group in groups.values()}.values():
@@ -202,7 +239,7 @@ class TorchUpdater(ShardUpdater):
             passing = max(passing, (tile if together else part) * self._passing_bytes(group, master.dtype, together))
         fresh = tile * sum(dtype.itemsize for dtype in state.values())
         return Footprint(
-            master, state, tile * master.dtype.itemsize, passing, fresh, len(found) == 1, _staged(bucket, master)
+            master, state, tile * master.dtype.itemsize, passing, fresh, len(found) == 1, staged_bytes(bucket, master)
         )
 
     def _passing_bytes(self, group: dict[str, Any], dtype: torch.dtype, foreach: bool) -> int:
@@ -234,7 +271,7 @@ class TorchUpdater(ShardUpdater):
 
         for run in runs(segments, key):
             divides = self._divides(groups[run.segments[0].param], master)
-            yield from run.cut(_tile(master)) if divides else (run,)
+            yield from run.cut(tile_numel(master)) if divides else (run,)
 
     def _divides(self, group: dict[str, Any], master: Master | MasterForm) -> bool:
         """Tell whether an element becomes the same, to the bit, in whatever tensor torch updates it.
@@ -247,27 +284,23 @@ class TorchUpdater(ShardUpdater):
         return known and master.device.type == "cpu" and master.dtype.itemsize >= torch.float32.itemsize
 
     def update(self, view: UpdateView) -> None:
-        found = self._parts(view.segments, view.groups, view.master, view.state.key)
+        state = view.state
+        assert isinstance(state, ShardState)
+        found = self._parts(view.segments, view.groups, view.master, state.key)
         # The state of all of them before any is updated: a segment may be in several.
-        parts = [_Part(run, view.state.get(run)) for run in found]
-        for tile in tiles(parts, _tile(view.master)):
-            self._update_tile(view, tile)
+        parts = [_Part(run, state.get(run)) for run in found]
+        for tile in tiles(parts, tile_numel(view.master)):
+            self._update_tile(view, state, tile)
             view.master.write(tile[0].run.start, tile[-1].run.stop).wait()
 
-    def _update_tile(self, view: UpdateView, tile: Sequence[_Part]) -> None:
-        master, grad_scale = view.master, view.grad_scale
+    def _update_tile(self, view: UpdateView, own: ShardState, tile: Sequence[_Part]) -> None:
+        master = view.master
         shell_groups: dict[int, ShellGroup] = {}
         state: dict[Tensor, dict[str, Any]] = {}
         by_tensor: dict[Tensor, Run] = {}
         for run, run_state in tile:
             tensor = master.read(run.start, run.stop)
-            gradient = view.gradient.read(run.start, run.stop)
-            if grad_scale != 1.0:
-                # Out of place: the averaged gradient is kept until zero_grad. In the wider dtype: a scaled fp32
-                # gradient may exceed what fp16 holds, an unscaled fp16 gradient may fall below it.
-                wide = gradient.to(torch.promote_types(gradient.dtype, tensor.dtype))
-                gradient = wide * grad_scale if wide is gradient else wide.mul_(grad_scale)
-            tensor.grad = gradient.to(tensor.dtype)
+            tensor.grad = scaled_gradient(view, run.start, run.stop, tensor.dtype)
             hyperparameters = view.groups[run.segments[0].param]
             if id(hyperparameters) not in shell_groups:
                 form = _in_form_for(view.parameters[run.segments[0].param].device, hyperparameters)
@@ -278,10 +311,21 @@ class TorchUpdater(ShardUpdater):
         run_step(view.optimizer, list(shell_groups.values()), state, view.call)
         for tensor, run in by_tensor.items():
             master.keep(run.start, tensor)
-            view.state.put(run, state[tensor])
+            own.put(run, state[tensor])
 
 
-def _staged(bucket: BucketForm, master: MasterForm) -> int:
+def scaled_gradient(view: UpdateView, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    """The gradients by which elements ``[start, stop)`` of the shard are updated; 1-D, in ``dtype``."""
+    gradient = view.gradient.read(start, stop)
+    if view.grad_scale != 1.0:
+        # Out of place: the averaged gradient is kept until zero_grad. In the wider dtype: a scaled fp32
+        # gradient may exceed what fp16 holds, an unscaled fp16 gradient may fall below it.
+        wide = gradient.to(torch.promote_types(gradient.dtype, dtype))
+        gradient = wide * view.grad_scale if wide is gradient else wide.mul_(view.grad_scale)
+    return gradient.to(dtype)
+
+
+def staged_bytes(bucket: BucketForm, master: MasterForm) -> int:
     """Bytes of a shard on the device that are rounded on the host, where its master is."""
     rounded = ops.runs_on(master.device) and not ops.runs_on(bucket.placement.shard_device)
     return bucket.layout.shard_numel * bucket.dtype.itemsize if rounded and master.dtype != bucket.dtype else 0
@@ -298,7 +342,8 @@ class _Part(NamedTuple):
         return self.run.numel
 
 
-def _tile(master: Master | MasterForm) -> int:
+def tile_numel(master: Master | MasterForm) -> int:
+    """Elements that are updated at a time, but for larger parameters."""
     return _HOST_TILE if master.device.type == "cpu" else _DEVICE_TILE
 
 
@@ -337,21 +382,21 @@ class NativeUpdater(ShardUpdater):
     """
 
     def __init__(self, optimizer: Optimizer, rule: NativeRule, numbers: Numbers) -> None:
-        super().__init__(optimizer, frozenset(rule.state), numbers.state_dtype)
+        super().__init__(optimizer, Traits((), frozenset(rule.state)), numbers.state_dtype)
         self._rule = rule
         self._numbers = numbers
         self._ordinals: dict[int, int] = {}  # by parameter id: its number, counted through the groups
 
-    def master_layout(self, name: str, master: Master, placement: BucketPlacement) -> MasterLayout | None:
-        if (reason := _why_not_native([master], placement)) is not None:
-            raise ValueError(f"{type(self.optimizer).__name__} cannot update {name}: {reason}")
+    def master_layout(self, bucket: Bucket) -> MasterLayout | None:
+        if (reason := why_not_native([bucket.master], bucket.placement)) is not None:
+            raise ValueError(f"{type(self.optimizer).__name__} cannot update {bucket.name}: {reason}")
         return self._numbers.master_layout if isinstance(self.optimizer, CPUOptimizer) else None
 
     def check(self, groups: Iterable[dict[str, Any]]) -> None:
         for group in groups:
             self._rule.check(group)
 
-    def state_names(self, group: dict[str, Any]) -> frozenset[str]:
+    def state_names(self, group: dict[str, Any], parameter: Tensor) -> frozenset[str]:
         return frozenset(self._rule.names(group))
 
     def footprint(self, bucket: BucketForm) -> Footprint:
@@ -362,10 +407,11 @@ class NativeUpdater(ShardUpdater):
             master = bucket.placement.split_master(bucket.dtype)
         names = {name for _, group in self._members(bucket) for name in self._rule.names(group)}
         state = dict.fromkeys(sorted(names), self._numbers.state_dtype)
-        return Footprint(master, state, staged=0 if split else _staged(bucket, master))
+        return Footprint(master, state, staged=0 if split else staged_bytes(bucket, master))
 
     def update(self, view: UpdateView) -> None:
         state, groups = view.state, view.groups
+        assert isinstance(state, ShardState)
 
         def key(segment: Segment) -> tuple[int, int, bool, int]:
             group = groups[segment.param]
@@ -376,11 +422,13 @@ class NativeUpdater(ShardUpdater):
         # Padding between parameters is updated too: gradient and state are constant there.
         for run in runs(view.segments, key, gap=view.gap):
             _, step, fresh, _ = key(run.segments[0])
-            self._update_run(view, run, groups[run.segments[0].param], step + 1, fresh)
+            self._update_run(view, state, run, groups[run.segments[0].param], step + 1, fresh)
 
-    def _update_run(self, view: UpdateView, run: Run, group: dict[str, Any], step: int, fresh: bool) -> None:
+    def _update_run(
+        self, view: UpdateView, own: ShardState, run: Run, group: dict[str, Any], step: int, fresh: bool
+    ) -> None:
         names, span = self._rule.names(group), slice(run.start, run.stop)
-        states = [view.state.ensure(name, self._numbers.state_dtype)[span] for name in names]
+        states = [own.ensure(name, self._numbers.state_dtype)[span] for name in names]
         if fresh and step == 1 and (initial := self._rule.initial(group)):
             for tensor in states:
                 tensor.fill_(initial)
@@ -404,7 +452,7 @@ class NativeUpdater(ShardUpdater):
         scalars = self._rule.scalars(step, self._numbers)
         if names or scalars:  # else the state stays empty, as torch's
             for segment in run.segments:
-                view.state.put_scalars(segment, scalars, names)
+                own.put_scalars(segment, scalars, names)
 
     def _index(self, view: UpdateView, segment: Segment) -> int:
         """The index of the segment's first element, for stochastic rounding."""
@@ -415,7 +463,7 @@ class NativeUpdater(ShardUpdater):
         return first_index(self._ordinals[id(parameter)]) + segment.param_start
 
 
-def _why_not_native(masters: Iterable[Master | MasterForm], placement: BucketPlacement) -> str | None:
+def why_not_native(masters: Iterable[Master | MasterForm], placement: BucketPlacement) -> str | None:
     """Why no kernel can update shards with these masters; ``None`` if one can."""
     precision = placement.precision
     for master in masters:
@@ -427,57 +475,3 @@ def _why_not_native(masters: Iterable[Master | MasterForm], placement: BucketPla
                 f"{advice(Case.MASTERS_NOT_FP32, '. ')}"
             )
     return None
-
-
-class HoldsBuckets(Protocol):
-    """A holder of buckets: an :class:`lightning_zero.engine.Engine`."""
-
-    @property
-    def placement(self) -> BucketPlacement: ...
-
-    def bucket_of(self, parameter: Tensor) -> Bucket | None: ...
-
-
-def make_updater(optimizer: Optimizer, engine: HoldsBuckets, native: NativeOptimizer = "auto") -> ShardUpdater:
-    """Makes the updater for ``optimizer`` on the engine's shards.
-
-    Args:
-        optimizer: any element-wise torch optimizer.
-        engine: holds its parameters.
-        native: ``"auto"`` runs torch's Adam, AdamW, Adagrad and SGD by our kernels where state rests in host memory,
-            ``"off"`` never. The CPU optimizers always run by them.
-
-    Raises:
-        ValueError: the optimizer is not element-wise (see :func:`check_element_wise`), or a CPU optimizer cannot run on
-            the shards as they are placed.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    buckets = {id(b): b for p in parameters if (b := engine.bucket_of(p)) is not None}.values()
-    for bucket in buckets:
-        begin_to_optimize(bucket)
-    return choose_updater(optimizer, engine.placement, [bucket.master for bucket in buckets], native)
-
-
-def choose_updater(
-    optimizer: Optimizer,
-    placement: BucketPlacement,
-    masters: Sequence[Master | MasterForm],
-    native: NativeOptimizer = "auto",
-) -> ShardUpdater:
-    """As :func:`make_updater`, for shards with these masters, which need not exist yet: for a plan."""
-    store = placement.optimizer_store
-    unfit = _why_not_native(masters, placement)
-    if isinstance(optimizer, CPUOptimizer):
-        if unfit is not None:
-            raise ValueError(f"{type(optimizer).__name__} cannot update these shards: {unfit}")
-        if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(CPUOptimizer.step):
-            raise ValueError(
-                f"{type(optimizer).__name__} has a step of its own, which does not run over shards; derive it from a "
-                f"torch optimizer{advice(Case.STEP_OF_ITS_OWN, ', ')}"
-            )
-        return NativeUpdater(optimizer, optimizer.rule, optimizer.numbers)
-    rule = rule_of_torch(optimizer)
-    differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
-    if rule is not None and native == "auto" and store.exact and not differentiable and not unfit:
-        return NativeUpdater(optimizer, rule, Numbers())
-    return TorchUpdater(optimizer, check_element_wise(optimizer, store.device))

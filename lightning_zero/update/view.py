@@ -13,7 +13,7 @@ from lightning_zero.sharding import Segment
 from lightning_zero.sharding.gradients import LentGradient
 from lightning_zero.sharding.masters import Master
 from lightning_zero.update.shell import StepCall
-from lightning_zero.update.state import ShardState
+from lightning_zero.update.state import OptimizerState
 
 Groups = dict[int, dict[str, Any]]
 
@@ -41,7 +41,7 @@ class UpdateView:
     segments: Sequence[Segment]
     master: Master
     gradient: LentGradient
-    state: ShardState
+    state: OptimizerState
     groups: Groups
     grad_scale: float
     gap: int

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from helpers import models
 from helpers.reference import LossFunction, OptimizerFactory, Trained
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten_with_path
 
 from lightning_zero.engine import Engine
 from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, Run, ShardingPolicy
 from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.storage import DeviceStore, HostStore
-from lightning_zero.update import LossScaler, ShardUpdater, make_updater
+from lightning_zero.update import LossScaler, ShardState, ShardUpdater, WholeState, kept_whole, make_updater
 from lightning_zero.update.updaters import NativeOptimizer
 
 CPU = torch.device("cpu")
@@ -103,6 +106,7 @@ def make_engine(
         detect_data_edits=setup.detect_data_edits,
         scaler=scaler,
         skip_nonfinite=skip_nonfinite,
+        whole=kept_whole(optimizers, CPU),
     )
 
 
@@ -223,7 +227,13 @@ def state_pieces(engine: Engine, updater: ShardUpdater) -> list[Piece]:
     for bucket in engine.buckets:
         state = updater.state_of(bucket)
         for segment in bucket.segments:
-            if segment in state:
+            if segment not in state:
+                continue
+            if isinstance(state, WholeState):
+                owned = copy.deepcopy(state.get(segment))
+                pieces.append(Piece(bucket.names[segment.param], bucket.formats[segment.param], 0, {}, owned))
+            else:
+                assert isinstance(state, ShardState)
                 values = state.get(Run.of(segment))
                 elements = {k: v.clone() for k, v in values.items() if k in state.flat}
                 scalars = {k: v for k, v in values.items() if k not in state.flat}
@@ -237,7 +247,7 @@ def assemble(pieces: Sequence[Piece]) -> dict[str, dict[str, Any]]:
     states: dict[str, dict[str, Any]] = {}
     for piece in pieces:
         state = states.setdefault(piece.name, dict(piece.scalars))
-        assert {k: float(state[k]) for k in piece.scalars} == {k: float(v) for k, v in piece.scalars.items()}
+        assert equal({k: state[k] for k in piece.scalars}, piece.scalars)
         for key, values in piece.elements.items():
             whole = torch.full([piece.format.shape.numel()], torch.nan, dtype=values.dtype)
             whole = state.setdefault(key, piece.format.view(whole))
@@ -253,6 +263,20 @@ def combine(results: Sequence[RankResult]) -> Trained:
         assert_equal(other.seen, first.seen)
         assert other.norms == first.norms
     return Trained(first.weights, assemble([piece for result in results for piece in result.pieces]), first.norms)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether states have the same values, those of scalars whatever their type."""
+    (tensors, scalars), (theirs, others) = split_state(one), split_state(other)
+    same = tensors.keys() == theirs.keys() and all(torch.equal(v, theirs[k]) for k, v in tensors.items())
+    return same and scalars == others
+
+
+def split_state(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The tensors with several elements of a parameter's state, and its numbers."""
+    leaves = {str(path): leaf for path, leaf in tree_flatten_with_path(state)[0] if leaf is not None}
+    tensors = {k: v for k, v in leaves.items() if isinstance(v, Tensor) and v.numel() > 1}
+    return tensors, {k: float(v) for k, v in leaves.items() if k not in tensors}
 
 
 Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
@@ -277,7 +301,6 @@ def assert_trained(actual: Trained, expected: Trained, compare: Compare = assert
     for name, state in expected.optimizer_state.items():
         got = actual.optimizer_state[name]
         assert got.keys() == state.keys()
-        tensors = {k for k, v in state.items() if isinstance(v, Tensor) and v.shape == expected.weights[name].shape}
-        compare({k: got[k] for k in tensors}, {k: state[k] for k in tensors})
-        scalars = state.keys() - tensors
-        assert {k: float(got[k]) for k in scalars} == {k: float(state[k]) for k in scalars}, name
+        (tensors, scalars), (theirs, others) = split_state(got), split_state(state)
+        compare(tensors, theirs)
+        assert scalars == pytest.approx(others, rel=0 if compare is assert_equal else 1e-6), name

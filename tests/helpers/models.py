@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from helpers import whole
+
 VOCAB = 11
 WIDTH = 6
 LENGTH = 5
@@ -192,10 +194,12 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 def make_optimizer(name: str, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    """An optimizer of `OPTIMIZERS` with two groups: matrices have weight decay, the rest none.
+    """An optimizer of `OPTIMIZERS`, or of `whole.WHOLE`, with two groups: matrices have weight decay, the rest none.
 
     Frozen parameters are in the groups too, as users leave them there.
     """
+    if name in whole.WHOLE or name in whole.OF_LIBRARIES:
+        return whole.make(name, model, **options)
     optimizer, defaults = OPTIMIZERS[name]
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]

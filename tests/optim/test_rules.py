@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import models
+from helpers import models, whole
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.update import check_element_wise
-from lightning_zero.update.rules import ELEMENT_WISE, NOT_ELEMENT_WISE
+from lightning_zero.update import examine
+from lightning_zero.update.rules import ELEMENT_WISE, REFUSED
 from lightning_zero.update.shell import ShellGroup, run_step
 
 CPU = torch.device("cpu")
@@ -113,6 +113,60 @@ class Smoothed(UserOptimizer):
         parameter.add_(parameter.grad.roll(1), alpha=-group["lr"])
 
 
+class QuantizesLarge(UserOptimizer):
+    """Rounds what is large to the greatest of 256 elements, as 8-bit optimizers."""
+
+    def rule(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        update = parameter.grad
+        if update.numel() >= 4096 and update.numel() % 256 == 0:
+            update = update.reshape(-1, 256).amax(1, keepdim=True).expand(-1, 256).reshape(update.shape)
+        parameter.add_(update, alpha=-group["lr"])
+
+
+class ByLength(UserOptimizer):
+    """Element-wise, but for the kind of its state."""
+
+    def rule(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        kind = torch.bfloat16 if parameter.numel() >= 4096 and parameter.numel() % 256 == 0 else torch.float32
+        state.setdefault("seen", torch.zeros_like(parameter, dtype=kind))
+        parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+class Prodigy(UserOptimizer):
+    """Takes its rate from all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for parameter in parameters:
+            parameter.sub_(parameter.grad / norm)
+
+
+class Noisy(UserOptimizer):
+    def rule(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        parameter.add_(torch.rand_like(parameter), alpha=-group["lr"])
+
+
+class Twice(UserOptimizer):
+    """Evaluates the loss where it has moved to, as SAM."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        closure()
+        closure()
+
+
+class Quantized(Tensor):
+    """A tensor class of its own, as torchao's."""
+
+
+class KeepsSubclass(UserOptimizer):
+    def rule(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state.setdefault("momentum", torch.zeros_like(parameter).as_subclass(Quantized))
+        parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
 def weights() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(6))]
 
@@ -123,11 +177,10 @@ KNOWN = sorted(cls.__name__ for cls in ELEMENT_WISE)
 @pytest.mark.parametrize("name", KNOWN)
 def test_torch_optimizers_on_the_list_update_parts_as_wholes(name: str) -> None:
     cls = getattr(torch.optim, name)
-    optimizer = cls(weights(), lr=0.05)
-    check_element_wise(optimizer, CPU)
-    # The list is a promise: a subclass, which is not on it, takes the probe.
+    assert examine(cls(weights(), lr=0.05), CPU).whole == (False,)
+    # The list is a promise: a subclass, which is not on it, is tried.
     subclass = type(f"My{name}", (cls,), {})
-    check_element_wise(subclass(weights(), lr=0.05), CPU)
+    assert examine(subclass(weights(), lr=0.05), CPU).whole == (False,)
 
 
 @pytest.mark.parametrize("name", models.OPTIMIZERS)
@@ -153,48 +206,64 @@ def fresh_state(optimizer: Optimizer, whole: Tensor, part: Tensor) -> dict[str, 
     return {k: v.new_full(part.shape, v.flatten()[0]) if v.dim() else v.clone() for k, v in made.items()}
 
 
-@pytest.mark.parametrize("name", NOT_ELEMENT_WISE)
-def test_optimizers_that_need_whole_parameters_are_refused_by_name(name: str) -> None:
-    cls = type(name, (SignMomentum,), {})
+@pytest.mark.parametrize("name", REFUSED)
+def test_torchs_own_that_cannot_be_sharded_are_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} cannot run over shards: it.*torch\.optim\.AdamW.*'ddp'"):
-        check_element_wise(cls(weights()), CPU)
+        examine(getattr(torch.optim, name)(weights()), CPU)
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon", "SparseAdam"])
-def test_torchs_own_that_need_whole_parameters_are_refused(name: str) -> None:
-    if not hasattr(torch.optim, name):
-        pytest.skip(f"this torch has no {name}")
-    matrix = [nn.Parameter(torch.ones(4, 6))]
-    with pytest.raises(ValueError, match=f"{name} cannot run over shards"):
-        check_element_wise(getattr(torch.optim, name)(matrix), CPU)
+@pytest.mark.parametrize("name", whole.WHOLE)
+def test_optimizers_of_whole_parameters_are_found_by_trial(name: str) -> None:
+    assert all(examine(whole.make(name, models.make_model("mlp")), CPU).whole)
 
 
 def test_no_torch_optimizer_is_unheard_of() -> None:
-    """A new class in torch must be sorted into a list."""
+    """Of a new class in torch someone must know what it needs."""
     classes = {v for v in vars(torch.optim).values() if isinstance(v, type) and issubclass(v, Optimizer)}
-    unknown = {cls.__name__ for cls in classes - {Optimizer} - ELEMENT_WISE} - NOT_ELEMENT_WISE.keys()
-    assert unknown == set()
+    unknown = {cls.__name__ for cls in classes - {Optimizer} - ELEMENT_WISE} - REFUSED.keys()
+    assert unknown == {"Adafactor", "Muon"}  # which are tried
 
 
 def test_an_element_wise_user_class_is_accepted() -> None:
-    assert check_element_wise(SignMomentum(weights()), CPU) == {"momentum"}
+    traits = examine(SignMomentum(weights()), CPU)
+    assert (traits.whole, traits.per_element) == ((False,), {"momentum"})
 
 
-@pytest.mark.parametrize("cls", [TrustRatio, ByShape, Smoothed])
-def test_a_user_class_that_reads_other_elements_is_refused(cls: type[UserOptimizer]) -> None:
-    with pytest.raises(ValueError, match=rf"{cls.__name__} is not element-wise: .* differs .* by up to \d.*'ddp'"):
-        check_element_wise(cls(weights()), CPU)
+@pytest.mark.parametrize("cls", [TrustRatio, ByShape, Smoothed, NeedsMatrices, QuantizesLarge, ByLength])
+def test_a_user_class_that_reads_other_elements_needs_whole_parameters(cls: type[UserOptimizer]) -> None:
+    assert examine(cls(weights()[:1]), CPU).whole == (True,)
+
+
+def test_each_group_is_tried_by_itself() -> None:
+    matrix, vector = weights()
+    assert examine(ByShape([{"params": [vector]}, {"params": [matrix]}]), CPU).whole == (False, True)
+
+
+@pytest.mark.parametrize("cls", [Prodigy, Noisy])
+def test_a_rule_by_which_parameters_depend_on_each_other_is_refused(cls: type[UserOptimizer]) -> None:
+    with pytest.raises(ValueError, match=rf"{cls.__name__} .*depends on the others.*random numbers.*up to \d.*'ddp'"):
+        examine(cls(weights()), CPU)
+
+
+def test_a_loss_that_is_evaluated_again_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Twice .*evaluates the loss 2 times in a step.*'ddp'"):
+        examine(Twice(weights()), CPU)
+
+
+def test_state_of_a_tensor_class_of_its_own_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"keeps 'momentum' as a Quantized.*CPUAdamW\(state_dtype.*'ddp'"):
+        examine(KeepsSubclass(weights()), CPU)
 
 
 @pytest.mark.parametrize("cls", [Counted, CountedInGroup])
 def test_a_step_count_outside_the_state_is_refused(cls: type[UserOptimizer]) -> None:
     with pytest.raises(ValueError, match=cls.__name__):
-        check_element_wise(cls(weights()), CPU)
+        examine(cls(weights()), CPU)
 
 
-def test_a_user_class_that_fails_on_vectors_is_refused() -> None:
-    with pytest.raises(ValueError, match="NeedsMatrices could not update a part of a parameter as a 1-D tensor"):
-        check_element_wise(NeedsMatrices(weights()), CPU)
+def test_a_user_class_that_fails_on_whole_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"NeedsMatrices could not update a parameter of shape \(24,\)"):
+        examine(NeedsMatrices(weights()), CPU)
 
 
 @pytest.mark.parametrize(
@@ -210,14 +279,14 @@ def test_failures_of_a_device_and_of_other_ranks_are_not_the_class_s(error: Exce
     optimizer = OnBrokenDevice(weights())
     optimizer.error = error
     with pytest.raises(RuntimeError) as raised:
-        check_element_wise(optimizer, CPU)
+        examine(optimizer, CPU)
     assert raised.value is error
 
 
 @pytest.mark.parametrize("value", [None, "adamw", nn.Linear(2, 2), object()])
 def test_what_is_no_optimizer_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match=r"is not a torch\.optim\.Optimizer"):
-        check_element_wise(value, CPU)
+        examine(value, CPU)
 
 
 @pytest.mark.parametrize(
@@ -234,16 +303,16 @@ def test_what_is_no_optimizer_is_refused(value: Any) -> None:
 )
 def test_the_names_of_per_element_state_are_found(optimizer: str, names: set[str]) -> None:
     made = models.make_optimizer(optimizer, models.make_model("mlp"))
-    assert check_element_wise(made, CPU) == names
+    assert examine(made, CPU).per_element == names
 
 
-@pytest.mark.parametrize("name", ["adamw", "adagrad", "momentum"])
+@pytest.mark.parametrize("name", ["adamw", "adagrad", "momentum", "muon", "shampoo"])
 def test_the_probe_changes_nothing(name: str) -> None:
     model = models.make_model("mlp")
     optimizer = models.make_optimizer(name, model)
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     seed = torch.get_rng_state()
-    check_element_wise(optimizer, CPU)
+    examine(optimizer, CPU)
     after = (model.state_dict(), optimizer.state_dict())
     assert str(after) == str(before)
     assert torch.equal(torch.get_rng_state(), seed)

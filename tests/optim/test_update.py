@@ -19,6 +19,7 @@ from lightning_zero.sharding import Bucket, Mesh, MixedPrecisionPolicy, Run
 from lightning_zero.sharding.held import local_grad
 from lightning_zero.sharding.masters import CopyMaster
 from lightning_zero.update import NativeUpdater, ShardState, TorchUpdater, make_updater, updaters
+from lightning_zero.update import whole as whole_parameters
 from lightning_zero.update.shell import ShellGroup, StepCall, run_step
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -130,7 +131,8 @@ def test_what_torch_updates_as_one_tensor_becomes_what_torch_makes_of_parameters
         sizes.extend(tensor.numel() for group in groups for tensor in group.tensors)
         return run_step(rule, groups, state, call)
 
-    monkeypatch.setattr(updaters, "run_step", recorded)
+    for module in (updaters, whole_parameters):
+        monkeypatch.setattr(module, "run_step", recorded)
     monkeypatch.setattr(updaters, "_HOST_TILE", 300)
     monkeypatch.setattr(Recording, "seen", [], raising=False)
     model, plain = Layers(), Layers()
@@ -244,7 +246,7 @@ def test_a_subclass_of_adam_is_not_taken_for_adam() -> None:
 
     model = models.make_model("mlp")
     engine = driver.make_engine(model, Setup(2, offload=True), Mesh.single())
-    assert type(make_updater(Mine(model.parameters()), engine)) is TorchUpdater
+    assert isinstance(make_updater(Mine(model.parameters()), engine), TorchUpdater)
 
 
 def test_doubles_are_left_to_torch() -> None:
@@ -396,7 +398,7 @@ def test_a_rank_takes_its_part_of_a_whole_state(bucket: Bucket) -> None:
     segment = bucket.segments[0]
     whole = torch.arange(float(segment.numel)).view_as(bucket.parameters[0])
     step = torch.tensor(5.0)
-    state.put_slice(segment, {"average": whole, "step": step}, torch.float32)
+    state.put_slice(segment, {"average": whole, "step": step}, torch.float32, frozenset())
     step += 1
     assert torch.equal(state.get(Run.of(segment))["average"], whole.view(-1))
     assert state.get(Run.of(segment))["step"] == 5.0

@@ -177,8 +177,6 @@ class ZeroFabricStrategy(CheckpointingStrategy):
             raise RuntimeError("fabric.setup came before fabric.launch(); call fabric.launch() first")
         for engine in engines_of(module):  # of an earlier Fabric or Trainer
             engine.release()
-        held = {id(p) for p in module.parameters()}
-        optimized = [p for o in optimizers or () for group in o.param_groups for p in group["params"] if id(p) in held]
         if optimizers:
             self._check_memory(module, optimizers)
         engine = engines.make_engine(
@@ -188,7 +186,7 @@ class ZeroFabricStrategy(CheckpointingStrategy):
             self._settings,
             self.root_device,
             self._executor,
-            None if optimizers is None else optimized,
+            optimizers,
         )
         private.report_device(module, self.root_device)
         sharded = ShardedModule(module, engine)

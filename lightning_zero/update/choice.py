@@ -1,0 +1,98 @@
+"""The choice of an updater, and of what must lie whole for it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_zero.advice import Case, advice
+from lightning_zero.sharding import Bucket, BucketPlacement, MasterForm
+from lightning_zero.sharding.adoption import begin_to_optimize
+from lightning_zero.sharding.masters import Master
+from lightning_zero.update.cpu import CPUOptimizer
+from lightning_zero.update.native import Numbers, rule_of_torch
+from lightning_zero.update.rules import ELEMENT_WISE, examine
+from lightning_zero.update.updaters import NativeOptimizer, NativeUpdater, ShardUpdater, TorchUpdater, why_not_native
+from lightning_zero.update.whole import WholeUpdater
+
+
+def kept_whole(optimizers: Iterable[Optimizer], device: torch.device) -> list[Parameter]:
+    """The parameters that must each lie whole on one rank: those of groups whose rule is not element-wise.
+
+    Args:
+        optimizers: as the user configured them.
+        device: where their state rests.
+
+    Raises:
+        ValueError: one of them can run over shards in no way (see :func:`~lightning_zero.update.rules.examine`).
+    """
+    whole: list[Parameter] = []
+    for optimizer in optimizers:
+        if not isinstance(optimizer, CPUOptimizer) and type(optimizer) not in ELEMENT_WISE:
+            needs = examine(optimizer, device).whole
+            for group, needed in zip(optimizer.param_groups, needs, strict=True):
+                whole += group["params"] if needed else ()
+    return whole
+
+
+class HoldsBuckets(Protocol):
+    """A holder of buckets: an :class:`lightning_zero.engine.Engine`."""
+
+    @property
+    def placement(self) -> BucketPlacement: ...
+
+    def bucket_of(self, parameter: Tensor) -> Bucket | None: ...
+
+
+def make_updater(optimizer: Optimizer, engine: HoldsBuckets, native: NativeOptimizer = "auto") -> ShardUpdater:
+    """Makes the updater for ``optimizer`` on the engine's shards.
+
+    Args:
+        optimizer: any that updates each parameter by itself; the engine was made with what it needs :func:`kept_whole`.
+        engine: holds its parameters.
+        native: ``"auto"`` runs torch's Adam, AdamW, Adagrad and SGD by our kernels where state rests in host memory,
+            ``"off"`` never. The CPU optimizers always run by them.
+
+    Raises:
+        ValueError: the optimizer can run over shards in no way (see :func:`~lightning_zero.update.rules.examine`), or
+            not over these as they are placed and laid out.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    buckets = {id(b): b for p in parameters if (b := engine.bucket_of(p)) is not None}.values()
+    for bucket in buckets:
+        begin_to_optimize(bucket)
+    return choose_updater(optimizer, engine.placement, [bucket.master for bucket in buckets], native)
+
+
+def choose_updater(
+    optimizer: Optimizer,
+    placement: BucketPlacement,
+    masters: Sequence[Master | MasterForm],
+    native: NativeOptimizer = "auto",
+) -> ShardUpdater:
+    """As :func:`make_updater`, for shards with these masters, which need not exist yet: for a plan."""
+    store = placement.optimizer_store
+    unfit = why_not_native(masters, placement)
+    if isinstance(optimizer, CPUOptimizer):
+        if unfit is not None:
+            raise ValueError(f"{type(optimizer).__name__} cannot update these shards: {unfit}")
+        if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(CPUOptimizer.step):
+            raise ValueError(
+                f"{type(optimizer).__name__} has a step of its own, which does not run over shards; derive it from a "
+                f"torch optimizer{advice(Case.STEP_OF_ITS_OWN, ', ')}"
+            )
+        return NativeUpdater(optimizer, optimizer.rule, optimizer.numbers)
+    rule = rule_of_torch(optimizer)
+    differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
+    if rule is not None and native == "auto" and store.exact and not differentiable and not unfit:
+        return NativeUpdater(optimizer, rule, Numbers())
+    traits = examine(optimizer, store.device)
+    if type(optimizer) in ELEMENT_WISE:
+        return TorchUpdater(optimizer, traits)
+    return WholeUpdater(optimizer, traits, store.device)

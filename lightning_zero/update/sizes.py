@@ -1,0 +1,92 @@
+"""Sizes of what an optimizer keeps and takes for a parameter, from steps without values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero.torch_private import TorchDispatchMode, tree_leaves
+from lightning_zero.update.footprint import Passing
+from lightning_zero.update.rules import fresh_state, portable
+from lightning_zero.update.shell import ShellGroup, run_step, trial_call
+
+_STEPS = 3
+_LARGEST = 1 << 20  # elements of a parameter that is made where a step needs values
+
+
+class Sizes(NamedTuple):
+    """What an optimizer keeps and takes for one parameter.
+
+    Attributes:
+        shapes: of the tensors of its state, by name.
+        state: bytes of those with several elements.
+        passing: bytes that a step takes beside parameter, gradient and state.
+    """
+
+    shapes: Mapping[str, torch.Size]
+    state: int
+    passing: int
+
+
+def sizes_of(optimizer: Optimizer, group: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype) -> Sizes:
+    """Sizes for a parameter, from a trial on the meta device, where numbers that a step asks for are 1.
+
+    Of an optimizer that cannot run there, a parameter of at most 2^20 elements is tried on the host, and bytes are
+    multiplied by what is missing.
+
+    Args:
+        optimizer: it is not changed.
+        group: hyperparameters of the parameter.
+        shape: of the parameter.
+        dtype: of the parameter.
+    """
+    try:
+        with _Answers():  # type: ignore[no-untyped-call]
+            return _measured(optimizer, group, torch.empty(shape, dtype=dtype, device="meta"))
+    except Exception:  # noqa: BLE001  (whatever it asks of a tensor without values; with values it is known to run)
+        numel = shape.numel()
+        smaller = torch.Size(_shrunk(list(shape))) if numel > _LARGEST else shape
+        with torch.random.fork_rng(devices=[]):
+            found = _measured(optimizer, group, torch.ones(smaller, dtype=dtype))
+        factor = numel / max(smaller.numel(), 1)
+        return found._replace(state=math.ceil(found.state * factor), passing=math.ceil(found.passing * factor))
+
+
+def _shrunk(shape: list[int]) -> list[int]:
+    """A shape of at most 2^20 elements whose longest dimensions are shorter."""
+    while math.prod(shape) > _LARGEST:
+        longest = shape.index(max(shape))
+        shape[longest] = -(-shape[longest] // 2)
+    return shape
+
+
+def _measured(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> Sizes:
+    parameter.grad = torch.ones_like(parameter)
+    states = {parameter: fresh_state(optimizer, parameter)}
+    plain, most = portable(group), 0
+    for _ in range(_STEPS):
+        made_before = _large(states[parameter])
+        with Passing([parameter, parameter.grad, *made_before]) as passing:
+            run_step(optimizer, [ShellGroup([parameter], plain)], states, trial_call(optimizer))
+        held = sum(t.nbytes for t in _large(states[parameter])) - sum(t.nbytes for t in made_before)
+        most = max(most, passing.most - held)
+    shapes = {k: v.shape for k, v in states[parameter].items() if isinstance(v, Tensor)}
+    return Sizes(shapes, sum(t.nbytes for t in _large(states[parameter])), most)
+
+
+def _large(state: Mapping[str, Any]) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(dict(state)) if isinstance(leaf, Tensor) and leaf.numel() > 1]
+
+
+class _Answers(TorchDispatchMode):
+    """Inside, the number in a tensor without values is 1."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        return func(*args, **(kwargs or {}))

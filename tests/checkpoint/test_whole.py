@@ -1,0 +1,96 @@
+"""Checkpoints of optimizers with state of any shape: any strategy on any number of ranks resumes any other's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint.resuming import run
+from checkpoint.test_matrix import OVERFLOWS, SAVED, STEPS, Traced
+from strategy.fits import Fitted, Recipe, assert_close, assert_same
+from torch import Tensor
+
+import lightning_zero
+from lightning_zero import DynamicLossScaler, ZeroPrecision
+
+ASKED = ("blocks.1.up.weight", "norm.weight")
+
+
+class Asked(Traced):
+    """Notes at the end what user code gets of the state and the values of two parameters."""
+
+    def on_train_end(self) -> None:
+        parameters = map(self.model.get_parameter, ASKED)
+        self.notes = [(lightning_zero.full_optimizer_state(p), lightning_zero.full_param(p)) for p in parameters]
+
+
+class Plain(Traced):
+    """Leaves out the steps that overflow."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        self.batch = batch
+        return super(Traced, self).training_step(batch, index)
+
+    def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any = None) -> None:
+        closure()
+        if self.trainer.global_step in OVERFLOWS:
+            optimizer.zero_grad()
+        optimizer.step()
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        if self.trainer.global_step - 1 not in OVERFLOWS:
+            scheduler.step()
+
+    def on_train_batch_end(self, *_: Any) -> None: ...
+
+
+def train(name: str, optimizer: str, **options: Any) -> Fitted:
+    """A run with these options of `resuming.run`, in which gradients overflow."""
+    seed = 7 if "resume" in options else 0
+    recipe = Recipe(optimizer=optimizer, steps=3, dtype=torch.float64, scheduled=True, seed=seed)
+    if name == "ddp":
+        return run(name, recipe, Plain, steps=STEPS, **options)
+    plugin = ZeroPrecision("64-true", scaler=DynamicLossScaler(init_scale=2.0**10, window=3, hysteresis=2))
+    strategy: Any = {"stage": 3, "checkpoint_format": "sharded"} if name == "folder" else name
+    return run(strategy, recipe, Asked, steps=STEPS, plugins=[plugin], **options)
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "first", "ranks_of_first", "second", "ranks_of_second"),
+    [
+        ("shampoo", "zero3", 2, "zero1", 1),
+        ("adafactor", "ddp", 2, "zero3", 2),
+        slow("adafactor", "zero3", 2, "ddp", 2),
+        slow("shampoo", "ddp", 1, "zero2_offload", 2),
+        slow("shampoo", "zero3", 4, "ddp", 2),
+        slow("adafactor", "folder", 2, "zero2_offload", 4),
+        slow("adafactor", "zero2_offload", 4, "folder", 2),
+        slow("shampoo", "zero0", 1, "zero3_offload", 2),
+    ],
+)
+def test_any_resumes_any_other(
+    rank_pools: Any,
+    optimizer: str,
+    first: str,
+    ranks_of_first: int,
+    second: str,
+    ranks_of_second: int,
+    tmp_path: Path,
+) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    whole: Fitted = rank_pools(ranks_of_first).run(train, first, optimizer, save=(SAVED, path))[0]
+    resumed: Fitted = rank_pools(ranks_of_second).run(train, second, optimizer, resume=path)[0]
+    compare = assert_same if ranks_of_first == ranks_of_second else assert_close
+    compare(resumed.weights, whole.weights)
+    (states,), (expected,) = resumed.optimizer_states, whole.optimizer_states
+    if "ddp" not in (first, second):  # whose states have numbers for names
+        torch.testing.assert_close(states, expected, rtol=1e-7, atol=1e-10)
+    for name, (state, weight) in zip(ASKED, resumed.notes, strict=True) if second != "ddp" else ():
+        torch.testing.assert_close(state, states[name], rtol=0, atol=0)
+        assert torch.equal(weight, resumed.weights[name])

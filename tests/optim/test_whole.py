@@ -1,0 +1,47 @@
+"""Optimizers that need whole parameters, over shards, against one plain process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine.cases import Case, check_cases
+from engine.driver import Setup
+from helpers import models
+from helpers.ranks import RankPool, ranks
+from helpers.whole import OF_LIBRARIES, WHOLE
+
+from lightning_zero.sharding import MixedPrecisionPolicy
+
+STAGES = (0, 1, 2, 3)
+CLIP = 0.3
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+def sample(stage: int) -> list[Case]:
+    """Every optimizer; every two settings meet in some case of some stage."""
+    return [
+        Case(
+            Setup(stage, offload=(index + stage) % 2 == 0),
+            optimizer,
+            model=("transformer", "optional", "frozen")[(index + stage) % 3],
+            accumulate=(1, 3)[(index // 2 + stage) % 2],
+            clip_norm=(None, CLIP)[(index + index // 2 + stage // 2) % 2],
+            # The factor of a clipped float64 gradient shows the order in which squares were added.
+            dtype=(torch.float64, torch.float32)[(index + index // 2 + stage // 2) % 2],
+            flagged=models.by_turns,
+        )
+        for index, optimizer in enumerate(WHOLE)
+    ]
+
+
+@pytest.mark.slow
+@ranks(2)
+def test_those_of_libraries_are_bitwise_equal(pool: RankPool) -> None:
+    pytest.importorskip("transformers")
+    check_cases(pool, [Case(Setup(stage, offload=stage > 1), name) for stage in STAGES for name in OF_LIBRARIES])
+
+
+@ranks(2, slow=(1, 4))
+@pytest.mark.parametrize("stage", STAGES)
+def test_optimizers_of_whole_parameters_are_bitwise_equal(pool: RankPool, stage: int) -> None:
+    check_cases(pool, sample(stage))
