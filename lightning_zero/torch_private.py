@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 __all__ = [
     "OPTIMIZER_HOOKS",
     "ORIGINAL",
+    "READS_NUMBER",
     "SCHEDULE_OF_ONE_CYCLE",
     "StorageInfo",
     "TorchDispatchMode",
@@ -88,6 +89,10 @@ def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
 def norms_of_each(tensors: list[Tensor]) -> list[Tensor]:
     """The norms of all tensors, 0-dim float64, in one kernel on a GPU; public functions take one by one."""
     return list(torch._foreach_norm(tensors, 2, torch.float64))
+
+
+# The operator by which a number leaves a tensor: `item()`, `float(tensor)`, `if tensor:`. None has a public name.
+READS_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 def changes_arguments(operator: Any) -> bool:

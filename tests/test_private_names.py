@@ -261,6 +261,7 @@ OWNERS: dict[str, Callable[[], object]] = {
     "torch._foreach_norm": lambda: torch,
     "torch._utils": lambda: torch,
     "torch._utils._rebuild_tensor_v2": lambda: torch._utils,
+    "torch.ops.aten._local_scalar_dense": lambda: torch.ops.aten,
     "_base": parameter,
     "_cdata": lambda: torch.UntypedStorage(1),
     "_checkpoint_offset": lambda: torch.UntypedStorage,

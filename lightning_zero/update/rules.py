@@ -1,4 +1,4 @@
-"""What an optimizer's update of an element depends on, found by trial: on that element alone, or on its parameter.
+"""Trials of optimizers: whether the update of an element depends on that element alone, or on its whole parameter.
 
 An *element-wise* rule updates parts of parameters, as shards cut them. Any other rule gets whole parameters (see
 :class:`~lightning_zero.sharding.WholeLayout`), if it updates each of them without the others.
@@ -42,7 +42,7 @@ _FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, A
 
 @dataclass(frozen=True)
 class Traits:
-    """What trials have found of an optimizer.
+    """The findings of trials of an optimizer.
 
     Attributes:
         whole: by group, whether the update needs whole parameters.
@@ -225,7 +225,7 @@ class _Trial:
 
 
 class _CannotRunError(ValueError):
-    """What a trial found makes it useless to try anything else."""
+    """Raised where it is useless to try anything else."""
 
 
 class _Closure:
@@ -250,7 +250,7 @@ def _equal(values: Tensor, others: Tensor) -> bool:
 
 
 def _kinds(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What kind of value each name has."""
+    """The kind of value that each name has."""
     return {k: (type(v), v.dtype if isinstance(v, Tensor) else None) for k, v in state.items()}
 
 

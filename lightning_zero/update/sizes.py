@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.torch_private import TorchDispatchMode, tree_leaves
+from lightning_zero.torch_private import READS_NUMBER, TorchDispatchMode, tree_leaves
 from lightning_zero.update.footprint import Passing
 from lightning_zero.update.rules import fresh_state, portable
 from lightning_zero.update.shell import ShellGroup, run_step, trial_call
@@ -20,7 +20,7 @@ _LARGEST = 1 << 20  # elements of a parameter that is made where a step needs va
 
 
 class Sizes(NamedTuple):
-    """What an optimizer keeps and takes for one parameter.
+    """Shapes and bytes of what an optimizer keeps and takes for one parameter.
 
     Attributes:
         shapes: of the tensors of its state, by name.
@@ -87,6 +87,6 @@ class _Answers(TorchDispatchMode):
     """Inside, the number in a tensor without values is 1."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+        if func is READS_NUMBER and args[0].is_meta:
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         return func(*args, **(kwargs or {}))

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from engine.cases import Case, check_cases
-from engine.driver import Setup
+from engine.driver import Setup, assert_equal, run_step, start
 from helpers import models
 from helpers.ranks import RankPool, ranks
-from helpers.whole import OF_LIBRARIES, WHOLE
+from helpers.whole import OF_LIBRARIES, WHOLE, Ruled
+from torch import Tensor
 
-from lightning_zero.sharding import MixedPrecisionPolicy
+from lightning_zero.sharding import Mesh
 
 STAGES = (0, 1, 2, 3)
 CLIP = 0.3
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 def sample(stage: int) -> list[Case]:
@@ -45,3 +47,21 @@ def test_those_of_libraries_are_bitwise_equal(pool: RankPool) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_optimizers_of_whole_parameters_are_bitwise_equal(pool: RankPool, stage: int) -> None:
     check_cases(pool, sample(stage))
+
+
+class Assigns(Ruled):
+    """Assigns `data`, as some of torch's old rules do."""
+
+    def rule(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        parameter.data = parameter.data - group["lr"] * gradient * parameter.norm()
+
+
+def test_data_may_be_assigned() -> None:
+    model, plain = models.make_model("mlp"), models.make_model("mlp")
+    batch = models.make_batches(1, 1, 1)[0][0][0]
+    session = start(model, lambda m: Assigns(m.parameters()), Setup(2), Mesh.single())
+    run_step(session, [batch], settle=True)
+    reference = Assigns(plain.parameters())
+    models.next_token_loss(plain, batch).backward()
+    reference.step()
+    assert_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
