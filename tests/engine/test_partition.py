@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_zero.sharding import Mesh, MixedPrecisionPolicy, ShardingPolicy, find_units
-from lightning_zero.sharding.partition import ROOT, BucketSpec, is_norm, make_buckets
+from lightning_zero.sharding.partition import (
+    MAX_IMBALANCE,
+    ROOT,
+    BucketSpec,
+    is_norm,
+    layout_of,
+    make_buckets,
+    partition,
+)
 
 KEEP = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -157,10 +165,25 @@ def test_whole_parameters_have_buckets_of_their_own(stage: int) -> None:
     assert sum(len(bucket.specs) for bucket in buckets) == len(list(model.parameters()))
 
 
-def test_parameters_that_no_optimizer_has_are_not_kept_whole() -> None:
+def test_parameters_that_no_optimizer_has_lie_whole_where_they_may_join_one_that_needs_it() -> None:
     model = models.make_model("transformer")
-    buckets = buckets_of(model, optimized=[], whole={id(p) for p in model.parameters()})
-    assert not any(bucket.whole for bucket in buckets)
+    placement = driver.make_placement(Setup(2), Mesh.imagined(2))
+    first, *others = model.blocks[0].parameters()
+    buckets = partition(model, placement, [first], None, 25.0, 0, whole=[first]).buckets
+    assert all(bucket.whole for bucket in buckets)
+    buckets = partition(model, placement, [first, *others], None, 25.0, 0, whole=[first]).buckets
+    assert {spec.name for b in buckets for spec in b.specs if not b.whole} == {
+        name for name, p in model.named_parameters() if p is not first and name.startswith("blocks.0.")
+    }
+
+
+def test_units_share_buckets_until_whole_parameters_are_balanced() -> None:
+    """Each block has one large matrix: over four ranks, four of them fit, whatever the size of a bucket."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(40, 40), nn.Tanh()) for _ in range(8)))
+    placement = driver.make_placement(Setup(2), Mesh.imagined(4))
+    buckets = partition(model, placement, model.parameters(), None, 1e-3, 0, whole=model.parameters()).buckets
+    assert [len(bucket.units) for bucket in buckets] == [4, 4]
+    assert all(layout_of(bucket, placement).imbalance <= MAX_IMBALANCE for bucket in buckets)
 
 
 def names_of(bucket: BucketSpec) -> list[str]:
