@@ -22,7 +22,7 @@ from lightning_zero.checkpoint.commit import Save
 from lightning_zero.checkpoint.errors import together
 from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor
 from lightning_zero.checkpoint.remote import RemotePath
-from lightning_zero.checkpoint.shards import Key, ShardedValues, across_ranks, follow_first, source_of
+from lightning_zero.checkpoint.shards import Key, SharedValues, across_ranks, follow_first, source_of
 from lightning_zero.checkpoint.tiles import TILE
 from lightning_zero.engine import Engine
 from lightning_zero.sharding import Group
@@ -107,11 +107,11 @@ class _Values(Mapping[Record, Iterator[Tensor]]):
         if isinstance(found, StoredTensor):
             return found.tiles(TILE)
         values = source_of(found, self._engines)
-        layout, (start, stop) = self._full(values), _range(values, found.param)
+        layout, (start, stop) = self._full(values), values.place(found.param)
         return iter(layout[start:stop].split(TILE // layout.itemsize))
 
-    def _full(self, values: ShardedValues) -> Tensor:
-        """All values of a bucket, on the host."""
+    def _full(self, values: SharedValues) -> Tensor:
+        """All that is gathered together, on the host."""
         key = across_ranks(values)
         if key not in self._gathered:
             if any((known.engine, known.bucket) != (key.engine, key.bucket) for known in self._gathered):
@@ -120,9 +120,3 @@ class _Values(Mapping[Record, Iterator[Tensor]]):
             assert full is not None
             self._gathered[key] = full.to("cpu")
         return self._gathered[key]
-
-
-def _range(values: ShardedValues, param: int) -> tuple[int, int]:
-    """Where a parameter's elements are among all values of its bucket, in the order of memory."""
-    layout = values.bucket.layout
-    return layout.offsets[param], layout.offsets[param] + layout.numels[param]

@@ -93,6 +93,10 @@ class SharedValues(ABC):
         """A copy of the tensor of parameter ``param`` in what :meth:`gather` gave; on the CPU."""
 
     @abstractmethod
+    def place(self, param: int) -> tuple[int, int]:
+        """Where the elements for parameter ``param`` begin and end in what :meth:`gather` gives."""
+
+    @abstractmethod
     def gather(self) -> Tensor:
         """All values; 1-D, on the device. Collective."""
 
@@ -133,6 +137,10 @@ class ShardedValues(SharedValues):
 
     def fetch(self, param: int) -> Tensor:
         return self.bucket.parameters[param].detach() if self.live else super().fetch(param)
+
+    def place(self, param: int) -> tuple[int, int]:
+        layout = self.bucket.layout
+        return layout.offsets[param], layout.offsets[param] + layout.numels[param]
 
     def cut(self, full: Tensor, param: int) -> Tensor:
         return self.bucket.view(full, param).to("cpu", copy=True)
@@ -185,6 +193,9 @@ class OwnedValues(SharedValues):
 
     def form(self, param: int) -> MemoryFormat:
         return self._owned.form
+
+    def place(self, param: int) -> tuple[int, int]:
+        return 0, self._owned.form.shape.numel()
 
     def cut(self, full: Tensor, param: int) -> Tensor:
         return self._owned.form.view(full.to("cpu", copy=True))
