@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.graph import Node
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -21,14 +22,16 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.storage import TypedStorage, UntypedStorage
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
+    "DEPENDS_ON_VALUES",
     "OPTIMIZER_HOOKS",
     "ORIGINAL",
     "READS_NUMBER",
     "SCHEDULE_OF_ONE_CYCLE",
+    "FakeTensorMode",
     "StorageInfo",
     "TorchDispatchMode",
     "autograd_number",
@@ -62,6 +65,7 @@ __all__ = [
     "users_of_storage",
     "users_of_tensor",
     "version_of",
+    "without_modes",
 ]
 
 T = TypeVar("T", bound=Tensor)
@@ -71,6 +75,13 @@ T = TypeVar("T", bound=Tensor)
 # `tree_leaves` and `tree_map` go through the named tuples, dictionaries and registered classes in the arguments of
 # torch's functions; `is_traceable_wrapper_subclass` tells tensors that consist of others (DTensor, quantized weights);
 # a `TorchDispatchMode` sees every operator that runs. None of the four has a public counterpart.
+
+# Inside a `FakeTensorMode` tensors have shapes and no memory, and operators choose what they would choose on the
+# tensors' device ("meta" is none). These errors say that a shape depends on values, which are not there.
+DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+
+# A context inside which operators run as if no mode were active, such as that one.
+without_modes = _disable_current_modes
 
 # Contexts inside which no subclass's `__torch_function__` is called, and no function mode either. Torch's own notes on
 # extending it name them so.

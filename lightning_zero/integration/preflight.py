@@ -48,7 +48,7 @@ def check(memory: Memory, engine: Engine | None, world: Group, wish: PreflightNa
         return
     try:
         wanted = preflight.with_plan(mine, memory.plan.peak, memory.device)
-    except ValueError:  # the engine, which comes next, refuses the same with the other ranks
+    except (TypeError, ValueError):  # the engine, which comes next, refuses the same with the other ranks
         wanted = []
     everyone = _exchange([claim for claim in wanted if _counts(claim, memory.device)], world)
     short = preflight.shortages(everyone)

@@ -13,22 +13,23 @@ Per rank, with Ψ the padded elements of a bucket, S the size of the shard group
                      their way to the host: as much as the executor may keep, as if no copy ended before its wait
 
 Sizes come from the functions by which the engine allocates, the peak and the traffic from two steps of the runtime's
-own reducer and prefetcher on paper (``recording.py``). Not counted: activations, and what a module's own backward
-takes in passing; tensors of a few bytes (scalar state, checksums); buffers of NCCL and gloo (whose threads also hold on
-to the tensors of a collective for a moment after its end).
+own reducer and prefetcher on paper (``recording.py``). Not counted: activations and what a module's own backward takes
+in passing, unless there is a trace of them (``tracing.py``); tensors of a few bytes (scalar state, checksums); buffers
+of NCCL and gloo (whose threads also hold on to the tensors of a collective for a moment after its end).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.planning.account import NOTHING, Account, Bytes, Peak
-from lightning_zero.planning.recording import RecordedBucket, RecordedRun
+from lightning_zero.planning.recording import RecordedBucket, RecordedRun, TracedParameters
+from lightning_zero.planning.tracing import Trace
 from lightning_zero.sharding.forms import BucketForm
 from lightning_zero.sharding.mesh import Mesh
 from lightning_zero.sharding.partition import parameters_by_unit, partition
@@ -82,6 +83,7 @@ class Plan:
         peak: of any step, the first included.
         sent: bytes per step after the first, by collective.
         calls: number of collectives per step after the first.
+        copied: bytes per step after the first between device and host memory, ``"h2d"`` and ``"d2h"``.
     """
 
     buckets: tuple[BucketPlan, ...]
@@ -90,6 +92,7 @@ class Plan:
     peak: Peak
     sent: Mapping[str, int]
     calls: Mapping[str, int]
+    copied: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def held(self) -> Bytes:
@@ -126,6 +129,7 @@ def plan(
     micro_batches: int = 1,
     recomputed: bool = False,
     dtypes: Mapping[int, torch.dtype] | None = None,
+    trace: Trace | None = None,
 ) -> Plan:
     """Plans what :class:`Engine` would hold, take and send with the same arguments, without memory of the model's size.
 
@@ -145,6 +149,7 @@ def plan(
         recomputed: units run under reentrant checkpointing, which at stage 3 gathers them once more. (Non-reentrant
             checkpointing recomputes inside the unit's backward, which has gathered it.)
         dtypes: of the module's parameters, by their ids, before an engine has made them 16-bit.
+        trace: activations of a micro-batch, which the peak then has; it says whether units are recomputed, too.
 
     Raises:
         ValueError: ``micro_batches`` is less than 1; and what :class:`Engine` refuses.
@@ -168,7 +173,10 @@ def plan(
     parameters = {
         name: [spec.parameter for spec in specs] for name, specs in parameters_by_unit(module, unit_list).items()
     }
-    run = RecordedRun(unit_list, parameters, forms, footprints, placement, account, max_live_numel, recomputed)
+    names = {id(spec.parameter): spec.name for form in forms for spec in form.spec.specs}
+    watched = None if trace is None else TracedParameters(trace, names)
+    recomputed = recomputed or (trace is not None and trace.recomputed)
+    run = RecordedRun(unit_list, parameters, forms, footprints, placement, account, max_live_numel, recomputed, watched)
     for first in (True, False):  # the first learns the order of units
         run.reset_traffic()
         if placement.trains:
@@ -177,7 +185,7 @@ def plan(
             run.evaluate()
     sent, calls = run.traffic()
     rows = [_with_gradients(row, bucket) for row, bucket in zip(rows, run.buckets, strict=True)]
-    return Plan(tuple(rows), buffer_bytes, run.staging, account.peak, sent, calls)
+    return Plan(tuple(rows), buffer_bytes, run.staging, account.peak, sent, calls, run.copied)
 
 
 def _footprints(

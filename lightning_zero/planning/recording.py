@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch.nn import Parameter
 
 from lightning_zero.planning.account import NOTHING, Account, Bytes
+from lightning_zero.planning.tracing import Trace
 from lightning_zero.sharding.bucket import BucketState
 from lightning_zero.sharding.collectives import Group
 from lightning_zero.sharding.forms import BucketForm
@@ -32,6 +33,37 @@ from lightning_zero.update.clipping import squares_scratch
 from lightning_zero.update.footprint import Footprint
 
 _SMALL_ITEM = 8  # bytes of each number in the step's small all-reduce: float64
+
+
+class TracedParameters:
+    """Activations by parameter and unit, in terms of a plan's module.
+
+    Args:
+        trace: of a copy of the module.
+        names: of the module's parameters, by their ids.
+    """
+
+    def __init__(self, trace: Trace, names: Mapping[int, str]) -> None:
+        self._trace = trace
+        self._order = {name: number for number, name in enumerate(trace.backward)}
+        self._names = names
+
+    def forward(self, unit: str) -> Bytes:
+        """The most at a time in the forward of a unit."""
+        return Bytes(device=self._trace.forward.get(unit, 0))
+
+    def backward(self, parameter: Parameter) -> Bytes:
+        """The most at a time before the gradient of a parameter."""
+        return Bytes(device=self._trace.backward.get(self._names[id(parameter)], 0))
+
+    def in_order(self, parameters: Iterable[Parameter]) -> list[Parameter]:
+        """Parameters in the order of their gradients; those that got none are not among them."""
+        known = [p for p in parameters if self._names[id(p)] in self._order]
+        return sorted(known, key=self.number)
+
+    def number(self, parameter: Parameter) -> int:
+        """The place of a parameter's gradient among all."""
+        return self._order[self._names[id(parameter)]]
 
 
 class RecordedTensor(NamedTuple):
@@ -66,6 +98,7 @@ class RecordedLanes:
         self._staged: Counter[Lane] = Counter()  # bytes, since the host has waited
         self._kept: Counter[Lane] = Counter()  # bytes
         self._account = account
+        self.copied: Counter[str] = Counter()  # bytes between the memories, by direction
 
     @property
     def staging(self) -> Bytes:
@@ -74,6 +107,7 @@ class RecordedLanes:
 
     def let_go(self, tensor: RecordedTensor) -> None:
         """A tensor that was taken is on its way to the host, and nobody else needs it."""
+        self.copied["d2h"] += tensor.nbytes
         self._leaving.append(tensor.amount)
         while sum(amount.total for amount in self._leaving) > self._executor.in_flight_bytes:
             self._account.give(self._leaving.popleft())
@@ -217,11 +251,17 @@ class RecordedBucket:
         self._account = account
         self._lanes = lanes
 
+    @property
+    def _shard_bytes(self) -> int:
+        return self.layout.shard_numel * self.form.dtype.itemsize
+
     def begin_unshard(self) -> None:
         """Takes the flat buffer's memory, where it has none, and sends the shard."""
         if self.state not in (BucketState.GATHERED, BucketState.GATHERING):
             if self.state is BucketState.SHARDED:
                 self._account.take(self._flat.amount)
+                if self.form.placement.param_store.memory == "host":
+                    self._lanes.copied["h2d"] += self._shard_bytes
             self._group.count("all_gather", self._flat.nbytes)
             self.state = BucketState.GATHERING
 
@@ -249,6 +289,8 @@ class RecordedBucket:
             first: whether their state is made, which nobody has taken memory for then.
         """
         placement = self.form.placement
+        if self.form.trained and placement.optimizer_store.memory == "host" and not self._shards_params:
+            self._lanes.copied["h2d"] += self._shard_bytes  # what was updated
         shard_memory = placement.param_store.memory if self._shards_params else "device"
         for footprint in footprints:
             memory = placement.optimizer_store.memory if footprint.master.pieces else shard_memory
@@ -266,7 +308,8 @@ class RecordedBucket:
 class RecordedRun:
     """The steps of a training in which every parameter that requires a gradient gets one.
 
-    Of the root, some gradients come first (a head's) and some last (an embedding's): all are taken as the first.
+    Of the root, some gradients come first (a head's) and some last (an embedding's): without a trace, which knows the
+    order, all are taken as the first.
 
     Attributes:
         buckets: in forward order.
@@ -280,6 +323,7 @@ class RecordedRun:
         account: notes the memory.
         max_live_numel: see :class:`Prefetcher`.
         recomputed: whether units run under reentrant checkpointing.
+        traced: activations, if they are known.
     """
 
     def __init__(
@@ -292,6 +336,7 @@ class RecordedRun:
         account: Account,
         max_live_numel: int | None,
         recomputed: bool,
+        traced: TracedParameters | None = None,
     ) -> None:
         self._lanes = RecordedLanes(placement.executor, account)
         self.buckets = [RecordedBucket(form, account, self._lanes) for form in forms]
@@ -302,10 +347,23 @@ class RecordedRun:
         self._bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.form.parameters}
         self._index_of = {id(p): index for form in forms for index, p in enumerate(form.parameters)}
         self._parameters = [parameters[unit.name] for unit in units]
-        self._root_parameters = parameters[ROOT]
+        self._traced = traced
+        self._names = [unit.name for unit in units]
+        self._first_root, self._last_root = self._split(parameters[ROOT])
         self._own = [self._own_buckets(ps) for ps in self._parameters]
         self._reducer = Reducer([bucket.gradients for bucket in self.buckets], placement.sharding)
         self._prefetcher = Prefetcher(self._own, max_live_numel)
+
+    def _split(self, root: Sequence[Parameter]) -> tuple[list[Parameter], list[Parameter]]:
+        """The root's parameters whose gradients come before those of the first unit's end, and the others."""
+        traced = self._traced
+        if traced is None:
+            return list(reversed(root)), []
+        self._parameters = [list(reversed(traced.in_order(parameters))) for parameters in self._parameters]
+        inside = [traced.number(p) for parameters in self._parameters for p in parameters]
+        ordered = traced.in_order(root)
+        first = [p for p in ordered if not inside or traced.number(p) < min(inside)]
+        return first, ordered[len(first) :]
 
     def _own_buckets(self, parameters: Iterable[Parameter]) -> list[RecordedBucket]:
         """The buckets that a unit frees."""
@@ -341,8 +399,14 @@ class RecordedRun:
         """Host memory in passing that copies keep."""
         return self._lanes.staging
 
+    @property
+    def copied(self) -> Counter[str]:
+        """Bytes that were copied between device and host memory, by direction."""
+        return self._lanes.copied
+
     def reset_traffic(self) -> None:
-        """Counts collectives from here on."""
+        """Counts collectives and copies from here on."""
+        self._lanes.copied = Counter()
         for group in self._groups():
             group.reset_counters()
 
@@ -364,28 +428,38 @@ class RecordedRun:
             if bucket.form.spec.in_root or not shards_params:
                 bucket.unshard()
         self._prefetcher.begin_pass()
-        if shards_params:
-            for number in range(len(self._own)):
-                self._run_forward(number)
+        for number in range(len(self._own)):
+            self._run_forward(number)
+        self._live_in(ROOT)
+
+    def _live_in(self, unit: str) -> None:
+        """Activations of a unit's forward come and go."""
+        if self._traced is not None:
+            self._account.touch(self._traced.forward(unit))
 
     def _run_forward(self, number: int) -> None:
-        self._prefetcher.gather(number)
-        for bucket in self._own[number]:
-            bucket.reshard()
+        shards_params = self._placement.sharding.shard_params
+        if shards_params:
+            self._prefetcher.gather(number)
+        self._live_in(self._names[number])
+        if shards_params:
+            for bucket in self._own[number]:
+                bucket.reshard()
 
     def _backward(self) -> None:
         self._reducer.begin(eager=True)
-        self._run_backward(self._root_parameters)
+        self._run_backward(self._first_root)
         for number in reversed(range(len(self._own))):
             if self._placement.sharding.shard_params:
                 if self._recomputed:
                     self._run_forward(number)
                 self._prefetcher.gather(number)
-            self._run_backward(self._parameters[number])
+            self._run_backward(list(reversed(self._parameters[number])))
             if self._placement.sharding.shard_params:
                 self._reducer.end_unit([bucket.gradients for bucket in self._own[number]])
                 for bucket in self._own[number]:
                     bucket.reshard()
+        self._run_backward(self._last_root)
         self._reducer.flush()
         self._end_pass()
 
@@ -395,8 +469,10 @@ class RecordedRun:
             bucket.reshard()
 
     def _run_backward(self, parameters: Sequence[Parameter]) -> None:
-        for parameter in reversed(parameters):
+        for parameter in parameters:
             if parameter.requires_grad:
+                if self._traced is not None:
+                    self._account.touch(self._traced.backward(parameter))
                 gradients, index = self._bucket_of[id(parameter)].gradients, self._index_of[id(parameter)]
                 gradients.arrive(index)
                 self._reducer.mark_ready(gradients, index)

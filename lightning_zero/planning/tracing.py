@@ -1,0 +1,267 @@
+"""Activations and operations of one forward and backward, from a run on tensors that have no memory.
+
+The module runs once on fake tensors of the CPU, whose operators choose the same algorithms as with memory (flash
+attention, checkpointing, saved tensors that are packed). Every storage is counted as long as it lives, whoever holds
+it: autograd, a temporary of the backward, the loss. Parameters, buffers and gradients are left out, since a plan has
+them. What an operator takes and gives back inside itself is not seen, such as workspaces of cuBLAS and cuDNN.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from lightning_zero.sharding.partition import ROOT, find_units, is_norm
+from lightning_zero.sharding.policies import MixedPrecisionPolicy
+from lightning_zero.torch_private import (
+    DEPENDS_ON_VALUES,
+    FakeTensorMode,
+    TorchDispatchMode,
+    tree_leaves,
+    without_modes,
+)
+
+_aten = torch.ops.aten
+_STEPS = 64  # of a sequence that a recurrent layer really runs
+Loss = Callable[[nn.Module], Tensor]
+
+
+class TraceError(ValueError):
+    """A module cannot run without values; the message says where."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One micro-batch on one rank.
+
+    Attributes:
+        flops: of forward and backward: additions and multiplications of matrix products, convolutions and attention.
+        forward: the most bytes that lived at a time while a unit computed in forward, by its name; those of
+            :data:`~lightning_zero.sharding.partition.ROOT` while none did.
+        backward: the most bytes in backward after the gradient before, until that of a parameter was accumulated, by
+            the parameter's name, in the order in which gradients are accumulated.
+        recomputed: whether units run under reentrant checkpointing.
+    """
+
+    flops: int = 0
+    forward: Mapping[str, int] = field(default_factory=dict)
+    backward: Mapping[str, int] = field(default_factory=dict)
+    recomputed: bool = False
+
+    @property
+    def peak(self) -> int:
+        """The most bytes at any moment."""
+        return max([*self.forward.values(), *self.backward.values()], default=0)
+
+
+def trace(module: nn.Module, loss: Loss, precision: MixedPrecisionPolicy | None = None, units: Any = None) -> Trace:
+    """Runs a forward and a backward on a copy of ``module`` without memory.
+
+    Args:
+        module: on any device, ``meta`` included; it is not changed.
+        loss: runs the forward of the module that it is given, on a batch that it makes, and returns a scalar. All
+            tensors that it makes are without values.
+        precision: by which parameters and buffers are cast; ``None``: they are not.
+        units: see :func:`~lightning_zero.sharding.partition.find_units`.
+
+    Raises:
+        TraceError: where the module's forward asks for values, and for a loss that needs no gradient.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    twin = _without_memory(module, precision or MixedPrecisionPolicy(), fake)
+    with fake:
+        run = _Run(twin, units)
+        try:
+            with run.watching():
+                run.backward(loss(twin))
+        except DEPENDS_ON_VALUES as error:
+            raise TraceError(
+                f"{type(module).__name__} cannot be traced without values: an operator's output depends on them "
+                f"({error})"
+            ) from error
+    return run.result()
+
+
+def _without_memory(module: nn.Module, precision: MixedPrecisionPolicy, fake: FakeTensorMode) -> nn.Module:
+    """A copy on fake CPU tensors, in the dtypes that an engine would give it; ties stay ties."""
+    made: dict[int, Tensor] = {}
+    norms = {id(p) for m in module.modules() if is_norm(m) for p in m.parameters(recurse=False)}
+    attributes = [value for m in module.modules() for value in vars(m).values() if isinstance(value, Tensor)]
+    with fake:
+        for parameter in module.parameters():
+            dtype = precision.target_dtype(parameter.dtype, id(parameter) in norms)
+            empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype, device="cpu")
+            made[id(parameter)] = Parameter(empty, requires_grad=parameter.requires_grad)
+        for tensor in (*module.buffers(), *attributes):
+            dtype = precision.buffer_dtype(tensor.dtype)
+            made.setdefault(id(tensor), torch.empty(tensor.shape, dtype=dtype, device="cpu"))
+    return copy.deepcopy(module, memo=made)
+
+
+class _Run:
+    """One forward and backward of a module, watched."""
+
+    def __init__(self, module: nn.Module, units: Any) -> None:
+        self._module = module
+        self._units = {unit.module: unit.name for unit in find_units(module, units)}
+        self._live = _Live([*module.parameters(), *module.buffers()])
+        self._forward: dict[str, int] = {}
+        self._backward: dict[str, int] = {}
+        self._in_backward = self._recomputed = False
+        self._flops = FlopCounterMode(display=False, custom_mapping=_FLOPS)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Counts what runs inside."""
+        handles = []
+        for module in self._units:
+            handles += [module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._leave)]
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad:
+                handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated(name)))
+        gc.collect()
+        gc.freeze()  # the collector, which is called often, looks at what the run makes
+        try:
+            with self._flops, self._live:
+                yield
+        finally:
+            gc.unfreeze()
+            for handle in handles:
+                handle.remove()
+
+    def backward(self, loss: Tensor) -> None:
+        """Runs the backward of a loss."""
+        if not loss.requires_grad:
+            raise TraceError("the loss depends on no parameter that requires a gradient")
+        self._note(ROOT)
+        self._in_backward = True
+        loss.backward()
+
+    def result(self) -> Trace:
+        return Trace(self._flops.get_total_flops(), self._forward, self._backward, self._recomputed)
+
+    def _note(self, where: str) -> None:
+        if not self._in_backward:
+            self._forward[where] = max(self._forward.get(where, 0), self._live.most_since())
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._note(ROOT)
+        self._recomputed |= not self._in_backward and not torch.is_grad_enabled()
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._note(self._units[module])
+
+    def _accumulated(self, name: str) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            most = max(self._backward.pop(name, 0), self._live.most_since())
+            gc.collect()  # recomputation without values leaves tensors in cycles, which with values it does not
+            self._backward[name] = most  # last, where it is accumulated more than once
+            if parameter.grad is not None:
+                self._live.disown(parameter.grad)
+                parameter.grad = None
+
+        return hook
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of storages while they live.
+
+    Args:
+        known: tensors whose storages are not counted.
+    """
+
+    def __init__(self, known: list[nn.Parameter | Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = {id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in known}
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._now = self._most = 0
+
+    def most_since(self) -> int:
+        """The most bytes since this was asked last."""
+        most, self._most = self._most, self._now
+        return most
+
+    def disown(self, tensor: Tensor) -> None:
+        """Counts the storage of a tensor no longer."""
+        self._forget(id(tensor.untyped_storage()))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor) and made.layout is torch.strided:
+                self._see(made.untyped_storage(), made.untyped_storage().nbytes())
+        if func is _aten.mkldnn_rnn_layer.default:
+            self._see(result[3].untyped_storage(), _recurrent_workspace(args))
+        return result
+
+    def _see(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        key = id(storage)  # the object lives as long as its memory would
+        if key in self._known or not nbytes:
+            return
+        if key not in self._alive:
+            self._alive[key] = weakref.ref(storage, lambda _: self._forget(key)), nbytes
+            self._now += nbytes
+            self._most = max(self._most, self._now)
+
+    def _forget(self, key: int) -> None:
+        if (found := self._alive.pop(key, None)) is not None:
+            self._now -= found[1]
+
+
+def _recurrent_workspace(args: Sequence[Any]) -> int:
+    """The bytes that a layer of an LSTM keeps for its backward, which a tensor without memory does not say.
+
+    They grow with the length of the sequence; longer ones than some are extrapolated.
+    """
+    steps = int(args[0].shape[0])
+    if steps <= _STEPS:
+        return _workspace_of(args, steps)
+    half, whole = _workspace_of(args, _STEPS // 2), _workspace_of(args, _STEPS)
+    return whole + (whole - half) * (steps - _STEPS) // (_STEPS - _STEPS // 2)
+
+
+def _workspace_of(args: Sequence[Any], steps: int) -> int:
+    with without_modes():
+        made = [torch.zeros(arg.shape, dtype=arg.dtype) if isinstance(arg, Tensor) else arg for arg in args]
+        made[0] = torch.zeros(steps, *made[0].shape[1:], dtype=made[0].dtype)
+        nbytes: int = _aten.mkldnn_rnn_layer.default(*made)[3].nbytes
+        return nbytes
+
+
+# Operations by the shapes of the arguments. Torch's counter knows attention on a GPU, and no recurrent layers.
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    flops: int = sdpa_flop_count(query, key, value)
+    return flops
+
+
+def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    flops: int = sdpa_backward_flop_count(grad, query, key, value)
+    return flops
+
+
+def _recurrent_flops(batch: Any, of_input: Any, of_hidden: Any, *_: Any, **__: Any) -> int:
+    return 2 * batch[0] * batch[1] * (math.prod(of_input) + math.prod(of_hidden))
+
+
+def _recurrent_backward_flops(batch: Any, of_input: Any, of_hidden: Any, *_: Any, **__: Any) -> int:
+    flops: int = 2 * _recurrent_flops(batch, of_input, of_hidden)
+    return flops
+
+
+_FLOPS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    _aten.mkldnn_rnn_layer: _recurrent_flops,
+    _aten.mkldnn_rnn_layer_backward: _recurrent_backward_flops,
+}
