@@ -24,6 +24,15 @@ class _Format(StrEnum):
     hf = "hf"
 
 
+class _Precision(StrEnum):
+    fp32 = "32-true"
+    fp64 = "64-true"
+    bf16 = "bf16-mixed"
+    bf16_true = "bf16-true"
+    fp16 = "16-mixed"
+    fp16_true = "16-true"
+
+
 class _Dtype(StrEnum):
     fp32 = "fp32"
     bf16 = "bf16"
@@ -67,6 +76,85 @@ def _doctor(
     from lightning_zero.cli.doctor import run
 
     raise typer.Exit(run(as_json=as_json))
+
+
+@app.command("estimate")
+def _estimate(
+    model: Annotated[str | None, typer.Option(metavar="MODULE:CLASS", help="A model's class.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML or JSON: the arguments of its constructor; _target_ names the class.")
+    ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="An argument of its constructor.")
+    ] = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input",
+            metavar="FORM",
+            help="A tensor of the batch, such as long:BxT or float:Bx3x224x224; B is --batch, T is --seq.",
+        ),
+    ] = None,
+    hf: Annotated[Path | None, typer.Option(help="The folder of a model of transformers; its config.json.")] = None,
+    params: Annotated[float | None, typer.Option(help="Parameters of a transformer, such as 7e9.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Its layers.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Its width.")] = None,
+    vocabulary: Annotated[int, typer.Option("--vocab", min=1, help="Its different tokens.")] = 50257,
+    batch: Annotated[int, typer.Option(min=1, help="Examples of a micro-batch of a rank.")] = 1,
+    sequence: Annotated[
+        int | None, typer.Option("--seq", min=1, help="Tokens of an example.", show_default="the model's, or 2048")
+    ] = None,
+    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
+    precision: Annotated[_Precision, typer.Option(help="The Trainer's flag.")] = _Precision.bf16,
+    recompute: Annotated[
+        bool, typer.Option("--checkpointing", help="Compute layers again in backward, with --hf and --params.")
+    ] = False,
+    gpu: Annotated[str, typer.Option(help="A GPU, such as 4090, a100-40, h100, or its memory, such as 24GB.")] = "24GB",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of a machine.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
+    host: Annotated[str, typer.Option(metavar="SIZE", help="Memory of a machine that training may take.")] = "64GB",
+    dram: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes that this memory moves in a second.", show_default="57.6GB"),
+    ] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes that a machine sends in a second.", show_default="12.5GB"),
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Tell which strategies fit a model onto a machine, and which is the fastest.
+
+    The model is a class (--model), one of transformers (--hf) or sizes alone
+    (--params). Nothing of its size is allocated: activations come from a run
+    without values. Times are bounds that no run beats, from data sheets.
+    """
+    from lightning_zero.cli.estimate import run
+
+    code = run(
+        model=model,
+        config=config,
+        changes=changes or [],
+        hf=hf,
+        params=params,
+        layers=layers,
+        hidden=hidden,
+        vocabulary=vocabulary,
+        inputs=inputs or [],
+        batch=batch,
+        sequence=sequence,
+        accumulate=accumulate,
+        precision=precision.value,
+        recompute=recompute,
+        gpu=gpu,
+        gpus=gpus,
+        nodes=nodes,
+        host=host,
+        dram=dram,
+        network=network,
+        as_json=as_json,
+    )
+    raise typer.Exit(code)
 
 
 @app.command("inspect")

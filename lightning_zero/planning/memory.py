@@ -19,8 +19,17 @@ from torch.optim import Optimizer
 from lightning_zero.engine import Engine, engines_of
 from lightning_zero.planning.account import Bytes
 from lightning_zero.planning.plan import Plan, plan
+from lightning_zero.planning.tracing import Trace
 from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardingPolicy
-from lightning_zero.storage import OUT_OF_MEMORY, DeviceStore, HostStore, device_type, make_executor
+from lightning_zero.storage import (
+    OUT_OF_MEMORY,
+    DeviceStore,
+    HostStore,
+    InlineExecutor,
+    device_type,
+    make_executor,
+)
+from lightning_zero.storage.streams import DEFAULT_BYTES
 from lightning_zero.update import ShardUpdater
 from lightning_zero.update.attached import parameters_of
 
@@ -37,6 +46,12 @@ _OUT_OF_MEMORY = re.compile(
 )
 # As in the plan, and in its order.
 _HELD = ("parameters", "param_shards", "masters", "optimizer_state", "sharded_gradient", "buffers", "staging")
+
+
+class _ImaginedExecutor(InlineExecutor):
+    """Stands for that of a GPU which is not there: it has its limits."""
+
+    in_flight_bytes = staging_bytes = DEFAULT_BYTES
 
 
 class Remedy(NamedTuple):
@@ -81,11 +96,12 @@ class Memory:
         dtypes: of the parameters, by their ids, before an engine made them 16-bit.
         units: see :func:`~lightning_zero.planning.plan.plan`.
         native: see :func:`~lightning_zero.update.choose_updater`.
-        device: that trains.
+        device: that trains; ``meta`` stands for a GPU that is not there.
         world_size: number of ranks.
         rank: of this process.
         candidates: changes that may take less: what the user types, and the setting with it.
         hint: a sentence about the memory that is in no plan.
+        trace: activations of a micro-batch, which the plans then have.
     """
 
     module: nn.Module
@@ -101,11 +117,12 @@ class Memory:
     rank: int
     candidates: Iterable[tuple[str, Setting]]
     hint: str
+    trace: Trace | None = None
 
     @cached_property
     def plan(self) -> Plan:
         """The bytes that the rank holds, takes and sends."""
-        return self._plan(self.setting)
+        return self.plan_of(self.setting)
 
     @cached_property
     def changes(self) -> dict[str, Plan]:
@@ -113,7 +130,7 @@ class Memory:
         found = {}
         for typed, setting in self.candidates:
             with contextlib.suppress(ValueError):  # not with these optimizers
-                found[typed] = self._plan(setting)
+                found[typed] = self.plan_of(setting)
         return found
 
     @cached_property
@@ -133,7 +150,12 @@ class Memory:
             self.hint,
         )
 
-    def _plan(self, setting: Setting) -> Plan:
+    def plan_of(self, setting: Setting) -> Plan:
+        """The plan with another setting.
+
+        Raises:
+            ValueError: for a setting that does not go with these optimizers.
+        """
         size = setting.shard_size
         # Ranks of one shard group are neighbours.
         mesh = Mesh.imagined(size, self.world_size // size, self.rank)
@@ -145,7 +167,7 @@ class Memory:
             self.device,
             host if setting.optimizer_on_host else device,
             host if setting.params_on_host else device,
-            make_executor(self.device, setting.overlap),
+            _ImaginedExecutor() if self.device.type == "meta" else make_executor(self.device, setting.overlap),
             trains=self.trains,
         )
         return plan(
@@ -159,6 +181,7 @@ class Memory:
             max_live_numel=setting.max_live_numel,
             micro_batches=self.micro_batches,
             dtypes=self.dtypes,
+            trace=self.trace,
         )
 
     def _critical(self, planned: Plan) -> int:

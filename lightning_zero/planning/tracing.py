@@ -130,7 +130,6 @@ class _Run:
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad:
                 handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated(name)))
-        gc.collect()
         gc.freeze()  # the collector, which is called often, looks at what the run makes
         try:
             with self._flops, self._live:
@@ -251,7 +250,8 @@ def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *_: A
 
 
 def _recurrent_flops(batch: Any, of_input: Any, of_hidden: Any, *_: Any, **__: Any) -> int:
-    return 2 * batch[0] * batch[1] * (math.prod(of_input) + math.prod(of_hidden))
+    flops: int = 2 * batch[0] * batch[1] * (math.prod(of_input) + math.prod(of_hidden))
+    return flops
 
 
 def _recurrent_backward_flops(batch: Any, of_input: Any, of_hidden: Any, *_: Any, **__: Any) -> int:

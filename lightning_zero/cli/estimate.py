@@ -1,0 +1,238 @@
+"""`lightning-zero estimate`: which strategy fits a model onto machines, how fast a step can be, and what to type.
+
+`--json` prints one object. Within a schema version fields are added, never renamed or removed; a name that ends in
+`_bytes` counts bytes, one that ends in `_seconds` seconds.
+
+- `schema`: 1
+- `model`: `name`, `parameters`, `activation_bytes` (null: unknown), `flops` of a micro-batch (null: unknown), `note`
+- `machine`: see `lightning_zero.planning.devices.Machine`
+- `choices`: the fastest that fits first, then the rest of those that fit, then the others. Of each: `hydra`, `python`,
+  `fits`, `device_fits`, `host_fits`; `device_held_bytes`, `device_peak_bytes`, `host_held_bytes` and `host_peak_bytes`
+  of a rank; `sent_bytes`, `copied_to_device_bytes` and `copied_to_host_bytes` of a rank in a step; `step_seconds` at
+  least, and of it `compute_seconds`, `network_seconds`, `pcie_seconds`, `update_seconds`; `limit`, which of these is
+  the longest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lightning_zero.cli.imagined import EstimateError, Imagined, from_class, from_sizes, from_transformers
+from lightning_zero.cli.text import complain, facts_table, print_json, size
+from lightning_zero.integration.choices import choices
+from lightning_zero.integration.precision import PrecisionName, ZeroPrecision
+from lightning_zero.planning.devices import DRAM, NETWORK, Machine, parse_gpu, parse_size
+from lightning_zero.planning.estimate import Choice, Estimate, estimate, ranked
+from lightning_zero.planning.memory import Memory
+from lightning_zero.update import CPUAdamW
+
+SCHEMA = 1
+_META = torch.device("meta")
+_LIMITS = {"compute": "computation", "network": "network", "pcie": "PCIe", "update": "update"}
+
+
+def run(
+    *,
+    model: str | None,
+    config: Path | None,
+    changes: Sequence[str],
+    hf: Path | None,
+    params: float | None,
+    layers: int | None,
+    hidden: int | None,
+    vocabulary: int,
+    inputs: Sequence[str],
+    batch: int,
+    sequence: int | None,
+    accumulate: int,
+    precision: PrecisionName,
+    recompute: bool,
+    gpu: str,
+    gpus: int,
+    nodes: int,
+    host: str,
+    dram: str | None,
+    network: str | None,
+    as_json: bool = False,
+) -> int:
+    """Estimates and prints; returns the exit code."""
+    plugin = ZeroPrecision(precision)
+    try:
+        machine = Machine(
+            parse_gpu(gpu),
+            gpus,
+            nodes,
+            parse_size(host),
+            DRAM if dram is None else parse_size(dram),
+            NETWORK if network is None else parse_size(network),
+        )
+        if params is not None:
+            if layers is None or hidden is None:
+                raise EstimateError("--params needs --layers and --hidden")
+            imagined = from_sizes(int(params), layers, hidden, vocabulary, batch, sequence, plugin, recompute)
+        elif hf is not None:
+            imagined = from_transformers(hf, batch, sequence, plugin, recompute)
+        else:
+            imagined = from_class(model, _arguments(config, changes), inputs, batch, sequence, plugin)
+        estimates = estimate_all(imagined, machine, precision, accumulate)
+    except (ValueError, OSError) as error:
+        return complain(error)
+    if as_json:
+        return print_json(SCHEMA, _as_json(imagined, machine, estimates))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 1000  # for other programs a row is a line
+    console.print(render(imagined, machine, estimates))
+    return 0
+
+
+def _arguments(config: Path | None, changes: Sequence[str]) -> dict[str, Any]:
+    """Reads the arguments of the model's constructor: a YAML or JSON file, and `key=value` after it."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        read = OmegaConf.merge(OmegaConf.load(config) if config else {}, OmegaConf.from_dotlist(list(changes)))
+        made = OmegaConf.to_container(read, resolve=True)
+    except OmegaConfBaseException as error:
+        raise EstimateError(f"{config or 'the arguments'} cannot be read: {error}") from error
+    if not isinstance(made, dict):
+        raise EstimateError(f"{config} holds no arguments; expected a mapping of names to values")
+    return {str(key): value for key, value in made.items()}
+
+
+def estimate_all(
+    imagined: Imagined, machine: Machine, precision: PrecisionName, micro_batches: int = 1
+) -> list[Estimate]:
+    """Estimates every way to train, the fastest that fits first."""
+    wide = ZeroPrecision(precision).policy.param_dtype not in (torch.bfloat16, torch.float16)
+    flops = 0 if imagined.trace is None else micro_batches * imagined.trace.flops
+    found = []
+    for choice in choices(machine.gpus, machine.nodes, precision):
+        memory = _memory(imagined, choice, machine, micro_batches)
+        found.append(estimate(choice, memory.plan, flops, wide, machine))
+    return ranked(found)
+
+
+def _memory(imagined: Imagined, choice: Choice, machine: Machine, micro_batches: int) -> Memory:
+    parameters = [p for p in imagined.module.parameters() if p.requires_grad]
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters)
+    if choice.reduced:
+        optimizer = CPUAdamW(parameters, master_layout="split", state_dtype=torch.bfloat16)
+    return Memory(
+        module=imagined.module,
+        trains=True,
+        optimizers=[optimizer],
+        micro_batches=micro_batches,
+        setting=choice.setting,
+        dtypes={},
+        units=None,
+        native="auto",
+        device=_META,
+        world_size=machine.world_size,
+        rank=0,
+        candidates=[],
+        hint="",
+        trace=imagined.trace,
+    )
+
+
+def _as_json(imagined: Imagined, machine: Machine, estimates: Sequence[Estimate]) -> dict[str, Any]:
+    trace = imagined.trace
+    return {
+        "model": {
+            "name": imagined.name,
+            "parameters": sum(p.numel() for p in imagined.module.parameters()),
+            "activation_bytes": None if trace is None else trace.peak,
+            "flops": None if trace is None else trace.flops,
+            "note": imagined.note,
+        },
+        "machine": asdict(machine),
+        "choices": [_choice_as_json(each) for each in estimates],
+    }
+
+
+def _choice_as_json(each: Estimate) -> dict[str, Any]:
+    plan, times = each.plan, each.times
+    return {
+        "hydra": each.choice.hydra,
+        "python": each.choice.python,
+        "fits": each.fits,
+        "device_fits": each.device_fits,
+        "host_fits": each.host_fits,
+        "device_held_bytes": plan.held.device,
+        "device_peak_bytes": plan.peak.device,
+        "host_held_bytes": plan.held.host,
+        "host_peak_bytes": plan.peak.host,
+        "sent_bytes": sum(plan.sent.values()),
+        "copied_to_device_bytes": plan.copied.get("h2d", 0),
+        "copied_to_host_bytes": plan.copied.get("d2h", 0),
+        "step_seconds": times.bound,
+        **{f"{name}_seconds": seconds for name, seconds in asdict(times).items()},
+        "limit": times.limit,
+    }
+
+
+def render(imagined: Imagined, machine: Machine, estimates: Sequence[Estimate]) -> RenderableType:
+    """Renders the table for people, and under it what to type."""
+    gpu, trace = machine.gpu, imagined.trace
+    activations = "unknown" if trace is None else size(trace.peak)
+    facts = {
+        "model": f"{imagined.name}, {sum(p.numel() for p in imagined.module.parameters()):,} parameters",
+        "activations": f"{activations}; {imagined.note}",
+        "machine": f"{machine.nodes} x {machine.gpus} x {gpu.name}, {size(machine.host)} of host memory each",
+        "rates": (
+            f"{gpu.matmul_16 / 1e12:g} TFLOPS in 16 bits, {gpu.matmul_32 / 1e12:g} in fp32, PCIe {gpu.pcie / 1e9:g}, "
+            f"GPU to GPU {gpu.link / 1e9:g}, host memory {machine.dram / 1e9:g} GB/s; {gpu.source}"
+        ),
+    }
+    table = Table(title="GiB of a rank, and the least time of a step")
+    table.add_column("fits")
+    table.add_column("override", overflow="fold")
+    for name in ("device held", "peak", "host held", "peak", "sent", "to device", "to host", "step, s", "bound by"):
+        table.add_column(name, justify="right")
+    for each in estimates:
+        plan, times = each.plan, each.times
+        figures = (plan.held.device, plan.peak.device, plan.held.host, plan.peak.host, sum(plan.sent.values()))
+        copied = plan.copied.get("h2d", 0), plan.copied.get("d2h", 0)
+        fits = (
+            "yes"
+            if each.fits
+            else "no: "
+            + " and ".join(name for name, ok in (("device", each.device_fits), ("host", each.host_fits)) if not ok)
+        )
+        table.add_row(
+            Text(fits, style="green" if each.fits else "red"),
+            _short(each.choice.hydra),
+            *(f"{nbytes / 2**30:,.2f}" for nbytes in (*figures, *copied)),
+            f"{times.bound:.3g}" if trace is not None else "",
+            _LIMITS[times.limit] if trace is not None else "",
+        )
+    return Group(facts_table(facts), table, _recommendation(estimates))
+
+
+def _short(hydra: str) -> str:
+    """The words that differ from row to row."""
+    return " ".join(word for word in hydra.split() if not word.startswith(("precision=", "trainer.")))
+
+
+def _recommendation(estimates: Sequence[Estimate]) -> RenderableType:
+    best = estimates[0]
+    if not best.fits:
+        return Text(
+            "Nothing fits. Recomputation (--checkpointing), a smaller --batch, more GPUs, or more host memory take or "
+            "have what is missing."
+        )
+    return Group(
+        Text("The fastest that fits, with Hydra and in Python:"),
+        Text(f"  python train.py {best.choice.hydra}", style="bold"),
+        Text(f"  {best.choice.python}", style="bold"),
+    )

@@ -1,0 +1,243 @@
+"""Models for `lightning-zero estimate`: from a class, from a folder of transformers, or from sizes alone, on meta."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.integration.precision import ZeroPrecision
+from lightning_zero.planning.tracing import Loss, Trace, TraceError, trace
+from lightning_zero.planning.transformer import Sizes, trace_of
+
+_DTYPES = {
+    "long": torch.int64,
+    "int": torch.int32,
+    "float": torch.float32,
+    "bool": torch.bool,
+}
+_LONGEST = 2048  # tokens, where nobody says how many
+
+
+class EstimateError(ValueError):
+    """The arguments do not make a model; the message says why."""
+
+
+@dataclass(frozen=True)
+class Imagined:
+    """A model without memory.
+
+    Attributes:
+        name: of it.
+        module: on the meta device.
+        trace: of a micro-batch; None where nobody says what a batch is.
+        note: where the trace comes from, or why there is none.
+    """
+
+    name: str
+    module: nn.Module
+    trace: Trace | None
+    note: str
+
+
+def from_sizes(
+    params: int,
+    layers: int,
+    hidden: int,
+    vocabulary: int,
+    batch: int,
+    sequence: int | None,
+    precision: ZeroPrecision,
+    recompute: bool,
+) -> Imagined:
+    """Makes a transformer of which only sizes are known.
+
+    Raises:
+        EstimateError: for sizes that do not go together.
+    """
+    try:
+        with torch.device("meta"):
+            module = Sizes(params, layers, hidden, vocabulary)
+    except ValueError as error:
+        raise EstimateError(str(error)) from error
+    sequence = sequence or _LONGEST
+    wide = precision.policy.param_dtype not in (torch.bfloat16, torch.float16)
+    return Imagined(
+        f"a transformer of {sum(p.numel() for p in module.parameters()):.3g} parameters",
+        module,
+        trace_of(module, batch, sequence, wide, recompute),
+        f"an estimate for {batch} x {sequence} tokens, by the formula of Korthikanti et al., 2022",
+    )
+
+
+def from_transformers(
+    path: Path, batch: int, sequence: int | None, precision: ZeroPrecision, recompute: bool
+) -> Imagined:
+    """Makes the model of a `config.json`.
+
+    Raises:
+        EstimateError: where transformers is not installed, or cannot make it.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise EstimateError("--hf needs transformers: pip install transformers") from error
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "config.json").is_file():
+        raise EstimateError(f"{folder} has no config.json; expected the folder of a model")
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # token ids and names of losses do not matter here
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kinds = config.architectures or []
+    kind = getattr(transformers, kinds[0], None) if kinds else transformers.AutoModelForCausalLM
+    if kind is None:
+        raise EstimateError(f"transformers {transformers.__version__} has no class {kinds[0]}")
+    make: Callable[[Any], Any] = kind if kinds else kind.from_config
+    try:
+        with torch.device("meta"):
+            module: nn.Module = make(config).float().train()
+        if recompute:
+            _recompute(module)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise EstimateError(f"{kind.__name__} cannot be made of {folder}: {error}") from error
+    sizes, loss = _loss_of_transformers(config, batch, sequence)
+    return _traced(kind.__name__, module, loss, sizes, precision)
+
+
+def _recompute(module: Any) -> None:
+    """Turns checkpointing on, by the name that this version of transformers has for it."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    next(getattr(module, name) for name in names if hasattr(module, name))()
+
+
+def _loss_of_transformers(config: Any, batch: int, sequence: int | None) -> tuple[str, Loss]:
+    if getattr(config, "image_size", None) is not None and getattr(config, "vocab_size", None) is None:
+        shape = (batch, config.num_channels, *_pair(config.image_size))
+
+        def of_images(module: nn.Module) -> Tensor:
+            output = module(pixel_values=torch.zeros(shape), labels=torch.zeros(batch, dtype=torch.long))
+            return output.loss  # type: ignore[no-any-return]
+
+        return "x".join(map(str, shape)), of_images
+    longest = getattr(config, "max_position_embeddings", None) or _LONGEST
+    tokens = (batch, sequence or min(longest, _LONGEST))
+
+    def of_text(module: nn.Module) -> Tensor:
+        words = torch.zeros(tokens, dtype=torch.long)
+        return module(input_ids=words, labels=words, use_cache=False).loss  # type: ignore[no-any-return]
+
+    return f"{tokens[0]} x {tokens[1]} tokens", of_text
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def from_class(
+    target: str | None,
+    arguments: Mapping[str, Any],
+    inputs: Sequence[str],
+    batch: int,
+    sequence: int | None,
+    precision: ZeroPrecision,
+) -> Imagined:
+    """Makes a model of a class, which a batch of a given form is for.
+
+    Args:
+        target: "package.module:Class"; None: `_target_` of the arguments.
+        arguments: of its constructor; those that have a `_target_` are made too.
+        inputs: forms of tensors, see :func:`parse_input`; without any, `example_input_array` of the module counts.
+        batch: for B in a form.
+        sequence: for T in a form.
+        precision: of the run.
+
+    Raises:
+        EstimateError: where there is no such class, or it cannot be made.
+    """
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    dotted = target.replace(":", ".") if target else arguments.get("_target_")
+    if not dotted:
+        raise EstimateError(
+            "nothing says which class it is; give --model package.module:Class, or _target_ in --config"
+        )
+    sys.path.insert(0, "")  # the folder where the command runs, as with python -m
+    try:
+        with torch.device("meta"):
+            module = instantiate({**arguments, "_target_": dotted})
+    except (InstantiationException, ImportError) as error:
+        raise EstimateError(f"{dotted} cannot be made: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise EstimateError(f"{dotted} makes a {type(module).__name__}; expected a torch.nn.Module")
+    makers: list[Callable[[], Tensor]] = [parse_input(text, batch, sequence) for text in inputs]
+    example = getattr(module, "example_input_array", None)
+    if not makers and isinstance(example, Tensor):
+        shape = (batch, *example.shape[1:])
+        makers = [lambda: torch.zeros(shape, dtype=example.dtype)]
+    if not makers:
+        note = "without activations: no --input says what a batch is, and the module has no example_input_array"
+        return Imagined(dotted, module, None, note)
+    sizes = ", ".join("x".join(map(str, made().shape)) for made in makers)
+    return _traced(dotted, module.train(), _loss_of_class(makers), sizes, precision)
+
+
+def parse_input(text: str, batch: int, sequence: int | None) -> Callable[[], Tensor]:
+    """Reads the form of a tensor, such as "long:BxT" or "float:Bx3x224x224"; returns what makes it, of zeros.
+
+    Raises:
+        EstimateError: for anything else, and for a T where nobody says how long a sequence is.
+    """
+    match = re.fullmatch(rf"({'|'.join(_DTYPES)}):((?:B|T|\d+)(?:x(?:B|T|\d+))*)", text)
+    if match is None:
+        raise EstimateError(
+            f"--input {text!r} is not the form of a tensor; expected a dtype ({', '.join(_DTYPES)}) and sizes, B for "
+            "--batch and T for --seq, such as long:BxT or float:Bx3x224x224"
+        )
+    if sequence is None and "T" in match[2]:
+        raise EstimateError(f"--input {text!r} has a T; give --seq")
+    shape = [{"B": batch, "T": sequence}.get(size) or int(size) for size in match[2].split("x")]
+    dtype = _DTYPES[match[1]]
+    return lambda: torch.zeros(shape, dtype=dtype)
+
+
+def _loss_of_class(makers: Sequence[Callable[[], Tensor]]) -> Loss:
+    def loss(module: nn.Module) -> Tensor:
+        tensors = [make() for make in makers]
+        step = getattr(module, "training_step", None)
+        if step is None or not tensors:
+            return _scalar(module(*tensors))
+        batch = tensors[0] if len(tensors) == 1 else tuple(tensors)
+        return _scalar(step(batch, 0) if len(inspect.signature(step).parameters) > 1 else step(batch))
+
+    return loss
+
+
+def _scalar(output: Any) -> Tensor:
+    """The loss in what a step returns, or the mean of an output."""
+    value = output["loss"] if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else output
+    if not isinstance(value, Tensor):
+        raise EstimateError(f"the model returns a {type(value).__name__}; expected a tensor, or a mapping with 'loss'")
+    return value if value.ndim == 0 else value.float().mean()
+
+
+def _traced(name: str, module: nn.Module, loss: Loss, sizes: str, precision: ZeroPrecision) -> Imagined:
+    def in_precision(twin: nn.Module) -> Tensor:
+        with precision.computing_on("cpu"):
+            return loss(twin)
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a Trainer that is not there, and the like
+            made = trace(module, in_precision, precision.policy)
+    except (TraceError, RuntimeError, TypeError) as error:
+        raise EstimateError(f"{name} cannot run on {sizes} without values: {error}") from error
+    return Imagined(name, module, made, f"traced on {sizes}")

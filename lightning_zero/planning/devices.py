@@ -1,0 +1,144 @@
+"""Sizes and rates of known GPUs, from their vendors' data sheets, and of machines whose rates nobody has measured.
+
+Rates are what a data sheet promises: no run reaches them, so that a time computed from them is a bound from below.
+Matrix rates are dense, without sparsity, with sums in fp32. Those of links are per direction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+_GB, _TERA = 10**9, 10**12
+_UNITS = {"": 1, "B": 1} | {f"{prefix}B": 1000**n for n, prefix in enumerate("KMGT", start=1)}
+_UNITS |= {f"{prefix}IB": 1024**n for n, prefix in enumerate("KMGT", start=1)}
+# Of a GPU's memory: the rest is CUDA's context, NCCL's buffers, and pieces between the allocator's blocks.
+USABLE = 0.95
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A type of GPU.
+
+    Attributes:
+        name: as users type it.
+        memory: bytes.
+        matmul_16: operations per second of matrix products in bf16 or fp16.
+        matmul_32: the same in fp32, as torch computes it by default (no TF32).
+        bandwidth: bytes per second of its memory.
+        link: bytes per second that a GPU sends to others of its machine.
+        pcie: bytes per second to or from host memory.
+        source: of these numbers.
+    """
+
+    name: str
+    memory: int
+    matmul_16: float
+    matmul_32: float
+    bandwidth: float
+    link: float
+    pcie: float
+    source: str
+
+
+def _gpu(
+    name: str, gib: float, tera_16: float, tera_32: float, memory_gb: float, link_gb: float, pcie_gb: float, source: str
+) -> Gpu:
+    """Memory in GiB, operations in 10^12 per second, bandwidths in GB/s."""
+    gb = float(_GB)
+    tera = float(_TERA)
+    sizes = int(gib * 2**30), tera_16 * tera, tera_32 * tera, memory_gb * gb, link_gb * gb, pcie_gb * gb
+    return Gpu(name, *sizes, source)
+
+
+# By memory, then from the slowest on.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("t4", 16, 65, 8.1, 300, 16, 16, "NVIDIA T4 data sheet (fp16)"),
+        _gpu("v100-16", 16, 125, 15.7, 900, 150, 16, "NVIDIA V100 data sheet, SXM2 (fp16)"),
+        _gpu("3090", 24, 71, 35.6, 936, 32, 32, "NVIDIA Ampere GA102 white paper, RTX 3090"),
+        _gpu("l4", 24, 121, 30.3, 300, 32, 32, "NVIDIA L4 data sheet"),
+        _gpu("a10", 24, 125, 31.2, 600, 32, 32, "NVIDIA A10 data sheet"),
+        _gpu("4090", 24, 165.2, 82.6, 1008, 32, 32, "NVIDIA Ada GPU architecture white paper, RTX 4090"),
+        _gpu("v100-32", 32, 125, 15.7, 900, 150, 16, "NVIDIA V100 data sheet, SXM2 (fp16)"),
+        _gpu("5090", 32, 209.5, 104.8, 1792, 64, 64, "NVIDIA RTX Blackwell GPU architecture white paper, RTX 5090"),
+        _gpu("a100-40", 40, 312, 19.5, 1555, 300, 32, "NVIDIA A100 data sheet, SXM"),
+        _gpu("l40s", 48, 362, 91.6, 864, 32, 32, "NVIDIA L40S data sheet"),
+        _gpu("a100-80", 80, 312, 19.5, 2039, 300, 32, "NVIDIA A100 data sheet, SXM"),
+        _gpu("h100", 80, 989, 67, 3350, 450, 64, "NVIDIA H100 data sheet, SXM"),
+        _gpu("h200", 140, 989, 67, 4800, 450, 64, "NVIDIA H200 data sheet, SXM"),
+    )
+}
+_OTHER_NAMES = {"a100": "a100-80", "v100": "v100-32", "h100-80": "h100"}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Machines of one kind, each with some GPUs.
+
+    Attributes:
+        gpu: of which each machine has ``gpus``.
+        gpus: ranks of a machine.
+        nodes: machines.
+        host: bytes of memory of a machine that training may take.
+        dram: bytes per second of a machine's memory, read and written together.
+        network: bytes per second that a machine sends to others.
+    """
+
+    gpu: Gpu
+    gpus: int
+    nodes: int
+    host: int
+    dram: float
+    network: float
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all machines."""
+        return self.gpus * self.nodes
+
+
+# Where nobody measured: three quarters of two channels of DDR5-4800, and a network of 100 Gbit/s.
+DRAM = 57.6 * _GB
+NETWORK = 12.5 * _GB
+
+
+def parse_size(text: str) -> int:
+    """Reads a number of bytes: "24GB" is 24 * 10^9, "24GiB" 24 * 2^30.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?i?B|)", text.strip(), re.IGNORECASE)
+    try:
+        if match is not None:
+            return int(float(match[1]) * _UNITS[match[2].upper()])
+    except (KeyError, ValueError):
+        pass
+    raise ValueError(f"{text!r} is not a size; expected a number with a unit, such as 128GB or 24GiB")
+
+
+def parse_gpu(text: str) -> Gpu:
+    """Finds a GPU by its name, or one with so much memory.
+
+    One that is known by its memory alone, such as "24GB", has the rates of the first in the table that has as much.
+    Memory of GPUs is sold in GB and counted in GiB: here both are GiB.
+
+    Raises:
+        ValueError: for a name that is none, and for a size that none has.
+    """
+    name = text.strip().lower()
+    name = _OTHER_NAMES.get(name, name).removeprefix("rtx")
+    if name in GPUS:
+        return GPUS[name]
+    if re.fullmatch(r"[0-9.]+\s*gi?b", name):
+        gib = float(name.rstrip("gib ").strip())
+        memory = int(gib * 2**30)
+        for gpu in GPUS.values():
+            if gpu.memory >= memory:
+                return dataclasses.replace(gpu, name=text.strip(), memory=memory, source=f"rates of {gpu.name}")
+        largest = max(gpu.memory for gpu in GPUS.values()) >> 30
+        raise ValueError(f"{text!r} is more memory than a known GPU has; expected at most {largest}GB")
+    raise ValueError(f"{text!r} is no known GPU; expected a size such as 24GB, or one of {', '.join(GPUS)}")

@@ -1,0 +1,87 @@
+"""A decoder-only transformer of which only sizes are known, and the activations of one, by a published formula.
+
+Activations: Korthikanti et al., 2022 (https://arxiv.org/abs/2205.05198): a layer keeps 34 s b h bytes in 16 bits, here
+without the term of the attention's scores, which flash attention does not keep; recomputed layers keep their input,
+2 s b h; the head keeps 4 s b v bytes of logits. Operations: Chowdhery et al., 2022 (https://arxiv.org/abs/2204.02311,
+appendix B): 6 per parameter and token, and 12 s h per layer and token for attention; a third more with recomputation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from lightning_zero.planning.tracing import Trace
+from lightning_zero.sharding.partition import ROOT
+
+
+class Sizes(nn.Module):
+    """Parameters of a transformer's sizes; it computes nothing. Make it on the meta device.
+
+    Attention has 4 h^2 parameters in a layer, the embedding, which is the head, v h; the MLPs have the rest.
+
+    Args:
+        params: of all, nearly.
+        layers: their number.
+        hidden: width h.
+        vocabulary: number v of different tokens.
+
+    Raises:
+        ValueError: for sizes that do not go together.
+    """
+
+    def __init__(self, params: int, layers: int, hidden: int, vocabulary: int) -> None:
+        super().__init__()
+        for name, value in (("params", params), ("layers", layers), ("hidden", hidden), ("vocabulary", vocabulary)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        rest = params - vocabulary * hidden - layers * 4 * hidden * hidden
+        width = rest // (2 * layers * hidden)
+        if not hidden // 2 <= width <= 16 * hidden:
+            usual = vocabulary * hidden + layers * 12 * hidden * hidden
+            raise ValueError(
+                f"params={params:.3g} does not go with layers={layers}, hidden={hidden}, vocabulary={vocabulary}: a "
+                f"transformer of this shape has about {usual:.3g}"
+            )
+        self.embedding = Parameter(torch.empty(vocabulary, hidden))
+        self.layers = nn.ModuleList(_Layer(hidden, width) for _ in range(layers))
+
+
+class _Layer(nn.Module):
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.attention = nn.ModuleDict(
+            {"qkv": nn.Linear(hidden, 3 * hidden, bias=False), "out": nn.Linear(hidden, hidden, bias=False)}
+        )
+        self.mlp = nn.ModuleDict(
+            {"up": nn.Linear(hidden, width, bias=False), "down": nn.Linear(width, hidden, bias=False)}
+        )
+
+
+def trace_of(sizes: Sizes, batch: int, sequence: int, wide: bool, recompute: bool) -> Trace:
+    """The formula's activations of one micro-batch, as a trace.
+
+    Args:
+        sizes: of the model.
+        batch: sequences.
+        sequence: tokens of each.
+        wide: whether activations are fp32, twice as large.
+        recompute: whether layers are computed again in backward.
+    """
+    layers, hidden = len(sizes.layers), sizes.embedding.shape[1]
+    tokens = batch * sequence
+    unit = tokens * hidden * (2 if wide else 1)
+    layer, kept = 34 * unit, 2 * unit if recompute else 34 * unit
+    logits = 4 * tokens * sizes.embedding.shape[0]
+    params = sum(p.numel() for p in sizes.parameters())
+    flops = tokens * (6 * params + 12 * layers * hidden * sequence)
+    forward = {f"layers.{i}": i * kept + layer for i in range(layers)} | {ROOT: layers * kept + logits}
+    backward: dict[str, int] = {}
+    for i in reversed(range(layers)):
+        names = [name for name, _ in sizes.layers[i].named_parameters()]
+        backward |= {f"layers.{i}.{name}": i * kept + layer for name in reversed(names)}
+    # The head is taken to be the embedding: its gradient is complete last. The logits and their gradient are first.
+    backward[f"layers.{layers - 1}.mlp.down.weight"] = max(layers * kept + 2 * logits, (layers - 1) * kept + layer)
+    backward["embedding"] = kept
+    return Trace(flops * 4 // 3 if recompute else flops, forward, backward)
