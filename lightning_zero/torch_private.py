@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "DEPENDS_ON_VALUES",
+    "FLASH_ATTENTION",
     "OPTIMIZER_HOOKS",
     "ORIGINAL",
     "READS_NUMBER",
@@ -79,6 +80,12 @@ T = TypeVar("T", bound=Tensor)
 # Inside a `FakeTensorMode` tensors have shapes and no memory, and operators choose what they would choose on the
 # tensors' device ("meta" is none). These errors say that a shape depends on values, which are not there.
 DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+
+# Flash attention on a CPU and its backward, of which torch's counter of operations knows nothing.
+FLASH_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
 
 # A context inside which operators run as if no mode were active, such as that one.
 without_modes = _disable_current_modes

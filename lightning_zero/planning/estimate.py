@@ -1,4 +1,4 @@
-"""What a step takes on imagined machines: memory with activations, what moves, and the least time.
+"""Estimates of a step on imagined machines: memory with activations, what moves, and the least time.
 
 A step cannot be faster than its computations, or than what it sends, or than what it copies; these overlap. An update
 comes after them: in host memory it passes over all that it reads and writes at the speed of that memory, for all ranks
@@ -51,7 +51,7 @@ class Times:
 
     @property
     def limit(self) -> str:
-        """What takes longest: ``"compute"``, ``"network"``, ``"pcie"`` or ``"update"``."""
+        """The part that takes longest: ``"compute"``, ``"network"``, ``"pcie"`` or ``"update"``."""
         parts = {"compute": self.compute, "network": self.network, "pcie": self.pcie, "update": self.update}
         return max(parts, key=lambda name: parts[name])
 

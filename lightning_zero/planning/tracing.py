@@ -26,6 +26,7 @@ from lightning_zero.sharding.partition import ROOT, find_units, is_norm
 from lightning_zero.sharding.policies import MixedPrecisionPolicy
 from lightning_zero.torch_private import (
     DEPENDS_ON_VALUES,
+    FLASH_ATTENTION,
     FakeTensorMode,
     TorchDispatchMode,
     tree_leaves,
@@ -260,8 +261,8 @@ def _recurrent_backward_flops(batch: Any, of_input: Any, of_hidden: Any, *_: Any
 
 
 _FLOPS = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    FLASH_ATTENTION[0]: _attention_flops,
+    FLASH_ATTENTION[1]: _attention_backward_flops,
     _aten.mkldnn_rnn_layer: _recurrent_flops,
     _aten.mkldnn_rnn_layer_backward: _recurrent_backward_flops,
 }

@@ -285,12 +285,14 @@ def test_verbs(command: str, prepared: Path, saved: Path, tmp_path: Path, monkey
     (tmp_path / "outputs" / "gpt2" / "hf" / "checkpoints" / "last.ckpt").symlink_to(saved / kind)
     (tmp_path / "outputs" / "gpt2" / "...").symlink_to(prepared / "outputs" / "gpt2" / "...")
     (tmp_path / "ds_config.json").write_text('{"zero_optimization": {"stage": 2}}')
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     assert lightning_zero_command(arguments)
-    made = [path for path in tmp_path.iterdir() if path.name not in ("last.ckpt", "outputs", "ds_config.json")]
+    given = ("last.ckpt", "outputs", "ds_config.json", "examples")
+    made = [path for path in tmp_path.iterdir() if path.name not in given]
     for path in made:
         assert path.read_text() if path.suffix == ".yaml" else weights_in(path), path
-    assert len(made) == (arguments[0] not in ("inspect", "doctor"))
+    assert len(made) == (arguments[0] not in ("inspect", "doctor", "estimate"))
 
 
 def weights_in(path: Path) -> list[str]:
