@@ -312,9 +312,7 @@ class Engine:
     @torch.no_grad()
     def full_param(self, parameter: Parameter) -> Tensor:
         """The full values of one of the module's parameters, at full precision. Collective."""
-        bucket = self._map[parameter]
-        self._map.absorb_edits()
-        return bucket.view(bucket.gather_master(), bucket.index[id(parameter)]).clone()
+        return self._map.full(parameter)
 
     @without_freed_checks
     def grad_norm(self, optimizer: Optimizer) -> float:
@@ -430,10 +428,9 @@ class Engine:
         """Give every rank rank 0's buffers (statistics of BatchNorm, which each rank gathers alone). Collective."""
         broadcast_buffers(self.module, self.placement.mesh.world)
 
-    @contextlib.contextmanager
     def gathered(
         self, parameters: Iterable[Parameter], writeback: bool = False, full_precision: bool = False
-    ) -> Iterator[None]:
+    ) -> contextlib.AbstractContextManager[None]:
         """Hold ``parameters`` unsharded inside the context, on all ranks. Collective, on entry and on exit.
 
         In-place changes that torch's version counter sees are taken over on exit; each rank must make the same.
@@ -444,8 +441,7 @@ class Engine:
             full_precision: show the masters, in their dtype; what is taken over then is not rounded either. At stage 3
                 tensors that share memory with the parameters stay valid after the context.
         """
-        with self._map.gathered(parameters, writeback, full_precision):
-            yield
+        return self._map.gathered(parameters, writeback, full_precision)
 
     def make_shadow(self, store: TensorStore | None = None) -> Shadow:
         """Second values of all weights and buffers, which begin as copies of them. The same call on all ranks.

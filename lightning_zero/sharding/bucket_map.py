@@ -107,6 +107,12 @@ class BucketMap:
         for bucket in gathered:
             bucket.absorb_edits(everything=id(bucket) in hidden)
 
+    def full(self, parameter: Tensor) -> Tensor:
+        """The full values of one of the parameters, at full precision, with what was edited. Collective."""
+        bucket = self[parameter]
+        self.absorb_edits()
+        return bucket.view(bucket.gather_master(), bucket.index[id(parameter)]).clone()
+
     @contextlib.contextmanager
     def gathered(self, parameters: Iterable[Parameter], writeback: bool, full_precision: bool) -> Iterator[None]:
         """Hold ``parameters`` unsharded inside the context; see :meth:`lightning_zero.engine.Engine.gathered`."""
