@@ -31,8 +31,10 @@ std::vector<std::string> names(bool supported_only) {
 
 UpdateArrays arrays(std::size_t count, std::uintptr_t param, DType param_dtype, std::uintptr_t remainder,
                     std::uintptr_t copy_out, DType copy_dtype, Ties copy_ties, std::uintptr_t grad,
-                    DType grad_dtype, const std::vector<std::uintptr_t>& states, DType state_dtype) {
-  if (states.size() > kMaxStates) throw std::invalid_argument("too many state arrays");
+                    DType grad_dtype, const std::vector<std::uintptr_t>& states, DType state_dtype,
+                    const std::vector<std::uintptr_t>& scales) {
+  if (states.size() > kMaxStates || scales.size() > kMaxStates)
+    throw std::invalid_argument("too many state arrays");
   UpdateArrays a{pointer<void>(param),
                  param_dtype,
                  pointer<std::int16_t>(remainder),
@@ -45,6 +47,7 @@ UpdateArrays arrays(std::size_t count, std::uintptr_t param, DType param_dtype, 
                  state_dtype,
                  count};
   for (std::size_t k = 0; k < states.size(); ++k) a.states[k] = pointer<void>(states[k]);
+  for (std::size_t k = 0; k < scales.size(); ++k) a.scales[k] = pointer<std::uint8_t>(scales[k]);
   return a;
 }
 
@@ -99,6 +102,18 @@ void convert(SplitFunction function, std::uintptr_t whole, std::uintptr_t high, 
   split_parallel(function, arrays, threads);
 }
 
+void convert_blocks(BlockFunction function, std::uintptr_t whole, std::uintptr_t codes, std::uintptr_t scales,
+                    bool is_signed, std::size_t lead, std::size_t count, std::size_t threads) {
+  const BlockArrays arrays = {pointer<float>(whole),
+                              pointer<std::uint8_t>(codes),
+                              pointer<std::uint8_t>(scales),
+                              is_signed,
+                              lead,
+                              count};
+  const py::gil_scoped_release release;
+  convert_blocks_parallel(function, arrays, threads);
+}
+
 }  // namespace
 }  // namespace lightning_zero
 
@@ -110,6 +125,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
       .value("float32", DType::float32)
       .value("bfloat16", DType::bfloat16)
       .value("float16", DType::float16)
+      .value("int8", DType::int8)
       .finalize();
 
   m.def("compiled_isas", [] { return names(false); });
@@ -125,7 +141,8 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   py::class_<UpdateArrays>(m, "UpdateArrays")
       .def(py::init(&arrays), py::kw_only(), py::arg("count"), py::arg("param"), py::arg("param_dtype"),
            py::arg("remainder"), py::arg("copy_out"), py::arg("copy_dtype"), py::arg("copy_ties"),
-           py::arg("grad"), py::arg("grad_dtype"), py::arg("states"), py::arg("state_dtype"));
+           py::arg("grad"), py::arg("grad_dtype"), py::arg("states"), py::arg("state_dtype"),
+           py::arg("scales"));
   py::class_<RoundingKey>(m, "RoundingKey")
       .def(py::init<std::uint64_t, std::uint64_t, std::uint64_t>(), py::kw_only(), py::arg("seed"),
            py::arg("step"), py::arg("index"));
@@ -160,6 +177,25 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
       },
       py::kw_only(), py::arg("isa"), py::arg("whole"), py::arg("high"), py::arg("dtype"),
       py::arg("remainder"), py::arg("count"), py::arg("threads"));
+  m.def(
+      "quantize",
+      [](const std::string& isa, std::uintptr_t whole, std::uintptr_t codes, std::uintptr_t scales,
+         bool is_signed, std::size_t lead, std::size_t count, std::size_t threads) {
+        convert_blocks(resolve_target(isa).kernels.quantize, whole, codes, scales, is_signed, lead, count,
+                       threads);
+      },
+      py::kw_only(), py::arg("isa"), py::arg("whole"), py::arg("codes"), py::arg("scales"),
+      py::arg("is_signed"), py::arg("lead"), py::arg("count"), py::arg("threads"));
+  m.def(
+      "dequantize",
+      [](const std::string& isa, std::uintptr_t whole, std::uintptr_t codes, std::uintptr_t scales,
+         bool is_signed, std::size_t lead, std::size_t count, std::size_t threads) {
+        convert_blocks(resolve_target(isa).kernels.dequantize, whole, codes, scales, is_signed, lead, count,
+                       threads);
+      },
+      py::kw_only(), py::arg("isa"), py::arg("whole"), py::arg("codes"), py::arg("scales"),
+      py::arg("is_signed"), py::arg("lead"), py::arg("count"), py::arg("threads"));
+  m.attr("BLOCK_LENGTH") = kBlockLength;
   m.def(
       "fill_with_zeros",
       [](std::uintptr_t memory, std::size_t bytes, std::size_t threads) {

@@ -8,24 +8,24 @@
 #include <cmath>
 #include <type_traits>
 
+#include "lightning_zero/blocks.h"
 #include "lightning_zero/floating_point.h"
 #include "lightning_zero/thread_pool.h"
 
 namespace lightning_zero {
 namespace {
 
-// Elements of a piece: small enough to share out evenly, large enough for a wake-up to pay. Whole cache
-// lines.
+// Elements of a piece: small enough to share out evenly, large enough for a wake-up to pay. Whole blocks, and
+// so whole cache lines.
 constexpr std::size_t kSmallest = std::size_t{1} << 16;
 constexpr std::size_t kLargest = std::size_t{1} << 20;
-constexpr std::size_t kLine = 64;
 constexpr std::size_t kPiecesPerThread = 4;
 
 // From here on a copy does not stay in the caches until somebody reads it.
 constexpr std::size_t kStream = std::size_t{1} << 22;
 
 std::size_t piece_length(std::size_t count, std::size_t threads) {
-  const std::size_t even = count / (threads * kPiecesPerThread) / kLine * kLine;
+  const std::size_t even = count / (threads * kPiecesPerThread) / kBlockLength * kBlockLength;
   return std::clamp(even, kSmallest, kLargest);
 }
 
@@ -35,13 +35,17 @@ T* advance(T* array, DType dtype, std::size_t elements) {
   return array == nullptr ? nullptr : static_cast<Byte*>(array) + elements * item_size(dtype);
 }
 
-UpdateArrays slice(const UpdateArrays& a, std::size_t start, std::size_t count) {
+// The part [start, start + count), where the first element of `a` is element `lead` of its block.
+UpdateArrays slice(const UpdateArrays& a, std::size_t start, std::size_t count, std::size_t lead) {
   UpdateArrays part = a;
   part.param = advance(a.param, a.param_dtype, start);
   part.remainder = a.remainder == nullptr ? nullptr : a.remainder + start;
   part.copy_out = advance(a.copy_out, a.copy_dtype, start);
   part.grad = advance(a.grad, a.grad_dtype, start);
-  for (std::size_t k = 0; k < kMaxStates; ++k) part.states[k] = advance(a.states[k], a.state_dtype, start);
+  for (std::size_t k = 0; k < kMaxStates; ++k) {
+    part.states[k] = advance(a.states[k], a.state_dtype, start);
+    if (a.scales[k] != nullptr) part.scales[k] = a.scales[k] + (lead + start) / kBlockLength;
+  }
   part.count = count;
   return part;
 }
@@ -67,14 +71,17 @@ void update_parallel(UpdateFunction<Coefficients> update, const Coefficients& co
                      const UpdateArrays& arrays, const RoundingKey& key, std::size_t threads) {
   const std::size_t length = piece_length(arrays.count, threads);
   const bool stream = arrays.count >= kStream;
-  parallel_for((arrays.count + length - 1) / length, threads, [&](std::size_t i) {
+  // Pieces begin where blocks do.
+  const std::size_t lead = arrays.state_dtype == DType::int8 ? key.index % kBlockLength : 0;
+  const std::size_t all = arrays.count == 0 ? 0 : lead + arrays.count;
+  parallel_for((all + length - 1) / length, threads, [&](std::size_t i) {
     const DefaultFloatingPoint environment;
-    const std::size_t stop = std::min(arrays.count, (i + 1) * length);
-    for (std::size_t start = i * length; start < stop;) {
+    const std::size_t stop = std::min(all, (i + 1) * length) - lead;
+    for (std::size_t start = std::max(i * length, lead) - lead; start < stop;) {
       const std::uint64_t index = key.index + start;
       const std::uint64_t same_stream = (std::uint64_t{1} << 32) - (index & 0xFFFFFFFFU);
       const std::size_t count = std::min<std::uint64_t>(stop - start, same_stream);
-      update(coefficients, slice(arrays, start, count), stream_at(key, index), stream);
+      update(coefficients, slice(arrays, start, count, lead), stream_at(key, index), stream);
       start += count;
     }
 #ifdef LIGHTNING_ZERO_X86

@@ -83,6 +83,7 @@ inline bool same_bits(DType dtype, std::uint32_t a, std::uint32_t b) {
 
 inline ::testing::AssertionResult same_numbers(DType dtype, const Buffer& a, const Buffer& b) {
   if (std::memcmp(a.data(), b.data(), a.bytes()) == 0) return ::testing::AssertionSuccess();
+  if (dtype == DType::int8) return ::testing::AssertionFailure() << "codes differ";
   for (std::size_t i = 0; i < a.count(); ++i) {
     if (!same_bits(dtype, a.bits(i), b.bits(i))) {
       return ::testing::AssertionFailure()
@@ -138,8 +139,12 @@ inline const std::vector<std::uint32_t>& samples(DType dtype) {
   return all[static_cast<int>(dtype)];
 }
 
-// Fills the array with samples, others for every seed.
+// Fills the array with samples, others for every seed; with all codes, where these are 8 bits.
 inline void fill_with_samples(Buffer& to, DType dtype, std::size_t seed, std::uint32_t mask = 0xFFFFFFFFU) {
+  if (dtype == DType::int8) {
+    for (std::size_t i = 0; i < to.count(); ++i) to.set_bits(i, static_cast<std::uint32_t>(i * 37 + seed));
+    return;
+  }
   const std::vector<std::uint32_t>& from = samples(dtype);
   const std::size_t period = std::min(to.count(), from.size());
   for (std::size_t i = 0; i < period; ++i) to.set_bits(i, from[(seed * 7919 + i) % from.size()] & mask);
@@ -160,6 +165,7 @@ inline std::vector<const Target*> supported_targets() {
 }
 
 inline std::string name_of(DType dtype) {
+  if (dtype == DType::int8) return "int8";
   return dtype == DType::float32 ? "float32" : dtype == DType::bfloat16 ? "bfloat16" : "float16";
 }
 

@@ -6,17 +6,23 @@
 from collections.abc import Sequence
 from enum import Enum
 
+BLOCK_LENGTH: int
+
 class DType(Enum):
     float32 = 0
     bfloat16 = 1
     float16 = 2
+    int8 = 3
 
 class Ties(Enum):
     even = 0
     away = 1
 
 class UpdateArrays:
-    """Addresses of `count` elements each; 0 where there is no `remainder` or `copy_out`."""
+    """Addresses of `count` elements each; 0 where there is no `remainder` or `copy_out`.
+
+    `scales` are those of int8 states, one for each block, and else empty.
+    """
 
     def __init__(
         self,
@@ -32,6 +38,7 @@ class UpdateArrays:
         grad_dtype: DType,
         states: Sequence[int],
         state_dtype: DType,
+        scales: Sequence[int],
     ) -> None: ...
 
 class RoundingKey:
@@ -110,6 +117,12 @@ def sgd(
 def sum_of_squares(*, isa: str, values: int, dtype: DType, count: int, threads: int) -> float: ...
 def split(*, isa: str, whole: int, high: int, dtype: DType, remainder: int, count: int, threads: int) -> None: ...
 def join(*, isa: str, whole: int, high: int, dtype: DType, remainder: int, count: int, threads: int) -> None: ...
+def quantize(
+    *, isa: str, whole: int, codes: int, scales: int, is_signed: bool, lead: int, count: int, threads: int
+) -> None: ...
+def dequantize(
+    *, isa: str, whole: int, codes: int, scales: int, is_signed: bool, lead: int, count: int, threads: int
+) -> None: ...
 def fill_with_zeros(*, memory: int, nbytes: int, threads: int) -> None: ...
 def bind_threads(cores: Sequence[int]) -> None:
     """Raises ValueError for a core that this process may not run on."""

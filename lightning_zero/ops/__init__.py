@@ -20,21 +20,27 @@ except ImportError as error:
 
 from lightning_zero.ops.arguments import runs_on
 from lightning_zero.ops.arrays import join_, split_, sum_of_squares, zero_
+from lightning_zero.ops.blocks import BLOCK, Quantized, count_blocks, dequantize_, quantize_
 from lightning_zero.ops.isa import compiled_isas, isa, supported_isas
 from lightning_zero.ops.threads import bind_threads, get_num_threads, set_num_threads, share_cores
 from lightning_zero.ops.updates import Options, Ties, adagrad_, adamw_, lion_, sgd_
 
 __all__ = [
+    "BLOCK",
     "Options",
+    "Quantized",
     "Ties",
     "adagrad_",
     "adamw_",
     "bind_threads",
     "compiled_isas",
+    "count_blocks",
+    "dequantize_",
     "get_num_threads",
     "isa",
     "join_",
     "lion_",
+    "quantize_",
     "runs_on",
     "set_num_threads",
     "sgd_",

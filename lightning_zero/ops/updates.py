@@ -24,6 +24,7 @@ from lightning_zero.ops.arguments import (
     span,
     unsigned,
 )
+from lightning_zero.ops.blocks import Quantized, spans_of
 from lightning_zero.ops.isa import isa as chosen_isa
 from lightning_zero.ops.threads import get_num_threads, positive
 
@@ -42,9 +43,9 @@ class Options(TypedDict, total=False):
         copy_out: [n] bf16 or fp16, receives an updated fp32 master rounded to nearest; fp16 overflow becomes infinity.
         copy_ties: where a bf16 `copy_out` goes from halfway: "even" (the default, IEEE's and torch's rule), or "away"
             from zero, as the high part of a split master does.
-        seed: of the stochastic rounding of bf16 state, in [0, 2^64).
+        seed: of the stochastic rounding of bf16 and 8-bit state, in [0, 2^64).
         index: of the first element among all that are rounded with that seed, in [0, 2^64); the others count on. The
-            rounding depends on seed, step and index alone.
+            rounding depends on seed, step and index alone, and so do the borders of the blocks of 8-bit state.
         isa: one of `supported_isas` instead of the chosen one, for tests and benchmarks.
         threads: at most so many instead of `get_num_threads`; >= 1.
     """
@@ -62,8 +63,8 @@ class Options(TypedDict, total=False):
 
 def adamw_(
     param: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    exp_avg: Tensor | Quantized,
+    exp_avg_sq: Tensor | Quantized,
     grad: Tensor,
     *,
     lr: float,
@@ -98,8 +99,9 @@ def adamw_(
 
     Args:
         param: [n] fp32 master parameter; or bf16 or fp16 with `remainder`.
-        exp_avg: [n] first moment m, fp32; or bf16, stochastically rounded. The update uses what is stored.
-        exp_avg_sq: [n] second moment v, of the same dtype.
+        exp_avg: [n] first moment m, fp32; or bf16, stochastically rounded: the update uses what is stored. Or in 8 bits
+            (:class:`Quantized`, signed), stochastically rounded after the parameter was updated.
+        exp_avg_sq: [n] second moment v, in the same form; in 8 bits without a sign.
         grad: [n] fp32, bf16 or fp16 gradient; not modified.
         lr: learning rate, finite.
         betas: decay rates of the moments, each in [0, 1).
@@ -107,7 +109,8 @@ def adamw_(
         weight_decay: >= 0.
         step: number t of this update, counted from 1; it sets the bias corrections, computed in fp64.
         decoupled: True for AdamW, False for Adam with an L2 term in the gradient.
-        max_exp_avg_sq: [n] running maximum of v, which takes its place in the denominator (amsgrad).
+        max_exp_avg_sq: [n] running maximum of v, which takes its place in the denominator (amsgrad). Not with state
+            in 8 bits.
         **options: see `Options`.
 
     Raises:
@@ -115,10 +118,15 @@ def adamw_(
         ValueError: a tensor is not 1-D, contiguous, on the CPU, allocated, of the common length, or shares
             memory with another; a hyperparameter is out of range; `isa` is unknown or unsupported.
     """
-    states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    states: dict[str, Tensor | Quantized] = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     if max_exp_avg_sq is not None:
+        if isinstance(exp_avg, Quantized):
+            raise ValueError(
+                "max_exp_avg_sq was given with moments in 8 bits: the maximum of numbers that are rounded at random only "
+                "grows. Pass fp32 or bf16 moments, or none"
+            )
         states["max_exp_avg_sq"] = max_exp_avg_sq
-    common = _common(param, grad, states, step, options)
+    common = _common(param, grad, states, step, options, in_blocks=True)
     check_lr(lr)
     check_not_negative(eps=eps, weight_decay=weight_decay)
     check_betas(betas)
@@ -180,7 +188,7 @@ def adagrad_(
 
 def lion_(
     param: Tensor,
-    exp_avg: Tensor,
+    exp_avg: Tensor | Quantized,
     grad: Tensor,
     *,
     lr: float,
@@ -202,7 +210,7 @@ def lion_(
 
     Args:
         param: [n] as in `adamw_`.
-        exp_avg: [n] m, fp32; or bf16, stochastically rounded.
+        exp_avg: [n] m, fp32; or bf16, stochastically rounded; or in 8 bits (:class:`Quantized`, signed), as well.
         grad: [n] fp32, bf16 or fp16; not modified.
         lr: learning rate, finite.
         betas: each in [0, 1).
@@ -213,7 +221,7 @@ def lion_(
     Raises:
         TypeError, ValueError: as `adamw_`.
     """
-    common = _common(param, grad, {"exp_avg": exp_avg}, step, options)
+    common = _common(param, grad, {"exp_avg": exp_avg}, step, options, in_blocks=True)
     check_lr(lr)
     check_not_negative(weight_decay=weight_decay)
     check_betas(betas)
@@ -265,7 +273,7 @@ def sgd_(
         given = "no momentum_buffer" if momentum_buffer is None else "a momentum_buffer"
         raise ValueError(f"momentum={momentum!r} with {given}; pass the buffer exactly when there is momentum")
     check_momentum(momentum, dampening, nesterov)
-    states = {} if momentum_buffer is None else {"momentum_buffer": momentum_buffer}
+    states: dict[str, Tensor | Quantized] = {} if momentum_buffer is None else {"momentum_buffer": momentum_buffer}
     common = _common(param, grad, states, step, options)
     check_lr(lr)
     check_not_negative(weight_decay=weight_decay)
@@ -280,15 +288,32 @@ def sgd_(
     )
 
 
-def _common(param: Tensor, grad: Tensor, states: dict[str, Tensor], step: int, options: Options) -> dict[str, Any]:
-    """Checks the arguments that all update kernels take, and converts them to those of the extension's functions."""
+def _common(
+    param: Tensor,
+    grad: Tensor,
+    states: dict[str, Tensor | Quantized],
+    step: int,
+    options: Options,
+    in_blocks: bool = False,
+) -> dict[str, Any]:
+    """Checks the arguments that all update kernels take, and converts them to those of the extension's functions.
+
+    ``in_blocks``: whether this one takes state in 8 bits.
+    """
     if unknown := sorted(options.keys() - Options.__annotations__):
         raise TypeError(f"unknown argument {unknown[0]!r}; expected one of {', '.join(Options.__annotations__)}")
     remainder, copy_out = options.get("remainder"), options.get("copy_out")
     spans = [span("param", param, FP32 if remainder is None else HALF, None)]
     count = param.numel()
-    state_dtypes: tuple[torch.dtype, ...] = STATE
-    for name, state in states.items():
+    index = unsigned("index", options.get("index", 0))
+    blocks = {name: state for name, state in states.items() if isinstance(state, Quantized)}
+    if blocks and (not in_blocks or len(blocks) < len(states)):
+        raise TypeError(f"{next(iter(blocks))} is in 8 bits; expected {'all' if in_blocks else 'no'} state in 8 bits")
+    tensors = {name: state for name, state in states.items() if isinstance(state, Tensor) or not blocks}
+    state_dtypes: tuple[torch.dtype, ...] = (torch.int8,) if blocks else STATE
+    for name, quantized in blocks.items():
+        spans += spans_of(name, quantized, count, index)
+    for name, state in tensors.items():
         spans.append(span(name, state, state_dtypes, count))
         state_dtypes = (state.dtype,)  # of the others too
     spans.append(span("grad", grad, ANY, count))
@@ -316,8 +341,9 @@ def _common(param: Tensor, grad: Tensor, states: dict[str, Tensor], step: int, o
         copy_ties=_TIES[copy_ties],
         grad=grad.data_ptr(),
         grad_dtype=DTYPES[grad.dtype],
-        states=[state.data_ptr() for state in states.values()],
-        state_dtype=DTYPES[state_dtypes[0]],
+        states=[state.data_ptr() for state in tensors.values()] or [state.codes.data_ptr() for state in blocks.values()],
+        state_dtype=_C.DType.int8 if blocks else DTYPES[state_dtypes[0]],
+        scales=[state.scales.data_ptr() for state in blocks.values()],
     )
     return {
         "isa": chosen_isa() if isa is None else isa,
@@ -325,7 +351,7 @@ def _common(param: Tensor, grad: Tensor, states: dict[str, Tensor], step: int, o
         "key": _C.RoundingKey(
             seed=unsigned("seed", options.get("seed", 0)),
             step=step,
-            index=unsigned("index", options.get("index", 0)),
+            index=index,
         ),
         "threads": get_num_threads() if threads is None else positive("threads", threads),
         "grad_scale": -grad_scale if options.get("maximize") else grad_scale,

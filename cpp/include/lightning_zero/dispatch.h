@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "lightning_zero/blocks.h"
 #include "lightning_zero/reduce.h"
 #include "lightning_zero/split.h"
 #include "lightning_zero/update.h"
@@ -17,8 +18,10 @@ struct Kernels {
   UpdateFunction<LionCoefficients> lion;
   UpdateFunction<SgdCoefficients> sgd;
   SumOfSquaresFunction sum_of_squares;
-  SplitFunction split;  // from whole to split
-  SplitFunction join;   // and back
+  SplitFunction split;       // from whole to split
+  SplitFunction join;        // and back
+  BlockFunction quantize;    // from fp32 to blocks
+  BlockFunction dequantize;  // and back
 };
 
 extern const Kernels kScalarKernels;

@@ -7,9 +7,13 @@
 
 namespace lightning_zero {
 
-enum class DType { float32, bfloat16, float16 };
+// int8: the codes of state in blocks (blocks.h).
+enum class DType { float32, bfloat16, float16, int8 };
 
-constexpr std::size_t item_size(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
+constexpr std::size_t item_size(DType dtype) {
+  if (dtype == DType::int8) return 1;
+  return dtype == DType::float32 ? 4 : 2;
+}
 
 // How an fp32 number becomes bf16 when it lies exactly between two of them.
 enum class Ties { even, away };
@@ -28,8 +32,10 @@ struct UpdateArrays {
   const void* grad;
   DType grad_dtype;
   void* states[kMaxStates];  // as many as the rule has
-  DType state_dtype;         // float32, or bfloat16 rounded stochastically
+  DType state_dtype;         // float32; bfloat16 or int8, rounded stochastically
   std::size_t count;
+  // Of int8 states: one for each block of elements whose indices (see RoundingKey) fall into it.
+  std::uint8_t* scales[kMaxStates] = {};
 };
 
 // Stochastic rounding depends on these numbers and on nothing else.

@@ -6,7 +6,8 @@
 // element.
 //
 // A rule works in two halves, because the state may be stored rounded in between: `advance` changes the state
-// and may replace the gradient by what the second half needs; `updated` gives the new parameter.
+// and may replace the gradient by what the second half needs; `updated` gives the new parameter. `in_blocks`:
+// whether its state may be stored in 8 bits (blocks.h).
 #pragma once
 
 #include "kernels/formats.h"
@@ -28,6 +29,7 @@ template <class V, bool kAmsgrad>
 struct AdamRule {
   using Coefficients = AdamCoefficients;
   static constexpr int states = kAmsgrad ? 3 : 2;  // exp_avg, exp_avg_sq, max_exp_avg_sq
+  static constexpr bool in_blocks = !kAmsgrad;
 
   const V grad_scale, l2, decay, lerp_weight, beta2, one_minus_beta2, eps, negative_step_size;
   const bool has_l2, decays, lerp_from_gradient;
@@ -66,6 +68,7 @@ template <class V>
 struct AdagradRule {
   using Coefficients = AdagradCoefficients;
   static constexpr int states = 1;  // sum
+  static constexpr bool in_blocks = false;
 
   const V grad_scale, l2, eps, negative_lr;
   const bool has_l2;
@@ -94,6 +97,7 @@ template <class V>
 struct LionRule {
   using Coefficients = LionCoefficients;
   static constexpr int states = 1;  // exp_avg
+  static constexpr bool in_blocks = true;
 
   const V grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, negative_lr;
   const bool decays;
@@ -126,6 +130,7 @@ template <class V>
 struct MomentumSgdRule {
   using Coefficients = SgdCoefficients;
   static constexpr int states = 1;  // momentum_buffer
+  static constexpr bool in_blocks = false;
 
   const V grad_scale, l2, momentum, one_minus_dampening, negative_lr;
   const bool has_l2, nesterov, first;
@@ -157,6 +162,7 @@ template <class V>
 struct SgdRule {
   using Coefficients = SgdCoefficients;
   static constexpr int states = 0;
+  static constexpr bool in_blocks = false;
 
   const V grad_scale, l2, negative_lr;
   const bool has_l2;

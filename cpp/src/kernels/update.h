@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels/blocks.h"
 #include "kernels/formats.h"
 #include "kernels/rules.h"
 #include "lightning_zero/update.h"
@@ -130,6 +131,9 @@ class Update {
 template <class V, class Rule, class Grad, class Master>
 void with_master(const typename Rule::Coefficients& c, const UpdateArrays& a, const RoundingStream& r,
                  bool s) {
+  if constexpr (Rule::in_blocks) {
+    if (a.state_dtype == DType::int8) return BlockUpdate<V, Rule, Grad, Master>(c, r).run(a, s);
+  }
   if (Rule::states > 0 && a.state_dtype == DType::bfloat16) {
     Update<V, Rule, Grad, Master, BFloat16State>(c, r).run(a, s);
   } else {
@@ -155,6 +159,8 @@ void update(const typename Rule::Coefficients& c, const UpdateArrays& a, const R
       return with_grad<V, Rule, BFloat16>(c, a, r, s);
     case DType::float16:
       return with_grad<V, Rule, Float16>(c, a, r, s);
+    case DType::int8:
+      return;  // no gradient has it
   }
 }
 

@@ -29,6 +29,15 @@ struct Avx2Bits {
     return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))};
   }
 
+  // Sixteen 8-bit elements, two to a lane, in its lower and its upper half.
+  static Avx2Bits load_raw(const std::uint8_t* from) {
+    return {_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))};
+  }
+  void store_raw(std::uint8_t* to) const {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                     _mm_packus_epi16(_mm256_castsi256_si128(value), _mm256_extracti128_si256(value, 1)));
+  }
+
   // Past the caches if `stream`; the address is then that of a whole vector.
   void store_raw(std::uint16_t* to, bool stream) const {
     auto* const address = reinterpret_cast<__m256i*>(to);
@@ -50,6 +59,9 @@ struct Avx2Bits {
   friend Avx2Bits operator^(Avx2Bits a, Avx2Bits b) { return {_mm256_xor_si256(a.value, b.value)}; }
   friend Avx2Bits operator<<(Avx2Bits a, int n) { return {_mm256_slli_epi32(a.value, n)}; }
   friend Avx2Bits operator>>(Avx2Bits a, int n) { return {_mm256_srli_epi32(a.value, n)}; }
+  // Of signed numbers.
+  friend Avx2Bits minimum(Avx2Bits a, Avx2Bits b) { return {_mm256_min_epi32(a.value, b.value)}; }
+  friend Avx2Bits maximum(Avx2Bits a, Avx2Bits b) { return {_mm256_max_epi32(a.value, b.value)}; }
   friend Avx2Bits shift_right_signed(Avx2Bits a, int n) { return {_mm256_srai_epi32(a.value, n)}; }
   // The lower half of each lane of `low` beside the upper half of that of `high`.
   friend Avx2Bits join_halves(Avx2Bits low, Avx2Bits high) {

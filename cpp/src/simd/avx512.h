@@ -29,6 +29,14 @@ struct Avx512Bits {
   // Thirty-two 16-bit elements, two to a lane.
   static Avx512Bits load_raw(const std::uint16_t* from) { return {_mm512_loadu_si512(from)}; }
 
+  // Thirty-two 8-bit elements, two to a lane, in its lower and its upper half.
+  static Avx512Bits load_raw(const std::uint8_t* from) {
+    return {_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))};
+  }
+  void store_raw(std::uint8_t* to) const {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi16_epi8(value));
+  }
+
   // Past the caches if `stream`; the address is then that of a whole vector.
   void store_raw(std::uint16_t* to, bool stream) const {
     stream ? _mm512_stream_si512(reinterpret_cast<__m512i*>(to), value) : _mm512_storeu_si512(to, value);
@@ -50,6 +58,9 @@ struct Avx512Bits {
   friend Avx512Bits operator^(Avx512Bits a, Avx512Bits b) { return {_mm512_xor_si512(a.value, b.value)}; }
   friend Avx512Bits operator<<(Avx512Bits a, unsigned n) { return {_mm512_slli_epi32(a.value, n)}; }
   friend Avx512Bits operator>>(Avx512Bits a, unsigned n) { return {_mm512_srli_epi32(a.value, n)}; }
+  // Of signed numbers.
+  friend Avx512Bits minimum(Avx512Bits a, Avx512Bits b) { return {_mm512_min_epi32(a.value, b.value)}; }
+  friend Avx512Bits maximum(Avx512Bits a, Avx512Bits b) { return {_mm512_max_epi32(a.value, b.value)}; }
   friend Avx512Bits shift_right_signed(Avx512Bits a, unsigned n) { return {_mm512_srai_epi32(a.value, n)}; }
   // The lower half of each lane of `low` beside the upper half of that of `high`.
   friend Avx512Bits join_halves(Avx512Bits low, Avx512Bits high) {

@@ -102,6 +102,15 @@ struct ScalarBits {
     return {from[0] | (static_cast<std::uint32_t>(from[1]) << 16)};
   }
 
+  // Two 8-bit elements, in the lower and the upper half.
+  static ScalarBits load_raw(const std::uint8_t* from) {
+    return {from[0] | (static_cast<std::uint32_t>(from[1]) << 16)};
+  }
+  void store_raw(std::uint8_t* to) const {
+    to[0] = static_cast<std::uint8_t>(value);
+    to[1] = static_cast<std::uint8_t>(value >> 16);
+  }
+
   void store_raw(std::uint16_t* to, bool) const {
     to[0] = static_cast<std::uint16_t>(value);
     to[1] = static_cast<std::uint16_t>(value >> 16);
@@ -120,6 +129,13 @@ struct ScalarBits {
   friend ScalarBits operator^(ScalarBits a, ScalarBits b) { return {a.value ^ b.value}; }
   friend ScalarBits operator<<(ScalarBits a, int n) { return {a.value << n}; }
   friend ScalarBits operator>>(ScalarBits a, int n) { return {a.value >> n}; }
+  // Of signed numbers.
+  friend ScalarBits minimum(ScalarBits a, ScalarBits b) {
+    return static_cast<std::int32_t>(a.value) < static_cast<std::int32_t>(b.value) ? a : b;
+  }
+  friend ScalarBits maximum(ScalarBits a, ScalarBits b) {
+    return static_cast<std::int32_t>(a.value) > static_cast<std::int32_t>(b.value) ? a : b;
+  }
   friend ScalarBits shift_right_signed(ScalarBits a, int n) {
     return {static_cast<std::uint32_t>(static_cast<std::int32_t>(a.value) >> n)};
   }

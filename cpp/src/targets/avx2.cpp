@@ -1,4 +1,5 @@
 #include "simd/avx2.h"
+#include "kernels/blocks.h"
 #include "kernels/split.h"
 #include "kernels/sum_of_squares.h"
 #include "kernels/update.h"
@@ -14,6 +15,8 @@ const Kernels kAvx2Kernels = {
     sum_of_squares<Avx2Squares>,
     split<Avx2Float>,
     join<Avx2Float>,
+    quantize<Avx2Float>,
+    dequantize<Avx2Float>,
 };
 
 }  // namespace lightning_zero

@@ -1,4 +1,5 @@
 #include "simd/avx512.h"
+#include "kernels/blocks.h"
 #include "kernels/split.h"
 #include "kernels/sum_of_squares.h"
 #include "kernels/update.h"
@@ -14,6 +15,8 @@ const Kernels kAvx512Kernels = {
     sum_of_squares<Avx512Squares>,
     split<Avx512Float>,
     join<Avx512Float>,
+    quantize<Avx512Float>,
+    dequantize<Avx512Float>,
 };
 
 }  // namespace lightning_zero

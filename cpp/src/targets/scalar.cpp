@@ -1,4 +1,5 @@
 #include "simd/scalar.h"
+#include "kernels/blocks.h"
 #include "kernels/split.h"
 #include "kernels/sum_of_squares.h"
 #include "kernels/update.h"
@@ -14,6 +15,8 @@ const Kernels kScalarKernels = {
     sum_of_squares<ScalarSquares>,
     split<ScalarFloat>,
     join<ScalarFloat>,
+    quantize<ScalarFloat>,
+    dequantize<ScalarFloat>,
 };
 
 }  // namespace lightning_zero
