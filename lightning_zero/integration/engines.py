@@ -21,7 +21,7 @@ from lightning_zero.integration.pretrained import read_in_slices
 from lightning_zero.planning.memory import Memory
 from lightning_zero.sharding import BucketPlacement, Mesh, ShardingPolicy, sharded_init
 from lightning_zero.storage import DeviceStore, Executor, HostStore, TensorStore, device_type
-from lightning_zero.update import kept_whole
+from lightning_zero.update import block_of, kept_whole
 from lightning_zero.update.attached import parameters_of
 
 
@@ -103,7 +103,16 @@ def make_engine(
     whole = [p for p in parameters_kept_whole(options, optimizers or (), device) if id(p) in held]
     return Engine(
         module,
-        BucketPlacement(mesh, policy, precision.policy, device, *_stores(options, device), executor, trains=trains),
+        BucketPlacement(
+            mesh,
+            policy,
+            precision.policy,
+            device,
+            *_stores(options, device),
+            executor,
+            trains=trains,
+            block=block_of(optimizers or ()),
+        ),
         optimized=None if optimizers is None else optimized,
         units=options.units,
         bucket_size_mb=options.bucket_size_mb,

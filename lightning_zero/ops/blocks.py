@@ -21,11 +21,11 @@ class Quantized(NamedTuple):
     Elements with equal ``(index + i) // 256`` share a block, where ``index`` is that of the first element. A number is
     its code, a small float, times 2^(scale - 127):
 
-    - signed: 1 bit of sign, 3 of exponent, 4 of significand, the companding law of ITU-T G.711 (A-law, 1972). Beside the
-      largest number of a block, those down to its 64th part are stored with a relative error of at most 1/16 (1/32 to
-      nearest), smaller ones in steps of its 1024th part or less.
-    - without a sign: 4 bits of exponent, 4 of significand; the same down to the 16384th part, and in steps of the
-      262144th. What is not zero stays above it, so that it can be divided by.
+    - signed: 1 bit of sign, 3 of exponent, 4 of significand, the companding law of ITU-T G.711 (A-law, 1972). Numbers
+      down to 2^-6 times the scale, which is between 0.51 and 1.04 times the largest number of the block, have a
+      relative error of at most 1/16 (1/32 where they are rounded to nearest); smaller ones have steps of 2^-10.
+    - without a sign: 4 bits of exponent, 4 of significand; the same down to 2^-14, and in steps of 2^-18. What is not
+      zero stays above it, so that it can be divided by.
 
     Scales are powers of two, as those of the Open Compute Project's "Microscaling formats (MX)" (2023): while they
     change, codes that fit keep their value, and what was stored is stored again without loss. Blocks of a few hundred

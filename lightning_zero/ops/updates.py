@@ -122,8 +122,8 @@ def adamw_(
     if max_exp_avg_sq is not None:
         if isinstance(exp_avg, Quantized):
             raise ValueError(
-                "max_exp_avg_sq was given with moments in 8 bits: the maximum of numbers that are rounded at random only "
-                "grows. Pass fp32 or bf16 moments, or none"
+                "max_exp_avg_sq was given with moments in 8 bits: the maximum of numbers that are rounded at random "
+                "only grows. Pass fp32 or bf16 moments, or none"
             )
         states["max_exp_avg_sq"] = max_exp_avg_sq
     common = _common(param, grad, states, step, options, in_blocks=True)
@@ -309,7 +309,7 @@ def _common(
     blocks = {name: state for name, state in states.items() if isinstance(state, Quantized)}
     if blocks and (not in_blocks or len(blocks) < len(states)):
         raise TypeError(f"{next(iter(blocks))} is in 8 bits; expected {'all' if in_blocks else 'no'} state in 8 bits")
-    tensors = {name: state for name, state in states.items() if isinstance(state, Tensor) or not blocks}
+    tensors: dict[str, Any] = {name: state for name, state in states.items() if name not in blocks}
     state_dtypes: tuple[torch.dtype, ...] = (torch.int8,) if blocks else STATE
     for name, quantized in blocks.items():
         spans += spans_of(name, quantized, count, index)
@@ -341,7 +341,8 @@ def _common(
         copy_ties=_TIES[copy_ties],
         grad=grad.data_ptr(),
         grad_dtype=DTYPES[grad.dtype],
-        states=[state.data_ptr() for state in tensors.values()] or [state.codes.data_ptr() for state in blocks.values()],
+        states=[state.data_ptr() for state in tensors.values()]
+        or [state.codes.data_ptr() for state in blocks.values()],
         state_dtype=_C.DType.int8 if blocks else DTYPES[state_dtypes[0]],
         scales=[state.scales.data_ptr() for state in blocks.values()],
     )

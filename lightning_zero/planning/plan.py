@@ -36,6 +36,7 @@ from lightning_zero.sharding.partition import parameters_by_unit, partition
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.update.attached import parameters_of
 from lightning_zero.update.choice import choose_updater, kept_whole
+from lightning_zero.update.cpu import block_of
 from lightning_zero.update.footprint import Footprint
 from lightning_zero.update.updaters import NativeOptimizer
 
@@ -158,7 +159,8 @@ def plan(
         raise ValueError(f"micro_batches={micro_batches!r} must be at least 1")
     # Groups of the plan's own: what an engine has sent is not mixed with what is imagined.
     mesh = placement.mesh
-    placement = placement._replace(mesh=Mesh.imagined(mesh.shard.size, mesh.replica.size, mesh.world.rank))
+    imagined = Mesh.imagined(mesh.shard.size, mesh.replica.size, mesh.world.rank)
+    placement = placement._replace(mesh=imagined, block=block_of(optimizers))
     optimized = [p for optimizer in optimizers for p in parameters_of(optimizer)] if optimizers else None
     whole = kept_whole(optimizers, placement.optimizer_store.device)
     unit_list, specs = partition(module, placement, optimized, units, bucket_size_mb, persistence_numel, dtypes, whole)

@@ -6,6 +6,7 @@ Decided here and nowhere else: buckets make their tensors by it, and :func:`ligh
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -43,7 +44,8 @@ class BucketPlacement(NamedTuple):
     """Groups, policies, device, stores and executor that the buckets of one engine share.
 
     Where ``whole``, each parameter lies whole in one shard; a bucket may have that for itself. Until something
-    ``trains`` there are no masters: parameters rest in the dtype in which they are computed with, and nowhere else.
+    ``trains`` there are no masters: parameters rest in the dtype in which they are computed with, and nowhere else. No
+    shard border cuts a block of ``block`` elements of a parameter: optimizers may keep state by block.
     """
 
     mesh: Mesh
@@ -55,6 +57,7 @@ class BucketPlacement(NamedTuple):
     executor: Executor = InlineExecutor()
     whole: bool = False
     trains: bool = True
+    block: int = 1
 
     def persistent(self) -> BucketPlacement:
         """The placement of parameters that stay unsharded although the stage shards them."""
@@ -63,7 +66,9 @@ class BucketPlacement(NamedTuple):
     def layout(self, numels: tuple[int, ...], dtype: torch.dtype) -> FlatLayout:
         """Offsets and padding of parameters with these numbers of elements."""
         kind = WholeLayout if self.whole else FlatLayout
-        return kind(numels, self.mesh.shard.size, self.mesh.world.size, _CACHE_LINE // dtype.itemsize)
+        shards = self.mesh.shard.size
+        multiple = math.lcm(self.mesh.world.size, shards * self.block)
+        return kind(numels, shards, multiple, math.lcm(_CACHE_LINE // dtype.itemsize, self.block))
 
     def move(
         self,

@@ -3,7 +3,7 @@
 from lightning_zero.update.attached import Updater
 from lightning_zero.update.choice import choose_updater, kept_whole, make_updater
 from lightning_zero.update.clipping import GradientStats
-from lightning_zero.update.cpu import CPUOptimizer
+from lightning_zero.update.cpu import CPUOptimizer, block_of
 from lightning_zero.update.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion
 from lightning_zero.update.footprint import Footprint
 from lightning_zero.update.loss_scaler import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
@@ -39,6 +39,7 @@ __all__ = [
     "Updater",
     "WholeState",
     "WholeUpdater",
+    "block_of",
     "choose_updater",
     "examine",
     "kept_whole",

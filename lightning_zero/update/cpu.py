@@ -6,8 +6,9 @@ round ties away from zero, so that both layouts of the master give the same bits
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -23,6 +24,9 @@ from lightning_zero.update.native import Group, NativeRule, Numbers, first_index
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+SCALES = "_scales"  # what the name of state in 8 bits is followed by where its blocks' scales are kept
+
+K = TypeVar("K")
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
@@ -40,6 +44,11 @@ class _Seen(NamedTuple):
 
     def still(self, parameter: Tensor) -> bool:
         return self[:3] == _Seen.of(parameter)[:3]
+
+
+def block_of(optimizers: Iterable[Optimizer]) -> int:
+    """The elements whose state shares a scale in one of the optimizers: what shards should not cut; 1 in none."""
+    return math.lcm(*(o.numbers.block for o in optimizers if isinstance(o, CPUOptimizer)))
 
 
 class CPUOptimizer(Optimizer):
@@ -63,6 +72,8 @@ class CPUOptimizer(Optimizer):
         self._seen: dict[Tensor, _Seen] = {}
         self._loaded: dict[str, Any] | None = None  # the state dict that is being loaded
         super().__init__(params, defaults)
+        for group in self.param_groups:
+            self.rule.check_numbers(group, numbers)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "numbers": self.numbers, "_seen": {}, "_loaded": None}
@@ -88,7 +99,7 @@ class CPUOptimizer(Optimizer):
         members = [(group, p) for group in self.param_groups for p in group["params"]]
         todo = [(number, group, p) for number, (group, p) in enumerate(members) if p.grad is not None]
         for group in self.param_groups:  # before anything is written
-            self.rule.check(group)
+            self.rule.check(group, self.numbers)
         for _, _, parameter in todo:
             _check(parameter)
         for number, group, parameter in todo:
@@ -108,10 +119,12 @@ class CPUOptimizer(Optimizer):
         for name in names:
             if name not in state:
                 state[name] = self._filled(parameter, self.rule.initial(group))
+                if self.numbers.in_blocks:
+                    state[name + SCALES] = _no_scales(parameter)
         assert parameter.grad is not None
         self.rule.update(
             master.param,
-            [state[name].view(-1) for name in names],
+            [_quantized(state, name) if self.numbers.in_blocks else state[name].view(-1) for name in names],
             parameter.grad.detach().contiguous().view(-1),
             group,
             step if self.rule.counts_steps(self.numbers) else 1,
@@ -153,6 +166,29 @@ class CPUOptimizer(Optimizer):
         return state.fill_(value) if value else state
 
     # --------------------------------------------------------------------------------------------------- state dicts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Gives the state as that of the torch optimizer of the same name; what is in 8 bits becomes fp32, exactly."""
+        state_dict = super().state_dict()
+        return {**state_dict, "state": dict(self.portable(state_dict["state"].items()))}
+
+    def portable(self, states: Iterable[tuple[K, dict[str, Any]]]) -> list[tuple[K, dict[str, Any]]]:
+        """Converts parameters' state, as it is kept here, to that of torch's optimizers.
+
+        Args:
+            states: with a key each.
+        """
+        return [(key, self._dequantized(state) if self.numbers.in_blocks else state) for key, state in states]
+
+    def _dequantized(self, state: dict[str, Any]) -> dict[str, Any]:
+        whole: dict[str, Any] = {}
+        for name, value in state.items():
+            if name + SCALES in state:
+                whole[name] = _zeros(value.shape, torch.float32)
+                ops.dequantize_(whole[name].view(-1), _quantized(state, name), signed=self.rule.signed[name])
+            elif not name.endswith(SCALES):
+                whole[name] = value
+        return whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class or of the torch optimizer of the same name.
@@ -199,7 +235,15 @@ class CPUOptimizer(Optimizer):
             if name == "step":
                 state[name] = torch.tensor(float(value))
             elif name not in ("master", "remainder") and value is not None:
-                state[name] = _zeros(parameter.shape, self.numbers.state_dtype).copy_(value)
+                in_blocks = self.numbers.in_blocks and name in self.rule.signed
+                dtype = torch.float32 if self.numbers.in_blocks and not in_blocks else self.numbers.state_dtype
+                state[name] = _zeros(parameter.shape, dtype)
+                if in_blocks:
+                    whole = value.detach().to("cpu", torch.float32).contiguous().view(-1)
+                    state[name + SCALES] = _no_scales(parameter)
+                    ops.quantize_(whole, _quantized(state, name), signed=self.rule.signed[name])
+                else:
+                    state[name].copy_(value)
         if parameter.dtype == torch.float32 or not saved.keys() & {"master", "remainder"}:
             return state
         split = self.numbers.master_layout == "split"
@@ -219,6 +263,15 @@ class CPUOptimizer(Optimizer):
         else:
             state["master"] = master
         return state
+
+
+def _quantized(state: dict[str, Any], name: str) -> ops.Quantized:
+    return ops.Quantized(state[name].view(-1), state[name + SCALES])
+
+
+def _no_scales(parameter: Tensor) -> Tensor:
+    """The scales of a parameter's blocks, which are zero."""
+    return torch.zeros(ops.count_blocks(0, parameter.numel()), dtype=torch.uint8)
 
 
 def _zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,7 @@ Both the CPU optimizers and the update over shards go through these objects, so 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Unpack, get_args
 
@@ -19,9 +19,13 @@ from lightning_zero import ops
 MasterLayout = Literal["fp32", "split"]
 Group = dict[str, Any]
 
-StateDtypeName = Literal["float32", "bfloat16"]
+StateDtypeName = Literal["float32", "bfloat16", "int8"]
 
-_STATE_DTYPES: dict[Any, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_STATE_DTYPES: dict[Any, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class Numbers:
     Attributes:
         master_layout: where a parameter is bf16 or fp16, its fp32 master is a tensor of its own ("fp32"), or the
             parameter and an int16 remainder (:func:`lightning_zero.ops.split_`, "split").
-        state_dtype: fp32, or bf16 with stochastic rounding.
+        state_dtype: fp32, or bf16 or int8 with stochastic rounding; int8 stands for 8 bits in blocks
+            (:class:`lightning_zero.ops.Quantized`).
         seed: of the rounding, in [0, 2^64).
     """
 
@@ -43,7 +48,9 @@ class Numbers:
         if self.master_layout not in get_args(MasterLayout):
             raise ValueError(f"master_layout={self.master_layout!r} is unknown; expected 'fp32' or 'split'")
         if self.state_dtype not in _STATE_DTYPES.values():
-            raise ValueError(f"state_dtype={self.state_dtype!r} is unknown; expected torch.float32 or torch.bfloat16")
+            raise ValueError(
+                f"state_dtype={self.state_dtype!r} is unknown; expected torch.float32, torch.bfloat16 or torch.int8"
+            )
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
             raise ValueError(f"seed={self.seed!r} is out of range; expected an int with 0 <= seed < 2**64")
 
@@ -56,7 +63,17 @@ class Numbers:
     @property
     def rounds_randomly(self) -> bool:
         """Whether an update depends on which elements it is given, by their indices."""
-        return self.state_dtype == torch.bfloat16
+        return self.state_dtype != torch.float32
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether elements of the state share scales, by block."""
+        return self.state_dtype == torch.int8
+
+    @property
+    def block(self) -> int:
+        """Elements of a block, counted from the beginning of a parameter."""
+        return ops.BLOCK if self.in_blocks else 1
 
 
 def first_index(parameter: int) -> int:
@@ -72,6 +89,7 @@ class NativeRule(ABC):
     """One kernel as the rule of a torch optimizer: names of its state, and a step on flat tensors."""
 
     state: ClassVar[tuple[str, ...]]  # the per-element state of any group
+    signed: ClassVar[Mapping[str, bool]] = {}  # what of it may be stored in 8 bits, and whether it has a sign
 
     @abstractmethod
     def names(self, group: Group) -> tuple[str, ...]:
@@ -93,7 +111,7 @@ class NativeRule(ABC):
     def update(
         self,
         param: Tensor,
-        states: Sequence[Tensor],
+        states: Sequence[Any],
         grad: Tensor,
         group: Group,
         step: int,
@@ -104,7 +122,7 @@ class NativeRule(ABC):
 
         Args:
             param: see :mod:`lightning_zero.ops`.
-            states: the per-element state.
+            states: the per-element state: tensors, or :class:`lightning_zero.ops.Quantized` each.
             grad: gradient.
             group: hyperparameters.
             step: number of the step, from 1; 1 where steps are not counted.
@@ -112,12 +130,26 @@ class NativeRule(ABC):
             **options: what all kernels take.
         """
 
-    def check(self, group: Group) -> None:
+    def check_numbers(self, group: Group, numbers: Numbers) -> None:
+        """Raise unless there is a kernel for state that is stored so.
+
+        Raises:
+            ValueError: state in 8 bits of another rule than Adam without amsgrad, or Lion.
+        """
+        names = [name for name in self.names(group) or self.state if name not in self.signed]
+        if numbers.in_blocks and names:
+            raise ValueError(
+                f"state_dtype={numbers.state_dtype} with the state {names[-1]!r}; 8 bits are for Adam and AdamW "
+                "without amsgrad, and for Lion. Use torch.bfloat16"
+            )
+
+    def check(self, group: Group, numbers: Numbers) -> None:
         """Raise what :meth:`update` would raise for these hyperparameters, before anything is written.
 
         Raises:
             ValueError: a hyperparameter is out of range.
         """
+        self.check_numbers(group, numbers)
         if group.get("differentiable"):
             raise ValueError(
                 "differentiable=True in a parameter group of an optimizer that a kernel drives; set it to False, "
@@ -131,6 +163,7 @@ class AdamRule(NativeRule):
     """:class:`torch.optim.Adam` and :class:`torch.optim.AdamW`."""
 
     state = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    signed: ClassVar[Mapping[str, bool]] = {"exp_avg": True, "exp_avg_sq": False}
 
     def names(self, group: Group) -> tuple[str, ...]:
         return self.state if group["amsgrad"] else self.state[:2]
@@ -138,7 +171,7 @@ class AdamRule(NativeRule):
     def update(
         self,
         param: Tensor,
-        states: Sequence[Tensor],
+        states: Sequence[Any],
         grad: Tensor,
         group: Group,
         step: int,
@@ -178,7 +211,7 @@ class AdagradRule(NativeRule):
     def update(
         self,
         param: Tensor,
-        states: Sequence[Tensor],
+        states: Sequence[Any],
         grad: Tensor,
         group: Group,
         step: int,
@@ -204,6 +237,7 @@ class LionRule(NativeRule):
     """:class:`lightning_zero.CPULion`; torch has none."""
 
     state = ("exp_avg",)
+    signed: ClassVar[Mapping[str, bool]] = {"exp_avg": True}
 
     def names(self, group: Group) -> tuple[str, ...]:
         return self.state
@@ -211,7 +245,7 @@ class LionRule(NativeRule):
     def update(
         self,
         param: Tensor,
-        states: Sequence[Tensor],
+        states: Sequence[Any],
         grad: Tensor,
         group: Group,
         step: int,
@@ -248,7 +282,7 @@ class SgdRule(NativeRule):
     def update(
         self,
         param: Tensor,
-        states: Sequence[Tensor],
+        states: Sequence[Any],
         grad: Tensor,
         group: Group,
         step: int,

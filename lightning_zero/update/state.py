@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
+from lightning_zero.ops import Quantized
 from lightning_zero.sharding import Bucket, Run, Segment
 from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.storage import Memory
@@ -50,6 +51,11 @@ class OptimizerState(ABC):
     @abstractmethod
     def flat(self) -> dict[str, Tensor]:
         """By name, the state with one value per element of this rank's shard: 1-D, Ψ/S."""
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """By name, the dtypes in which the state with one value per element is read."""
+        return {name: tensor.dtype for name, tensor in self.flat.items()}
 
     @abstractmethod
     def __contains__(self, segment: Segment) -> bool: ...
@@ -174,6 +180,10 @@ class ShardState(OptimizerState):
         if name not in self.flat:
             self.flat[name] = self._store.zeros(self._numel, self._dtype or dtype)
         return self.flat[name]
+
+    def parts(self, name: str, dtype: torch.dtype, run: Run) -> Tensor | Quantized:
+        """The elements of a run, to be updated by a kernel; made on first use."""
+        return self.ensure(name, dtype)[run.start : run.stop]
 
     def scalars(self, segment: Segment) -> State:
         """The scalar state of a segment."""

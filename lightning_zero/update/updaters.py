@@ -18,6 +18,7 @@ from lightning_zero.sharding import Bucket, BucketForm, BucketPlacement, MasterF
 from lightning_zero.sharding.masters import Master
 from lightning_zero.storage import Memory
 from lightning_zero.torch_private import foreach_devices, tree_map
+from lightning_zero.update.block_state import BlockShardState, count_scales
 from lightning_zero.update.cpu import CPUOptimizer
 from lightning_zero.update.footprint import Footprint, passing_bytes
 from lightning_zero.update.native import MasterLayout, NativeRule, Numbers, first_index
@@ -129,7 +130,7 @@ class ShardUpdater(ABC):
         for bucket in buckets:
             state = self.state_of(bucket)
             own = {s.param: state.describe(s) for s in bucket.segments if s in state}
-            mine.append(StateForm({name: tensor.dtype for name, tensor in state.flat.items()}, own))
+            mine.append(StateForm(state.dtypes, own))
         group = buckets[0].placement.mesh.shard if buckets else None
         everyone = group.all_gather_object(mine, "describe the optimizer state") if group is not None else []
         return [
@@ -142,10 +143,14 @@ class ShardUpdater(ABC):
 
     def adopt(self, holder: Callable[[Tensor], Bucket | None]) -> None:
         """See :class:`lightning_zero.update.Updater`."""
-        for parameter, state in self.optimizer.state.items():
+        for parameter, state in self._portable_state():
             if (bucket := holder(parameter)) is not None:
                 self.load(bucket, bucket.index[id(parameter)], state)
         self.optimizer.state.clear()
+
+    def _portable_state(self) -> Iterable[tuple[Tensor, dict[str, Any]]]:
+        """What the optimizer itself keeps of each parameter, as torch's state dicts have it."""
+        return self.optimizer.state.items()
 
     @abstractmethod
     def master_layout(self, bucket: Bucket) -> MasterLayout | None:
@@ -387,6 +392,13 @@ class NativeUpdater(ShardUpdater):
         self._numbers = numbers
         self._ordinals: dict[int, int] = {}  # by parameter id: its number, counted through the groups
 
+    def _new_state(self, bucket: Bucket) -> ShardState:
+        return BlockShardState(bucket, self._rule.signed) if self._numbers.in_blocks else super()._new_state(bucket)
+
+    def _portable_state(self) -> Iterable[tuple[Tensor, dict[str, Any]]]:
+        found = super()._portable_state()
+        return self.optimizer.portable(found) if isinstance(self.optimizer, CPUOptimizer) else found
+
     def master_layout(self, bucket: Bucket) -> MasterLayout | None:
         if (reason := why_not_native([bucket.master], bucket.placement)) is not None:
             raise ValueError(f"{type(self.optimizer).__name__} cannot update {bucket.name}: {reason}")
@@ -394,7 +406,7 @@ class NativeUpdater(ShardUpdater):
 
     def check(self, groups: Iterable[dict[str, Any]]) -> None:
         for group in groups:
-            self._rule.check(group)
+            self._rule.check(group, self._numbers)
 
     def state_names(self, group: dict[str, Any], parameter: Tensor) -> frozenset[str]:
         return frozenset(self._rule.names(group))
@@ -407,7 +419,8 @@ class NativeUpdater(ShardUpdater):
             master = bucket.placement.split_master(bucket.dtype)
         names = {name for _, group in self._members(bucket) for name in self._rule.names(group)}
         state = dict.fromkeys(sorted(names), self._numbers.state_dtype)
-        return Footprint(master, state, staged=0 if split else staged_bytes(bucket, master))
+        scales = len(state) * count_scales(bucket) if self._numbers.in_blocks else 0
+        return Footprint(master, state, staged=0 if split else staged_bytes(bucket, master), owned=scales)
 
     def update(self, view: UpdateView) -> None:
         state, groups = view.state, view.groups
@@ -427,10 +440,13 @@ class NativeUpdater(ShardUpdater):
     def _update_run(
         self, view: UpdateView, own: ShardState, run: Run, group: dict[str, Any], step: int, fresh: bool
     ) -> None:
-        names, span = self._rule.names(group), slice(run.start, run.stop)
-        states = [own.ensure(name, self._numbers.state_dtype)[span] for name in names]
+        names = self._rule.names(group)
+        states = [own.parts(name, self._numbers.state_dtype, run) for name in names]
         if fresh and step == 1 and (initial := self._rule.initial(group)):
             for tensor in states:
+                assert isinstance(
+                    tensor, Tensor
+                )  # no rule whose state begins otherwise than with zeros has it in blocks
                 tensor.fill_(initial)
         master = view.master.tensors(run.start, run.stop)
         self._rule.update(

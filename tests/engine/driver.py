@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path
 
 from lightning_zero.engine import Engine
-from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, Run, ShardingPolicy
+from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardingPolicy
 from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.storage import DeviceStore, HostStore
-from lightning_zero.update import LossScaler, ShardState, ShardUpdater, WholeState, kept_whole, make_updater
+from lightning_zero.update import LossScaler, ShardState, ShardUpdater, WholeState, block_of, kept_whole, make_updater
 from lightning_zero.update.updaters import NativeOptimizer
 
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def make_engine(
     optimized = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     return Engine(
         model,
-        make_placement(setup, mesh),
+        make_placement(setup, mesh)._replace(block=block_of(optimizers)),
         optimized=optimized if optimizers else None,
         units=setup.units,
         bucket_size_mb=setup.bucket_size_mb,
@@ -234,9 +234,9 @@ def state_pieces(engine: Engine, updater: ShardUpdater) -> list[Piece]:
                 pieces.append(Piece(bucket.names[segment.param], bucket.formats[segment.param], 0, {}, owned))
             else:
                 assert isinstance(state, ShardState)
-                values = state.get(Run.of(segment))
-                elements = {k: v.clone() for k, v in values.items() if k in state.flat}
-                scalars = {k: v for k, v in values.items() if k not in state.flat}
+                kept = {name: state.dtypes[name] for name in state.names(segment)}
+                elements = {k: state.read(k, dtype, segment.start, segment.stop).clone() for k, dtype in kept.items()}
+                scalars = state.scalars(segment)
                 name, layout = bucket.names[segment.param], bucket.formats[segment.param]
                 pieces.append(Piece(name, layout, segment.param_start, elements, scalars))
     return pieces

@@ -78,10 +78,14 @@ class TinyTransformer(nn.Module):
 class MLP(nn.Module):
     """No repeated blocks: one unit."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 7, second: int = 5) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(VOCAB, 7), nn.Tanh(), nn.Linear(7, 5, bias=False), nn.Tanh(), nn.Linear(5, VOCAB)
+            nn.Linear(VOCAB, first),
+            nn.Tanh(),
+            nn.Linear(first, second, bias=False),
+            nn.Tanh(),
+            nn.Linear(second, VOCAB),
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -100,6 +104,7 @@ def frozen_transformer() -> TinyTransformer:
 CONSTRUCTORS: dict[str, Callable[[], nn.Module]] = {
     "transformer": TinyTransformer,
     "mlp": MLP,
+    "wide": functools.partial(MLP, 51, 47),  # parameters of several blocks of 8-bit state
     "frozen": frozen_transformer,
     "optional": functools.partial(TinyTransformer, adapter=True),
 }

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from lightning_zero import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion, ops
 from lightning_zero.update.cpu import CPUOptimizer
 
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FP32, BF16, FP16, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.int8
 SHAPES = ((5, 7), (3,), (33, 2), (1,))
 LAYOUTS = ("fp32", "split")
 STATES = (FP32, BF16)
@@ -549,6 +549,9 @@ def test_a_group_with_a_wrong_hyperparameter_is_refused_before_anything_is_writt
         (CPUAdam, {"master_layout": "half"}, "master_layout='half' is unknown"),
         (CPULion, {"state_dtype": torch.float16}, "state_dtype=torch.float16 is unknown"),
         (CPUAdagrad, {"state_dtype": "bf16"}, "state_dtype='bf16' is unknown"),
+        (CPUAdagrad, {"state_dtype": "int8"}, "state_dtype=torch.int8 with the state 'sum'; 8 bits are for Adam"),
+        (CPUAdamW, {"state_dtype": "int8", "amsgrad": True}, "with the state 'max_exp_avg_sq'; 8 bits are for Adam"),
+        (CPUSGD, {"state_dtype": "int8"}, "with the state 'momentum_buffer'; 8 bits are for Adam"),
         (CPUSGD, {"seed": -1}, "seed=-1 is out of range"),
         (CPUSGD, {"seed": 2**64}, "seed=18446744073709551616 is out of range"),
         (CPUSGD, {"seed": 0.5}, "seed=0.5 is out of range"),
@@ -699,6 +702,14 @@ def test_a_resumed_run_has_the_same_bits(
     check_resume(OURS[name], dtype, order, master_layout=layout, state_dtype=state_dtype, seed=5)
 
 
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+@pytest.mark.parametrize(("dtype", "layout"), [(FP32, "fp32"), (BF16, "split")])
+def test_a_resumed_run_in_blocks_has_the_same_bits(name: str, dtype: torch.dtype, layout: str) -> None:
+    """A state dict has 8-bit state in fp32, which is stored again without loss."""
+    shapes = ((20, 70), (256,), (257,), (1,))
+    check_resume(OURS[name], dtype, shapes=shapes, master_layout=layout, state_dtype=INT8, seed=5)
+
+
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 @pytest.mark.parametrize(("before", "after"), [LAYOUTS, LAYOUTS[::-1]])
 def test_a_bf16_run_resumes_in_the_other_layout(before: str, after: str, order: str) -> None:
@@ -752,10 +763,23 @@ def test_state_of_another_dtype_is_converted() -> None:
         train(other, params, range(3, 5))
 
 
-@pairwise(dtype=[FP32, BF16], how=["deepcopy", "pickle"], layout=LAYOUTS)
-def test_a_copied_optimizer_goes_on_alike(layout: str, how: str, dtype: torch.dtype) -> None:
+def test_state_in_blocks_goes_to_torch_and_back() -> None:
+    params = parameters(shapes=((30, 40), (5,)))
+    optimizer = CPUAdamW(params, state_dtype="int8")
+    train(optimizer, params, range(3))
+    theirs = torch.optim.AdamW(params)
+    theirs.load_state_dict(optimizer.state_dict())
+    back = CPUAdamW(params, state_dtype="int8")
+    back.load_state_dict(theirs.state_dict())
+    assert_same_state(theirs, optimizer)
+    assert_same_state(back, optimizer)
+    assert {s["exp_avg_sq"].dtype for s in theirs.state.values()} == {FP32}
+
+
+@pairwise(dtype=[FP32, BF16], how=["deepcopy", "pickle"], layout=LAYOUTS, state_dtype=[BF16, INT8])
+def test_a_copied_optimizer_goes_on_alike(layout: str, how: str, dtype: torch.dtype, state_dtype: torch.dtype) -> None:
     params = parameters(dtype)
-    optimizer = CPUAdamW(params, master_layout=layout, state_dtype=BF16, seed=3)  # type: ignore[arg-type]
+    optimizer = CPUAdamW(params, master_layout=layout, state_dtype=state_dtype, seed=3)  # type: ignore[arg-type]
     train(optimizer, params, range(3))
     both = (params, optimizer)
     others, copied = copy.deepcopy(both) if how == "deepcopy" else pickle.loads(pickle.dumps(both))

@@ -26,13 +26,13 @@ from lightning_zero import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion
 from lightning_zero.checkpoint.state import load_module_state_dict, load_optimizer_state_dict, module_state_dict
 from lightning_zero.checkpoint.state import optimizer_state_dict as saved_optimizer
 from lightning_zero.engine import Engine
-from lightning_zero.ops import join_
+from lightning_zero.ops import BLOCK, join_
 from lightning_zero.sharding import Mesh, MixedPrecisionPolicy
 from lightning_zero.sharding.masters import SplitMaster
 from lightning_zero.storage import DeviceStore
-from lightning_zero.update import NativeUpdater, TorchUpdater, make_updater
+from lightning_zero.update import CPUOptimizer, NativeUpdater, TorchUpdater, make_updater
 
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FP32, BF16, FP16, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.int8
 STAGES = (0, 1, 2, 3)
 LAYOUTS = ("fp32", "split")
 STEPS = 4
@@ -127,8 +127,10 @@ def alone(job: Job) -> Trained:
         optimizer.step()
     weights, states = {}, {}
     masters: dict[int, Tensor] = {}
+    kept: Any = optimizer.state.items()
+    kept = dict(optimizer.portable(kept) if isinstance(optimizer, CPUOptimizer) else kept)
     for name, p in model.named_parameters():
-        state = dict(optimizer.state.get(p, {}))
+        state = dict(kept.get(p, {}))
         masters[id(p)] = master_of(p.detach(), state)
         state = {k: v for k, v in state.items() if k not in ("master", "remainder")}
         if state:
@@ -264,6 +266,17 @@ def test_shards_have_the_bits_of_the_optimizer_alone(pool: RankPool, stage: int)
     check(pool, jobs + cpu_jobs(Setup(stage, offload=stage % 2 == 0), "fp32", BF16)[stage % 2 :: 2])
 
 
+@ranks(2, slow=(1, 4))
+def test_shards_in_blocks_have_the_bits_of_the_optimizer_alone(pool: RankPool) -> None:
+    """8 bits an element; shard borders cut parameters, and no block."""
+    jobs = []
+    for stage, dtype, layout in ((1, BF16, "split"), (2, FP32, "fp32"), (3, BF16, "split"), (3, FP16, "fp32")):
+        numbers = options(master_layout=layout, state_dtype=INT8, seed=11)
+        setup = Setup(stage, offload=True, precision=POLICIES.get(dtype, UNCHANGED))
+        jobs += [Job(setup, name, given + numbers, "wide") for name, given in (CPUS[0], CPUS[3])]
+    check(pool, jobs)
+
+
 @ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_fp32_masters_have_the_bits_of_the_optimizer_alone(pool: RankPool, stage: int) -> None:
@@ -328,9 +341,21 @@ def test_a_first_weight_halfway_rounds_alike_in_both_layouts(stage: int) -> None
 # ----------------------------------------------------------------------------------------------------- saved and loaded
 
 
-def save(job: Job, steps: range, saved: dict[str, Any] | None = None, *, several: bool = True) -> dict[str, Any]:
+def start_late(job: Job) -> Session:
+    """On an engine that was made before the optimizer was known."""
+    model = job.make_model()
+    engine = driver.make_engine(model, job.setup)
+    optimizer = job.make_optimizer(model)
+    updater = make_updater(optimizer, engine)
+    engine.attach([updater])
+    return Session(model, engine, optimizer, updater)
+
+
+def save(
+    job: Job, steps: range, saved: dict[str, Any] | None = None, *, several: bool = True, late: bool = False
+) -> dict[str, Any]:
     """Train, from a saved state or from the start, and take the state; whole on rank 0."""
-    session = job.start(Meshes() if several else None)
+    session = start_late(job) if late else job.start(Meshes() if several else None)
     if saved is not None:
         load_module_state_dict(session.engine, saved["model"])
         load_optimizer_state_dict(session.engine, session.updater, saved["optimizer"])
@@ -357,15 +382,31 @@ def assert_same_saved(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_state_moves_across_ranks_stages_and_layouts(
     pool2: RankPool, pool4: RankPool, stages: tuple[int, int], layouts: tuple[str, str], dtype: torch.dtype
 ) -> None:
+    check_move(pool2, pool4, stages, layouts, dtype, BF16, "mlp")
+
+
+def check_move(
+    pool2: RankPool,
+    pool4: RankPool,
+    stages: tuple[int, int],
+    layouts: tuple[str, str],
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    model: str,
+) -> None:
     def job(index: int, **given: Any) -> Job:
         setup = Setup(stages[index], offload=True, precision=POLICIES.get(dtype, UNCHANGED))
-        numbers = options(lr=1e-2, master_layout=layouts[index], state_dtype=BF16, seed=2)
-        return Job(setup, "cpu_adamw", numbers, **given)
+        numbers = options(lr=1e-2, master_layout=layouts[index], state_dtype=state_dtype, seed=2)
+        return Job(setup, "cpu_adamw", numbers, model, **given)
 
     saved = pool2.run(save, job(0), range(3))[0]
     whole = pool2.run(save, job(0), range(6))[0]
     resumed = pool4.run(save, job(1), range(3, 6), saved)[0]
     assert_same_saved(resumed, whole)
+
+
+def test_state_in_blocks_moves_across_ranks(pool2: RankPool, pool4: RankPool) -> None:
+    check_move(pool2, pool4, (1, 3), ("split", "fp32"), BF16, INT8, "wide")
 
 
 def check_resume(job: Job) -> None:
@@ -382,6 +423,26 @@ def test_a_resumed_run_has_the_same_bits(
 ) -> None:
     setup = Setup(3, offload=True, precision=POLICIES.get(dtype, UNCHANGED))
     check_resume(Job(setup, name, given + options(master_layout=layout, state_dtype=state_dtype)))
+
+
+@pytest.mark.parametrize("name", ["cpu_adamw", "cpu_lion"])
+def test_a_resumed_run_in_blocks_has_the_same_bits(name: str) -> None:
+    setup, numbers = Setup(3, offload=True, precision=POLICIES[BF16]), options(master_layout="split", state_dtype=INT8)
+    check_resume(Job(setup, name, options(lr=1e-2) + numbers, "wide"))
+
+
+def cuts_blocks(job: Job) -> bool:
+    buckets = start_late(job).engine.buckets
+    return any(segment.param_start % BLOCK for bucket in buckets for segment in bucket.segments)
+
+
+@ranks(2)
+def test_blocks_that_a_shard_cuts_have_a_scale_on_both_sides(pool: RankPool) -> None:
+    job = Job(Setup(2, offload=True), "cpu_adamw", options(lr=1e-2, state_dtype=INT8, seed=11), "wide")
+    assert pool.run(cuts_blocks, job) == [False, True]
+    saved, whole = (pool.run(save, job, range(stop), late=True)[0] for stop in (3, 6))
+    resumed = pool.run(save, job, range(3, 6), saved, late=True)[0]
+    assert_same_saved(resumed, whole)
 
 
 @pytest.mark.parametrize(("name", "given"), TORCHS)
@@ -716,6 +777,20 @@ def test_bytes_an_element_beside_the_shard(
     for bucket in session.engine.buckets:
         held = bucket.master.nbytes + session.updater.state_of(bucket).nbytes
         assert held == expected[stage] * bucket.layout.shard_numel
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_bytes_an_element_in_blocks(stage: int) -> None:
+    """A remainder of two bytes, two states of one, and two scales a block."""
+    setup = Setup(stage, offload=True, precision=POLICIES[BF16])
+    session = Job(setup, "cpu_adamw", options(master_layout="split", state_dtype=INT8), "wide").start()
+    for batch in models.make_batches(2, 1, 1):
+        driver.run_step(session, batch[0])
+    for bucket in session.engine.buckets:
+        held = bucket.master.nbytes + session.updater.state_of(bucket).nbytes
+        scales = sum(-(-numel // BLOCK) for numel in bucket.layout.numels)
+        assert held == 4 * bucket.layout.shard_numel + 2 * scales
+        assert scales <= bucket.layout.shard_numel / BLOCK
 
 
 # --------------------------------------------------------------------------------------------------------------- frozen

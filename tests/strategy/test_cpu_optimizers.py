@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.resuming import Resumable, run
+from helpers import models
 from helpers.ranks import RankPool, ranks
 from strategy.fits import (
     Fitted,
@@ -23,6 +24,7 @@ from strategy.fits import (
     slow_unless,
 )
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from lightning_zero import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion, DynamicLossScaler, ZeroPrecision
 
@@ -118,6 +120,31 @@ def test_a_resumed_fit_of_every_class_has_the_same_bits(pool: RankPool, module: 
     whole = pool.run(train, "zero2_offload", recipe, module, "bf16-mixed", save=(4, path))
     resumed = pool.run(train, "zero2_offload", dataclasses.replace(recipe, seed=7), module, "bf16-mixed", resume=path)
     assert_same_fits(resumed, whole)
+
+
+class Alike(Lit):
+    """The same batches on all ranks."""
+
+    def loader(self) -> DataLoader[torch.Tensor]:
+        batches = models.rank_batches(self.recipe.batches(1), 0)
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+    train_dataloader = loader
+
+
+def test_a_fit_in_blocks_has_the_bits_of_one_rank(pool1: RankPool, pool2: RankPool, tmp_path: Path) -> None:
+    """8 bits an element; its checkpoint has fp32, from which one rank's fit resumes with the same bits."""
+    options = {"lr": 0.05, "master_layout": "split", "state_dtype": "int8", "seed": 3}
+    recipe = dataclasses.replace(RECIPE, model="wide", micro=1, steps=6, options=options)
+    path = str(tmp_path / "middle.ckpt")
+    several = pool2.run(train, "zero2_offload", recipe, Alike, "bf16-mixed", save=(4, path))
+    single = pool1.run(train, "zero2_offload", recipe, Alike, "bf16-mixed")
+    other = dataclasses.replace(recipe, seed=7)
+    resumed = pool1.run(train, "zero2_offload", other, Alike, "bf16-mixed", resume=path)
+    assert_same_fits(several[:1], single)
+    assert_same_fits(resumed, single)
+    for state in several[0].optimizer_states[0].values():
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
 
 
 @ranks(2)

@@ -1,0 +1,87 @@
+"""Optimizer state of a bucket's segments in 8 bits per element, which everybody but the kernels reads as fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from lightning_zero import ops
+from lightning_zero.sharding import Bucket, BucketForm, Run, Segment
+from lightning_zero.update.state import ShardState, State
+
+
+def count_scales(bucket: Bucket | BucketForm) -> int:
+    """The blocks that this rank's segments touch: one scale each, for every name of the state."""
+    return sum(ops.count_blocks(segment.param_start, segment.numel) for segment in bucket.segments)
+
+
+class BlockShardState(ShardState):
+    """State of one bucket's segments in blocks (:class:`lightning_zero.ops.Quantized`).
+
+    Blocks are counted from the beginning of a parameter, as it lies in memory. Where a segment begins or ends inside a
+    block, each of the two ranks keeps its part of it with a scale of its own.
+
+    Args:
+        bucket: the bucket.
+        signed: by name of the per-element state: in which format; see :class:`lightning_zero.ops.Quantized`.
+    """
+
+    def __init__(self, bucket: Bucket, signed: Mapping[str, bool]) -> None:
+        super().__init__(bucket, frozenset(signed), torch.int8)
+        self._signed = signed
+        self._segments = bucket.segments
+        self._scale_count = count_scales(bucket)
+        blocks = (ops.count_blocks(segment.param_start, segment.numel) for segment in bucket.segments)
+        self._first_scale = dict(zip(bucket.segments, accumulate(blocks, initial=0), strict=False))
+        self._scales: dict[str, Tensor] = {}
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return dict.fromkeys(self.flat, torch.float32)
+
+    def parts(self, name: str, dtype: torch.dtype, run: Run) -> ops.Quantized:
+        (segment,) = run.segments
+        return self._part(name, segment, run.start, run.stop)
+
+    def put_slice(self, segment: Segment, state: State, dtype: torch.dtype, own_dtype: frozenset[str]) -> None:
+        names, scalars = [], {}
+        for name, value in state.items():
+            if name in self._signed and isinstance(value, Tensor):
+                values = torch.empty(segment.numel, dtype=torch.float32)
+                self._formats[segment.param].read(value, segment.param_start, values)
+                part = self._part(name, segment, segment.start, segment.stop)
+                ops.quantize_(values, part, signed=self._signed[name], index=segment.param_start)
+                names.append(name)
+            else:
+                scalars[name] = value.detach().clone() if isinstance(value, Tensor) else value
+        self.put_scalars(segment, scalars, tuple(names))
+
+    def read(self, name: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        values = torch.zeros(stop - start, dtype=torch.float32)
+        for segment in self._segments if name in self.flat else ():
+            low, high = max(segment.start, start), min(segment.stop, stop)
+            if low < high:
+                part, index = self._part(name, segment, low, high), segment.param_start + low - segment.start
+                ops.dequantize_(values[low - start : high - start], part, signed=self._signed[name], index=index)
+        return values
+
+    def clear(self) -> None:
+        super().clear()
+        self._scales = {}
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + sum(scales.nbytes for scales in self._scales.values())
+
+    def _part(self, name: str, segment: Segment, start: int, stop: int) -> ops.Quantized:
+        """Elements ``[start, stop)`` of the shard, which lie in the segment; made on first use."""
+        codes = self.ensure(name, torch.int8)
+        if name not in self._scales:
+            self._scales[name] = self._store.zeros(self._scale_count, torch.uint8)
+        index = segment.param_start + start - segment.start
+        first = self._first_scale[segment] + index // ops.BLOCK - segment.param_start // ops.BLOCK
+        scales = self._scales[name][first : first + ops.count_blocks(index, stop - start)]
+        return ops.Quantized(codes[start:stop], scales)
