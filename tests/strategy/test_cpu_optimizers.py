@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.resuming import Resumable, run
+from checkpoint.resuming import Resumable, StatefulLoader, run
 from helpers import models
 from helpers.ranks import RankPool, ranks
 from strategy.fits import (
@@ -24,7 +24,6 @@ from strategy.fits import (
     slow_unless,
 )
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from lightning_zero import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion, DynamicLossScaler, ZeroPrecision
 
@@ -125,11 +124,8 @@ def test_a_resumed_fit_of_every_class_has_the_same_bits(pool: RankPool, module: 
 class Alike(Lit):
     """The same batches on all ranks."""
 
-    def loader(self) -> DataLoader[torch.Tensor]:
-        batches = models.rank_batches(self.recipe.batches(1), 0)
-        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
-
-    train_dataloader = loader
+    def train_dataloader(self) -> StatefulLoader:
+        return StatefulLoader(models.rank_batches(self.recipe.batches(1), 0))
 
 
 def test_a_fit_in_blocks_has_the_bits_of_one_rank(pool1: RankPool, pool2: RankPool, tmp_path: Path) -> None:
