@@ -26,9 +26,12 @@ from torch.optim.sgd import sgd
 COUNT = 1003  # elements of a case: several vectors of every kernel, and a rest
 LARGE = 3 * 2**18 + 17  # elements that are shared out to threads in several pieces
 GRAD_SCALE = 0.5
+_INDEX = 11  # of the first element
 
 _INTEGERS = {4: torch.int32, 2: torch.int16}
 _BFLOAT16, _FLOAT16, _FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+_INT8 = torch.int8
+_SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # state that kernels take in 8 bits, in blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ LAYOUTS = (
     Layout("split fp16", grad=_FLOAT16, split=_FLOAT16),
     Layout("bf16 state", copy=_BFLOAT16, state=_BFLOAT16),
     Layout("split bf16, bf16 state", grad=_BFLOAT16, split=_BFLOAT16, state=_BFLOAT16),
+    Layout("split bf16, 8-bit state", grad=_BFLOAT16, split=_BFLOAT16, state=_INT8),
 )
 
 Reference = Callable[[Tensor, list[Tensor], Tensor, Mapping[str, Any]], None]
@@ -83,6 +87,12 @@ class Rule(NamedTuple):
     states: tuple[str, ...]
     arguments: Mapping[str, Any]
     reference: Reference
+
+    def takes(self, layout: Layout) -> bool:
+        """Whether there is a kernel for it."""
+        if layout.state == _INT8:
+            return bool(self.states) and set(self.states) <= _SIGNED.keys()
+        return bool(self.states) or layout.state == _FLOAT32
 
 
 def _adam(param: Tensor, states: list[Tensor], grad: Tensor, arguments: Mapping[str, Any]) -> None:
@@ -164,11 +174,13 @@ class _Case:
         shared = signs()
         self.param = shared * magnitudes(-6.0, 2.0)
         self.grad = (shared * magnitudes(-8.0, 1.0)).to(layout.grad)
-        self.states = {
-            name: (magnitudes(-14.0, 0.0) if name.endswith(("sq", "sum")) else signs() * magnitudes(-8.0, 0.0)).to(
-                layout.state
-            )
+        values = {
+            name: magnitudes(-14.0, 0.0) if name.endswith(("sq", "sum")) else signs() * magnitudes(-8.0, 0.0)
             for name in rule.states
+        }
+        self.states = {
+            name: _in_8_bits(value) if layout.state == _INT8 else value.to(layout.state)
+            for name, value in values.items()
         }
 
     def expect(self) -> None:
@@ -181,9 +193,10 @@ class _Case:
         update = param.abs() - shrunk
         self.rule.reference(param, states, grad, self.rule.arguments)
         self.expected = dict(zip(self.rule.states, states, strict=True)) | {"param": param}
-        relative = 2.0**-21 if self.layout.state == _FLOAT32 or not states else 2.0**-6
+        # The update uses bf16 state as it is stored, 8-bit state before.
+        relative = 2.0**-6 if self.layout.state == _BFLOAT16 and states else 2.0**-21
         self.tolerances = {
-            name: 2.0**-22 * scale + (_spacing(state, _BFLOAT16) if self.layout.state == _BFLOAT16 else 0.0)
+            name: 2.0**-22 * scale + _rounding(name, state, self.layout.state)
             for name, scale, state in zip(self.rule.states, scales, states, strict=True)
         } | {"param": 2.0 * _spacing(param, _FLOAT32) + relative * update}
 
@@ -191,7 +204,7 @@ class _Case:
         """Runs the kernel on copies of the inputs; returns the results by name."""
         results = {name: state.clone() for name, state in self.states.items()}
         options: dict[str, Any] = {"isa": isa, "threads": threads}
-        call: dict[str, Any] = {"grad": self.grad.clone(), "grad_scale": GRAD_SCALE, "seed": 5, "index": 11}
+        call: dict[str, Any] = {"grad": self.grad.clone(), "grad_scale": GRAD_SCALE, "seed": 5, "index": _INDEX}
         if self.rule.kernel == "sgd_" and not self.states:
             call["momentum_buffer"] = None
         param = self.param.clone()
@@ -203,8 +216,13 @@ class _Case:
             ops.split_(param, call["param"], call["remainder"], **options)
         if self.layout.copy is not None:
             results["copy"] = call["copy_out"] = torch.empty_like(param, dtype=self.layout.copy)
-        states = {name: results[name] for name in self.rule.states}
+        states: dict[str, Any] = {name: results[name] for name in self.rule.states}
+        if self.layout.state == _INT8:
+            states = {name: _quantized(ops, name, value, options) for name, value in states.items()}
         getattr(ops, self.rule.kernel)(**call, **states, **self.rule.arguments, **options)
+        if self.layout.state == _INT8:
+            for name, state in states.items():
+                ops.dequantize_(results[name], state, signed=_SIGNED[name], index=_INDEX, **options)
         if self.layout.split is not None:
             ops.join_(param, call["param"], call["remainder"], **options)
         results["param"] = param
@@ -222,6 +240,28 @@ class _Case:
         if self.layout.copy is not None and not _same_bits(results["copy"], results["param"].to(self.layout.copy)):
             return False, f"the {self.layout.copy} copy is not the parameter rounded to nearest"
         return True, f"within {worst:.2f} of the tolerance"
+
+
+def _in_8_bits(values: Tensor) -> Tensor:
+    """Returns numbers near these that have an 8-bit form, in blocks whose largest is about 1."""
+    shorter = (values.view(torch.int32) & ~0x7FFFF).view(_FLOAT32)  # four bits of the significand
+    return torch.where(values.abs() < 2.0**-6, 0.0, shorter)
+
+
+def _quantized(ops: ModuleType, name: str, values: Tensor, options: Mapping[str, Any]) -> Any:
+    codes, blocks = torch.empty_like(values, dtype=_INT8), ops.count_blocks(_INDEX, values.numel())
+    state = ops.Quantized(codes, torch.empty(blocks, dtype=torch.uint8))
+    ops.quantize_(values, state, signed=_SIGNED[name], index=_INDEX, **options)
+    return state
+
+
+def _rounding(name: str, state: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns how far stored numbers may be from those that were computed."""
+    if dtype == _BFLOAT16:
+        return _spacing(state, _BFLOAT16)
+    if dtype == _INT8:  # a step of the small float, and that of the smallest ones of a block whose largest is below 4
+        return state.abs() / 16 + 4.0 * (2.0**-10 if _SIGNED[name] else 2.0**-18)
+    return torch.zeros_like(state)
 
 
 def _spacing(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -261,7 +301,7 @@ def check_kernels(ops: ModuleType, isas: Sequence[str]) -> list[Check]:
             checks += [*_check_sums(ops, isa, isas[0]), *_check_splits(ops, isa), *_check_threads(ops, isa)]
         for rule in RULES:
             for layout in LAYOUTS:
-                if rule.states or layout.state == _FLOAT32:
+                if rule.takes(layout):
                     checks += _check_update(ops, _Case(rule, layout, COUNT), isas)
     return checks
 

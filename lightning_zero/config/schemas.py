@@ -186,6 +186,7 @@ class StateDtype(_Choice):
 
     float32 = "float32"
     bfloat16 = "bfloat16"
+    int8 = "int8"
 
 
 @dataclass

@@ -30,7 +30,9 @@ class CPUAdam(CPUOptimizer):
         decoupled_weight_decay: as :class:`CPUAdamW`.
         master_layout: how a 16-bit parameter's fp32 master is kept, "fp32" (4 bytes more) or "split" (2 bytes more);
             bf16 training gives the same bits with both, fp16 training where 2^-16 <= |p| < 65520.
-        state_dtype: dtype of the moments, ``torch.float32`` or ``torch.bfloat16`` (stochastically rounded), or by name.
+        state_dtype: dtype of the moments, or its name: ``torch.float32``; ``torch.bfloat16``, stochastically rounded;
+            ``torch.int8``, 8 bits in blocks of 256 elements (:class:`lightning_zero.ops.Quantized`), stochastically
+            rounded, not with ``amsgrad``. State dicts have these in fp32.
         seed: of the stochastic rounding; a resumed run needs the same.
         adamw_mode: DeepSpeed's name for ``decoupled_weight_decay``, which is True there unless it is given.
 
@@ -128,7 +130,7 @@ class CPUAdagrad(CPUOptimizer):
         eps: added to the denominator, >= 0.
         maximize: follow the gradient upwards.
         master_layout: as for :class:`CPUAdam`.
-        state_dtype: of the sums, as for :class:`CPUAdam`.
+        state_dtype: of the sums, as for :class:`CPUAdam`; not ``torch.int8``.
         seed: as for :class:`CPUAdam`.
 
     Raises:
@@ -222,7 +224,7 @@ class CPUSGD(CPUOptimizer):
         nesterov: Nesterov's momentum; needs a momentum and no dampening.
         maximize: follow the gradient upwards.
         master_layout: as for :class:`CPUAdam`.
-        state_dtype: of the momentum, as for :class:`CPUAdam`.
+        state_dtype: of the momentum, as for :class:`CPUAdam`; not ``torch.int8``.
         seed: as for :class:`CPUAdam`.
 
     Raises:

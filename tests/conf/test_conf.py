@@ -133,7 +133,7 @@ def test_the_groups_hold_the_promised_options() -> None:
     assert options("strategy") == sorted(["ddp", *STRATEGIES])
     assert options("precision") == ["bf16", "bf16_true", "fp16", "fp16_static", "fp16_true", "fp32", "fp64"]
     ours = ["cpu_adagrad", "cpu_adam", "cpu_adamw", "cpu_lion", "cpu_sgd"]
-    assert options("optimizer") == ["adagrad", "adam", "adamw", *ours, "lion", "rmsprop", "sgd"]
+    assert options("optimizer") == ["adagrad", "adam", "adamw", "adamw8bit", *ours, "lion", "rmsprop", "sgd"]
     assert options("scheduler") == ["cosine", "none", "onecycle", "warmup", "warmup_decay"]
     assert options("trainer") == ["cpu", "default", "gpu"]
     assert options("logger") == ["csv", "none", "tensorboard"]
@@ -215,11 +215,11 @@ def test_every_optimizer_builds_with_its_own_defaults(chosen: Compose, group: st
     built = build_optimizers(cfg.optimizer, cfg.scheduler, [parameter], 10)["optimizer"]
     plain = type(built)([parameter])
     home = lightning_zero if isinstance(built, CPUOptimizer) else torch.optim
-    assert isinstance(built, CPUOptimizer) == (option.startswith("cpu_") or option == "lion")
+    assert isinstance(built, CPUOptimizer) == (option.startswith("cpu_") or option in ("adamw8bit", "lion"))
     assert type(built) is getattr(home, type(built).__name__)
     assert built.defaults == plain.defaults
     if isinstance(built, CPUOptimizer):
-        assert built.numbers == plain.numbers
+        assert built.numbers == (Numbers("split", torch.int8) if option == "adamw8bit" else plain.numbers)
 
 
 def test_a_state_dtype_has_a_name(chosen: Compose) -> None:
