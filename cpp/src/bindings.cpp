@@ -195,7 +195,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
       },
       py::kw_only(), py::arg("isa"), py::arg("whole"), py::arg("codes"), py::arg("scales"),
       py::arg("is_signed"), py::arg("lead"), py::arg("count"), py::arg("threads"));
-  m.attr("BLOCK_LENGTH") = kBlockLength;
+  m.def("block_length", [] { return kBlockLength; });
   m.def(
       "fill_with_zeros",
       [](std::uintptr_t memory, std::size_t bytes, std::size_t threads) {

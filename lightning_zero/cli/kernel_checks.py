@@ -179,7 +179,7 @@ class _Case:
             for name in rule.states
         }
         self.states = {
-            name: _in_8_bits(value) if layout.state == _INT8 else value.to(layout.state)
+            name: _in_8_bits(shared, name, value) if layout.state == _INT8 else value.to(layout.state)
             for name, value in values.items()
         }
 
@@ -242,10 +242,15 @@ class _Case:
         return True, f"within {worst:.2f} of the tolerance"
 
 
-def _in_8_bits(values: Tensor) -> Tensor:
-    """Returns numbers near these that have an 8-bit form, in blocks whose largest is about 1."""
-    shorter = (values.view(torch.int32) & ~0x7FFFF).view(_FLOAT32)  # four bits of the significand
-    return torch.where(values.abs() < 2.0**-6, 0.0, shorter)
+def _in_8_bits(signs: Tensor, name: str, values: Tensor) -> Tensor:
+    """Returns numbers near these that have an 8-bit form, in blocks whose largest is about 1.
+
+    Of such short numbers and gradients some would cancel exactly, and rounding decide the sign of Lion's step: with the
+    signs of the gradients none do.
+    """
+    shorter = (values.abs().view(torch.int32) & ~0x7FFFF).view(_FLOAT32)  # four bits of the significand
+    kept = torch.where(values.abs() < 2.0**-6, 0.0, shorter)
+    return kept * signs if _SIGNED[name] else kept
 
 
 def _quantized(ops: ModuleType, name: str, values: Tensor, options: Mapping[str, Any]) -> Any:

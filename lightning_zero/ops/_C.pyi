@@ -6,8 +6,6 @@
 from collections.abc import Sequence
 from enum import Enum
 
-BLOCK_LENGTH: int
-
 class DType(Enum):
     float32 = 0
     bfloat16 = 1
@@ -45,6 +43,9 @@ class RoundingKey:
     """What stochastic rounding depends on; `index` is that of the first element."""
 
     def __init__(self, *, seed: int, step: int, index: int) -> None: ...
+
+def block_length() -> int:
+    """Elements that share a scale in state of 8 bits."""
 
 def compiled_isas() -> list[str]:
     """Instruction sets in this binary, slowest first."""

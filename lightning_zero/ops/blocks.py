@@ -12,7 +12,7 @@ from lightning_zero.ops.arguments import FP32, Span, check_disjoint, span, unsig
 from lightning_zero.ops.isa import isa as chosen_isa
 from lightning_zero.ops.threads import get_num_threads, positive
 
-BLOCK = _C.BLOCK_LENGTH
+BLOCK = _C.block_length()
 
 
 class Quantized(NamedTuple):

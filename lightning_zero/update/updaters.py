@@ -149,7 +149,7 @@ class ShardUpdater(ABC):
         self.optimizer.state.clear()
 
     def _portable_state(self) -> Iterable[tuple[Tensor, dict[str, Any]]]:
-        """What the optimizer itself keeps of each parameter, as torch's state dicts have it."""
+        """Gives what the optimizer itself keeps of each parameter, as torch's state dicts have it."""
         return self.optimizer.state.items()
 
     @abstractmethod
