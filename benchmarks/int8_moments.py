@@ -2,8 +2,9 @@
 
     python -m benchmarks.int8_moments --data path/to/tinyshakespeare.txt
 
-The goal: the mean validation loss after 2,000 steps within 0.005 of that with fp32 moments. "smallest" adds split masters
-of bf16 parameters, 4.008 bytes a parameter beside the bf16 parameter itself where fp32 masters and moments take 12.
+The goal: the mean validation loss after 2,000 steps within 0.005 of that with fp32 moments. "smallest" adds split
+masters of bf16 parameters, 4.008 bytes a parameter beside the bf16 parameter itself where fp32 masters and moments take
+12.
 """
 
 from __future__ import annotations

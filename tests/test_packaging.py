@@ -35,7 +35,7 @@ def test_the_stub_names_what_the_extension_has() -> None:
     for name in vars(_C):
         if not name.startswith("_"):
             assert re.search(rf"^(def|class) {name}\b", stub, re.MULTILINE)
-    assert [member.name for member in _C.DType] == ["float32", "bfloat16", "float16"]
+    assert [member.name for member in _C.DType] == ["float32", "bfloat16", "float16", "int8"]
 
 
 def test_configuration_files_are_installed_and_compose() -> None:

@@ -27,6 +27,7 @@ arrays = _C.UpdateArrays(
     count=17, param=param, param_dtype=_C.DType.float32, remainder=0, copy_out=0, copy_dtype=_C.DType.bfloat16,
     copy_ties=_C.Ties.even, grad=grad, grad_dtype=_C.DType.float32, states=[exp_avg, exp_avg_sq],
     state_dtype=_C.DType.float32,
+    scales=[],
 )
 _C.adam(
     isa=isa, arrays=arrays, key=_C.RoundingKey(seed=0, step=3, index=0), threads=1, lr=1e-3, beta1=0.9, beta2=0.999,
