@@ -29,8 +29,8 @@ class Footprint(NamedTuple):
         fresh: bytes of the state that the optimizer makes for a tile at the first update, from where it is copied.
         one_tile: whether all is updated at once; the copies are the last thing that the first update takes then.
         staged: bytes of parameters that pass through host memory on their way to the device.
-        owned: bytes of the state that is not one value per element of the shard: of whole parameters, which the optimizer
-            makes for each, and the scales of state in 8 bits.
+        owned: bytes of the state that is not one value per element of the shard: of whole parameters, which the
+            optimizer makes for each, and the scales of state in 8 bits.
     """
 
     master: MasterForm

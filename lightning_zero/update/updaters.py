@@ -392,7 +392,7 @@ class NativeUpdater(ShardUpdater):
         self._numbers = numbers
         self._ordinals: dict[int, int] = {}  # by parameter id: its number, counted through the groups
 
-    def _new_state(self, bucket: Bucket) -> ShardState:
+    def _new_state(self, bucket: Bucket) -> OptimizerState:
         return BlockShardState(bucket, self._rule.signed) if self._numbers.in_blocks else super()._new_state(bucket)
 
     def _portable_state(self) -> Iterable[tuple[Tensor, dict[str, Any]]]:
