@@ -87,7 +87,7 @@ test-cpp: $(VENV)/.installed-dev
 	$(call run_cpp_tests,cpp-asan,$(ADDRESS_AND_UNDEFINED),.)
 
 test-cpp-tsan: $(VENV)/.installed-dev
-	$(call run_cpp_tests,cpp-tsan,thread,ThreadPool|BindThreads|Parallel)
+	$(call run_cpp_tests,cpp-tsan,thread,ThreadPool|BindThreads|Parallel|Disk)
 
 # -P: as above, this folder stays off sys.path.
 mutants: $(VENV)/.installed-dev

@@ -193,7 +193,7 @@ class Ours(Lightning):
         engine = self.strategy.engine
         values = [bucket.master.read(0, bucket.layout.shard_numel) for bucket in engine.buckets]
         for updater in engine.updaters:
-            values += [flat for bucket in engine.buckets for flat in updater.state_of(bucket).flat.values()]
+            values += [f.view(0, f.numel) for bucket in engine.buckets for f in updater.state_of(bucket).flat.values()]
         whole = [p for bucket in engine.buckets if not bucket.shards_params for p in bucket.parameters]
         return [*values, *whole]
 

@@ -33,6 +33,9 @@ class Case(Enum):
     ROUNDED = auto()  # a parameter has lost digits that a training, or a wider dtype, needs
     MADE_LATE = auto()  # a parameter came into being, or got its values, too late
     UNEVEN_LOADERS = auto()  # loaders of different ranks have different numbers of batches
+    DISK_PATH = auto()  # the folder for state on a disk is missing, read-only or taken
+    DISK_FULL = auto()  # that disk has no room
+    DISK_DAMAGED = auto()  # it gave back something else than was written
     STEP_OF_ITS_OWN = auto()  # an optimizer overrides `step`, and the driver has a hook for that
 
 

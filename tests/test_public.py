@@ -11,7 +11,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_zero
 
-NAMES = ["zero0", "zero1", "zero1_offload", "zero2", "zero2_offload", "zero3", "zero3_offload"]
+NAMES = ["zero0", "zero1", "zero2", "zero3"]
+NAMES = sorted([*NAMES, *(f"{name}{place}" for name in NAMES[1:] for place in ("_offload", "_nvme"))])
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:

@@ -4,10 +4,13 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
+#include "lightning_zero/disk.h"
 #include "lightning_zero/dispatch.h"
 #include "lightning_zero/thread_pool.h"
 
@@ -114,6 +117,25 @@ void convert_blocks(BlockFunction function, std::uintptr_t whole, std::uintptr_t
   convert_blocks_parallel(function, arrays, threads);
 }
 
+// File, address, bytes, offset; and of a failure code, file, offset.
+using TransferTuple = std::tuple<int, std::uintptr_t, std::size_t, std::uint64_t>;
+using FailureTuple = std::tuple<int, int, std::uint64_t>;
+
+std::optional<FailureTuple> transfer(DiskPool& pool, const std::vector<TransferTuple>& tuples,
+                                     std::size_t alignment, bool write) {
+  std::vector<Transfer> transfers;
+  for (const auto& [file, address, bytes, offset] : tuples) {
+    transfers.push_back({file, pointer<void>(address), bytes, offset});
+  }
+  std::optional<TransferFailure> failure;
+  {
+    const py::gil_scoped_release release;
+    failure = write ? pool.write(transfers, alignment) : pool.read(transfers, alignment);
+  }
+  if (!failure) return std::nullopt;
+  return FailureTuple{failure->code, failure->file, failure->offset};
+}
+
 }  // namespace
 }  // namespace lightning_zero
 
@@ -204,4 +226,9 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
       },
       py::kw_only(), py::arg("memory"), py::arg("nbytes"), py::arg("threads"));
   m.def("bind_threads", &bind_threads, py::arg("cores"));
+
+  py::class_<DiskPool>(m, "DiskPool")
+      .def(py::init<std::size_t, std::size_t>(), py::kw_only(), py::arg("threads"), py::arg("block"))
+      .def("transfer", &transfer, py::arg("transfers"), py::kw_only(), py::arg("alignment"),
+           py::arg("write"));
 }

@@ -148,7 +148,7 @@ class ShardedValues(SharedValues):
     @torch.no_grad()
     def gather(self) -> Tensor:
         held = self._held
-        return self.bucket.gather_full(held.read(0, self.bucket.layout.shard_numel), held.memory)
+        return self.bucket.gather_read(held.read, self.key.dtype, held.memory)
 
     def read(self, start: int, stop: int) -> Tensor:
         return self._held.read(start, stop)

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from enum import StrEnum
 from typing import Any, get_args, get_type_hints
 
-from lightning_zero.integration.options import FormatName, NativeName, PreflightName, StoreName, StrategyOptions
+from lightning_zero.integration.options import (
+    FormatName,
+    NativeName,
+    OptimizerStoreName,
+    PreflightName,
+    StoreName,
+    StrategyOptions,
+)
 from lightning_zero.integration.options import StartMethod as StartMethodName
 
 
@@ -29,6 +36,7 @@ def _choice(name: str, words: Any) -> Any:
 
 
 Store = _choice("Store", StoreName)
+OptimizerStore = _choice("OptimizerStore", OptimizerStoreName)
 NativeOptimizer = _choice("NativeOptimizer", NativeName)
 Preflight = _choice("Preflight", PreflightName)
 CheckpointFormat = _choice("CheckpointFormat", FormatName)
@@ -37,6 +45,7 @@ StartMethod = _choice("StartMethod", StartMethodName)
 # The types of options that a configuration cannot hold, and what it holds in their place.
 _REPLACED = {
     StoreName: Store,
+    OptimizerStoreName: OptimizerStore,
     NativeName: NativeOptimizer,
     PreflightName: Preflight,
     FormatName: CheckpointFormat,

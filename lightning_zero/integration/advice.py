@@ -66,6 +66,13 @@ def provide_advice() -> None:
                 "Every rank needs as many batches: `drop_last=True` in a batch sampler of your own, or "
                 "Trainer(limit_train_batches=...) with the number of the shortest"
             ),
+            Case.DISK_PATH: "nvme_path=... is a folder on a local disk of every node that the run may write to",
+            Case.DISK_FULL: (
+                "Free some of it, or choose another disk by nvme_path; checkpoints that are complete stay as they are"
+            ),
+            Case.DISK_DAMAGED: (
+                "The disk or the memory is faulty: resume from the last checkpoint with another nvme_path"
+            ),
             Case.STEP_OF_ITS_OWN: "or change gradients in `on_before_optimizer_step`",
         }
     )

@@ -16,6 +16,7 @@ from lightning_zero.integration import engines, private
 from lightning_zero.integration.options import StrategyOptions
 from lightning_zero.integration.patches import Undo
 from lightning_zero.integration.precision import ZeroPrecision
+from lightning_zero.planning import Plan
 from lightning_zero.planning.memory import Memory
 from lightning_zero.sharding import Mesh, ShardingPolicy, unshard_parameters
 from lightning_zero.storage import Executor
@@ -69,6 +70,9 @@ class EngineStrategy(DDPStrategy):
     stage = _Option(lambda options: options.stage)
     offload_optimizer = _Option(lambda options: options.offload_optimizer)
     offload_params = _Option(lambda options: options.offload_params)
+    nvme_path = _Option(lambda options: options.nvme_path)
+    nvme_buffer_gb = _Option(lambda options: options.nvme_buffer_gb)
+    nvme_checksums = _Option(lambda options: options.nvme_checksums)
     shard_size = _Option(lambda options: options.shard_size)
     bucket_size_mb = _Option(lambda options: options.bucket_size_mb)
     units = _Option(lambda options: options.units)
@@ -141,7 +145,15 @@ class EngineStrategy(DDPStrategy):
             self._dtypes.update((id(p), p.dtype) for p in module.parameters())
             trains = self._makes_masters(optimizers)
             engine = engines.make_engine(
-                module, self._mesh, self.options, precision, self.root_device, self._executor, optimizers, trains
+                module,
+                self._mesh,
+                self.options,
+                precision,
+                self.root_device,
+                self._executor,
+                optimizers,
+                trains,
+                self._planned,
             )
             private.report_device(module, self.root_device)
             precision.attach(engine)
@@ -149,6 +161,10 @@ class EngineStrategy(DDPStrategy):
         if optimizers is not None:
             engine.begin_training()
             engine.attach([make_updater(o, engine, self.options.native_optimizer) for o in optimizers])
+
+    def _planned(self) -> Plan | None:
+        """Plans what the run will hold, once it is known what it trains."""
+        return None
 
     def _makes_masters(self, optimizers: Sequence[Optimizer] | None) -> bool:
         """Whether a run makes them: one that trains, or after which a fit is to go on from full precision."""

@@ -42,7 +42,9 @@ def choices(gpus: int, nodes: int, precision: PrecisionName) -> Iterator[Choice]
     policy = ZeroPrecision(precision).policy
     tail = f"precision={PRECISIONS[precision]} trainer.devices={gpus}" + f" trainer.num_nodes={nodes}" * (nodes > 1)
     flags = f', precision="{precision}", devices={gpus}' + f", num_nodes={nodes}" * (nodes > 1)
-    named: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in STRATEGIES]
+    # What a disk can do no data sheet of the machine says.
+    known = [name for name, arguments in STRATEGIES.items() if "nvme" not in arguments.values()]
+    named: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in known]
     sizes = [None] if nodes == 1 else [None, gpus * nodes]
     for size in sizes:
         for name, changed in (*named, *_VARIANTS):
@@ -54,7 +56,11 @@ def choices(gpus: int, nodes: int, precision: PrecisionName) -> Iterator[Choice]
             hydra = " ".join([f"strategy={name}", *(f"strategy.{key}={value}" for key, value in extra.items()), tail])
             python = f"L.Trainer(strategy={_python(name, extra)}{flags})"
             yield Choice(hydra, python, setting)
-            if setting.optimizer_on_host and policy.param_dtype is not None and policy.param_dtype.itemsize == 2:
+            if (
+                setting.optimizer_memory == "host"
+                and policy.param_dtype is not None
+                and policy.param_dtype.itemsize == 2
+            ):
                 yield Choice(f"{hydra} {REDUCED_HYDRA}", f"{python}  # {REDUCED_PYTHON}", setting, reduced=True)
 
 

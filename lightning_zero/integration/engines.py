@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 from lightning_zero import ops
 from lightning_zero.engine import Engine
 from lightning_zero.integration import remedies
+from lightning_zero.integration.disk import make_disk_store
 from lightning_zero.integration.options import StrategyOptions
 from lightning_zero.integration.precision import ZeroPrecision
 from lightning_zero.integration.pretrained import read_in_slices
+from lightning_zero.planning import Plan
 from lightning_zero.planning.memory import Memory
 from lightning_zero.sharding import BucketPlacement, Mesh, ShardingPolicy, sharded_init
 from lightning_zero.storage import DeviceStore, Executor, HostStore, TensorStore, device_type
@@ -84,6 +86,7 @@ def make_engine(
     executor: Executor,
     optimizers: Sequence[Optimizer] | None,
     trains: bool = True,
+    planned: Callable[[], Plan | None] = lambda: None,
 ) -> Engine:
     """Shard a module. Collective.
 
@@ -96,11 +99,13 @@ def make_engine(
         executor: of copies and of work beside the training.
         optimizers: will update some of its parameters, and may have others; ``None``: none is known yet.
         trains: make masters; without, the shards in their computing dtype are all that there is.
+        planned: see :func:`~lightning_zero.integration.disk.make_disk_store`.
     """
     policy = ShardingPolicy.from_stage(options.stage)
     held = {id(p) for p in module.parameters()}
     optimized = [p for o in optimizers or () for p in parameters_of(o) if id(p) in held]
     whole = [p for p in parameters_kept_whole(options, optimizers or (), device) if id(p) in held]
+    stores = _stores(options, mesh, device, executor, planned)
     return Engine(
         module,
         BucketPlacement(
@@ -108,7 +113,7 @@ def make_engine(
             policy,
             precision.policy,
             device,
-            *_stores(options, device),
+            *stores,
             executor,
             trains=trains,
             block=block_of(optimizers or ()),
@@ -131,8 +136,7 @@ def parameters_kept_whole(
     options: StrategyOptions, optimizers: Iterable[Optimizer], device: torch.device
 ) -> list[Parameter]:
     """See :func:`~lightning_zero.update.kept_whole`."""
-    state_store, _ = _stores(options, device)
-    return kept_whole(optimizers, state_store.device)
+    return kept_whole(optimizers, device if options.offload_optimizer == "none" else HostStore.device)
 
 
 def describe_memory(
@@ -180,10 +184,15 @@ def describe_memory(
     )
 
 
-def _stores(options: StrategyOptions, device: torch.device) -> tuple[TensorStore, TensorStore]:
-    """The stores of optimizer state, and of parameter shards."""
-    host, on_device = HostStore(pin_for=device), DeviceStore(device)
-    return (
-        host if options.offload_optimizer == "cpu" else on_device,
-        host if options.offload_params == "cpu" else on_device,
-    )
+def _stores(
+    options: StrategyOptions,
+    mesh: Mesh,
+    device: torch.device,
+    executor: Executor,
+    planned: Callable[[], Plan | None],
+) -> tuple[TensorStore, TensorStore]:
+    """The stores of optimizer state, and of parameter shards. Collective."""
+    stores: dict[str, TensorStore] = {"cpu": HostStore(pin_for=device), "none": DeviceStore(device)}
+    if options.uses_disk:
+        stores["nvme"] = make_disk_store(options, mesh, device, executor, planned)
+    return stores[options.offload_optimizer], stores[options.offload_params]

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from lightning_zero.integration.private import StrategyRegistryType
     from lightning_zero.integration.strategy import ZeroStrategy
 
-# Arguments of `ZeroStrategy` by name. Offloading takes optimizer state to the host, at stage 3 the parameters too.
+# Arguments of `ZeroStrategy` by name. Offloading takes optimizer state to the host or a disk, at stage 3 the parameters
+# to the host too.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "zero0": {"stage": 0},
     "zero1": {"stage": 1},
@@ -28,7 +29,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero1_offload": {"stage": 1, "offload_optimizer": "cpu"},
     "zero2_offload": {"stage": 2, "offload_optimizer": "cpu"},
     "zero3_offload": {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
+    "zero1_nvme": {"stage": 1, "offload_optimizer": "nvme"},
+    "zero2_nvme": {"stage": 2, "offload_optimizer": "nvme"},
+    "zero3_nvme": {"stage": 3, "offload_optimizer": "nvme", "offload_params": "cpu"},
 }
+_PLACES = {"none": "", "cpu": ", state in host memory", "nvme": ", state on a disk"}
 
 
 def register() -> None:
@@ -86,8 +91,8 @@ def register_in(registry: StrategyRegistryType, make: Callable[..., Any]) -> Non
         make: makes the strategy of that from arguments.
     """
     for name, arguments in STRATEGIES.items():
-        offloads = ", state in host memory" if "offload_optimizer" in arguments else ""
-        description = f"ZeRO stage {arguments['stage']}{offloads}"
+        place = _PLACES[arguments.get("offload_optimizer", "none")]
+        description = f"ZeRO stage {arguments['stage']}{place}"
         registry.register(name, make, description, override=True, **arguments)
     # The Trainer looks for a name in this list, and lists none of ours where it misses one.
     registry.available_strategies = lambda: _Names(registry)  # type: ignore[method-assign]

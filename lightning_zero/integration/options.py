@@ -11,17 +11,20 @@ import difflib
 import functools
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, get_args
 
 P = ParamSpec("P")
 StoreName = Literal["none", "cpu"]
+OptimizerStoreName = Literal["none", "cpu", "nvme"]
 NativeName = Literal["auto", "off"]
 FormatName = Literal["full", "sharded"]
 PreflightName = Literal["error", "warn", "off"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _STAGES = (0, 1, 2, 3)
+NVME_PATH = "LIGHTNING_ZERO_NVME_PATH"  # the environment variable that says where, if the option does not
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,11 @@ class StrategyOptions:
     """
 
     stage: int = 2
-    offload_optimizer: StoreName = "none"
+    offload_optimizer: OptimizerStoreName = "none"
     offload_params: StoreName = "none"
+    nvme_path: str | None = None
+    nvme_buffer_gb: float = 0.25
+    nvme_checksums: bool = True
     shard_size: int | None = None
     bucket_size_mb: float = 25.0
     units: Sequence[str | type] | None = None
@@ -69,10 +75,14 @@ class StrategyOptions:
             # A Hydra configuration gives members of an enum, which a checkpoint that is loaded as data may not hold.
             object.__setattr__(self, name, str(value))
         self._check_stores()
+        self._check_disk()
         self._check_shard_size()
         _check_positive("bucket_size_mb", self.bucket_size_mb, "a number greater than 0; 25 is a good start")
         _check_positive("timeout", self.timeout, "a number of seconds greater than 0; the default is 1800")
-        for name in ("skip_nonfinite", "detect_data_edits", "overlap", "async_save", "checksums", "evaluation_masters"):
+        for name in (
+            *("skip_nonfinite", "detect_data_edits", "overlap", "async_save", "checksums", "evaluation_masters"),
+            "nvme_checksums",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
         _check_units(self.units)
@@ -97,6 +107,32 @@ class StrategyOptions:
                 f"offload_params={params!r} needs stage=3, where parameters are sharded; got stage={self.stage}. "
                 "Use stage=3, or offload_optimizer alone"
             )
+
+    def _check_disk(self) -> None:
+        buffer = "a number of GiB of host memory greater than 0; 0.25 is a good start"
+        _check_positive("nvme_buffer_gb", self.nvme_buffer_gb, buffer)
+        if self.nvme_path is not None:
+            if not isinstance(self.nvme_path, str | os.PathLike) or not os.fspath(self.nvme_path):
+                raise TypeError(f"nvme_path={self.nvme_path!r} must be the path of a folder, such as '/local_nvme'")
+            object.__setattr__(self, "nvme_path", os.fspath(self.nvme_path))  # a checkpoint holds no path objects
+        elif self.uses_disk:
+            if not (path := os.environ.get(NVME_PATH)):
+                raise ValueError(
+                    f"offload_optimizer='nvme' needs nvme_path, a folder on a local disk of every node, such as "
+                    f"nvme_path='/local_nvme'; the environment variable {NVME_PATH} does as well, also for the names "
+                    "that end in _nvme"
+                )
+            object.__setattr__(self, "nvme_path", path)
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether state rests on a disk."""
+        return self.offload_optimizer == "nvme"
+
+    @property
+    def nvme_buffer_bytes(self) -> int:
+        """``nvme_buffer_gb`` in bytes."""
+        return int(self.nvme_buffer_gb * 2**30)
 
     def _check_shard_size(self) -> None:
         size = self.shard_size
@@ -138,7 +174,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "start_method": get_args(StartMethod),
     "checkpoint_format": get_args(FormatName),
     "preflight": get_args(PreflightName),
-    "offload_optimizer": get_args(StoreName),
+    "offload_optimizer": get_args(OptimizerStoreName),
     "offload_params": get_args(StoreName),
 }
 

@@ -11,9 +11,12 @@ from lightning_zero.integration.options import StrategyOptions
 from lightning_zero.integration.precision import PrecisionName, ZeroPrecision
 from lightning_zero.planning.memory import Setting
 from lightning_zero.sharding import MixedPrecisionPolicy, ShardingPolicy
+from lightning_zero.storage import Memory
 
 # Flags by the names of Hydra's group.
 _PRECISIONS: dict[str, PrecisionName] = {"bf16": "bf16-mixed", "bf16_true": "bf16-true"}
+
+_MEMORIES: dict[str, Memory] = {"none": "device", "cpu": "host", "nvme": "disk"}
 
 
 def setting_of(options: StrategyOptions, shard_size: int, precision: MixedPrecisionPolicy) -> Setting:
@@ -27,8 +30,9 @@ def setting_of(options: StrategyOptions, shard_size: int, precision: MixedPrecis
     return Setting(
         ShardingPolicy.from_stage(options.stage),
         shard_size,
-        options.offload_optimizer == "cpu",
-        options.offload_params == "cpu",
+        _MEMORIES[options.offload_optimizer],
+        _MEMORIES[options.offload_params],
+        options.nvme_buffer_bytes if options.uses_disk else 0,
         options.bucket_size_mb,
         options.persistence_numel,
         options.max_live_numel,
@@ -54,7 +58,9 @@ def candidates(
 
     on_device = {"offload_optimizer": "none", "offload_params": "none"}
     for name, arguments in STRATEGIES.items():
-        if StrategyOptions(**arguments).replicates:  # it takes the most
+        if "nvme" in arguments.values() and options.nvme_path is None:  # nobody knows where
+            continue
+        if StrategyOptions(**arguments, nvme_path=options.nvme_path).replicates:  # it takes the most
             continue
         other = changed(default_size if options.replicates else now.shard_size, **{**on_device, **arguments})
         if other != now:

@@ -33,6 +33,7 @@ from lightning_zero.integration.names import make_strategy, register_in
 from lightning_zero.integration.options import (
     FormatName,
     NativeName,
+    OptimizerStoreName,
     PreflightName,
     StartMethod,
     StoreName,
@@ -41,6 +42,7 @@ from lightning_zero.integration.options import (
 )
 from lightning_zero.integration.precision import ZeroPrecision, as_zero_precision
 from lightning_zero.integration.steps import SteppingStrategy
+from lightning_zero.planning import Plan
 from lightning_zero.planning.memory import Memory, is_out_of_memory
 from lightning_zero.sharding import (
     Board,
@@ -63,8 +65,10 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
     ``zero3``     sharded                 sharded              sharded
     ============  ======================  ===================  ===============
 
-    With ``_offload`` (stages 1-3) optimizer state and masters rest in host memory, at stage 3 the parameters too.
-    ZeRO: https://arxiv.org/abs/1910.02054, ZeRO-Offload: https://arxiv.org/abs/2101.06840.
+    With ``_offload`` (stages 1-3) optimizer state and masters rest in host memory, at stage 3 the parameters too; with
+    ``_nvme`` optimizer state and masters rest on a disk, and at stage 3 the parameters in host memory.
+    ZeRO: https://arxiv.org/abs/1910.02054, ZeRO-Offload: https://arxiv.org/abs/2101.06840,
+    ZeRO-Infinity: https://arxiv.org/abs/2104.07857.
 
     The arguments ``accelerator`` to ``precision_plugin`` are those of
     :class:`~lightning.pytorch.strategies.DDPStrategy`.
@@ -72,8 +76,13 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
     Args:
         stage: 0, 1, 2 or 3.
         offload_optimizer: where masters, optimizer state and reduced gradients rest: ``"none"`` (the device) or
-            ``"cpu"``.
+            ``"cpu"``; ``"nvme"``: masters and optimizer state on a disk, from where they pass through host memory,
+            a tile at a time, while they are updated; gradients in host memory.
         offload_params: where parameter shards rest at stage 3: ``"none"`` (the device) or ``"cpu"``.
+        nvme_path: folder on a local disk of every node, for ``"nvme"``; each rank has a file there, for as long as it
+            lives. Default: the environment variable ``LIGHTNING_ZERO_NVME_PATH``.
+        nvme_buffer_gb: host memory, in 2^30 bytes per rank, that tiles on their way from and to the disk take.
+        nvme_checksums: note a checksum of every tile that is written to the disk, and verify it when it is read.
         shard_size: number of neighbouring ranks that share one copy of the state; must divide the number of ranks.
             Default: those of one node, so that only sums of gradient shards cross the network between nodes. Each node
             then holds a full copy; the number of all ranks takes the least memory, and is the default where nodes have
@@ -134,8 +143,11 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         self,
         stage: int = 2,
         *,
-        offload_optimizer: StoreName = "none",
+        offload_optimizer: OptimizerStoreName = "none",
         offload_params: StoreName = "none",
+        nvme_path: str | None = None,
+        nvme_buffer_gb: float = 0.25,
+        nvme_checksums: bool = True,
         shard_size: int | None = None,
         bucket_size_mb: float = 25.0,
         units: Sequence[str | type[nn.Module]] | None = None,
@@ -165,6 +177,9 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             stage=stage,
             offload_optimizer=offload_optimizer,
             offload_params=offload_params,
+            nvme_path=nvme_path,
+            nvme_buffer_gb=nvme_buffer_gb,
+            nvme_checksums=nvme_checksums,
             shard_size=shard_size,
             bucket_size_mb=bucket_size_mb,
             units=units,
@@ -205,7 +220,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: private.StrategyRegistryType) -> None:
-        """Register ``zero0`` ... ``zero3_offload``."""
+        """Register ``zero0`` ... ``zero3_nvme``."""
         register_in(strategy_registry, make_strategy)
 
     # ------------------------------------------------------------------------------------------------------- set-up
@@ -335,6 +350,10 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
                 callback.on_sharded(trainer, self.lightning_module)
         connector = private.checkpoint_connector(trainer)
         connector.dump_checkpoint = functools.partial(self._dump, connector)  # type: ignore[method-assign]
+
+    @override
+    def _planned(self) -> Plan | None:
+        return None if self.memory is None else self.memory.plan
 
     def _check_compiled(self, module: pl.LightningModule) -> None:
         if self._policy.shard_params and private.is_compiled(module):

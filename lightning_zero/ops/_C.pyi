@@ -127,3 +127,21 @@ def dequantize(
 def fill_with_zeros(*, memory: int, nbytes: int, threads: int) -> None: ...
 def bind_threads(cores: Sequence[int]) -> None:
     """Raises ValueError for a core that this process may not run on."""
+
+class DiskPool:
+    """Threads that read and write blocks of files; `threads` >= 1, `block` > 0 bytes."""
+
+    def __init__(self, *, threads: int, block: int) -> None: ...
+    def transfer(
+        self, transfers: Sequence[tuple[int, int, int, int]], *, alignment: int, write: bool
+    ) -> tuple[int, int, int] | None:
+        """Transfer between memory and files.
+
+        Args:
+            transfers: file descriptor, address, bytes and offset of each.
+            alignment: divides addresses, bytes, offsets and the pool's block.
+            write: to the files, rather than from them.
+
+        Returns:
+            Errno, file and offset of the first failure; the errno is 0 where a file ends too early.
+        """

@@ -21,15 +21,18 @@ except ImportError as error:
 from lightning_zero.ops.arguments import runs_on
 from lightning_zero.ops.arrays import join_, split_, sum_of_squares, zero_
 from lightning_zero.ops.blocks import BLOCK, Quantized, count_blocks, dequantize_, quantize_
+from lightning_zero.ops.disk import DiskPool, TransferFailure
 from lightning_zero.ops.isa import compiled_isas, isa, supported_isas
 from lightning_zero.ops.threads import bind_threads, get_num_threads, set_num_threads, share_cores
 from lightning_zero.ops.updates import Options, Ties, adagrad_, adamw_, lion_, sgd_
 
 __all__ = [
     "BLOCK",
+    "DiskPool",
     "Options",
     "Quantized",
     "Ties",
+    "TransferFailure",
     "adagrad_",
     "adamw_",
     "bind_threads",

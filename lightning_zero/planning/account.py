@@ -1,38 +1,52 @@
-"""Amounts of memory on both sides, and the account that a planned step keeps of them."""
+"""Amounts of memory on both sides and of the disk, and the account that a planned step keeps of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_zero.storage import Memory
+from lightning_zero.storage import Memory, TensorStore
+from lightning_zero.update.footprint import Footprint
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """An amount of memory on each side."""
+    """An amount of memory on each side, and of the disk."""
 
     device: int = 0
     host: int = 0
+    disk: int = 0
 
     @classmethod
     def of(cls, memory: Memory, nbytes: int) -> Bytes:
         """``nbytes`` in one of the memories."""
-        return cls(host=nbytes) if memory == "host" else cls(device=nbytes)
+        return cls(**{memory: nbytes})
 
     def __add__(self, other: Bytes) -> Bytes:
-        return Bytes(self.device + other.device, self.host + other.host)
+        return Bytes(self.device + other.device, self.host + other.host, self.disk + other.disk)
 
     def __sub__(self, other: Bytes) -> Bytes:
-        return Bytes(self.device - other.device, self.host - other.host)
+        return Bytes(self.device - other.device, self.host - other.host, self.disk - other.disk)
 
     @property
     def total(self) -> int:
-        """Both together."""
+        """Device and host together."""
         return self.device + self.host
 
 
 NOTHING = Bytes()
+
+
+def state_of(store: TensorStore, footprint: Footprint, shard_numel: int) -> Bytes:
+    """The state that an optimizer keeps of a shard with so many elements.
+
+    Args:
+        store: of the optimizer; what the optimizer makes for whole parameters stays in memory.
+        footprint: of the optimizer.
+        shard_numel: as above.
+    """
+    resting = footprint.state_bytes(shard_numel) - footprint.owned
+    return Bytes.of(store.resting_memory, resting) + Bytes.of(store.memory, footprint.owned)
 
 
 class Peak(NamedTuple):

@@ -107,7 +107,7 @@ def times_of(plan: Plan, setting: Setting, flops: float, wide: bool, machine: Ma
     on_network = sum(nbytes for name, nbytes in plan.sent.items() if name in across) if machine.nodes > 1 else 0
     on_links = sum(plan.sent.values()) - on_network
     update = update_bytes(plan, setting)
-    rate = machine.dram / machine.gpus if setting.optimizer_on_host else gpu.bandwidth
+    rate = machine.dram / machine.gpus if setting.optimizer_memory == "host" else gpu.bandwidth
     return Times(
         compute=flops / (gpu.matmul_32 if wide else gpu.matmul_16),
         network=on_links / gpu.link + on_network / (machine.network / machine.gpus),

@@ -24,11 +24,15 @@ from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy,
 from lightning_zero.storage import (
     OUT_OF_MEMORY,
     DeviceStore,
+    DiskStore,
+    Executor,
     HostStore,
     InlineExecutor,
+    TensorStore,
     device_type,
     make_executor,
 )
+from lightning_zero.storage import Memory as MemoryName
 from lightning_zero.storage.streams import DEFAULT_BYTES
 from lightning_zero.update import ShardUpdater
 from lightning_zero.update.attached import parameters_of
@@ -74,8 +78,9 @@ class Setting:
 
     sharding: ShardingPolicy
     shard_size: int
-    optimizer_on_host: bool
-    params_on_host: bool
+    optimizer_memory: MemoryName
+    params_memory: MemoryName
+    disk_buffer_bytes: int
     bucket_size_mb: float
     persistence_numel: int
     max_live_numel: int | None
@@ -159,15 +164,22 @@ class Memory:
         size = setting.shard_size
         # Ranks of one shard group are neighbours.
         mesh = Mesh.imagined(size, self.world_size // size, self.rank)
-        device, host = DeviceStore(self.device), HostStore(pin_for=self.device)
+        executor: Executor = (
+            _ImaginedExecutor() if self.device.type == "meta" else make_executor(self.device, setting.overlap)
+        )
+        stores: dict[MemoryName, TensorStore] = {
+            "device": DeviceStore(self.device),
+            "host": HostStore(pin_for=self.device),
+            "disk": DiskStore(None, executor, setting.disk_buffer_bytes, pin_for=self.device),
+        }
         placement = BucketPlacement(
             mesh,
             setting.sharding,
             setting.precision,
             self.device,
-            host if setting.optimizer_on_host else device,
-            host if setting.params_on_host else device,
-            _ImaginedExecutor() if self.device.type == "meta" else make_executor(self.device, setting.overlap),
+            stores[setting.optimizer_memory],
+            stores[setting.params_memory],
+            executor,
             trains=self.trains,
         )
         return plan(
@@ -205,22 +217,26 @@ def held_by(engine: Engine) -> dict[str, Bytes]:
     held = dict.fromkeys(_HELD, Bytes())
     for bucket in engine.buckets:
         placement = bucket.placement
-        optimizer_memory = placement.optimizer_store.memory
+        store = placement.optimizer_store
         parts = {
             "parameters": Bytes(device=bucket.flat.untyped_storage().nbytes()),
             "param_shards": Bytes.of(placement.param_store.memory, bucket.shard.nbytes * bucket.shards_params),
-            "masters": Bytes.of(bucket.master.memory, bucket.master.nbytes),
-            "sharded_gradient": Bytes.of(optimizer_memory, engine.gradients_of(bucket).sharded.nbytes),
+            "masters": Bytes.of(store.resting_memory, bucket.master.nbytes),
+            "sharded_gradient": Bytes.of(store.memory, engine.gradients_of(bucket).sharded.nbytes),
         }
         for updater in engine.updaters:
             assert isinstance(updater, ShardUpdater)
             if bucket in map(engine.bucket_of, parameters_of(updater.optimizer)):
-                held["optimizer_state"] += Bytes.of(optimizer_memory, updater.state_of(bucket).nbytes)
+                held["optimizer_state"] += Bytes.of(
+                    updater.state_of(bucket).resting_memory, updater.state_of(bucket).nbytes
+                )
         for name, part in parts.items():
             held[name] += part
     buffers = {id(buffer): buffer.numel() * buffer.element_size() for buffer in engine.module.buffers()}  # sparse, too
     held["buffers"] = Bytes(device=sum(buffers.values()))
-    held["staging"] = Bytes(host=engine.placement.executor.staged_bytes)
+    store = engine.placement.optimizer_store
+    passing = store.staged_bytes if isinstance(store, DiskStore) else 0
+    held["staging"] = Bytes(host=engine.placement.executor.staged_bytes + passing)
     return held
 
 
@@ -239,12 +255,16 @@ def planned_parts(planned: Plan) -> dict[str, Bytes]:
 def _table(planned: Plan, measured: dict[str, Bytes], rank: int, peak: int | None) -> Table:
     table = Table(title=f"Memory of rank {rank}, MiB")
     table.add_column("")
-    for name in ("device, planned", "measured", "host, planned", "measured"):
-        table.add_column(name, justify="right")
+    places = ("device", "host", "disk") if planned.held.disk else ("device", "host")
+    for name in places:
+        table.add_column(f"{name}, planned", justify="right")
+        table.add_column("measured", justify="right")
 
     def row(name: str, part: Bytes, found: Bytes | None, **options: Any) -> None:
-        seen = ("", "") if found is None else (_mib(found.device), _mib(found.host))
-        table.add_row(name, _mib(part.device), seen[0], _mib(part.host), seen[1], **options)
+        cells = []
+        for place in places:
+            cells += [_mib(getattr(part, place)), "" if found is None else _mib(getattr(found, place))]
+        table.add_row(name, *cells, **options)
 
     for name, part in planned_parts(planned).items():
         row(name.replace("_", " "), part, measured.get(name), end_section=name == _HELD[-1])

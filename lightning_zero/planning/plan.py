@@ -10,7 +10,8 @@ Per rank, with Ψ the padded elements of a bucket, S the size of the shard group
     gradients        of one backward, in the parameter dtype, until their bucket is reduced
     reduce_buffer    Ψ in the reduce dtype, and what the collective takes while it runs
     staging          host memory through which gradients and parameters pass, and device memory of gradients that are on
-                     their way to the host: as much as the executor may keep, as if no copy ended before its wait
+                     their way to the host: as much as the executor may keep, as if no copy ended before its wait; and
+                     host memory of tiles on their way from and to a disk
 
 Sizes come from the functions by which the engine allocates, the peak and the traffic from two steps of the runtime's
 own reducer and prefetcher on paper (``recording.py``). Not counted: activations and what a module's own backward takes
@@ -27,7 +28,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.planning.account import NOTHING, Account, Bytes, Peak
+from lightning_zero.planning.account import NOTHING, Account, Bytes, Peak, state_of
 from lightning_zero.planning.recording import RecordedBucket, RecordedRun, TracedParameters
 from lightning_zero.planning.tracing import Trace
 from lightning_zero.sharding.forms import BucketForm
@@ -80,7 +81,7 @@ class Plan:
     Attributes:
         buckets: in forward order.
         buffers: the module's buffers (statistics of BatchNorm, ...).
-        staging: pinned host memory through which gradients and parameters pass, at most.
+        staging: host memory through which gradients and parameters pass, and what rests on a disk, at most.
         peak: of any step, the first included.
         sent: bytes per step after the first, by collective.
         calls: number of collectives per step after the first.
@@ -103,9 +104,10 @@ class Plan:
     def __str__(self) -> str:
         held = [(name.replace("_", " "), self._sum(name)) for name in _HELD]
         rows = [("parameters", sum((b.parameters for b in self.buckets if b.unsharded), NOTHING)), *held]
-        lines = [f"{'MiB':<18}{'device':>12}{'host':>12}"]
+        places = ("device", "host", "disk") if self.held.disk else ("device", "host")
+        lines = [f"{'MiB':<18}" + "".join(f"{place:>12}" for place in places)]
         for name, part in (*rows, ("buffers", self.buffers), ("staging", self.staging), ("held", self.held)):
-            lines.append(f"{name:<18}{part.device / 2**20:>12.1f}{part.host / 2**20:>12.1f}")
+            lines.append(f"{name:<18}" + "".join(f"{getattr(part, place) / 2**20:>12.1f}" for place in places))
         lines.append(f"{'peak of a step':<18}{self.peak.device / 2**20:>12.1f}{self.peak.host / 2**20:>12.1f}")
         sent = ", ".join(f"{name} {nbytes / 2**20:.1f}" for name, nbytes in self.sent.items()) or "nothing"
         return "\n".join([*lines, f"sent in a step    {sent}"])
@@ -209,9 +211,11 @@ def _row(form: BucketForm, footprints: Sequence[Footprint]) -> BucketPlan:
     placement, layout = form.placement, form.layout
     sharded, size = placement.sharding.shard_params, form.dtype.itemsize
     master = footprints[-1].master if footprints else form.master
-    memory = placement.optimizer_store.memory
     # Optimizers that share a bucket keep state of the whole shard each.
-    state = sum(footprint.state_bytes(layout.shard_numel) for footprint in footprints)
+    resting = placement.optimizer_store.resting_memory
+    state = sum(
+        (state_of(placement.optimizer_store, footprint, layout.shard_numel) for footprint in footprints), NOTHING
+    )
 
     return BucketPlan(
         name=", ".join(form.spec.units),
@@ -221,8 +225,8 @@ def _row(form: BucketForm, footprints: Sequence[Footprint]) -> BucketPlan:
         unsharded=not sharded,
         parameters=Bytes(device=layout.padded_numel * size),
         param_shards=Bytes.of(placement.param_store.memory, layout.shard_numel * size) if sharded else NOTHING,
-        masters=Bytes.of(memory, sum(dtype.itemsize for dtype in master.pieces) * layout.shard_numel),
-        optimizer_state=Bytes.of(memory, state),
+        masters=Bytes.of(resting, sum(dtype.itemsize for dtype in master.pieces) * layout.shard_numel),
+        optimizer_state=state,
         sharded_gradient=NOTHING,
         gradients=Bytes(device=sum(p.numel() for p in form.parameters if p.requires_grad) * size * placement.trains),
         reduce_buffer=NOTHING,

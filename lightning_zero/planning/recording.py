@@ -9,14 +9,14 @@ calls them where the engine and its hooks do.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch.nn import Parameter
 
-from lightning_zero.planning.account import NOTHING, Account, Bytes
+from lightning_zero.planning.account import NOTHING, Account, Bytes, state_of
+from lightning_zero.planning.lanes import RecordedLanes, RecordedTensor
 from lightning_zero.planning.tracing import Trace
 from lightning_zero.sharding.bucket import BucketState
 from lightning_zero.sharding.collectives import Group
@@ -27,8 +27,8 @@ from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.sharding.prefetch import Prefetcher
 from lightning_zero.sharding.reducer import Reducer
 from lightning_zero.sharding.reduction import Reduction
-from lightning_zero.storage import Executor, Lane, Memory
-from lightning_zero.storage.staging import staged_size
+from lightning_zero.storage import Lane
+from lightning_zero.storage.nvme import passing_bytes
 from lightning_zero.update.clipping import squares_scratch
 from lightning_zero.update.footprint import Footprint
 
@@ -64,71 +64,6 @@ class TracedParameters:
     def number(self, parameter: Parameter) -> int:
         """The place of a parameter's gradient among all."""
         return self._order[self._names[id(parameter)]]
-
-
-class RecordedTensor(NamedTuple):
-    """A tensor of which only the size is known."""
-
-    numel: int
-    dtype: torch.dtype
-    memory: Memory = "device"
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def amount(self) -> Bytes:
-        """Its size, on its side."""
-        return Bytes.of(self.memory, self.nbytes)
-
-
-class RecordedLanes:
-    """Memory that an executor keeps for copies, none of which ends before the host waits for it.
-
-    Args:
-        executor: whose limits it knows.
-        account: notes the memory.
-    """
-
-    def __init__(self, executor: Executor, account: Account) -> None:
-        self._executor = executor
-        self._leaving: deque[Bytes] = deque()
-        self._staged: Counter[Lane] = Counter()  # bytes, since the host has waited
-        self._kept: Counter[Lane] = Counter()  # bytes
-        self._account = account
-        self.copied: Counter[str] = Counter()  # bytes between the memories, by direction
-
-    @property
-    def staging(self) -> Bytes:
-        """Host memory in passing that is kept."""
-        return Bytes(host=self._kept.total())
-
-    def let_go(self, tensor: RecordedTensor) -> None:
-        """A tensor that was taken is on its way to the host, and nobody else needs it."""
-        self.copied["d2h"] += tensor.nbytes
-        self._leaving.append(tensor.amount)
-        while sum(amount.total for amount in self._leaving) > self._executor.in_flight_bytes:
-            self._account.give(self._leaving.popleft())
-
-    def stage(self, lane: Lane, nbytes: int) -> None:
-        """So many bytes pass through host memory."""
-        limit = self._executor.staging_bytes
-        if not limit or not nbytes:
-            self._account.touch(Bytes(host=nbytes))
-            return
-        self._staged[lane] += staged_size(nbytes)
-        more = min(self._staged[lane], max(limit, staged_size(nbytes))) - self._kept[lane]
-        if more > 0:
-            self._account.take(Bytes(host=more))
-            self._kept[lane] += more
-
-    def wait(self) -> None:
-        """All copies have ended."""
-        self._staged.clear()
-        while self._leaving:
-            self._account.give(self._leaving.popleft())
 
 
 class RecordedGradients(Reduction[RecordedTensor]):
@@ -278,8 +213,7 @@ class RecordedBucket:
 
     def optimizer_state(self, footprint: Footprint) -> Bytes:
         """The per-element state that an optimizer keeps."""
-        memory = self.form.placement.optimizer_store.memory
-        return Bytes.of(memory, footprint.state_bytes(self.layout.shard_numel))
+        return state_of(self.form.placement.optimizer_store, footprint, self.layout.shard_numel)
 
     def update(self, footprints: Iterable[Footprint], first: bool) -> None:
         """Updates the shard: each optimizer takes memory in passing, and what is gathered is out of date.
@@ -301,8 +235,17 @@ class RecordedBucket:
                 last = footprint.gradients if footprint.one_tile else footprint.scratch
                 self._account.touch(Bytes.of(memory, last + fresh))
             self._lanes.stage(Lane.H2D, footprint.staged)
+            self._pass_tiles(footprint)
         if self.form.trained and self.state is BucketState.GATHERED and self.layout.shards > 1:
             self.state = BucketState.STALE
+
+    def _pass_tiles(self, footprint: Footprint) -> None:
+        store, numel = self.form.placement.optimizer_store, self.layout.shard_numel
+        if store.tile is not None:
+            sizes = [dtype.itemsize for dtype in (*footprint.master.pieces, *footprint.state.values())]
+            window = max(footprint.window, min(store.tile, numel))
+            nbytes = passing_bytes(store.passing_bytes, window, numel, sizes)
+            self._lanes.pass_tiles(", ".join(self.form.spec.units), nbytes, store.passing_bytes)
 
 
 class RecordedRun:

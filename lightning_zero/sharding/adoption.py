@@ -16,7 +16,8 @@ from lightning_zero.sharding.bucket import Bucket, BucketState, ParameterSpec
 from lightning_zero.sharding.masters import CopyMaster, NoMaster, SplitMaster, StoreHome
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.sharding.sharded_init import ShardedParameter, full_values
-from lightning_zero.storage import Memory, note_freed
+from lightning_zero.storage import Memory, Rested, note_freed
+from lightning_zero.storage.rested import Resident, changing, pieces
 
 
 @torch.no_grad()
@@ -42,14 +43,14 @@ def make_bucket(
     owned: list[_Owned] = []  # what becomes of this rank's part of the values
     if bucket.shards_params:
         shard = placement.param_store.zeros(layout.shard_numel, dtype)
-        owned.append(_Owned(shard, placement.param_store.memory))
+        owned.append(_Owned(Resident(shard), placement.param_store.memory))
     copy = _room_for_copy(bucket)
     owned += [] if copy is None else [_Owned(copy, placement.optimizer_store.memory)]
     if sharded:
         _distribute(bucket, flat, owned)
     else:
-        for target, memory in owned:
-            placement.copy(target, full[start:stop], ("device", memory), name)
+        for target in owned:
+            _fill(bucket, target, 0, full[start:stop], "device")
     if placement.rounds(bucket.initial_dtype, dtype):
         bucket.rounded.update(range(len(bucket.parameters)))
     own = NoMaster(shard, placement.shard_memory)
@@ -58,10 +59,18 @@ def make_bucket(
 
 
 class _Owned(NamedTuple):
-    """A tensor that this rank keeps of a bucket: 1-D, Ψ/S, and where it rests."""
+    """A tensor that this rank keeps of a bucket: 1-D, Ψ/S, and the memory in which it is changed."""
 
-    values: Tensor
+    values: Rested
     memory: Memory
+
+
+def _fill(bucket: Bucket, target: _Owned, first: int, source: Tensor, memory: Memory) -> None:
+    """Copies ``source``, in ``memory``, to the elements of ``target`` from ``first`` on."""
+    for low, high in pieces(target.values.tile, first, first + source.numel()):
+        with changing(target.values, low, high) as into:
+            part = source[low - first : high - first]
+            bucket.placement.copy(into, part, (memory, target.memory), bucket.name)
 
 
 def _initial_values(bucket: Bucket) -> Tensor:
@@ -83,9 +92,8 @@ def _distribute(bucket: Bucket, flat: Tensor, owned: Sequence[_Owned]) -> None:
         values = _broadcast(bucket, index)
         if (segment := segments.get(index)) is not None:
             part = values[segment.param_start : segment.param_start + segment.numel]
-            for target, memory in owned:
-                part_owned = target[segment.start : segment.stop]
-                bucket.placement.copy(part_owned, part, ("device", memory), bucket.name)
+            for target in owned:
+                _fill(bucket, target, segment.start, part, "device")
         del values  # before the next one is gathered
         parameter.data = bucket.view(flat, index)
         note_freed(parameter, parameter.nbytes)
@@ -100,14 +108,15 @@ def _broadcast(bucket: Bucket, index: int) -> Tensor:
     return values if sharded else placement.mesh.world.broadcast_(values, what)
 
 
-def _room_for_copy(bucket: Bucket) -> Tensor | None:
+def _room_for_copy(bucket: Bucket) -> Rested | None:
     """Room for a master in a tensor of its own, where there must be one: 1-D, Ψ/S, in the optimizer's store."""
     form = bucket.placement.master(bucket.initial_dtype, bucket.dtype, bucket.optimized)
     if not form.pieces:
         return None
-    copy = bucket.placement.optimizer_store.zeros(bucket.layout.shard_numel, form.dtype)
-    if ops.runs_on(copy.device):
-        ops.zero_(copy)  # its pages lie near the threads that will update them
+    numel, what = bucket.layout.shard_numel, f"the masters of {bucket.name}"
+    copy = bucket.placement.optimizer_store.rest(numel, form.dtype, what)
+    if copy.memory == "host":
+        ops.zero_(copy.view(0, numel))  # its pages lie near the threads that will update them
     return copy
 
 
@@ -130,8 +139,8 @@ def begin_to_train(bucket: Bucket) -> None:
 def _complete_master(bucket: Bucket) -> None:
     if isinstance(bucket.master, NoMaster) and (copy := _room_for_copy(bucket)) is not None:
         placement = bucket.placement
-        memories = placement.shard_memory, placement.optimizer_store.memory
-        placement.copy(copy, bucket.shard, memories, bucket.name)
+        target = _Owned(copy, placement.optimizer_store.memory)
+        _fill(bucket, target, 0, bucket.shard, placement.shard_memory)
         bucket.master = CopyMaster(bucket.shard, copy, StoreHome(placement, bucket.name))
 
 
@@ -148,19 +157,19 @@ def lay_out_master(bucket: Bucket, split: bool) -> None:
         if bucket.state is BucketState.GATHERED or not bucket.shards_params:
             edit = bucket.hidden_edit()
             bucket.absorb_edits(everything=edit is not None and bool(edit))
-        store, numel, home = (
-            bucket.placement.optimizer_store,
-            bucket.layout.shard_numel,
-            StoreHome(bucket.placement, bucket.name),
-        )
+        store, numel = bucket.placement.optimizer_store, bucket.layout.shard_numel
+        home, what = StoreHome(bucket.placement, bucket.name), f"the masters of {bucket.name}"
         bucket.await_moves()
-        values = master.read(0, numel)
         if split:
-            pieces = bucket.placement.split_master(bucket.dtype).pieces
-            remainder, *high = (store.zeros(numel, dtype) for dtype in pieces)
-            bucket.master = SplitMaster(bucket.shard, high[0] if high else bucket.shard, remainder, home)
-            bucket.master.keep(0, values.to("cpu", torch.float32))
+            dtypes = bucket.placement.split_master(bucket.dtype).pieces
+            remainder, *high = (store.rest(numel, dtype, what) for dtype in dtypes)
+            bucket.master = SplitMaster(bucket.shard, high[0] if high else None, remainder, home)
+        elif isinstance(master, CopyMaster):
+            bucket.master = CopyMaster(bucket.shard, master.values, home, ties="away")
         else:
-            bucket.master = CopyMaster(bucket.shard, values, home, ties="away")
+            bucket.master = CopyMaster(bucket.shard, store.rest(numel, master.dtype, what), home, ties="away")
+        if not isinstance(master, CopyMaster) or split:
+            for low, stop in pieces(bucket.master.tile, 0, numel):
+                bucket.master.keep(low, master.read(low, stop).to("cpu", torch.float32))
         bucket.publish(0, numel)
         bucket.mark_updated(range(len(bucket.parameters)))

@@ -29,6 +29,7 @@ from lightning_zero.sharding.pending import end_pending, mark_pending
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.sharding.rounded import mark_rounded
 from lightning_zero.storage import DONE, Memory, Ticket
+from lightning_zero.storage.rested import pieces
 from lightning_zero.storage.timers import Phase, timed
 from lightning_zero.torch_private import version_of
 
@@ -382,10 +383,13 @@ class Bucket:
         self.await_moves()
         for segment in self.segments:
             if segment.param == index:
-                into = self.master.read(segment.start, segment.stop)
-                self.formats[index].read(values, segment.param_start, into)
-                self.master.keep(segment.start, into)
-                self.publish(segment.start, segment.stop)
+                for low, high in pieces(self.master.tile, segment.start, segment.stop):
+                    self.master.expect(low, high)
+                    into = self.master.read(low, high)
+                    self.formats[index].read(values, segment.param_start + low - segment.start, into)
+                    self.master.keep(low, into)
+                    self.publish(low, high)
+                    self.master.commit(low, high)
         note = self.rounded.add if self.placement.rounds(values.dtype, self.dtype) else self.rounded.discard
         note(index)
 
@@ -396,16 +400,28 @@ class Bucket:
             shard: in any dtype.
             memory: in which it rests.
         """
-        full = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=self.placement.device)
-        start, stop = self.layout.shard_range(self.placement.mesh.shard.rank)
-        self.placement.copy(full[start:stop], shard, (memory, "device"), self.name)
+        return self.gather_read(lambda start, stop: shard[start:stop], shard.dtype, memory)
+
+    def gather_read(self, read: Callable[[int, int], Tensor], dtype: torch.dtype, memory: Memory) -> Tensor:
+        """As :meth:`gather_full`, of what is read a part at a time.
+
+        Args:
+            read: gives elements ``[start, stop)`` of the shard.
+            dtype: of them.
+            memory: in which it gives them.
+        """
+        full = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.placement.device)
+        first, last = self.layout.shard_range(self.placement.mesh.shard.rank)
+        for low, high in pieces(self.placement.optimizer_store.tile, 0, last - first):
+            target = full[first + low : first + high]
+            self.placement.copy(target, read(low, high), (memory, "device"), self.name)
         self.placement.mesh.shard.all_gather_(full, f"gather state of {self.name}")
         return full
 
     def gather_master(self) -> Tensor:
         """The full-precision values of all shards, as :meth:`gather_full` gives them. Collective."""
         self.await_update()
-        return self.gather_full(self.master.read(0, self.layout.shard_numel), self.master.memory)
+        return self.gather_read(self.master.read, self.master.dtype, self.master.memory)
 
     def release(self) -> None:
         """Give every parameter an ordinary tensor at full precision and forget the flat buffer. Collective."""

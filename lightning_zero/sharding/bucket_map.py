@@ -158,6 +158,7 @@ class BucketMap:
         """Give every parameter an ordinary tensor at full precision and forget the buckets. Collective."""
         for bucket in self.buckets:
             bucket.release()
+        self.placement.optimizer_store.close()
         self.buckets, self.root, self._holder = [], [], {}
         self.gradients, self._gradients = [], {}
 

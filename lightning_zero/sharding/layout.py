@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol, TypeVar
 
+from lightning_zero.storage.rested import pieces
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -62,8 +64,15 @@ class Run(NamedTuple):
     def cut(self, max_numel: int) -> Iterator[Run]:
         """The run in pieces of at most ``max_numel`` elements; a segment may be in several."""
         for start in range(self.start, self.stop, max_numel):
-            stop = min(start + max_numel, self.stop)
-            yield Run(start, stop, tuple(s for s in self.segments if s.start < stop and start < s.stop))
+            yield self._part(start, min(start + max_numel, self.stop))
+
+    def cut_at(self, tile: int | None) -> Iterator[Run]:
+        """The run in pieces that end where tiles of so many elements of the shard do; see :func:`pieces`."""
+        for start, stop in pieces(tile, self.start, self.stop):
+            yield self._part(start, stop)
+
+    def _part(self, start: int, stop: int) -> Run:
+        return Run(start, stop, tuple(s for s in self.segments if s.start < stop and start < s.stop))
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ Updaters read and write a shard's values through a master and never touch its te
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lightning_zero import ops
 from lightning_zero.sharding.placement import BucketPlacement
-from lightning_zero.storage import DONE, Memory, Ticket
+from lightning_zero.storage import DONE, Memory, Rested, Ticket
+from lightning_zero.storage.rested import Resident, changing, keep, nbytes_of, pieces
 
 
 def _nothing() -> None:
@@ -42,7 +43,8 @@ class Master(Protocol):
         dtype: dtype of the values.
         device: where they can be computed on.
         memory: where :meth:`read` finds them.
-        nbytes: memory held in addition to the parameter shard.
+        nbytes: bytes held in addition to the parameter shard, where they rest.
+        tile: elements that are fetched together from where they rest; ``None``: they are where they are computed on.
     """
 
     @property
@@ -57,8 +59,22 @@ class Master(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def tile(self) -> int | None: ...
+
+    def expect(self, start: int, stop: int) -> None:
+        """Begin to fetch what an update of ``[start, stop)`` needs."""
+        ...
+
+    def commit(self, start: int, stop: int) -> None:
+        """Begin to put back what an update of ``[start, stop)`` has changed, and published."""
+        ...
+
     def read(self, start: int, stop: int) -> Tensor:
-        """The values of elements ``[start, stop)`` of the shard (1-D), to be changed in place before :meth:`keep`."""
+        """The values of elements ``[start, stop)`` of the shard (1-D), to be changed in place before :meth:`keep`.
+
+        Of a master with tiles take no more at a time than :func:`~lightning_zero.storage.rested.pieces` gives.
+        """
         ...
 
     def keep(self, start: int, values: Tensor) -> None:
@@ -144,6 +160,7 @@ class NoMaster:
     """
 
     nbytes = 0
+    tile: int | None = None
 
     def __init__(self, shard: Tensor, memory: Memory) -> None:
         self._shard = shard
@@ -156,6 +173,12 @@ class NoMaster:
     @property
     def device(self) -> torch.device:
         return self._shard.device
+
+    def expect(self, start: int, stop: int) -> None:
+        """Nothing to fetch."""
+
+    def commit(self, start: int, stop: int) -> None:
+        """Nothing to put back."""
 
     def read(self, start: int, stop: int) -> Tensor:
         return self._shard[start:stop]
@@ -191,30 +214,24 @@ class _Kept:
         self._copies = {}
 
 
-class CopyMaster:
-    """Values in a tensor of their own: in another dtype, in another store, or both.
+class _RestedMaster:
+    """A master whose tensors rest in the optimizer's store.
+
+    Attributes:
+        rested: the tensors, laid out as the shard.
 
     Args:
         shard: the parameter shard, 1-D.
-        values: 1-D, at full precision (never made from the shard's rounded ones); kept, not copied.
+        rested: as above.
         home: how values move between the store and the shard.
-        ties: where a bf16 shard goes from halfway.
     """
 
-    def __init__(self, shard: Tensor, values: Tensor, home: Home | None = None, ties: ops.Ties = "even") -> None:
+    def __init__(self, shard: Tensor, rested: Sequence[Rested], home: Home | None) -> None:
         self._shard = shard
+        self.rested = tuple(rested)
         self._home = home or Home()
-        self._values = values
         self._updated = _Kept()
-        self.ties = ties
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._values.device
+        self._publishing: Ticket = DONE  # the last publication, which may still read what was fetched
 
     @property
     def memory(self) -> Memory:
@@ -222,23 +239,66 @@ class CopyMaster:
 
     @property
     def nbytes(self) -> int:
-        return self._values.nbytes
+        return sum(map(nbytes_of, self.rested))
+
+    @property
+    def tile(self) -> int | None:
+        return self.rested[0].tile
+
+    def expect(self, start: int, stop: int) -> None:
+        for tensor in self.rested:
+            tensor.expect(start, stop)
+
+    def commit(self, start: int, stop: int) -> None:
+        for tensor in self.rested:
+            tensor.commit(start, stop, after=(self._publishing,))
+
+    def _publish(self, start: int, values: Tensor) -> Ticket:
+        self._publishing = self._home.publish(self._shard[start : start + values.numel()], values)
+        return self._publishing
+
+
+class CopyMaster(_RestedMaster):
+    """Values in a tensor of their own: in another dtype, in another store, or both.
+
+    Args:
+        shard: the parameter shard, 1-D.
+        values: at full precision (never made from the shard's rounded ones); kept, not copied.
+        home: how values move between the store and the shard.
+        ties: where a bf16 shard goes from halfway.
+    """
+
+    def __init__(self, shard: Tensor, values: Rested, home: Home | None = None, ties: ops.Ties = "even") -> None:
+        super().__init__(shard, [values], home)
+        self.values = values
+        self.ties = ties
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
 
     def read(self, start: int, stop: int) -> Tensor:
-        return self._values[start:stop]
+        return self.values.read(start, stop)
 
     def keep(self, start: int, values: Tensor) -> None:
-        """Nothing to keep: what :meth:`read` gives are views."""
+        keep(self.values, start, values)
 
     def write(self, start: int, stop: int) -> Ticket:
         self._updated.forget()
-        values, shard = self._values[start:stop], self._shard[start:stop]
-        away = self.ties == "away" and shard.dtype == torch.bfloat16
-        return self._home.publish(shard, _rounded_away(values) if away else values)
+        away = self.ties == "away" and self._shard.dtype == torch.bfloat16
+        ticket: Ticket = DONE
+        for low, high in pieces(self.tile, start, stop):
+            values = self.values.read(low, high)
+            ticket = self._publish(low, _rounded_away(values) if away else values)
+        return ticket
 
     def tensors(self, start: int, stop: int) -> KernelTensors:
         self._updated.forget()
-        values, shard = self._values[start:stop], self._shard[start:stop]
+        values, shard = self.values.view(start, stop), self._shard[start:stop]
         if shard.dtype.itemsize != 2 or not ops.runs_on(values.device):
             return KernelTensors(values, finish=lambda: self.write(start, stop).wait())
         # The kernel writes the 16-bit shard in the same pass: where it is, or what is copied there.
@@ -247,8 +307,12 @@ class CopyMaster:
         return KernelTensors(values, copy_out=copy_out, copy_ties=self.ties, finish=filling.close)
 
     def derive(self, start: int, stop: int) -> None:
+        for low, high in pieces(self.tile, start, stop):
+            with changing(self.values, low, high) as master:
+                self._derive(low, master, self._home.taken(self._shard[low:high]))
+
+    def _derive(self, start: int, master: Tensor, shard: Tensor) -> None:
         # Only what changed: a master holds more digits than the shard.
-        master, shard = self._values[start:stop], self._home.taken(self._shard[start:stop])
         if shard.dtype == master.dtype:
             master.copy_(shard)
             return
@@ -256,14 +320,14 @@ class CopyMaster:
         torch.where(_rounds_to(updated, shard), updated, shard.to(master), out=master)
 
 
-class SplitMaster:
+class SplitMaster(_RestedMaster):
     """Values as 16-bit numbers, which the model reads, and int16 remainders: two bytes an element less than a copy.
 
     See :func:`lightning_zero.ops.split_`. The values are on the host; where the shard is, it is the high part.
 
     Args:
         shard: the parameter shard, 1-D, bf16 or fp16 (bf16 with ties away from zero).
-        high: where the high part rests; ``shard`` itself if that is on the host.
+        high: where the high part rests; ``None``: in the shard itself, which is on the host.
         remainder: [n] int16.
         home: how values move between the store and the shard.
     """
@@ -271,52 +335,51 @@ class SplitMaster:
     dtype = torch.float32
     device = torch.device("cpu")
 
-    def __init__(self, shard: Tensor, high: Tensor, remainder: Tensor, home: Home | None = None) -> None:
-        self._shard = shard
-        self._home = home or Home()
-        self._high = high
+    def __init__(self, shard: Tensor, high: Rested | None, remainder: Rested, home: Home | None = None) -> None:
+        super().__init__(shard, [remainder] if high is None else [remainder, high], home)
+        self._own_high = high
+        self._high: Rested = Resident(shard) if high is None else high
         self._remainder = remainder
-        self._updated = _Kept()
-
-    @property
-    def memory(self) -> Memory:
-        return self._home.memory
-
-    @property
-    def nbytes(self) -> int:
-        return self._remainder.nbytes + (0 if self._high is self._shard else self._high.nbytes)
 
     def read(self, start: int, stop: int) -> Tensor:
         values = torch.empty(stop - start, dtype=torch.float32)
-        ops.join_(values, self._high[start:stop], self._remainder[start:stop])
+        ops.join_(values, self._high.read(start, stop), self._remainder.read(start, stop))
         return values
 
     def keep(self, start: int, values: Tensor) -> None:
         self._updated.forget()
-        ops.split_(values, *(t[start : start + values.numel()] for t in (self._high, self._remainder)))
+        for low, high in pieces(self.tile, start, start + values.numel()):
+            with self._changing(low, high) as (upper, remainder):
+                ops.split_(values[low - start : high - start], upper, remainder)
+
+    @contextmanager
+    def _changing(self, start: int, stop: int) -> Iterator[tuple[Tensor, Tensor]]:
+        with changing(self._high, start, stop) as high, changing(self._remainder, start, stop) as remainder:
+            yield high, remainder
 
     def write(self, start: int, stop: int) -> Ticket:
-        if self._high is self._shard:
-            return DONE
-        return self._home.publish(self._shard[start:stop], self._high[start:stop])
+        ticket: Ticket = DONE
+        if self._own_high is not None:
+            for low, high in pieces(self.tile, start, stop):
+                ticket = self._publish(low, self._own_high.read(low, high))
+        return ticket
 
     def tensors(self, start: int, stop: int) -> KernelTensors:
         self._updated.forget()
-        high, remainder = self._high[start:stop], self._remainder[start:stop]
+        high, remainder = self._high.view(start, stop), self._remainder.view(start, stop)
         return KernelTensors(high, remainder, finish=lambda: self.write(start, stop).wait())
 
     def derive(self, start: int, stop: int) -> None:
         # Where the shard is the high part, what it was before is not known. The remainder of an unchanged element must
         # stay, and that of a changed one is less than its rounding.
-        if self._high is not self._shard:
-            values, high, remainder = (
-                self._home.taken(self._shard[start:stop]),
-                self._high[start:stop],
-                self._remainder[start:stop],
-            )
-            was_high, was_remainder = self._updated.of(start, high, remainder)
-            remainder.copy_(was_remainder.masked_fill(values.ne(was_high), 0))
-            high.copy_(values)
+        if self._own_high is None:
+            return
+        for low, high in pieces(self.tile, start, stop):
+            values = self._home.taken(self._shard[low:high])
+            with self._changing(low, high) as (upper, remainder):
+                was_high, was_remainder = self._updated.of(low, upper, remainder)
+                remainder.copy_(was_remainder.masked_fill(values.ne(was_high), 0))
+                upper.copy_(values)
 
 
 def _rounds_to(master: Tensor, shard: Tensor) -> Tensor:

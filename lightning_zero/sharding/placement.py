@@ -157,8 +157,11 @@ class BucketPlacement(NamedTuple):
         store = self.optimizer_store
         # A frozen parameter keeps its full precision too: it is what a checkpoint holds.
         cast = self.precision.needs_master(dtype) and (optimized or initial.itemsize > dtype.itemsize)
-        moved = store.device != self.shard_device or store.exact
-        moved = moved and not (self.sharding.shard_params and self.param_store is store)
+        # Shards that rest in the memory that the optimizer's store computes in, as exactly as there, are where they
+        # should be.
+        shards = self.param_store
+        beside = shards is store or (shards.exact and shards.memory == store.memory)
+        moved = (store.device != self.shard_device or store.exact) and not (self.sharding.shard_params and beside)
         if cast or (optimized and moved):
             values = torch.float32 if cast else dtype
             return MasterForm(values, store.device, (values,))

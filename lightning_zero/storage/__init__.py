@@ -1,4 +1,4 @@
-"""Where bytes rest, and how they move: stores on the device and on the host, executors, and a step's timers.
+"""Where bytes rest, and how they move: stores on the device, the host and a disk, executors, and a step's timers.
 
 What depends on the type of the device is in :mod:`lightning_zero.storage.accelerators`.
 """
@@ -11,10 +11,14 @@ from lightning_zero.storage.accelerators import (
     register_device_type,
 )
 from lightning_zero.storage.device import DeviceStore
+from lightning_zero.storage.disk_file import DiskError
 from lightning_zero.storage.executor import DONE, Executor, InlineExecutor, Lane, Ticket
 from lightning_zero.storage.host import HostStore, note_freed
-from lightning_zero.storage.store import Memory, TensorStore
+from lightning_zero.storage.nvme import DiskStore
+from lightning_zero.storage.rested import Memory, Rested
+from lightning_zero.storage.store import TensorStore
 from lightning_zero.storage.streams import StreamExecutor, make_executor
+from lightning_zero.storage.threads import ThreadExecutor
 from lightning_zero.storage.timers import Phase, Timers, timed
 
 __all__ = [
@@ -22,6 +26,8 @@ __all__ = [
     "OUT_OF_MEMORY",
     "DeviceStore",
     "DeviceType",
+    "DiskError",
+    "DiskStore",
     "Executor",
     "HostStore",
     "InlineExecutor",
@@ -29,8 +35,10 @@ __all__ = [
     "Memory",
     "Phase",
     "RandomState",
+    "Rested",
     "StreamExecutor",
     "TensorStore",
+    "ThreadExecutor",
     "Ticket",
     "Timers",
     "device_type",

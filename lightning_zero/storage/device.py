@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_zero.storage.store import Memory
+from lightning_zero.storage.rested import Memory, Resident
 
 
 class DeviceStore:
@@ -13,9 +13,18 @@ class DeviceStore:
 
     exact = False
     memory: Memory = "device"
+    resting_memory: Memory = "device"
+    tile: int | None = None
+    passing_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def close(self) -> None:
+        """Nothing outside of memory."""
+
+    def rest(self, numel: int, dtype: torch.dtype, what: str) -> Resident:
+        return Resident(self.zeros(numel, dtype), self.memory)

@@ -54,6 +54,14 @@ class Ticket(Protocol):
         """
         ...
 
+    def done(self) -> bool:
+        """Whether the work has ended, so that nobody would have to wait.
+
+        Raises:
+            Exception: as above.
+        """
+        ...
+
 
 class Executor(Protocol):
     """Moves tensors and runs jobs.
@@ -120,6 +128,9 @@ class _Done:
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
+
+    def done(self) -> bool:
+        return True
 
 
 DONE: Ticket = _Done()

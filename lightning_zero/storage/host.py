@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_zero import ops
 from lightning_zero.storage.accelerators import device_type
-from lightning_zero.storage.store import Memory
+from lightning_zero.storage.rested import Memory, Resident
 
 HUGE_PAGE = 2 * 1024 * 1024
 _TRIM_BYTES = 1 << 25  # freed memory that the C allocator may keep before it is asked to give it back
@@ -34,6 +34,9 @@ class HostStore:
     device = torch.device("cpu")
     exact = True
     memory: Memory = "host"
+    resting_memory: Memory = "host"
+    tile: int | None = None
+    passing_bytes = 0
 
     def __init__(self, pin_for: torch.device | None = None) -> None:
         self._pin_for = pin_for if pin_for is not None and device_type(pin_for).can_pin else None
@@ -53,6 +56,12 @@ class HostStore:
             ops.zero_(tensor)
             mapping.pin(tensor.data_ptr(), self._pin_for)
         return tensor
+
+    def close(self) -> None:
+        """Nothing outside of memory."""
+
+    def rest(self, numel: int, dtype: torch.dtype, what: str) -> Resident:
+        return Resident(self.zeros(numel, dtype), self.memory)
 
 
 class _PinnedMapping(mmap.mmap):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_zero.storage.executor import Ticket
 from lightning_zero.storage.host import HostStore
 
 _ALIGNMENT = 64  # bytes
@@ -27,22 +27,12 @@ class Staged:
     tensor: Tensor
 
 
-class Use(Protocol):
-    """Work on what is in a buffer: a :class:`~lightning_zero.storage.executor.Ticket` that can be asked."""
-
-    def done(self) -> bool:
-        """Whether it has ended."""
-
-    def synchronize(self) -> None:
-        """Have the host wait for its end."""
-
-
 @dataclass(eq=False)
 class _Given:
     """A buffer that was given back, and the work on what is in it."""
 
     buffer: Tensor
-    work: Use
+    work: Ticket
 
 
 class Staging:
@@ -68,7 +58,7 @@ class Staging:
         buffer = self._find(staged_size(like.nbytes))
         return Staged(buffer, buffer[: like.nbytes].view(like.dtype).view(like.shape))
 
-    def give(self, staged: Staged, work: Use) -> None:
+    def give(self, staged: Staged, work: Ticket) -> None:
         """Give memory back, which ``work`` still uses."""
         with self._lock:
             self._given.append(_Given(staged.buffer, work))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-Memory = Literal["device", "host"]
+from lightning_zero.storage.rested import Memory, Rested
 
 
 class TensorStore(Protocol):
@@ -17,7 +17,10 @@ class TensorStore(Protocol):
         device: where the tensors that it gives out can be computed on.
         exact: whether memory taken equals memory asked for, so that a tensor that someone else allocated is worth
             moving into the store.
-        memory: which memory they take.
+        memory: which memory those of :meth:`zeros` take, and what is fetched of those of :meth:`rest`.
+        resting_memory: where those of :meth:`rest` rest.
+        tile: see :class:`~lightning_zero.storage.rested.Rested`.
+        passing_bytes: of host memory through which tiles may pass; 0 where there are none.
     """
 
     @property
@@ -29,6 +32,23 @@ class TensorStore(Protocol):
     @property
     def memory(self) -> Memory: ...
 
+    @property
+    def resting_memory(self) -> Memory: ...
+
+    @property
+    def tile(self) -> int | None: ...
+
+    @property
+    def passing_bytes(self) -> int: ...
+
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A new 1-D tensor of ``numel`` zeros, alive as long as something refers to it."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the store has outside of memory; nothing that it gave out is used any more."""
+        ...
+
+    def rest(self, numel: int, dtype: torch.dtype, what: str) -> Rested:
+        """The same as one that is worked on range by range: master or optimizer state; ``what`` it is for messages."""
         ...

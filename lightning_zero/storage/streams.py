@@ -25,6 +25,7 @@ from torch import Tensor
 from lightning_zero.storage.accelerators import device_type
 from lightning_zero.storage.executor import DONE, Executor, InlineExecutor, Lane, Ticket, noting_work
 from lightning_zero.storage.staging import Staging
+from lightning_zero.storage.threads import ThreadExecutor
 
 DEFAULT_BYTES = 64 << 20  # of gradients on their way to the host, and of staging memory
 _STREAMS, _THREADS = frozenset({Lane.H2D, Lane.D2H}), frozenset({Lane.HOST, Lane.DISK})
@@ -283,7 +284,9 @@ def make_executor(device: torch.device, overlap: bool) -> Executor:
         device: one that takes the host's memory, as CPU ranks do, has nothing to copy, and no streams.
         overlap: let work run beside the training.
     """
-    return StreamExecutor(device) if overlap and not device_type(device).shares_host_memory else InlineExecutor()
+    if not overlap:
+        return InlineExecutor()
+    return ThreadExecutor() if device_type(device).shares_host_memory else StreamExecutor(device)
 
 
 def _work(jobs: queue.SimpleQueue[Callable[[], None] | None], device: torch.device) -> None:

@@ -244,6 +244,7 @@ class AttachedOptimizers:
                 grad_scale,
                 bucket.layout.align - 1,
                 bucket.parameters,
+                bucket.placement.optimizer_store.tile,
                 call,
             )
             gradient.lent_to(bucket.begin_update(partial(attached.updater.update, view)))

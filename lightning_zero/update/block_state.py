@@ -84,4 +84,4 @@ class BlockShardState(ShardState):
         index = segment.param_start + start - segment.start
         first = self._first_scale[segment] + index // ops.BLOCK - segment.param_start // ops.BLOCK
         scales = self._scales[name][first : first + ops.count_blocks(index, stop - start)]
-        return ops.Quantized(codes[start:stop], scales)
+        return ops.Quantized(codes.view(start, stop), scales)

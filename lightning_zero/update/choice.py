@@ -87,6 +87,11 @@ def choose_updater(
                 f"{type(optimizer).__name__} has a step of its own, which does not run over shards; derive it from a "
                 f"torch optimizer{advice(Case.STEP_OF_ITS_OWN, ', ')}"
             )
+        if optimizer.numbers.in_blocks and store.tile is not None:
+            raise ValueError(
+                f"{type(optimizer).__name__} has state in 8 bits, whose blocks cannot be cut where tiles of a disk do; "
+                "give it state_dtype=torch.bfloat16, or rest its state in host memory"
+            )
         return NativeUpdater(optimizer, optimizer.rule, optimizer.numbers)
     rule = rule_of_torch(optimizer)
     differentiable = any(group.get("differentiable") for group in optimizer.param_groups)

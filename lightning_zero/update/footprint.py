@@ -31,6 +31,7 @@ class Footprint(NamedTuple):
         staged: bytes of parameters that pass through host memory on their way to the device.
         owned: bytes of the state that is not one value per element of the shard: of whole parameters, which the
             optimizer makes for each, and the scales of state in 8 bits.
+        window: elements that are fetched at once from where state rests, if that is more than a tile.
     """
 
     master: MasterForm
@@ -41,6 +42,7 @@ class Footprint(NamedTuple):
     one_tile: bool = False
     staged: int = 0
     owned: int = 0
+    window: int = 0
 
     @property
     def scratch(self) -> int:

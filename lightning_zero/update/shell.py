@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.torch_private import OPTIMIZER_HOOKS
+from lightning_zero.torch_private import OPTIMIZER_HOOKS, foreach_devices
 
 _REPLACED = ("state", "param_groups", "step", "zero_grad", *OPTIMIZER_HOOKS)
 
@@ -109,3 +109,26 @@ def run_step(
         call.run(shell)
     state.update(shell.state)
     return shell
+
+
+def steps_together(group: dict[str, Any], device: torch.device) -> bool:
+    """Tell whether torch updates all tensors of a group at once, and so takes room for all of them.
+
+    Args:
+        group: its hyperparameters.
+        device: that trains.
+    """
+    if (foreach := group.get("foreach")) is not None:
+        return bool(foreach)
+    return device.type in foreach_devices() and not group.get("fused") and not group.get("differentiable")
+
+
+def in_form_for(device: torch.device, group: dict[str, Any]) -> dict[str, Any]:
+    """Hyperparameters by which torch takes that form of the rule which it takes for parameters on ``device``.
+
+    Where state rests must not change a bit. Of NAdam and RAdam the form for many tensors, which torch takes on most
+    accelerators, rounds otherwise than that for one tensor, which it takes on the host.
+    """
+    tensors = any(isinstance(value, Tensor) for value in group.values())  # with these torch takes the latter everywhere
+    free = "foreach" in group and group["foreach"] is None and not tensors
+    return group | {"foreach": True} if free and steps_together(group, device) else group

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
@@ -16,7 +16,8 @@ from torch import Tensor
 from lightning_zero.ops import Quantized
 from lightning_zero.sharding import Bucket, Run, Segment
 from lightning_zero.sharding.memory_format import MemoryFormat
-from lightning_zero.storage import Memory
+from lightning_zero.storage import Memory, Rested
+from lightning_zero.storage.rested import changing, nbytes_of, pieces
 from lightning_zero.torch_private import tree_leaves, tree_map
 
 State = dict[str, Any]
@@ -49,7 +50,7 @@ class OptimizerState(ABC):
 
     @property
     @abstractmethod
-    def flat(self) -> dict[str, Tensor]:
+    def flat(self) -> dict[str, Rested]:
         """By name, the state with one value per element of this rank's shard: 1-D, Ψ/S."""
 
     @property
@@ -82,7 +83,12 @@ class OptimizerState(ABC):
     @property
     @abstractmethod
     def memory(self) -> Memory:
-        """The memory in which tensors with several elements rest."""
+        """The memory in which tensors with several elements are found when they are read."""
+
+    @property
+    @abstractmethod
+    def resting_memory(self) -> Memory:
+        """The memory in which they rest."""
 
     @property
     @abstractmethod
@@ -104,17 +110,18 @@ class ShardState(OptimizerState):
 
     def __init__(self, bucket: Bucket, per_element: frozenset[str], dtype: torch.dtype | None = None) -> None:
         self._store = bucket.placement.optimizer_store
+        self._bucket = bucket.name
         self._numel = bucket.layout.shard_numel
         self._numels = bucket.layout.numels
         self._formats = bucket.formats
         self._per_element = per_element
         self._dtype = dtype
-        self._flat: dict[str, Tensor] = {}  # by name; 1-D, Ψ/S
+        self._flat: dict[str, Rested] = {}  # by name; 1-D, Ψ/S
         self._scalars: dict[Segment, State] = {}
         self._names: dict[Segment, tuple[str, ...]] = {}  # the per-element state that a segment has
 
     @property
-    def flat(self) -> dict[str, Tensor]:
+    def flat(self) -> dict[str, Rested]:
         return self._flat
 
     def __contains__(self, segment: Segment) -> bool:
@@ -133,18 +140,25 @@ class ShardState(OptimizerState):
 
         Per-element state are views of the flat tensors. Scalars are copies, but for those of one whole segment.
         """
+        return self.views(run, self.names(run.segments[0])) | self.own_scalars(run)
+
+    def views(self, run: Run, names: Iterable[str]) -> State:
+        """The per-element state called ``names``, as :meth:`get` has it."""
+        return {name: self.flat[name].view(run.start, run.stop) for name in names}
+
+    def own_scalars(self, run: Run) -> State:
+        """The scalar state, as :meth:`get` has it."""
         first = run.segments[0]
         if first not in self:
             return {}
-        views = {name: self.flat[name][run.start : run.stop] for name in self._names[first]}
         scalars = self._scalars[first]
-        return views | (scalars if run == Run.of(first) else _copies(scalars))
+        return scalars if run == Run.of(first) else _copies(scalars)
 
     def put(self, run: Run, state: State) -> None:
         """Take over what an update left behind; tensors that are views from :meth:`get` stay where they are."""
         names = tuple(name for name, value in state.items() if self._is_flat(name, value, run.numel))
         for name in names:
-            view = self.ensure(name, state[name].dtype)[run.start : run.stop]
+            view = self.ensure(name, state[name].dtype).view(run.start, run.stop)
             if view.data_ptr() != state[name].data_ptr():
                 view.copy_(state[name].reshape(-1))
         scalars = {name: value for name, value in state.items() if name not in names}
@@ -161,29 +175,43 @@ class ShardState(OptimizerState):
         for name, value in state.items():
             if self._is_flat(name, value, self._numels[segment.param]):
                 converted = name in self._per_element - own_dtype and value.is_floating_point()
-                kind = dtype if converted else value.dtype
-                into = self.ensure(name, kind)[segment.start : segment.stop]
-                self._formats[segment.param].read(value, segment.param_start, into)
+                self._fill(self.ensure(name, dtype if converted else value.dtype), segment, value)
                 names.append(name)
             else:
                 scalars[name] = value.detach().clone() if isinstance(value, Tensor) else value
         self.put_scalars(segment, scalars, tuple(names))
 
+    def _fill(self, tensor: Rested, segment: Segment, full: Tensor) -> None:
+        for low, high in pieces(tensor.tile, segment.start, segment.stop):
+            with changing(tensor, low, high) as into:
+                self._formats[segment.param].read(full, segment.param_start + low - segment.start, into)
+
     def read(self, name: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)`` of the flat tensor called ``name``; zeros of ``dtype`` where there is none."""
         if name in self.flat:
-            return self.flat[name][start:stop]
+            return self.flat[name].read(start, stop)
         return torch.zeros(stop - start, dtype=self._dtype or dtype, device=self._store.device)
 
-    def ensure(self, name: str, dtype: torch.dtype) -> Tensor:
+    def ensure(self, name: str, dtype: torch.dtype) -> Rested:
         """The flat tensor called ``name``, to be written; made on first use."""
         if name not in self.flat:
-            self.flat[name] = self._store.zeros(self._numel, self._dtype or dtype)
+            self.flat[name] = self._store.rest(self._numel, self._dtype or dtype, f"{name} of {self._bucket}")
         return self.flat[name]
 
     def parts(self, name: str, dtype: torch.dtype, run: Run) -> Tensor | Quantized:
         """The elements of a run, to be updated by a kernel; made on first use."""
-        return self.ensure(name, dtype)[run.start : run.stop]
+        return self.ensure(name, dtype).view(run.start, run.stop)
+
+    def expect(self, start: int, stop: int, names: Iterable[str]) -> None:
+        """Begin to fetch per-element state that an update of ``[start, stop)`` needs."""
+        for name in names:
+            if name in self.flat:
+                self.flat[name].expect(start, stop)
+
+    def commit(self, start: int, stop: int) -> None:
+        """Begin to put back what an update of ``[start, stop)`` has changed."""
+        for tensor in self.flat.values():
+            tensor.commit(start, stop)
 
     def scalars(self, segment: Segment) -> State:
         """The scalar state of a segment."""
@@ -203,11 +231,17 @@ class ShardState(OptimizerState):
 
     @property
     def memory(self) -> Memory:
+        """The memory in which :meth:`read` finds per-element state."""
         return self._store.memory
 
     @property
+    def resting_memory(self) -> Memory:
+        return self._store.resting_memory
+
+    @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.flat.values())
+        """Bytes of per-element state, where it rests."""
+        return sum(map(nbytes_of, self.flat.values()))
 
     def _is_flat(self, name: str, value: Any, numel: int) -> bool:
         # The names are known from a trial; a group that joins later may keep more than was tried.
@@ -230,7 +264,7 @@ class WholeState(OptimizerState):
         self._states: dict[int, State] = {}  # by index of the parameter
 
     @property
-    def flat(self) -> dict[str, Tensor]:
+    def flat(self) -> dict[str, Rested]:
         return {}
 
     def __contains__(self, segment: Segment) -> bool:
@@ -282,6 +316,10 @@ class WholeState(OptimizerState):
 
     @property
     def memory(self) -> Memory:
+        return self._store.memory
+
+    @property
+    def resting_memory(self) -> Memory:
         return self._store.memory
 
     @property

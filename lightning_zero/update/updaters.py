@@ -17,15 +17,16 @@ from lightning_zero.advice import Case, advice
 from lightning_zero.sharding import Bucket, BucketForm, BucketPlacement, MasterForm, Run, Segment, runs, tiles
 from lightning_zero.sharding.masters import Master
 from lightning_zero.storage import Memory
-from lightning_zero.torch_private import foreach_devices, tree_map
+from lightning_zero.torch_private import tree_map
 from lightning_zero.update.block_state import BlockShardState, count_scales
 from lightning_zero.update.cpu import CPUOptimizer
 from lightning_zero.update.footprint import Footprint, passing_bytes
 from lightning_zero.update.native import MasterLayout, NativeRule, Numbers, first_index
 from lightning_zero.update.rules import ELEMENT_WISE, Traits, state_dtypes, state_names
-from lightning_zero.update.shell import ShellGroup, run_step
+from lightning_zero.update.shell import ShellGroup, in_form_for, run_step, steps_together
 from lightning_zero.update.state import OptimizerState, OwnedTensor, ParameterState, ShardState, WholeState
 from lightning_zero.update.view import UpdateView
+from lightning_zero.update.windows import in_windows, largest_window
 
 NativeOptimizer = Literal["auto", "off"]
 
@@ -105,8 +106,8 @@ class ShardUpdater(ABC):
 
     def gather_flat(self, bucket: Bucket, name: str, dtype: torch.dtype) -> Tensor:
         """Per-element state of a bucket, laid out as its flat buffer; 1-D, on the device. Collective."""
-        part = self.read_flat(bucket, name, dtype, 0, bucket.layout.shard_numel)
-        return bucket.gather_full(part, self.state_of(bucket).memory)
+        read = partial(self.read_flat, bucket, name, dtype)
+        return bucket.gather_read(read, dtype, self.state_of(bucket).memory)
 
     def owned(self, bucket: Bucket, index: int, tensor: OwnedTensor) -> Tensor:
         """A tensor of the state of a parameter that lies on this rank: 1-D, in the order of its memory."""
@@ -235,16 +236,24 @@ class TorchUpdater(ShardUpdater):
         for group in {id(group): group for group in groups.values()}.values():
             state |= state_dtypes(self.optimizer, group, master.dtype, master.device)
         # All segments have the same state: that of no step, or of as many.
-        parts = [*self._parts([segment for segment, _ in members], groups, master, lambda _: None)]
+        segments, disk_tile = [segment for segment, _ in members], bucket.placement.optimizer_store.tile
+        parts = [*self._parts(segments, groups, master, lambda _: None, disk_tile)]
         found = [sum(part.numel for part in tile) for tile in tiles(parts, tile_numel(master))]
         tile, part = max(found, default=0), max((part.numel for part in parts), default=0)
         passing = 0
         for group in {id(group): group for group in groups.values()}.values():
-            together = _steps_together(group, bucket.placement.device)
+            together = steps_together(group, bucket.placement.device)
             passing = max(passing, (tile if together else part) * self._passing_bytes(group, master.dtype, together))
         fresh = tile * sum(dtype.itemsize for dtype in state.values())
         return Footprint(
-            master, state, tile * master.dtype.itemsize, passing, fresh, len(found) == 1, staged_bytes(bucket, master)
+            master,
+            state,
+            tile * master.dtype.itemsize,
+            passing,
+            fresh,
+            len(found) == 1,
+            staged_bytes(bucket, master),
+            window=largest_window(parts, disk_tile),
         )
 
     def _passing_bytes(self, group: dict[str, Any], dtype: torch.dtype, foreach: bool) -> int:
@@ -260,6 +269,7 @@ class TorchUpdater(ShardUpdater):
         groups: Mapping[int, dict[str, Any]],
         master: Master | MasterForm,
         state_key: Callable[[Segment], Hashable],
+        tile: int | None,
     ) -> Iterator[Run]:
         """Cut segments into runs that torch updates as one tensor each.
 
@@ -268,15 +278,19 @@ class TorchUpdater(ShardUpdater):
             groups: by index of the parameter.
             master: of the bucket.
             state_key: see :meth:`ShardState.key`.
+            tile: of the optimizer's store.
         """
+        numel = tile_numel(master)
 
         def key(segment: Segment) -> Hashable:
             group = groups[segment.param]
             return (id(group), state_key(segment)) if self._divides(group, master) else segment
 
         for run in runs(segments, key):
-            divides = self._divides(groups[run.segments[0].param], master)
-            yield from run.cut(tile_numel(master)) if divides else (run,)
+            if not self._divides(groups[run.segments[0].param], master):
+                yield run
+            else:
+                yield from run.cut(numel) if tile is None else run.cut_at(min(numel, tile))
 
     def _divides(self, group: dict[str, Any], master: Master | MasterForm) -> bool:
         """Tell whether an element becomes the same, to the bit, in whatever tensor torch updates it.
@@ -291,27 +305,28 @@ class TorchUpdater(ShardUpdater):
     def update(self, view: UpdateView) -> None:
         state = view.state
         assert isinstance(state, ShardState)
-        found = self._parts(view.segments, view.groups, view.master, state.key)
+        found = self._parts(view.segments, view.groups, view.master, state.key, view.tile)
         # The state of all of them before any is updated: a segment may be in several.
-        parts = [_Part(run, state.get(run)) for run in found]
-        for tile in tiles(parts, tile_numel(view.master)):
-            self._update_tile(view, state, tile)
-            view.master.write(tile[0].run.start, tile[-1].run.stop).wait()
+        parts = [_Part(run, state.names(run.segments[0]), state.own_scalars(run)) for run in found]
+        for window in in_windows(view, state, parts, lambda part: part.names):
+            for tile in tiles(window, tile_numel(view.master)):
+                self._update_tile(view, state, tile)
+                view.master.write(tile[0].run.start, tile[-1].run.stop).wait()
 
     def _update_tile(self, view: UpdateView, own: ShardState, tile: Sequence[_Part]) -> None:
         master = view.master
         shell_groups: dict[int, ShellGroup] = {}
         state: dict[Tensor, dict[str, Any]] = {}
         by_tensor: dict[Tensor, Run] = {}
-        for run, run_state in tile:
+        for run, names, scalars in tile:
             tensor = master.read(run.start, run.stop)
             tensor.grad = scaled_gradient(view, run.start, run.stop, tensor.dtype)
             hyperparameters = view.groups[run.segments[0].param]
             if id(hyperparameters) not in shell_groups:
-                form = _in_form_for(view.parameters[run.segments[0].param].device, hyperparameters)
+                form = in_form_for(view.parameters[run.segments[0].param].device, hyperparameters)
                 shell_groups[id(hyperparameters)] = ShellGroup([], form)
             shell_groups[id(hyperparameters)].tensors.append(tensor)
-            state[tensor] = run_state
+            state[tensor] = own.views(run, names) | scalars
             by_tensor[tensor] = run
         run_step(view.optimizer, list(shell_groups.values()), state, view.call)
         for tensor, run in by_tensor.items():
@@ -337,10 +352,11 @@ def staged_bytes(bucket: BucketForm, master: MasterForm) -> int:
 
 
 class _Part(NamedTuple):
-    """A run that torch updates as one tensor, and its state as the optimizer wants it."""
+    """A run that torch updates as one tensor, and the state that it has before."""
 
     run: Run
-    state: dict[str, Any]
+    names: tuple[str, ...]  # of per-element state
+    scalars: dict[str, Any]
 
     @property
     def numel(self) -> int:
@@ -350,29 +366,6 @@ class _Part(NamedTuple):
 def tile_numel(master: Master | MasterForm) -> int:
     """Elements that are updated at a time, but for larger parameters."""
     return _HOST_TILE if master.device.type == "cpu" else _DEVICE_TILE
-
-
-def _steps_together(group: dict[str, Any], device: torch.device) -> bool:
-    """Tell whether torch updates all tensors of a group at once, and so takes room for all of them.
-
-    Args:
-        group: its hyperparameters.
-        device: that trains.
-    """
-    if (foreach := group.get("foreach")) is not None:
-        return bool(foreach)
-    return device.type in foreach_devices() and not group.get("fused") and not group.get("differentiable")
-
-
-def _in_form_for(device: torch.device, group: dict[str, Any]) -> dict[str, Any]:
-    """Hyperparameters by which torch takes that form of the rule which it takes for parameters on ``device``.
-
-    Where state rests must not change a bit. Of NAdam and RAdam the form for many tensors, which torch takes on most
-    accelerators, rounds otherwise than that for one tensor, which it takes on the host.
-    """
-    tensors = any(isinstance(value, Tensor) for value in group.values())  # with these torch takes the latter everywhere
-    free = "foreach" in group and group["foreach"] is None and not tensors
-    return group | {"foreach": True} if free and _steps_together(group, device) else group
 
 
 class NativeUpdater(ShardUpdater):
@@ -432,14 +425,18 @@ class NativeUpdater(ShardUpdater):
             fresh = not set(self._rule.names(group)).issubset(state.names(segment))
             return id(group), step, fresh, segment.param if self._numbers.rounds_randomly else 0
 
+        parts = []  # before any is updated: a segment may be in several
         # Padding between parameters is updated too: gradient and state are constant there.
         for run in runs(view.segments, key, gap=view.gap):
             _, step, fresh, _ = key(run.segments[0])
-            self._update_run(view, state, run, groups[run.segments[0].param], step + 1, fresh)
+            group = groups[run.segments[0].param]
+            parts += [_NativePart(part, group, step + 1, fresh) for part in run.cut_at(view.tile)]
+        for window in in_windows(view, state, parts, lambda part: self._rule.names(part.group)):
+            for part in window:
+                self._update_part(view, state, part)
 
-    def _update_run(
-        self, view: UpdateView, own: ShardState, run: Run, group: dict[str, Any], step: int, fresh: bool
-    ) -> None:
+    def _update_part(self, view: UpdateView, own: ShardState, part: _NativePart) -> None:
+        run, group, step, fresh = part
         names = self._rule.names(group)
         states = [own.parts(name, self._numbers.state_dtype, run) for name in names]
         if fresh and step == 1 and (initial := self._rule.initial(group)):
@@ -461,7 +458,7 @@ class NativeUpdater(ShardUpdater):
             copy_out=master.copy_out,
             copy_ties=master.copy_ties,
             seed=self._numbers.seed,
-            index=self._index(view, run.segments[0]) if self._numbers.rounds_randomly else 0,
+            index=self._index(view, run) if self._numbers.rounds_randomly else 0,
         )
         master.finish()
         # One scalar for all segments of the run: nobody changes it in place.
@@ -470,13 +467,23 @@ class NativeUpdater(ShardUpdater):
             for segment in run.segments:
                 own.put_scalars(segment, scalars, names)
 
-    def _index(self, view: UpdateView, segment: Segment) -> int:
-        """The index of the segment's first element, for stochastic rounding."""
+    def _index(self, view: UpdateView, run: Run) -> int:
+        """The index of the first element of a run of one parameter, for stochastic rounding."""
+        segment = run.segments[0]
         parameter = view.parameters[segment.param]
         if id(parameter) not in self._ordinals:  # a group has joined
             parameters = (p for group in view.optimizer.param_groups for p in group["params"])
             self._ordinals = {id(p): number for number, p in enumerate(parameters)}
-        return first_index(self._ordinals[id(parameter)]) + segment.param_start
+        return first_index(self._ordinals[id(parameter)]) + segment.param_start + run.start - segment.start
+
+
+class _NativePart(NamedTuple):
+    """A run that a kernel updates at once."""
+
+    run: Run
+    group: dict[str, Any]
+    step: int
+    fresh: bool  # whether it has no state yet
 
 
 def why_not_native(masters: Iterable[Master | MasterForm], placement: BucketPlacement) -> str | None:

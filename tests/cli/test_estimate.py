@@ -56,7 +56,7 @@ def test_every_name_is_there_with_what_it_takes() -> None:
     by_name = {
         each["hydra"].split()[0]: each for each in reversed(report["choices"]) if len(each["hydra"].split()) == 3
     }
-    assert by_name.keys() == {f"strategy={name}" for name in STRATEGIES}
+    assert by_name.keys() == {f"strategy={name}" for name in STRATEGIES if "nvme" not in name}
     assert by_name["strategy=zero0"]["device_held_bytes"] == pytest.approx(16 * numel, rel=0.01)
     assert by_name["strategy=zero3"]["device_held_bytes"] == pytest.approx(2 * numel, rel=0.01)
     offloaded = by_name["strategy=zero2_offload"]

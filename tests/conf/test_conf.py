@@ -140,7 +140,9 @@ def test_the_groups_hold_the_promised_options() -> None:
     assert options("callbacks") == ["breakdown", "default", "ema", "memory", "none"]
 
 
-def test_every_strategy_builds_and_its_name_means_what_it_says(composed: Compose) -> None:
+def test_every_strategy_builds_and_its_name_means_what_it_says(
+    composed: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
     meaning = {
         "ddp": None,
         "zero0": (0, "none", "none"),
@@ -150,7 +152,11 @@ def test_every_strategy_builds_and_its_name_means_what_it_says(composed: Compose
         "zero1_offload": (1, "cpu", "none"),
         "zero2_offload": (2, "cpu", "none"),
         "zero3_offload": (3, "cpu", "cpu"),
+        "zero1_nvme": (1, "nvme", "none"),
+        "zero2_nvme": (2, "nvme", "none"),
+        "zero3_nvme": (3, "nvme", "cpu"),
     }
+    monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", "/local")
     for option in options("strategy"):
         strategy = build_trainer(composed(f"strategy={option}")).strategy
         found = None
@@ -558,7 +564,7 @@ def test_mistakes_name_what_would_be_right(
         (["precision=fp8"], ["precision=fp8: no such option", "bf16_true, fp16, fp16_static, fp16_true, fp32, fp64"]),
         (
             ["strategy.offload_optimizer=gpu"],
-            ["strategy.offload_optimizer", "expected one of [none, cpu]"],
+            ["strategy.offload_optimizer", "expected one of [none, cpu, nvme]"],
         ),
         (["strategy.shard_size=two"], ["strategy.shard_size: Value 'two'", "Integer"]),
         (["scheduler.steps=3"], ["scheduler has no keys."]),

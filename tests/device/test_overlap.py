@@ -224,7 +224,7 @@ def left_by(session: Session) -> list[Tensor]:
     for bucket in session.engine.buckets:
         left += [bucket.master.read(0, bucket.layout.shard_numel), bucket.shard]
         for updater in session.engine.updaters:
-            left += updater.state_of(bucket).flat.values()
+            left += [flat.read(0, flat.numel) for flat in updater.state_of(bucket).flat.values()]
     with session.engine.gathered(session.model.parameters()):
         left += [parameter.detach() for parameter in session.model.parameters()]
         return [tensor.cpu().clone() for tensor in left]

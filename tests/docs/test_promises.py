@@ -56,6 +56,8 @@ def test_the_table_of_memory_is_what_the_plan_gives() -> None:
         model = torch.nn.Transformer(4096, 32, 16, 16, 16384, batch_first=True)
     expected = {}
     for name, options in STRATEGIES.items():
+        if "nvme" in options.values():
+            continue  # as those in host memory, with masters and state on the disk
         optimizer_store, param_store = (
             HostStore() if options.get(f"offload_{what}") == "cpu" else DeviceStore(gpu)
             for what in ("optimizer", "params")

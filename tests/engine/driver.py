@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,11 +22,14 @@ from torch.utils._pytree import tree_flatten_with_path
 from lightning_zero.engine import Engine
 from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardingPolicy
 from lightning_zero.sharding.memory_format import MemoryFormat
-from lightning_zero.storage import DeviceStore, HostStore
+from lightning_zero.storage import DeviceStore, DiskStore, Executor, HostStore, TensorStore, make_executor
+from lightning_zero.storage.run_folder import RunFolder
 from lightning_zero.update import LossScaler, ShardState, ShardUpdater, WholeState, block_of, kept_whole, make_updater
 from lightning_zero.update.updaters import NativeOptimizer
 
 CPU = torch.device("cpu")
+DISK_BUFFER = 4096 * 16 * 3
+_RUNS = itertools.count()
 UNCHANGED = MixedPrecisionPolicy()
 
 
@@ -44,6 +50,9 @@ class Setup:
     check_steps: int = 0
     detect_data_edits: bool = False
     whole: bool = False  # each parameter lies whole in one shard
+    disk: str | None = None  # with `offload`, a folder to rest the optimizer's state in instead
+    overlap: bool = True
+    direct: bool = True
 
 
 class Meshes:
@@ -70,17 +79,29 @@ class Session(NamedTuple):
 
 def make_placement(setup: Setup, mesh: Mesh | None = None) -> BucketPlacement:
     """`mesh` is a new one by default: a collective call."""
-    optimizer_store = HostStore() if setup.offload else DeviceStore(CPU)
+    mesh, executor = mesh or Meshes().of(setup), make_executor(CPU, setup.overlap)
+    host: TensorStore = HostStore() if setup.offload else DeviceStore(CPU)
+    optimizer_store = host if setup.disk is None else make_disk_store(setup, mesh.world.rank, executor)
     shared = setup.stage == 3 and setup.offload_params
     return BucketPlacement(
-        mesh or Meshes().of(setup),
+        mesh,
         ShardingPolicy.from_stage(setup.stage),
         setup.precision,
         CPU,
         optimizer_store,
-        optimizer_store if shared else DeviceStore(CPU),
+        host if shared else DeviceStore(CPU),
+        executor,
         whole=setup.whole,
     )
+
+
+def make_disk_store(setup: Setup, rank: int, executor: Executor) -> DiskStore:
+    """With tiles of 4096 elements, the smallest there are."""
+    assert setup.disk is not None
+    folder = RunFolder(Path(setup.disk), f"{os.getpid()}-{next(_RUNS)}", rank)
+    store = DiskStore.in_folder(folder, executor, DISK_BUFFER, direct=setup.direct)
+    assert store.tile == 4096
+    return store
 
 
 def make_engine(

@@ -174,7 +174,7 @@ class Placed(Lit):
             strategy = self.trainer.strategy
             for bucket in strategy.engine.buckets:
                 state = strategy.engine.updaters[0].state_of(bucket)
-                tensors = [bucket.master.read(0, 1), *state.flat.values()]
+                tensors = [bucket.master.read(0, 1), *(flat.read(0, 1) for flat in state.flat.values())]
                 self.notes.append(
                     {
                         "batch": batch.device.type,

@@ -30,6 +30,7 @@ from lightning_zero.ops import BLOCK, join_
 from lightning_zero.sharding import Mesh, MixedPrecisionPolicy
 from lightning_zero.sharding.masters import SplitMaster
 from lightning_zero.storage import DeviceStore
+from lightning_zero.storage.rested import Resident
 from lightning_zero.update import CPUOptimizer, NativeUpdater, TorchUpdater, make_updater
 
 FP32, BF16, FP16, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.int8
@@ -536,8 +537,8 @@ VALUES = (1.0, -1.5, 1 + 2.0**-9 + 2.0**-20, 3.1415927, 2.0**-24 * 0.7, -(2.0**-
 
 def split_master(dtype: torch.dtype, apart: bool) -> tuple[SplitMaster, Tensor]:
     shard = torch.zeros(len(VALUES), dtype=dtype)
-    high = torch.zeros_like(shard) if apart else shard
-    master = SplitMaster(shard, high, torch.zeros(len(VALUES), dtype=torch.int16))
+    high = Resident(torch.zeros_like(shard)) if apart else None
+    master = SplitMaster(shard, high, Resident(torch.zeros(len(VALUES), dtype=torch.int16)))
     master.keep(0, torch.tensor(VALUES))
     master.write(0, len(VALUES))
     return master, shard

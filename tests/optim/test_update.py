@@ -18,7 +18,8 @@ from lightning_zero.checkpoint import load_optimizer_state_dict, optimizer_state
 from lightning_zero.sharding import Bucket, Mesh, MixedPrecisionPolicy, Run
 from lightning_zero.sharding.held import local_grad
 from lightning_zero.sharding.masters import CopyMaster
-from lightning_zero.update import NativeUpdater, ShardState, TorchUpdater, make_updater, updaters
+from lightning_zero.storage.rested import Resident
+from lightning_zero.update import NativeUpdater, ShardState, TorchUpdater, make_updater, shell, updaters
 from lightning_zero.update import whole as whole_parameters
 from lightning_zero.update.shell import ShellGroup, StepCall, run_step
 
@@ -222,7 +223,7 @@ def test_a_rule_has_the_form_that_torch_takes_on_the_device_that_trains(
     name: str, offload: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever its state rests. Here a CPU stands for a device on which torch updates several tensors at a time."""
-    monkeypatch.setattr(updaters, "foreach_devices", lambda: frozenset({"cpu"}))
+    monkeypatch.setattr(shell, "foreach_devices", lambda: frozenset({"cpu"}))
     session = start(Setup(2, offload=offload), name)
     results = {}
     for foreach in (True, False):
@@ -346,7 +347,7 @@ def test_torchs_updates_round_halves_as_the_kernels_do() -> None:
     bits = (highs[:, None] << 16) + torch.tensor([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     values = bits.flatten().to(torch.int32).view(torch.float32)
     shard, high = (torch.empty(values.numel(), dtype=torch.bfloat16) for _ in range(2))
-    master = CopyMaster(shard, values.clone(), ties="away")
+    master = CopyMaster(shard, Resident(values.clone()), ties="away")
     master.write(0, values.numel())
     ops.split_(values, high, torch.empty_like(high, dtype=torch.int16))
     assert torch.equal(shard.view(torch.int16), high.view(torch.int16))
@@ -356,7 +357,7 @@ def test_torchs_updates_round_halves_as_the_kernels_do() -> None:
         master.derive(0, values.numel())
         assert torch.equal(master.read(0, values.numel()).view(torch.int32), values.view(torch.int32))
     nan = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
-    CopyMaster(shard[:3], nan, ties="away").write(0, 3)
+    CopyMaster(shard[:3], Resident(nan), ties="away").write(0, 3)
     assert shard[:3].isnan().all()
 
 
@@ -388,8 +389,9 @@ def test_state_is_updated_in_place(bucket: Bucket) -> None:
     view = state.get(Run.of(segment))["average"]
     view.add_(3.0)
     state.put(Run.of(segment), {"average": view})
-    assert torch.equal(state.flat["average"][segment.start : segment.stop], torch.full((segment.numel,), 3.0))
-    assert state.flat["average"].sum() == 3.0 * segment.numel  # nobody else's elements
+    average = state.read("average", torch.float32, 0, bucket.layout.shard_numel)
+    assert torch.equal(average[segment.start : segment.stop], torch.full((segment.numel,), 3.0))
+    assert average.sum() == 3.0 * segment.numel  # nobody else's elements
     assert state.nbytes == bucket.layout.shard_numel * 4
 
 

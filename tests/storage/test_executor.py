@@ -51,12 +51,15 @@ class Deferred(InlineExecutor):
         begin = super().submit
 
         class Work:
-            done = False
+            ended = False
 
             def wait(self) -> None:
-                if not self.done:
-                    self.done = True
+                if not self.ended:
+                    self.ended = True
                     begin(job, lane, what, after)
+
+            def done(self) -> bool:
+                return self.ended
 
             synchronize = wait
 
@@ -75,6 +78,9 @@ class Threaded(InlineExecutor):
         class Work:
             def wait(self) -> None:
                 begun.result(timeout=30)
+
+            def done(self) -> bool:
+                return begun.done()
 
             synchronize = wait
 

@@ -1,0 +1,309 @@
+"""Tensors on a disk, fetched a tile at a time into host memory in passing, and committed when they were changed.
+
+Reads and writes are jobs in the executor's lane of the disk, so that they are done in the order in which they are
+submitted: a tile that is fetched again finds what was committed. A CRC-32 of each tile is known from when it was
+written, and verified when it is fetched. What was never written is zeros and is not read.
+"""
+
+from __future__ import annotations
+
+import errno
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from zlib_ng.zlib_ng import crc32
+
+from lightning_zero import ops
+from lightning_zero.advice import Case, advice
+from lightning_zero.storage.disk_file import DiskError, DiskFile, aligned
+from lightning_zero.storage.executor import Executor, Lane, Ticket
+from lightning_zero.storage.host import HostStore
+from lightning_zero.storage.rested import Memory
+from lightning_zero.storage.run_folder import RunFolder
+from lightning_zero.storage.staging import Staged, Staging
+
+_LEAST_TILE, _LARGEST_TILE = 1 << 12, 1 << 20  # elements; of the least, one byte each fills a page
+_IN_FLIGHT = 3  # tiles of one bucket: one is fetched, one updated, one written
+_TYPICAL_ITEMSIZE = 16  # bytes per element: fp32 masters and three states of their size
+
+
+def tile_numel(buffer_bytes: int) -> int:
+    """Elements of a tile of which as many as are in flight fit ``buffer_bytes``: a power of two."""
+    fitting = max(1, buffer_bytes // (_IN_FLIGHT * _TYPICAL_ITEMSIZE))
+    return min(max(1 << (fitting.bit_length() - 1), _LEAST_TILE), _LARGEST_TILE)
+
+
+def passing_bytes(limit: int, window: int, numel: int, itemsizes: Sequence[int]) -> int:
+    """The most host memory that the tiles of a bucket take while it is updated.
+
+    Args:
+        limit: of the store; what is updated and what is fetched meanwhile there always is room for.
+        window: elements of what is fetched at once, one tile or more.
+        numel: of the bucket's shard.
+        itemsizes: of its tensors.
+    """
+    number, nbytes = -(-numel // window), sum(aligned(min(window, numel) * size) for size in itemsizes)
+    return min(nbytes * min(number, _IN_FLIGHT), max(limit, nbytes * min(number, _IN_FLIGHT - 1)))
+
+
+class DiskStore:
+    """State rests in a file; what must be in memory, such as gradients, in host memory.
+
+    Attributes:
+        file: where; ``None`` in a plan.
+
+    Args:
+        file: as above.
+        executor: does the work of its lane of the disk.
+        buffer_bytes: of host memory that tiles pass through.
+        pin_for: see :class:`~lightning_zero.storage.host.HostStore`.
+        checksums: verify tiles when they are fetched.
+    """
+
+    device = torch.device("cpu")
+    exact = True
+    memory: Memory = "host"
+    resting_memory: Memory = "disk"
+
+    def __init__(
+        self,
+        file: DiskFile | None,
+        executor: Executor,
+        buffer_bytes: int,
+        pin_for: torch.device | None = None,
+        checksums: bool = True,
+    ) -> None:
+        self.file = file
+        self.passing_bytes = buffer_bytes
+        self.tile: int | None = tile_numel(buffer_bytes)
+        self._executor = executor
+        self._host = HostStore(pin_for)
+        self._staging = Staging(pin_for or self.device, buffer_bytes)
+        self._checksums = checksums
+        self._folder: RunFolder | None = None  # is removed when nobody refers to it
+        self._failed: DiskError | None = None  # what was to be written then is lost
+
+    @classmethod
+    def in_folder(
+        cls, folder: RunFolder, executor: Executor, buffer_bytes: int, direct: bool = True, **options: Any
+    ) -> DiskStore:
+        """A store with a file of its own in a folder, which is removed with the store.
+
+        Raises:
+            DiskError: the file cannot be made.
+        """
+        file = DiskFile(Path(folder.path, "state.bin"), ops.DiskPool(), direct)
+        store = cls(file, executor, buffer_bytes, **options)
+        store._folder = folder
+        return store
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._host.zeros(numel, dtype)
+
+    def rest(self, numel: int, dtype: torch.dtype, what: str) -> DiskTensor:
+        return DiskTensor(self, numel, dtype, what)
+
+    def close(self) -> None:
+        if self._folder is not None:
+            self._folder.remove()
+
+    def reserve(self, nbytes: int) -> None:
+        """Make sure that the disk has room for ``nbytes`` in all.
+
+        Raises:
+            DiskError: it has not; with the bytes that are needed and free.
+        """
+        self.opened.reserve(nbytes, "masters and optimizer state")
+
+    @property
+    def opened(self) -> DiskFile:
+        """The file."""
+        assert self.file is not None, "a store of a plan keeps nothing"
+        return self.file
+
+    @property
+    def staged_bytes(self) -> int:
+        """Host memory that tiles pass through now."""
+        return self._staging.nbytes
+
+    def check(self) -> None:
+        """Raise what a write has failed with, if one has: what the disk holds is not what it should."""
+        if self._failed is not None:
+            raise DiskError(*self._failed.args) from self._failed
+
+    def take(self, nbytes: int) -> Staged:
+        """Memory in passing; 1-D, bytes."""
+        return self._staging.take(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+
+    def give(self, staged: Staged, work: Ticket) -> None:
+        """Give it back, when ``work`` ends."""
+        self._staging.give(staged, work)
+
+    def copy_for(self, nbytes: int) -> Tensor:
+        """Memory for a copy that someone reads; 1-D, bytes."""
+        return HostStore().zeros(nbytes, torch.uint8)
+
+    def load(self, tensor: DiskTensor, first: int, memory: Tensor) -> Ticket:
+        """Begin to read tiles from ``first`` on."""
+        self.check()
+        return self._executor.submit(partial(self._load, tensor, first, memory), Lane.DISK, tensor.what)
+
+    def keep(self, tensor: DiskTensor, first: int, memory: Tensor, after: Sequence[Ticket]) -> Ticket:
+        """Begin to write tiles from ``first`` on."""
+        self.check()
+        return self._executor.submit(partial(self._keep, tensor, first, memory), Lane.DISK, tensor.what, after)
+
+    def _load(self, tensor: DiskTensor, first: int, memory: Tensor) -> None:
+        self.check()  # in the lane, after all that was submitted before
+        tiles = list(tensor.tiles_in(first, memory))
+        for start, stop in _written(tensor, first, len(tiles)):
+            begin, end = tensor.offset_of(first + start), start * tensor.tile_bytes
+            part = memory[end : stop * tensor.tile_bytes]
+            self.opened.read(part, begin, tensor.what)
+        for number, tile in enumerate(tiles, first):
+            expected = tensor.sums.get(number)
+            if expected is None:
+                tile.zero_()
+            elif self._checksums and crc32(tile.numpy().data) != expected:
+                path, offset = self.opened.path, tensor.offset_of(number)
+                raise DiskError(
+                    errno.EIO,
+                    f"{tensor.what} in {path}, {tile.nbytes:,} bytes from {offset:,} on, is not what was written: its "
+                    f"checksum does not match{advice(Case.DISK_DAMAGED, '. ')}",
+                    str(path),
+                )
+
+    def _keep(self, tensor: DiskTensor, first: int, memory: Tensor) -> None:
+        self.check()
+        tiles = tensor.tiles_in(first, memory)
+        sums = {n: crc32(tile.numpy().data) if self._checksums else 0 for n, tile in enumerate(tiles, first)}
+        try:
+            self.opened.write(memory, tensor.offset_of(first), tensor.what)
+        except DiskError as error:
+            self._failed = error
+            raise
+        tensor.sums |= sums
+
+
+def _written(tensor: DiskTensor, first: int, count: int) -> Iterator[tuple[int, int]]:
+    """Runs of tiles that were written, counted from ``first`` on."""
+    start = None
+    for number in range(count + 1):
+        written = number < count and first + number in tensor.sums
+        if written and start is None:
+            start = number
+        elif not written and start is not None:
+            yield start, number
+            start = None
+
+
+@dataclass(eq=False)
+class _Window:
+    """Tiles ``[first, last)`` in host memory in passing."""
+
+    first: int
+    last: int
+    staged: Staged
+    values: Tensor  # 1-D, the elements of the tiles
+    arrived: Ticket
+
+
+class DiskTensor:
+    """A tensor that rests on a disk: zeros until it is written; see :class:`~lightning_zero.storage.rested.Rested`.
+
+    Attributes:
+        what: it is, for messages.
+        sums: checksums of the tiles that were written, by their number.
+        tile_bytes: of all tiles but the last one, which may be shorter.
+
+    Args:
+        store: that it rests in.
+        numel: number of elements.
+        dtype: of the elements.
+        what: as above.
+
+    Raises:
+        DiskError: the disk is full.
+    """
+
+    memory: Memory = "disk"
+    device = torch.device("cpu")
+
+    def __init__(self, store: DiskStore, numel: int, dtype: torch.dtype, what: str) -> None:
+        assert store.tile is not None
+        self.numel, self.dtype, self.what, self.tile = numel, dtype, what, store.tile
+        self.tile_bytes = self.tile * dtype.itemsize
+        self.sums: dict[int, int] = {}
+        self._store = store
+        self._offset = store.opened.allocate(numel * dtype.itemsize, what)
+        self._windows: list[_Window] = []
+        weakref.finalize(self, store.opened.free, self._offset, numel * dtype.itemsize)
+
+    def expect(self, start: int, stop: int) -> None:
+        self._window(start, stop)
+
+    def holds(self, start: int, stop: int) -> bool:
+        return self._held(start, stop) is not None
+
+    def view(self, start: int, stop: int) -> Tensor:
+        window = self._window(start, stop)
+        window.arrived.synchronize()
+        begin = window.first * self.tile
+        return window.values[start - begin : stop - begin]
+
+    def commit(self, start: int, stop: int, after: Sequence[Ticket] = ()) -> None:
+        for window in self._overlapping(start, stop):
+            self._windows.remove(window)
+            written = self._store.keep(self, window.first, window.staged.tensor, (window.arrived, *after))
+            self._store.give(window.staged, written)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        if self.holds(start, stop):
+            return self.view(start, stop)
+        assert not self._overlapping(start, stop), f"{self.what} is read while a part of it is changed"
+        first, last = start // self.tile, -(-stop // self.tile)
+        memory = self._store.copy_for(self._bytes(first, last))
+        self._store.load(self, first, memory).synchronize()
+        begin = first * self.tile
+        return self._elements(first, last, memory)[start - begin : stop - begin]
+
+    def offset_of(self, tile: int) -> int:
+        """Where in the file a tile begins."""
+        return self._offset + tile * self.tile_bytes
+
+    def tiles_in(self, first: int, memory: Tensor) -> Iterator[Tensor]:
+        """The bytes of the elements of each tile in ``memory``, which holds tiles from ``first`` on."""
+        for start in range(0, memory.nbytes, self.tile_bytes):
+            end = min(start + self.tile_bytes, self.numel * self.dtype.itemsize - first * self.tile_bytes)
+            yield memory[start:end]
+
+    def _window(self, start: int, stop: int) -> _Window:
+        if (held := self._held(start, stop)) is not None:
+            return held
+        self.commit(start, stop)  # what overlaps; the lane fetches after that
+        first, last = start // self.tile, -(-stop // self.tile)
+        staged = self._store.take(self._bytes(first, last))
+        values = self._elements(first, last, staged.tensor)
+        window = _Window(first, last, staged, values, self._store.load(self, first, staged.tensor))
+        self._windows.append(window)
+        return window
+
+    def _held(self, start: int, stop: int) -> _Window | None:
+        inside = (w for w in self._windows if w.first * self.tile <= start and stop <= w.last * self.tile)
+        return next(inside, None)
+
+    def _overlapping(self, start: int, stop: int) -> list[_Window]:
+        return [w for w in self._windows if w.first * self.tile < stop and start < w.last * self.tile]
+
+    def _bytes(self, first: int, last: int) -> int:
+        return aligned(min(last * self.tile, self.numel) * self.dtype.itemsize - first * self.tile_bytes)
+
+    def _elements(self, first: int, last: int, memory: Tensor) -> Tensor:
+        numel = min(last * self.tile, self.numel) - first * self.tile
+        return memory[: numel * self.dtype.itemsize].view(self.dtype)

@@ -1,0 +1,166 @@
+"""The folder of a rank's files on a disk: its own, removed at the end, or by the next run where its owner was killed.
+
+A run has a folder ``lightning_zero-<run id>`` at the path, and each of its ranks a folder ``rank<k>`` in that, which it
+locks (flock) for as long as it lives. What nobody locks is left over from a run that has died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import socket
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning_zero.advice import Case, advice
+from lightning_zero.storage.disk_file import DiskError
+
+log = logging.getLogger(__name__)
+
+_PREFIX = "lightning_zero-"
+_NEW = ".new-"  # of a folder that its owner is about to lock
+_NEW_SECONDS = 60.0  # after which it has not done so for another reason than being busy
+
+# File systems, as the table of mounts calls them.
+_IN_MEMORY = {"tmpfs", "ramfs"}
+_ON_NETWORK = {
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs"),
+    *("fuse.ceph-fuse", "fuse.glusterfs", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse"),
+}
+
+
+class RunFolder:
+    """A folder for this rank alone.
+
+    Attributes:
+        path: of the folder.
+
+    Args:
+        base: an existing folder, which other runs may use, too.
+        run: the same text on all ranks of the run, and different from every other run's.
+        rank: of this process.
+
+    Raises:
+        DiskError: ``base`` is missing or cannot be written to, or the run has such a folder already.
+    """
+
+    def __init__(self, base: Path, run: str, rank: int) -> None:
+        _check_base(base)
+        remove_stale(base)
+        self.path = self.place(base, run, rank)
+        folder = self.path.parent
+        new = folder / f"{_NEW}rank{rank}"
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            new.mkdir(mode=0o700)
+            lock = os.open(new, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            Path(new, "owner").write_text(f"process {os.getpid()} of {socket.gethostname()}\n")
+            new.rename(self.path)  # seen by others when it is locked; fails where one with an owner is
+        except OSError as error:
+            shutil.rmtree(new, ignore_errors=True)
+            raise DiskError(
+                error.errno, f"{self.path} cannot be made: {error.strerror}{advice(Case.DISK_PATH, '. ')}", str(base)
+            ) from error
+        self.remove = weakref.finalize(self, _remove, self.path, lock, os.getpid())
+
+    @staticmethod
+    def place(base: Path, run: str, rank: int) -> Path:
+        """The path of such a folder."""
+        return base / f"{_PREFIX}{run}" / f"rank{rank}"
+
+
+def _check_base(base: Path) -> None:
+    if not base.is_dir():
+        code = errno.ENOTDIR if base.exists() else errno.ENOENT
+        raise DiskError(code, f"{base} is not a folder that exists{advice(Case.DISK_PATH, '. ')}", str(base))
+    if not os.access(base, os.W_OK | os.X_OK):
+        raise DiskError(errno.EACCES, f"{base} cannot be written to{advice(Case.DISK_PATH, '. ')}", str(base))
+
+
+def _remove(path: Path, lock: int, process: int) -> None:
+    if os.getpid() != process:
+        return  # the child of a fork, which has the lock, too
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.parent.rmdir()  # by the last rank
+    os.close(lock)
+
+
+def remove_stale(base: Path) -> list[Path]:
+    """Remove the folders that dead ranks have left at ``base``; returns those."""
+    removed = []
+    for run in sorted(base.glob(f"{_PREFIX}*")):
+        found = [folder for folder in _rank_folders(run) if _remove_if_dead(folder)]
+        if found:
+            log.warning("removed %s, which a run that has died had left", ", ".join(map(str, found)))
+            with contextlib.suppress(OSError):
+                run.rmdir()
+        removed += found
+    return removed
+
+
+def _rank_folders(run: Path) -> Iterator[Path]:
+    with contextlib.suppress(OSError):  # its owner has removed it meanwhile, or it is somebody else's
+        yield from run.glob("rank*")
+        for folder in run.glob(f"{_NEW}rank*"):
+            if time.time() - folder.stat().st_mtime > _NEW_SECONDS:
+                yield folder
+
+
+def _remove_if_dead(folder: Path) -> bool:
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+        return not folder.exists()
+    finally:
+        os.close(lock)
+
+
+class FileSystem(NamedTuple):
+    """The file system that a path is on.
+
+    Attributes:
+        kind: its name in the table of mounts; empty where there is none.
+    """
+
+    kind: str
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether its files take the host's memory."""
+        return self.kind in _IN_MEMORY
+
+    @property
+    def on_network(self) -> bool:
+        """Whether another machine has its files."""
+        return self.kind in _ON_NETWORK
+
+
+def file_system(path: Path) -> FileSystem:
+    """The file system of ``path``, by the mounts of this process."""
+    path = path.resolve()
+    best, kind = -1, ""
+    try:
+        mounts = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:  # not on this system
+        return FileSystem("")
+    for line in mounts:
+        point, name = (field.encode().decode("unicode_escape") for field in line.split()[1:3])
+        if path.is_relative_to(point) and len(Path(point).parts) >= best:  # the last mount there hides the others
+            best, kind = len(Path(point).parts), name
+    return FileSystem(kind)

@@ -1,0 +1,74 @@
+"""The executor of CPU ranks: only the disk works beside the training."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+
+from lightning_zero.storage.executor import InlineExecutor, Lane, Ticket
+
+_Jobs = queue.SimpleQueue[Callable[[], None] | None]
+
+
+class _Work:
+    """The ticket of a job in a thread."""
+
+    def __init__(self, ended: Future[None]) -> None:
+        self._ended = ended
+
+    def wait(self) -> None:
+        self._ended.result()
+
+    def synchronize(self) -> None:
+        self._ended.result()
+
+    def done(self) -> bool:
+        if self._ended.done():
+            self._ended.result()
+        return self._ended.done()
+
+
+class ThreadExecutor(InlineExecutor):
+    """Finishes all work when it is submitted, but that of the disk: a thread does it, in order, from its first job on.
+
+    Host memory is all the memory there is, and its cores are those that train.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: _Jobs | None = None
+
+    def submit(self, job: Callable[[], object], lane: Lane, what: str, after: Sequence[Ticket] = ()) -> Ticket:
+        if lane is not Lane.DISK:
+            return super().submit(job, lane, what, after)
+        ended: Future[None] = Future()
+        self._thread().put(partial(_run, partial(super().submit, job, lane, what, tuple(after)), ended))
+        return _Work(ended)
+
+    def _thread(self) -> _Jobs:
+        if self._jobs is None:
+            self._jobs = queue.SimpleQueue()
+            # A daemon: one that hangs holds up neither teardown nor the end of the process.
+            threading.Thread(target=_work, args=(self._jobs,), name=f"lane {Lane.DISK.name}", daemon=True).start()
+            weakref.finalize(self, self._jobs.put, None)
+        return self._jobs
+
+
+def _work(jobs: _Jobs) -> None:
+    with torch.no_grad():
+        while (job := jobs.get()) is not None:
+            job()
+            del job  # what it refers to need not live until the next one comes
+
+
+def _run(job: Callable[[], object], ended: Future[None]) -> None:
+    try:
+        job()
+        ended.set_result(None)
+    except BaseException as error:  # noqa: BLE001  (it is raised where the ticket is waited for)
+        ended.set_exception(error)

@@ -1,0 +1,101 @@
+"""Windows: an update of state that rests elsewhere than where it is computed on, a few tiles at a time.
+
+While a window is updated the next one is fetched and the one before is put back. Where state rests in memory all of the
+bucket is one window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+from lightning_zero.sharding import Run
+from lightning_zero.update.state import ShardState
+from lightning_zero.update.view import UpdateView
+
+
+class Part(Protocol):
+    """A part of a shard that is updated at once."""
+
+    @property
+    def run(self) -> Run: ...
+
+
+P = TypeVar("P", bound=Part)
+
+
+class _Tiles(NamedTuple):
+    """The range of a shard from one border of a tile to another."""
+
+    start: int
+    stop: int
+
+    @classmethod
+    def around(cls, run: Run, tile: int | None) -> _Tiles:
+        if tile is None:
+            return cls(0, run.stop)
+        return cls(run.start // tile * tile, -(-run.stop // tile) * tile)
+
+    def overlap(self, other: _Tiles) -> bool:
+        return self.start < other.stop and other.start < self.stop
+
+
+def in_windows(
+    view: UpdateView, state: ShardState, parts: Iterable[P], names: Callable[[P], Iterable[str]]
+) -> Iterator[tuple[P, ...]]:
+    """Give the parts of an update by windows, each of which is fetched before, and put back after it was updated.
+
+    Args:
+        view: of the bucket.
+        state: its.
+        parts: what is updated, in ascending order. Those that lie inside a tile, or a number of whole tiles, can be
+            fetched while the ones before are updated.
+        names: the per-element state of a part, as far as it exists.
+    """
+    windows = list(_windows(parts, view.tile))
+    for number, (tiles, window) in enumerate(windows):
+        _expect(view, state, window, names)
+        following = windows[number + 1 : number + 2]
+        for others, after in following:
+            if not others.overlap(tiles):  # else what it is fetched with is still to change
+                _expect(view, state, after, names)
+        yield tuple(window)
+        view.master.commit(*_range(window))
+        state.commit(*_range(window))
+
+
+def _windows(parts: Iterable[P], tile: int | None) -> Iterator[tuple[_Tiles, list[P]]]:
+    """Put parts in the tiles of the first of them together."""
+    tiles, window = _Tiles(0, 0), list[P]()
+    for part in parts:
+        own = _Tiles.around(part.run, tile)
+        inside = tile is None or (tiles.start <= own.start and own.stop <= tiles.stop)
+        if window and not inside:
+            yield tiles, window
+            window = []
+        if not window:
+            tiles = own
+        window.append(part)
+    if window:
+        yield tiles, window
+
+
+def largest_window(runs: Iterable[Run], tile: int | None) -> int:
+    """The most elements that are fetched at once for these runs; 0 where state rests in memory."""
+    if tile is None:
+        return 0
+    return max((tiles.stop - tiles.start for tiles, _ in _windows(map(_Alone, runs), tile)), default=0)
+
+
+class _Alone(NamedTuple):
+    run: Run
+
+
+def _expect(view: UpdateView, state: ShardState, window: Sequence[P], names: Callable[[P], Iterable[str]]) -> None:
+    start, stop = _range(window)
+    view.master.expect(start, stop)
+    state.expect(start, stop, sorted({name for part in window for name in names(part)}))
+
+
+def _range(window: Sequence[P]) -> tuple[int, int]:
+    return window[0].run.start, window[-1].run.stop

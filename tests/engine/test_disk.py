@@ -1,0 +1,240 @@
+"""State that rests on a disk: the bits of state that rests in host memory, and no more reads and writes than needed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine import driver
+from engine.driver import Setup, assert_equal
+from helpers.ranks import RankPool
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from lightning_zero import CPUSGD, CPUAdamW, DynamicLossScaler
+from lightning_zero.checkpoint.state import (
+    load_module_state_dict,
+    load_optimizer_state_dict,
+    module_state_dict,
+    optimizer_state_dict,
+)
+from lightning_zero.sharding import Mesh, MixedPrecisionPolicy
+from lightning_zero.storage import DiskStore
+from lightning_zero.storage.disk_file import aligned
+from lightning_zero.storage.nvme import DiskTensor
+from lightning_zero.storage.rested import nbytes_of
+
+WIDTH, INPUT, STEPS = 96, 16, 4
+PURE_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, keep_norms=False)
+PURE_FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, keep_norms=False)
+# Several buckets at stages 1 and 2, each of several tiles also on two ranks.
+SETUP = Setup(2, offload=True, native="auto", bucket_size_mb=0.08)
+
+
+class Blocks(nn.Module):
+    """Parameters longer and shorter than a tile; one block is left out of some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(INPUT, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)
+        )
+        self.head = nn.Linear(WIDTH, INPUT)
+
+    def forward(self, x: Tensor, last: bool) -> Tensor:
+        x = self.embed(x)
+        for block in [*self.blocks][: 3 if last else 2]:
+            x = block(x)
+        return self.head(x)
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    """Of a batch whose first element is negative the last block computes nothing; above 1, the loss is infinite."""
+    dtype = model.get_parameter("head.weight").dtype
+    factor = torch.inf if batch[0, 0] > 1 else 1.0
+    return model(batch.to(dtype), last=bool(batch[0, 0] >= 0)).float().square().mean() * factor
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Runs that end inside of tiles."""
+    named = dict(model.named_parameters())
+    return [
+        {"params": [p for name, p in named.items() if "bias" not in name]},
+        {"params": [p for name, p in named.items() if "bias" in name], "lr": 0.02},
+    ]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "adamw": lambda m: torch.optim.AdamW(two_groups(m), lr=0.01, amsgrad=True),
+    "sgd": lambda m: torch.optim.SGD(two_groups(m), lr=0.1, momentum=0.9),
+    "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.01, initial_accumulator_value=0.1),
+    "rmsprop": lambda m: torch.optim.RMSprop(two_groups(m), lr=0.01),
+    "fused": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, fused=True),
+    "split": lambda m: CPUAdamW(two_groups(m), lr=0.01, master_layout="split", state_dtype=torch.bfloat16),
+    "copy": lambda m: CPUSGD(m.parameters(), lr=0.1, momentum=0.9, state_dtype=torch.bfloat16),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    setup: Setup
+    optimizer: str = "adamw"
+    micro: int = 1
+    clip: float | None = None
+    overflow: bool = False  # in one of the steps
+
+    def on_disk(self, folder: str, **changes: Any) -> Case:
+        return dataclasses.replace(self, setup=dataclasses.replace(self.setup, disk=folder, **changes))
+
+
+CASES = (
+    Case(dataclasses.replace(SETUP, stage=1), micro=2, clip=0.1),
+    Case(SETUP, "sgd", micro=2),
+    Case(dataclasses.replace(SETUP, precision=PURE_BF16), "split", clip=0.1),
+    Case(dataclasses.replace(SETUP, precision=PURE_FP16), "split", overflow=True),
+    Case(dataclasses.replace(SETUP, stage=1, precision=PURE_BF16), "copy"),
+    Case(dataclasses.replace(SETUP, stage=3, units=("blocks.*",)), "adagrad", clip=0.1),
+    Case(dataclasses.replace(SETUP, stage=3, units=("blocks.*",), precision=PURE_FP16), overflow=True),
+    Case(dataclasses.replace(SETUP, stage=3, offload_params=False, units=("blocks.*",)), "rmsprop", micro=2),
+    Case(dataclasses.replace(SETUP, native="off"), "rmsprop"),
+    Case(dataclasses.replace(SETUP, native="off", precision=PURE_BF16), "sgd"),
+    Case(SETUP, "fused"),
+)
+
+
+def start(case: Case, mesh: Mesh, seed: int = 0) -> driver.Session:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        model = Blocks()
+    scaler = DynamicLossScaler(2.0**8, hysteresis=1) if case.overflow else None
+    return driver.start(model, OPTIMIZERS[case.optimizer], case.setup, mesh, scaler=scaler)
+
+
+def run_steps(session: driver.Session, case: Case, steps: Sequence[int]) -> None:
+    generator = torch.Generator()
+    for step in steps:
+        generator.manual_seed(step * 8 + session.engine.placement.mesh.world.rank)
+        batches = [torch.randn(4, INPUT, generator=generator) for _ in range(case.micro)]
+        for batch in batches:
+            batch[0, 0] = -1.0 if step == 1 else 1.0
+        if case.overflow and step == 2:
+            batches[0][0, 0] = 2.0
+        driver.run_step(session, batches, loss_of, clip_norm=case.clip)
+
+
+def train(case: Case, mesh: Mesh) -> driver.RankResult:
+    session = start(case, mesh)
+    run_steps(session, case, range(STEPS))
+    if case.overflow:
+        assert session.engine.skipped_steps >= 1
+    return driver.finish(session)
+
+
+def compare(cases: Sequence[Case], folder: str) -> list[str]:
+    """Lines for cases whose bits the disk changes, inline or overlapped, with and without O_DIRECT."""
+    meshes, wrong = driver.Meshes(), []
+    ways = itertools.cycle([{"overlap": True}, {"overlap": False, "direct": False}])
+    for case, way in zip(cases, ways, strict=False):
+        mesh = meshes.of(case.setup)
+        expected, actual = train(case, mesh), train(case.on_disk(folder, **way), mesh)
+        try:
+            assert_equal(actual.weights, expected.weights)
+            assert_equal(actual.seen, expected.seen)
+            pieces = [{f"{p.name} {k}": v for p in r.pieces for k, v in p.elements.items()} for r in (actual, expected)]
+            assert_equal(*pieces)
+            assert pieces[0]
+        except AssertionError as error:
+            wrong.append(f"{case} {way}: {str(error)[:300]}")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("pool", "cases"),
+    [
+        pytest.param(2, CASES[:4], id="2ranks"),
+        pytest.param(1, CASES[5:8:2], id="1rank"),
+        pytest.param(2, CASES, id="2ranks-all", marks=pytest.mark.slow),
+        pytest.param(1, CASES, id="1rank-all", marks=pytest.mark.slow),
+    ],
+    indirect=["pool"],
+)
+def test_the_disk_gives_the_bits_of_host_memory(pool: RankPool, cases: Sequence[Case], tmp_path: Path) -> None:
+    found = [*itertools.chain(*pool.run(compare, cases, str(tmp_path)))]
+    assert not found, "\n".join(found)
+    assert not [*tmp_path.iterdir()], "folders are left over"
+
+
+def test_what_does_not_change_is_neither_read_nor_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: Counter[str] = Counter()
+    for name in ("_keep", "_load"):
+
+        def noted(store: DiskStore, tensor: DiskTensor, first: int, memory: Tensor, do: Any, name: str) -> None:
+            touched[f"{name} {tensor.what}"] += memory.nbytes
+            do(store, tensor, first, memory)
+
+        monkeypatch.setattr(
+            DiskStore,
+            name,
+            functools.partialmethod(noted, do=getattr(DiskStore, name), name=name),  # type: ignore[arg-type]
+        )
+    case = Case(dataclasses.replace(SETUP, stage=3, offload_params=False, units=("blocks.*",)), overflow=True)
+    session = start(case.on_disk(str(tmp_path), overlap=False), Mesh.single())
+    run_steps(session, case, [0])
+    buckets = session.engine.buckets
+    everything = {f"{kind} of {b.name}" for b in buckets for kind in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
+    for step, unused in ((0, 0), (1, 1), (2, len(buckets))):  # of blocks, and of all in a step that is skipped
+        touched.clear()
+        with pytest.warns(UserWarning, match="overflowed") if step == 2 else contextlib.nullcontext():
+            run_steps(session, case, [step])
+        idle = {key for key in everything if not touched[f"_keep {key}"]}
+        assert idle == {key for key in everything if not touched[f"_load {key}"]}
+        assert len(idle) == unused * 3
+    # An update reads and writes each tile once.
+    touched.clear()
+    run_steps(session, case, [0])
+    rested = [tensor for b in buckets for tensor in (*b.master.rested, *session.updater.state_of(b).flat.values())]
+    names = itertools.product(("_keep", "_load"), rested)
+    assert touched == {f"{name} {tensor.what}": aligned(nbytes_of(tensor)) for name, tensor in names}
+
+
+def state_dicts(session: driver.Session) -> tuple[dict[str, Any], dict[str, Any]]:
+    weights, state = module_state_dict(session.engine), optimizer_state_dict(session.engine, session.updater)
+    return tree_map(values_of, weights), tree_map(values_of, state)
+
+
+def values_of(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def resume(case: Case, first: Case) -> list[dict[str, Tensor]]:
+    """Weights after four steps, of which the first two ran in another place."""
+    mesh = driver.Meshes().of(case.setup)
+    straight, before, after = start(case, mesh), start(first, mesh), start(case, mesh, seed=1)
+    run_steps(straight, case, range(STEPS))
+    run_steps(before, first, range(2))
+    weights, state = state_dicts(before)
+    load_module_state_dict(after.engine, weights)
+    load_optimizer_state_dict(after.engine, after.updater, state)
+    run_steps(after, case, range(2, STEPS))
+    return [driver.finish(session).weights for session in (straight, after)]
+
+
+def resume_both_ways(folder: str) -> None:
+    for host in (Case(SETUP), Case(dataclasses.replace(SETUP, precision=PURE_BF16), "split")):
+        disk = host.on_disk(folder)
+        assert_equal(*resume(host, disk))
+        assert_equal(*resume(disk, host))
+
+
+def test_state_moves_between_a_disk_and_host_memory(pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(resume_both_ways, str(tmp_path))

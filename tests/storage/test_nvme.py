@@ -1,0 +1,301 @@
+"""Tensors that rest on a disk, the folders that they rest in, and disks that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zero import ops
+from lightning_zero.storage import DiskError, DiskStore, Executor, HostStore, InlineExecutor, ThreadExecutor
+from lightning_zero.storage.disk_file import ALIGNMENT, DiskFile
+from lightning_zero.storage.nvme import DiskTensor, tile_numel
+from lightning_zero.storage.rested import changing, keep, pieces
+from lightning_zero.storage.run_folder import RunFolder, file_system, remove_stale
+
+TILE = 4096
+BUFFER = TILE * 16 * 3
+
+
+def make_store(
+    path: Path, executor: Executor | None = None, *, direct: bool = True, checksums: bool = True
+) -> DiskStore:
+    file = DiskFile(path / f"{len([*path.iterdir()])}.bin", ops.DiskPool(threads=3, block=2 * ALIGNMENT), direct)
+    return DiskStore(file, executor or ThreadExecutor(), BUFFER, checksums=checksums)
+
+
+def filled(store: DiskStore, numel: int = 3 * TILE + 5) -> tuple[DiskTensor, Tensor]:
+    """A tensor and its values."""
+    tensor, values = store.rest(numel, torch.float32, "exp_avg of blocks.3"), torch.randn(numel)
+    keep(tensor, 0, values)
+    return tensor, values
+
+
+def contents(tensor: DiskTensor) -> Tensor:
+    return torch.cat([tensor.read(*piece).clone() for piece in pieces(tensor.tile, 0, tensor.numel)])
+
+
+# -------------------------------------------------------------------------------------------------------------- tensors
+
+
+@pytest.mark.parametrize("executor", [InlineExecutor, ThreadExecutor])
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_tensor_on_a_disk_is_one_in_memory(tmp_path: Path, executor: type[InlineExecutor], direct: bool) -> None:
+    store, draw = make_store(tmp_path, executor(), direct=direct, checksums=direct), random.Random(0)
+    for dtype, numel in (
+        (torch.float32, 5 * TILE + 17),
+        (torch.bfloat16, 3 * TILE),
+        (torch.int8, 7),
+    ):
+        disk, memory = store.rest(numel, dtype, "values"), HostStore().rest(numel, dtype, "values")
+        for turn in range(24):
+            start = draw.randrange(numel)
+            stop = min(numel, start + draw.choice([1, 40, TILE, 3 * TILE]))
+            if turn % 3 == 0:
+                for tensor in (disk, memory):
+                    tensor.expect(start, stop)
+                    tensor.view(start, stop)[:: turn % 4 + 1].add_(turn % 5)
+                    assert tensor.holds(start, stop)
+                    tensor.view(start, stop)[-1] = turn % 100
+                    tensor.commit(start, stop)
+            elif turn % 3 == 1:
+                values = torch.randint(-100, 100, (stop - start,)).to(dtype)
+                for tensor in (disk, memory):
+                    keep(tensor, start, values)
+            assert torch.equal(disk.read(start, stop), memory.read(start, stop))
+        assert torch.equal(contents(disk), memory.read(0, numel))
+
+
+def test_what_was_never_written_is_zeros_and_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(tmp_path)
+    read, transfers = DiskFile.read, list[int]()
+
+    def noted(file: DiskFile, memory: Tensor, offset: int, what: str) -> None:
+        transfers.append(memory.nbytes)
+        read(file, memory, offset, what)
+
+    monkeypatch.setattr(DiskFile, "read", noted)
+    before, values = filled(store)
+    del before, values  # its place is given out again
+    gc.collect()
+    tensor = store.rest(3 * TILE + 5, torch.float32, "values")
+    assert not contents(tensor).any()
+    assert not transfers
+    with changing(tensor, TILE, 2 * TILE) as tile:
+        tile.fill_(1.0)
+    assert contents(tensor).sum() == TILE
+    assert transfers == [TILE * 4]
+
+
+def test_places_are_given_out_again(tmp_path: Path) -> None:
+    store = make_store(tmp_path, InlineExecutor())
+    for _ in range(3):
+        filled(store)
+    assert store.opened.path.stat().st_size == 3 * TILE * 4 + ALIGNMENT
+
+
+def test_host_memory_in_passing_stays_within_the_buffer(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    tensors = [store.rest(20 * TILE, torch.float32, "values") for _ in range(4)]
+    for start in range(0, 20 * TILE, TILE):
+        for tensor in tensors:
+            tensor.expect(start, start + TILE)
+            if start + TILE < tensor.numel:
+                tensor.expect(start + TILE, start + 2 * TILE)
+        for tensor in tensors:
+            tensor.view(start, start + TILE).add_(1.0)
+            tensor.commit(start, start + TILE)
+    assert 0 < store.staged_bytes <= BUFFER
+    assert all(contents(tensor).eq(1.0).all() for tensor in tensors)
+
+
+def test_tiles_fit_the_buffer() -> None:
+    for nbytes in (1, 10**5, 10**6, 10**8, 10**10):
+        assert tile_numel(nbytes) * 16 * 3 <= max(nbytes, BUFFER)
+    assert tile_numel(10**10) > tile_numel(10**6) > tile_numel(1) == TILE
+
+
+# --------------------------------------------------------------------------------------------------------------- faults
+
+
+@contextlib.contextmanager
+def replaced(store: DiskStore, path: str, flags: int) -> Iterator[None]:
+    """The store's file is another one inside, which the system itself lets fail."""
+    descriptor = store.opened.descriptor
+    before, other = os.dup(descriptor), os.open(path, flags)
+    os.dup2(other, descriptor)
+    try:
+        yield
+    finally:
+        os.dup2(before, descriptor)
+        os.close(before)
+        os.close(other)
+
+
+def commit_and_read(tensor: DiskTensor) -> None:
+    tensor.commit(0, TILE)
+    tensor.read(0, 1)
+
+
+@pytest.mark.parametrize("executor", [InlineExecutor, ThreadExecutor])
+def test_a_write_that_fails_is_an_error_then_and_ever_after(tmp_path: Path, executor: type[InlineExecutor]) -> None:
+    store = make_store(tmp_path, executor())
+    tensor, values = filled(store)
+    tensor.view(0, TILE).fill_(1.0)
+    with replaced(store, "/dev/full", os.O_WRONLY), pytest.raises(DiskError, match="exp_avg") as caught:
+        commit_and_read(tensor)
+    assert caught.value.errno == errno.ENOSPC
+    assert str(store.opened.path) in str(caught.value)
+    with pytest.raises(DiskError, match="No space left"):
+        tensor.read(0, 1)
+    with pytest.raises(DiskError, match="No space left"):
+        keep(tensor, 0, values)
+
+
+def test_a_read_that_fails_names_what_was_read(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    tensor, values = filled(store)
+    contents(tensor)
+    # At an address where nothing is mapped the system answers EIO.
+    with (
+        replaced(store, "/proc/self/mem", os.O_RDONLY),
+        pytest.raises(DiskError, match=r"exp_avg of blocks\.3") as caught,
+    ):
+        tensor.read(0, TILE)
+    assert caught.value.errno == errno.EIO
+    assert caught.value.filename == str(store.opened.path)
+    assert torch.equal(contents(tensor), values)  # nothing is lost
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_a_flipped_bit_is_found(tmp_path: Path, checksums: bool) -> None:
+    store = make_store(tmp_path, checksums=checksums)
+    tensor, values = filled(store)
+    contents(tensor)
+    with store.opened.path.open("r+b") as file:
+        file.seek(2 * TILE * 4 + 100)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+    assert torch.equal(tensor.read(0, 2 * TILE), values[: 2 * TILE])
+    if not checksums:
+        assert not torch.equal(tensor.read(2 * TILE, 3 * TILE), values[2 * TILE : 3 * TILE])
+        return
+    for read in (tensor.read, tensor.view):
+        with pytest.raises(DiskError, match=r"exp_avg of blocks\.3 in .*32,768 on, is not what was written") as caught:
+            read(2 * TILE, 3 * TILE)
+        assert caught.value.errno == errno.EIO
+
+
+def test_a_truncated_file_is_found(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    tensor, _ = filled(store)
+    contents(tensor)
+    os.truncate(store.opened.path, TILE * 4 + 10)
+    assert tensor.read(0, TILE).numel() == TILE
+    with pytest.raises(DiskError, match="someone has truncated it"):
+        tensor.read(TILE, 2 * TILE)
+
+
+def test_a_disk_without_room_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    before = os.statvfs(tmp_path).f_bavail
+    with pytest.raises(DiskError, match=r"needs [\d,]+ bytes more for .*has [\d,]+ free") as caught:
+        store.reserve(1 << 55)
+    assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
+    assert store.opened.path.stat().st_size <= ALIGNMENT
+    assert os.statvfs(tmp_path).f_bavail >= before - 1000
+    store.reserve(1 << 20)
+    assert store.opened.path.stat().st_blocks * 512 >= 1 << 20
+
+
+def test_a_file_is_not_taken_twice(tmp_path: Path) -> None:
+    make_store(tmp_path)
+    with pytest.raises(DiskError, match="cannot be made"):
+        DiskFile(tmp_path / "0.bin", ops.DiskPool())
+
+
+# -------------------------------------------------------------------------------------------------------------- folders
+
+OWNER = """
+import os, sys
+from pathlib import Path
+from lightning_zero.storage.run_folder import RunFolder
+folder = RunFolder(Path(sys.argv[1]), "other", 3)
+Path(folder.path, "state.bin").write_bytes(b"1")
+print("ready", flush=True)
+sys.stdin.read(1)
+"""
+
+
+@contextlib.contextmanager
+def other_run(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has a folder at the path."""
+    command = [sys.executable, "-c", textwrap.dedent(OWNER), str(path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
+
+
+@pytest.mark.launch
+def test_a_folder_lives_as_long_as_its_owner(tmp_path: Path) -> None:
+    with other_run(tmp_path) as process:
+        folder = RunFolder(tmp_path, "mine", 0)
+        theirs = RunFolder.place(tmp_path, "other", 3)
+        assert folder.path == tmp_path / "lightning_zero-mine" / "rank0"
+        with pytest.raises(DiskError, match="cannot be made"):
+            RunFolder(tmp_path, "other", 3)
+        assert not remove_stale(tmp_path)
+        assert Path(theirs, "state.bin").exists()
+        process.kill()
+        process.wait(timeout=60)
+        assert remove_stale(tmp_path) == [theirs]
+    assert [*tmp_path.iterdir()] == [folder.path.parent]
+    del folder
+    gc.collect()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_child_of_a_fork_removes_no_folder(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "mine", 0)
+    if (child := os.fork()) == 0:
+        folder.remove()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert folder.path.is_dir()
+
+
+def test_a_path_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(DiskError, match="is not a folder that exists") as caught:
+        RunFolder(tmp_path / "missing", "mine", 0)
+    assert caught.value.errno == errno.ENOENT
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(DiskError, match="is not a folder that exists") as caught:
+        RunFolder(file, "mine", 0)
+    assert caught.value.errno == errno.ENOTDIR
+    with pytest.raises(DiskError):
+        RunFolder(Path("/proc"), "mine", 0)  # nobody can write there
+
+
+def test_file_systems_are_known_by_their_names() -> None:
+    assert file_system(Path("/proc/self")).kind == "proc"
+    memory = file_system(Path("/dev/shm"))
+    assert memory.in_memory == (memory.kind == "tmpfs")
+    assert not memory.on_network

@@ -1,0 +1,173 @@
+"""State on a disk under the Trainer: the same training, ordinary checkpoints, and errors that end it in good time."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import RankError, RankPool
+from lightning import Callback, LightningModule, Trainer
+from strategy.fits import Lit, Recipe, assert_same, fit, make_trainer
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.integration.disk import warn_of
+from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.planning import Bytes
+from lightning_zero.planning.memory import held_by, planned_parts
+from lightning_zero.storage import DiskStore
+from lightning_zero.storage.run_folder import FileSystem
+
+NVME = [name for name in STRATEGIES if name.endswith("_nvme")]
+BUFFER_GB = 2.0**-12  # tiles of 4096 elements, the smallest there are
+RECIPE = Recipe(micro=2, steps=3)
+
+
+def nvme(name: str, path: Path, **options: Any) -> dict[str, Any]:
+    """Arguments of a strategy that rests its state at a path; its small parameters are sharded, too."""
+    return STRATEGIES[name] | {"nvme_path": str(path), "nvme_buffer_gb": BUFFER_GB, "persistence_numel": 0} | options
+
+
+def fits(path: Path) -> list[tuple[str, Any, Any]]:
+    """Weights and optimizer state of every name, and of the same with the state in host memory."""
+    found = []
+    for name in NVME:
+        host = STRATEGIES[name.replace("nvme", "offload")] | {"persistence_numel": 0}
+        disk, memory = (
+            fit(options, RECIPE, gradient_clip_val=0.3, accumulate_grad_batches=2)
+            for options in (nvme(name, path), host)
+        )
+        found.append((name, (disk.weights, disk.optimizer_states), (memory.weights, memory.optimizer_states)))
+    return found
+
+
+def test_every_name_trains_as_with_state_in_host_memory(pool2: RankPool, tmp_path: Path) -> None:
+    for name, disk, host in pool2.run(fits, tmp_path)[0]:
+        torch.testing.assert_close(disk, host, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def save_and_resume(names: tuple[str, str], path: Path, container: str) -> dict[str, torch.Tensor]:
+    """A checkpoint written with the first, and resumed with the second."""
+    first, second = ({**options_of(name, path), "checkpoint_format": container} for name in names)
+    trainer, lit = make_trainer(first, accumulate_grad_batches=2), Lit(RECIPE)
+    trainer.fit(lit)
+    trainer.save_checkpoint(checkpoint := str(path / f"{'-'.join(names)}.ckpt"))
+    return fit(second, dataclasses.replace(RECIPE, steps=5), ckpt_path=checkpoint).weights
+
+
+def options_of(name: str, path: Path) -> dict[str, Any]:
+    return nvme(name, path) if name in NVME else STRATEGIES[name] | {"persistence_numel": 0}
+
+
+@pytest.mark.parametrize("container", ["full", "sharded"])
+def test_checkpoints_are_those_of_any_other_place(pool2: RankPool, tmp_path: Path, container: str) -> None:
+    pairs = [("zero2_nvme", "zero3_offload"), ("zero2_offload", "zero3_nvme"), ("zero2_offload", "zero3_offload")]
+    into_host, into_disk, expected = (pool2.run(save_and_resume, names, tmp_path, container)[0] for names in pairs)
+    assert_same(into_host, expected)
+    assert_same(into_disk, expected)
+
+
+class Look(Callback):
+    """Notes what is held and planned, and what is in the folder."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        assert isinstance(trainer.strategy, ZeroStrategy)
+        assert trainer.strategy.memory is not None
+        if trainer.global_step == 2:
+            store = trainer.strategy.engine.placement.optimizer_store
+            assert isinstance(store, DiskStore)
+            self.held, self.planned = held_by(trainer.strategy.engine), planned_parts(trainer.strategy.memory.plan)
+            self.size, self.report = store.opened.path.stat().st_size, str(trainer.strategy.memory.plan)
+            self.folder = store.opened.path.parent
+
+
+def look(path: Path) -> tuple[dict[str, Bytes], dict[str, Bytes], int, str, str]:
+    look = Look()
+    trainer = make_trainer(nvme("zero2_nvme", path), accumulate_grad_batches=RECIPE.micro, callbacks=[look])
+    trainer.fit(Lit(RECIPE))
+    assert look.folder.is_dir()  # for checkpoints, a test or another fit
+    trainer.strategy.release()  # type: ignore[attr-defined]
+    return look.held, look.planned, look.size, look.report, look.folder.relative_to(path).as_posix()
+
+
+def test_a_plan_knows_the_bytes_on_the_disk(pool2: RankPool, tmp_path: Path) -> None:
+    for rank, (held, planned, size, report, folder) in enumerate(pool2.run(look, tmp_path)):
+        for name in ("masters", "optimizer_state", "sharded_gradient"):
+            assert held[name] == planned[name], name
+        assert held["optimizer_state"].disk == 2 * held["masters"].disk > 0
+        assert held["sharded_gradient"].host > 0
+        assert 0 < held["staging"].host <= planned["staging"].host <= BUFFER_GB * 2**30
+        disk = sum(part.disk for part in planned.values())
+        assert disk <= size <= disk + 4096 * 100  # extents end with pages
+        assert report.splitlines()[0].split() == ["MiB", "device", "host", "disk"]
+        assert re.fullmatch(rf"lightning_zero-[\w-]+/rank{rank}", folder)
+    assert not [*tmp_path.iterdir()]
+
+
+class FillTheDisk(Callback):
+    """On one rank the disk is full from the second step on."""
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, index: int) -> None:
+        if index == 2 and trainer.global_rank == 1:
+            store = trainer.strategy.engine.placement.optimizer_store  # type: ignore[attr-defined]
+            os.dup2(os.open("/dev/full", os.O_RDWR), store.opened.descriptor)
+
+
+def fill_the_disk(path: Path) -> None:
+    fit(nvme("zero2_nvme", path, nvme_checksums=False), Recipe(steps=8), callbacks=[FillTheDisk()])
+
+
+def test_a_disk_that_fills_up_ends_the_run(pool2: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as caught:
+        pool2.run_within(30.0, fill_the_disk, tmp_path)
+    failure = caught.value.failures[1]
+    assert failure.kind == "DiskError"
+    for part in ("could not be written to", "rank1/state.bin", "No space left on device", "choose another disk"):
+        assert part in failure.message
+
+
+def fit_at(path: str) -> None:
+    fit({"stage": 2, "offload_optimizer": "nvme", "nvme_path": path})
+
+
+def test_a_path_that_is_missing_or_too_small_is_refused_on_all_ranks(pool2: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"is not a folder that exists\. nvme_path=") as caught:
+        pool2.run(fit_at, str(tmp_path / "missing"))
+    assert {failure.kind for failure in caught.value.failures.values()} == {"DiskError"}
+
+
+def test_options_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LIGHTNING_ZERO_NVME_PATH", raising=False)
+    with pytest.raises(ValueError, match="offload_optimizer='nvme' needs nvme_path"):
+        ZeroStrategy(offload_optimizer="nvme")
+    with pytest.raises(ValueError, match="nvme_buffer_gb=0 must be a number of GiB"):
+        ZeroStrategy(offload_optimizer="nvme", nvme_path="/local", nvme_buffer_gb=0)
+    with pytest.raises(TypeError, match="nvme_path=3 must be the path of a folder"):
+        ZeroStrategy(offload_optimizer="nvme", nvme_path=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="nvme_checksums='no' must be True or False"):
+        ZeroStrategy(nvme_checksums="no")  # type: ignore[arg-type]
+    assert ZeroStrategy(offload_optimizer="nvme", nvme_path=tmp_path).nvme_path == str(tmp_path)  # type: ignore[arg-type]
+    monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", "/local")
+    strategy = Trainer(strategy="zero3_nvme", accelerator="cpu", logger=False, enable_checkpointing=False).strategy
+    assert isinstance(strategy, ZeroStrategy)
+    assert (strategy.stage, strategy.nvme_path, strategy.offload_params) == (3, "/local", "cpu")
+
+
+def test_what_makes_a_disk_a_bad_place_is_said() -> None:
+    for system, direct, words in (
+        (FileSystem("tmpfs"), True, "takes host memory there"),
+        (FileSystem("nfs4"), True, "crosses the network"),
+        (FileSystem("overlay"), False, "refuses O_DIRECT"),
+    ):
+        with pytest.warns(UserWarning, match=words):
+            warn_of(Path("/local"), system, direct, [])
+    with pytest.warns(UserWarning, match="shared by several nodes"):
+        warn_of(Path("/local"), FileSystem("ext4"), True, [Path("/")])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of(Path("/local"), FileSystem("ext4"), True, [Path("/missing")])
