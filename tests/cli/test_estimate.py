@@ -167,7 +167,7 @@ def test_every_choice_is_a_strategy() -> None:
     """The line for Python makes the strategy whose setting was planned."""
     offered = list(choices(2, 2, "bf16-mixed"))
     assert len({choice.hydra for choice in offered}) == len(offered)
-    assert {choice.hydra.split()[0].removeprefix("strategy=") for choice in offered} == set(STRATEGIES)
+    assert {choice.hydra.split()[0].removeprefix("strategy=") for choice in offered} == {n for n in STRATEGIES if "nvme" not in n}
     for choice in offered:
         argument = re.match(
             r"L\.Trainer\(strategy=(.*), precision=\"bf16-mixed\", devices=2, num_nodes=2\)", choice.python
