@@ -167,7 +167,9 @@ def test_every_choice_is_a_strategy() -> None:
     """The line for Python makes the strategy whose setting was planned."""
     offered = list(choices(2, 2, "bf16-mixed"))
     assert len({choice.hydra for choice in offered}) == len(offered)
-    assert {choice.hydra.split()[0].removeprefix("strategy=") for choice in offered} == {n for n in STRATEGIES if "nvme" not in n}
+    assert {choice.hydra.split()[0].removeprefix("strategy=") for choice in offered} == {
+        n for n in STRATEGIES if "nvme" not in n
+    }
     for choice in offered:
         argument = re.match(
             r"L\.Trainer\(strategy=(.*), precision=\"bf16-mixed\", devices=2, num_nodes=2\)", choice.python
@@ -176,11 +178,11 @@ def test_every_choice_is_a_strategy() -> None:
         made = re.fullmatch(r"lightning_zero\.ZeroStrategy\((.*)\)", argument[1])
         strategy = ZeroStrategy(**(eval(f"dict({made[1]})") if made else STRATEGIES[argument[1].strip('"')]))  # noqa: S307
         setting = choice.setting
-        assert (setting.max_live_numel, setting.params_on_host) == (
+        assert (setting.max_live_numel, setting.params_memory == "host") == (
             strategy.max_live_numel,
             strategy.offload_params == "cpu",
         )
-        assert setting.optimizer_on_host == (strategy.offload_optimizer == "cpu")
+        assert (setting.optimizer_memory == "host") == (strategy.offload_optimizer == "cpu")
         assert setting.shard_size == (1 if strategy.stage == 0 else strategy.shard_size or 2)
 
 
