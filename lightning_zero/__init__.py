@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         CPULion,
         DynamicLossScaler,
         LossScaleError,
+        Muon,
         SkippedStepsError,
         StaticLossScaler,
     )
@@ -46,6 +47,7 @@ __all__ = [
     "DoesNotFitError",
     "DynamicLossScaler",
     "LossScaleError",
+    "Muon",
     "SkippedStepsError",
     "StaticLossScaler",
     "ZeroFabricStrategy",
@@ -71,6 +73,7 @@ _HOMES = {
     "DoesNotFitError": "lightning_zero.integration.preflight",
     "DynamicLossScaler": "lightning_zero.update",
     "LossScaleError": "lightning_zero.update",
+    "Muon": "lightning_zero.update",
     "SkippedStepsError": "lightning_zero.update",
     "StaticLossScaler": "lightning_zero.update",
     "ZeroFabricStrategy": "lightning_zero.integration.fabric",

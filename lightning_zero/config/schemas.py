@@ -147,6 +147,36 @@ class AdamConf(AdamWConf):
 
 
 @dataclass
+class MuonConf:
+    """Arguments of `lightning_zero.Muon`."""
+
+    _target_: str = "lightning_zero.Muon"
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_coefficients: list[float] = field(default_factory=lambda: [3.4445, -4.775, 2.0315])
+    eps: float = 1e-7
+    ns_steps: int = 5
+    adjust_lr_fn: str | None = "match_rms_adamw"
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    adamw_eps: float = 1e-8
+
+
+@dataclass
+class AdafactorConf:
+    """Arguments of `torch.optim.Adafactor`."""
+
+    _target_: str = "torch.optim.Adafactor"
+    lr: float = 1e-2
+    beta2_decay: float = -0.8
+    eps: list[float | None] = field(default_factory=lambda: [None, 1e-3])
+    d: float = 1.0
+    weight_decay: float = 0.0
+    maximize: bool = False
+
+
+@dataclass
 class SGDConf:
     """Arguments of `torch.optim.SGD`."""
 
@@ -323,6 +353,8 @@ SCHEMAS: dict[str, type] = {
     "loss_scaler/static": StaticLossScalerConf,
     "optimizer/adamw": AdamWConf,
     "optimizer/adam": AdamConf,
+    "optimizer/muon": MuonConf,
+    "optimizer/adafactor": AdafactorConf,
     "optimizer/sgd": SGDConf,
     "optimizer/adagrad": AdagradConf,
     "optimizer/rmsprop": RMSpropConf,

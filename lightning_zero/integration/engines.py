@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -22,6 +22,8 @@ from lightning_zero.integration.pretrained import read_in_slices
 from lightning_zero.planning import Plan
 from lightning_zero.planning.memory import Memory
 from lightning_zero.sharding import BucketPlacement, Mesh, ShardingPolicy, sharded_init
+from lightning_zero.sharding.layout import imbalance_of
+from lightning_zero.sharding.partition import MAX_IMBALANCE
 from lightning_zero.storage import DeviceStore, Executor, HostStore, TensorStore, device_type
 from lightning_zero.update import block_of, kept_whole
 from lightning_zero.update.attached import parameters_of
@@ -106,7 +108,7 @@ def make_engine(
     optimized = [p for o in optimizers or () for p in parameters_of(o) if id(p) in held]
     whole = [p for p in parameters_kept_whole(options, optimizers or (), device) if id(p) in held]
     stores = _stores(options, mesh, device, executor, planned)
-    return Engine(
+    engine = Engine(
         module,
         BucketPlacement(
             mesh,
@@ -130,6 +132,14 @@ def make_engine(
         max_consecutive_skips=options.max_consecutive_skips,
         whole=whole,
     )
+    if (uneven := imbalance_of(bucket.layout for bucket in engine.buckets)) > MAX_IMBALANCE:
+        rank_zero_warn(
+            f"ZeroStrategy: the optimizer needs whole parameters, and over {mesh.shard.size} ranks they lie unevenly: "
+            f"the fullest shards hold {uneven:.0%} more than the average, and memory and traffic grow by as much. A "
+            "smaller shard_size evens it out, larger units at stage 3, a stage below 3, or an element-wise optimizer "
+            "for the largest parameters"
+        )
+    return engine
 
 
 def parameters_kept_whole(

@@ -52,6 +52,8 @@ class BucketPlan:
         numel: elements of its parameters.
         padded_numel: Ψ.
         unsharded: whether ``parameters`` are held between the passes too (stages 0-2).
+        imbalance: how much more the fullest shard holds than the average one, as a fraction of the average, where
+            parameters lie whole; Ψ is larger by it.
     """
 
     name: str
@@ -66,6 +68,7 @@ class BucketPlan:
     sharded_gradient: Bytes
     gradients: Bytes
     reduce_buffer: Bytes
+    imbalance: float = 0.0
 
     @property
     def held(self) -> Bytes:
@@ -101,6 +104,12 @@ class Plan:
         """Between steps, after the first one."""
         return sum((bucket.held for bucket in self.buckets), self.buffers + self.staging)
 
+    @property
+    def imbalance(self) -> float:
+        """How much more the fullest shards hold than average ones, over all buckets, as a fraction of the average."""
+        total = sum(bucket.numel for bucket in self.buckets)
+        return sum(bucket.numel * bucket.imbalance for bucket in self.buckets) / max(total, 1)
+
     def __str__(self) -> str:
         held = [(name.replace("_", " "), self._sum(name)) for name in _HELD]
         rows = [("parameters", sum((b.parameters for b in self.buckets if b.unsharded), NOTHING)), *held]
@@ -109,6 +118,8 @@ class Plan:
         for name, part in (*rows, ("buffers", self.buffers), ("staging", self.staging), ("held", self.held)):
             lines.append(f"{name:<18}" + "".join(f"{getattr(part, place) / 2**20:>12.1f}" for place in places))
         lines.append(f"{'peak of a step':<18}{self.peak.device / 2**20:>12.1f}{self.peak.host / 2**20:>12.1f}")
+        if (uneven := self.imbalance) > 0:
+            lines.append(f"whole parameters: the fullest shards hold {uneven:.0%} more than the average")
         sent = ", ".join(f"{name} {nbytes / 2**20:.1f}" for name, nbytes in self.sent.items()) or "nothing"
         return "\n".join([*lines, f"sent in a step    {sent}"])
 
@@ -230,6 +241,7 @@ def _row(form: BucketForm, footprints: Sequence[Footprint]) -> BucketPlan:
         sharded_gradient=NOTHING,
         gradients=Bytes(device=sum(p.numel() for p in form.parameters if p.requires_grad) * size * placement.trains),
         reduce_buffer=NOTHING,
+        imbalance=layout.imbalance,
     )
 
 

@@ -198,6 +198,12 @@ class WholeLayout(FlatLayout):
         return max(loads) * self.shards / sum(loads) - 1 if sum(loads) else 0.0
 
 
+def imbalance_of(layouts: Iterable[FlatLayout]) -> float:
+    """How much more the fullest shards of several buckets hold than average ones, as a fraction of the average."""
+    weighted = [(layout.numel, layout.imbalance) for layout in layouts]
+    return sum(numel * each for numel, each in weighted) / max(sum(numel for numel, _ in weighted), 1)
+
+
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 

@@ -7,6 +7,7 @@ from lightning_zero.update.cpu import CPUOptimizer, block_of
 from lightning_zero.update.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion
 from lightning_zero.update.footprint import Footprint
 from lightning_zero.update.loss_scaler import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
+from lightning_zero.update.muon import Muon
 from lightning_zero.update.outcomes import SkippedStepsError, StepOutcome, StepOutcomes
 from lightning_zero.update.rules import Traits, examine
 from lightning_zero.update.state import OptimizerState, OwnedTensor, ShardState, WholeState
@@ -25,6 +26,7 @@ __all__ = [
     "GradientStats",
     "LossScaleError",
     "LossScaler",
+    "Muon",
     "NativeUpdater",
     "OptimizerState",
     "OwnedTensor",

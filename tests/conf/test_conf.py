@@ -133,7 +133,8 @@ def test_the_groups_hold_the_promised_options() -> None:
     assert options("strategy") == sorted(["ddp", *STRATEGIES])
     assert options("precision") == ["bf16", "bf16_true", "fp16", "fp16_static", "fp16_true", "fp32", "fp64"]
     ours = ["cpu_adagrad", "cpu_adam", "cpu_adamw", "cpu_lion", "cpu_sgd"]
-    assert options("optimizer") == ["adagrad", "adam", "adamw", "adamw8bit", *ours, "lion", "rmsprop", "sgd"]
+    torchs = ["adafactor", "adagrad", "adam", "adamw", "lion", "muon", "rmsprop", "sgd"]
+    assert options("optimizer") == sorted(["adamw8bit", *ours, *torchs])
     assert options("scheduler") == ["cosine", "none", "onecycle", "warmup", "warmup_decay"]
     assert options("trainer") == ["cpu", "default", "gpu"]
     assert options("logger") == ["csv", "none", "tensorboard"]
@@ -220,7 +221,7 @@ def test_every_optimizer_builds_with_its_own_defaults(chosen: Compose, group: st
     parameter = torch.nn.Parameter(torch.zeros(2))
     built = build_optimizers(cfg.optimizer, cfg.scheduler, [parameter], 10)["optimizer"]
     plain = type(built)([parameter])
-    home = lightning_zero if isinstance(built, CPUOptimizer) else torch.optim
+    home = lightning_zero if isinstance(built, CPUOptimizer | lightning_zero.Muon) else torch.optim
     assert isinstance(built, CPUOptimizer) == (option.startswith("cpu_") or option in ("adamw8bit", "lion"))
     assert type(built) is getattr(home, type(built).__name__)
     assert built.defaults == plain.defaults

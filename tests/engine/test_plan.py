@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from lightning_zero.engine import Engine
 from lightning_zero.planning import Bytes, Plan, plan
 from lightning_zero.planning.account import Account
+from lightning_zero.planning.memory import held_by, planned_parts
 from lightning_zero.sharding import BucketGradients, Mesh, MixedPrecisionPolicy
+from lightning_zero.sharding.partition import MAX_IMBALANCE
 from lightning_zero.sharding.prefetch import Prefetcher
 from lightning_zero.sharding.reducer import Reducer
 from lightning_zero.storage import DeviceStore
@@ -454,3 +456,46 @@ def test_frozen_parts_and_recomputation(pool: RankPool, model: str) -> None:
     """
     stages = STAGES if model != "looped" else (0,)
     check_traffic(pool, [(Setup(stage), k, model) for stage in stages for k in (1, 2)])
+
+
+# ---------------------------------------------------------------------------------------------------- whole parameters
+
+
+def held_and_sent(stage: int, optimizer: str) -> list[tuple[str, Any, Any]]:
+    """What is planned and what is: state, masters and shards, and bytes by collective."""
+    setup = Setup(stage, offload=stage == 2, bucket_size_mb=BUCKET_SIZE_MB)
+    mesh, make = Meshes().of(setup), models.optimizer_factory(optimizer)
+    model = Deep()
+    expected = planned(model, setup, mesh, [make(model)])
+    session = driver.start(model, make, setup, mesh)
+    for group in (mesh.shard, mesh.replica, mesh.world):
+        group.reset_counters()
+    driver.run_step(session, [torch.ones(1, INPUT)], loss_of)
+    driver.run_step(session, [torch.ones(1, INPUT)], loss_of)
+    sent = mesh.shard.sent["reduce_scatter"] // 2
+    held, parts = held_by(session.engine), planned_parts(expected)
+    found = [(name, parts[name], held[name]) for name in ("param_shards", "masters", "optimizer_state")]
+    return [
+        *found,
+        ("sent", expected.sent["reduce_scatter"], sent),
+        ("imbalance", [b.imbalance for b in expected.buckets], [b.layout.imbalance for b in session.engine.buckets]),
+    ]
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_state_and_traffic_of_whole_parameters_follow_the_plan(pool: RankPool, stage: int) -> None:
+    for rank in pool.run(held_and_sent, stage, "adafactor"):
+        for name, expected, found in rank:
+            assert expected == found, name
+
+
+def test_a_plan_says_how_unevenly_whole_parameters_lie() -> None:
+    model, setup = Deep(1), Setup(3, bucket_size_mb=BUCKET_SIZE_MB)
+    plans = [
+        planned(model, setup, Mesh.imagined(8), [make(model.parameters())])
+        for make in (torch.optim.Adafactor, torch.optim.AdamW)
+    ]
+    assert plans[0].imbalance > MAX_IMBALANCE > plans[1].imbalance == 0
+    assert "hold" in str(plans[0])
+    assert "hold" not in str(plans[1])

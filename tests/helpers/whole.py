@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero import Muon
+
 
 class Ruled(Optimizer):
     """Applies `rule` to each parameter with a gradient."""
@@ -78,6 +80,7 @@ def _adafactor_of_transformers(params: Any, **options: Any) -> Optimizer:
 
 WHOLE: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     "muon": (torch.optim.Muon, {"lr": 2e-2}),
+    "muon_and_adamw": (Muon, {"lr": 2e-2}),
     "adafactor": (torch.optim.Adafactor, {"lr": 1e-1}),
     "lamb": (Lamb, {"lr": 1e-2}),
     "shampoo": (Shampoo, {"lr": 1e-2}),
@@ -98,6 +101,8 @@ def groups_of(name: str, model: nn.Module) -> list[dict[str, Any]]:
         for parameter in rest:
             parameter.requires_grad_(False)
         return [{"params": matrices[::2], "weight_decay": 0.1}, {"params": matrices[1::2], "weight_decay": 0.0}]
+    if name == "muon_and_adamw":
+        return Muon.groups_of(model)
     return [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
 
 

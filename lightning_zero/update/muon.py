@@ -1,0 +1,149 @@
+"""Muon for matrices and AdamW for everything else, as one optimizer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.update.shell import ShellGroup, run_step
+
+_MUON = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+
+
+class Muon(Optimizer):
+    """:class:`torch.optim.Muon` for matrices, :class:`torch.optim.AdamW` for everything else, to the bit.
+
+    Muon orthogonalizes the momentum of each hidden matrix by a Newton-Schulz iteration
+    (https://kellerjordan.github.io/posts/muon/). Embeddings, the output layer, vectors and convolutions are better
+    trained by AdamW: :meth:`groups_of` sorts a module's parameters so. A group without ``use_muon`` is divided by the
+    number of dimensions alone: two are a matrix.
+
+    Over shards a matrix lies whole on one rank, which iterates on it; parameters of AdamW's groups are cut as always.
+
+    Args:
+        params: parameters or groups; a group may say ``use_muon``.
+        lr: learning rate of both.
+        weight_decay: decoupled, of both.
+        momentum: of Muon.
+        nesterov: Nesterov's momentum, of Muon.
+        ns_coefficients: of the Newton-Schulz iteration.
+        eps: added to the norm by which Muon's iteration divides.
+        ns_steps: iterations.
+        adjust_lr_fn: ``"match_rms_adamw"`` scales Muon's steps to the size of AdamW's, so that one learning rate serves
+            both (https://arxiv.org/abs/2502.16982); ``"original"`` is torch's default.
+        betas: of AdamW.
+        adamw_eps: of AdamW, added to the root of the second moment.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = "match_rms_adamw",
+        betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "betas": betas,
+            "adamw_eps": adamw_eps,
+        }
+        # They check what they are given, in torch's words.
+        torch.optim.Muon([torch.zeros(1, 1)], **{key: defaults[key] for key in _MUON})  # type: ignore[arg-type]
+        torch.optim.AdamW([torch.zeros(1)], lr=lr, betas=betas, eps=adamw_eps, weight_decay=weight_decay)
+        super().__init__(params, defaults)
+
+    @staticmethod
+    def groups_of(module: nn.Module) -> list[dict[str, Any]]:
+        """The parameters of a module in two groups: hidden matrices for Muon, everything else for AdamW.
+
+        Weights of embeddings, also where they are tied to an output layer, and of the last ``nn.Linear``, which is
+        taken for the output layer, are AdamW's.
+        """
+        modules = list(module.modules())
+        outer = {id(m.weight) for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+        outer |= {id(m.weight) for m in [m for m in modules if isinstance(m, nn.Linear)][-1:]}
+        hidden = [p for p in module.parameters() if p.dim() == 2 and id(p) not in outer]
+        chosen = {id(p) for p in hidden}
+        rest = [p for p in module.parameters() if id(p) not in chosen]
+        groups = [{"params": hidden, "use_muon": True}, {"params": rest, "use_muon": False}]
+        return [group for group in groups if group["params"]]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, which becomes two where it has matrices and others and does not say ``use_muon``.
+
+        Raises:
+            ValueError: ``use_muon`` for a parameter that is no matrix.
+        """
+        given = param_group["params"]
+        members = [given] if isinstance(given, Tensor) else list(given)
+        matrices = [member for member in members if _parameter(member).dim() == 2]
+        if (use_muon := param_group.get("use_muon")) is None:
+            matrix_ids = set(map(id, matrices))
+            rest = [member for member in members if id(member) not in matrix_ids]
+            parts = [part for part in ((matrices, True), (rest, False)) if part[0]]
+        else:
+            parts = [(members, bool(use_muon))]
+        if use_muon and len(matrices) < len(members):
+            shape = next(tuple(_parameter(m).shape) for m in members if _parameter(m).dim() != 2)
+            raise ValueError(f"use_muon=True needs matrices; a parameter of the group has shape {shape}")
+        for part, by_muon in parts:
+            super().add_param_group(param_group | {"params": part, "use_muon": by_muon})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient; returns what ``closure`` does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            members = [parameter for parameter in group["params"] if parameter.grad is not None]
+            state = {parameter: self.state[parameter] for parameter in members if parameter in self.state}
+            rule, hyperparameters = _rule(group)
+            run_step(rule, [ShellGroup(members, hyperparameters)], state)
+            self.state.update(state)
+        return loss
+
+
+def _parameter(member: Any) -> Tensor:
+    """A member of a group, which may come with its name."""
+    parameter = member[1] if isinstance(member, tuple) else member
+    assert isinstance(parameter, Tensor)
+    return parameter
+
+
+def _rule(group: dict[str, Any]) -> tuple[Optimizer, dict[str, Any]]:
+    """The optimizer of torch that updates a group, and its hyperparameters."""
+    if group["use_muon"]:
+        return _muon(), {key: group[key] for key in _MUON}
+    own = {"lr": group["lr"], "weight_decay": group["weight_decay"], "betas": group["betas"], "eps": group["adamw_eps"]}
+    return _adamw(), {**_adamw().defaults, **own}
+
+
+@functools.cache
+def _muon() -> Optimizer:
+    return torch.optim.Muon([torch.zeros(1, 1)])
+
+
+@functools.cache
+def _adamw() -> Optimizer:
+    return torch.optim.AdamW([torch.zeros(1)])
