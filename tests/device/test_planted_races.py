@@ -65,7 +65,7 @@ TRAININGS = (
     Race("a slice is used before it is reduced", _Collectives, "reduce_scatter",
          BLOCKING, BLOCKING.replace(")", ", async_op=True)"), name="zero2", world=2),
     Race("a gradient is read before it has come", ShardedGradient, "_arrive",
-         "self._placement.await_host(work)"),
+         "self._placement.await_host(work)", name="zero2_offload", precision="bf16-true"),
     Race("a micro-batch is added before it has come", StreamExecutor, "receive",
          "(*after, arrived)", "after"),
     Race("a copy begins before its source is there", StreamExecutor, "_on_stream",
