@@ -257,14 +257,9 @@ class Engine:
         self.zero_grad(p for b in self.buckets for p in b.parameters)
 
     def begin_training(self) -> None:
-        """Make the masters that a placement without training left out. The same call on all ranks.
-
-        They are right where nothing was cast, and for what is loaded next; :meth:`attach` refuses the others.
-        """
+        """Make the masters that were left out, of what was not cast or is loaded next. The same call on all ranks."""
         self.settle()
-        if not self.placement.trains:
-            self._map.begin_to_train()
-            self.placement = self._map.placement
+        self.placement = self._map.begin_to_train()
 
     def _forget_steps(self) -> None:
         self.outcomes.forget()

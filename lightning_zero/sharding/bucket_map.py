@@ -138,11 +138,17 @@ class BucketMap:
                         bucket.absorb_edits(everything=True)
                 bucket.reshard()
 
-    def begin_to_train(self) -> None:
-        """Make the masters that the buckets were made without; see ``rounded`` of each. The same call on all ranks."""
-        self.placement = self.placement._replace(trains=True)
-        for bucket in self.buckets:
-            begin_to_train(bucket)
+    def begin_to_train(self) -> BucketPlacement:
+        """Make the masters that the buckets were made without; see ``rounded`` of each. The same call on all ranks.
+
+        Returns:
+            The placement from now on.
+        """
+        if not self.placement.trains:
+            self.placement = self.placement._replace(trains=True)
+            for bucket in self.buckets:
+                begin_to_train(bucket)
+        return self.placement
 
     def check_exact(self) -> None:
         """Refuse parameters that have lost digits.
