@@ -107,7 +107,7 @@ def hang_on_rank_1() -> None:
 def test_a_hang_is_recovered_from(pool2: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
     pids = pool2.pids
     with pytest.raises(RankError, match="rank 1: timeout: no answer within"):
-        pool2.run_within(0.3, hang_on_rank_1)
+        pool2.run_within(1.5, hang_on_rank_1)  # by then it hangs, on a busy machine too
     assert "in hang_on_rank_1" in capsys.readouterr().out
     assert pool2.run(dist.get_rank) == [0, 1]
     assert not set(pids) & set(pool2.pids)
@@ -609,7 +609,7 @@ def test_stolen_time_does_not_count(guarded: pytest.Pytester, stolen: int, faile
     guarded.runpytest_inprocess().assert_outcomes(passed=1 - failed, failed=failed)
 
 
-@pytest.mark.parametrize(("count", "allowed"), [(15, True), (16, False)])
+@pytest.mark.parametrize(("count", "allowed"), [(17, True), (18, False)])
 def test_few_tests_may_launch(guarded: pytest.Pytester, count: int, allowed: bool) -> None:
     guarded.makepyfile(
         f"import pytest\n@pytest.mark.launch\n@pytest.mark.parametrize('n', range({count}))\ndef test_it(n): pass\n"
@@ -617,7 +617,7 @@ def test_few_tests_may_launch(guarded: pytest.Pytester, count: int, allowed: boo
     result = guarded.runpytest_inprocess()
     assert (result.ret == pytest.ExitCode.OK) == allowed
     if not allowed:
-        result.stderr.fnmatch_lines(["*16 tests are marked launch, at most 15 may be*"])
+        result.stderr.fnmatch_lines(["*18 tests are marked launch, at most 17 may be*"])
 
 
 def test_pairwise_rows_hold_every_possible_pair() -> None:

@@ -19,7 +19,10 @@ from lightning_zero.migration.located import Document, load
 from lightning_zero.migration.report import Import, Row, Status
 
 _HALVES = ("fp16", "bf16", "bfloat16")  # sections of the 16-bit precisions; the last is the old name of the second
-_NVME = "NVMe is not supported yet: host memory (cpu) is written; {} per parameter must fit there"
+_NVME = (
+    "host memory (cpu) is written; {} per parameter must fit there. For optimizer state on a disk use zero2_nvme or "
+    "zero3_nvme with nvme_path"
+)
 
 
 def import_deepspeed(source: str | Path | Mapping[str, Any], *, ranks: int | None = None) -> Import:

@@ -33,7 +33,7 @@ VERSION = "0.19.6"
 
 STAGE = Kind("0, 1, 2 or 3", lambda value: not isinstance(value, bool) and value in (0, 1, 2, 3))
 DEVICE = one_of("none", "cpu", "nvme")
-_FOR_NVME = "for NVMe, which is not supported yet"
+_FOR_NVME = "for NVMe, of which nothing is taken over"
 _SWITCH = Kind("an object, or true or false", lambda value: OBJECT.fits(value) or BOOL.fits(value))
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
@@ -364,7 +364,11 @@ _OTHER = (
         switched=False,
         moot=_FOR_NVME,
     ),
-    Key("zero_allow_untested_optimizer", BOOL, moot="element-wise optimizers run, others are refused by name"),
+    Key(
+        "zero_allow_untested_optimizer",
+        BOOL,
+        moot="what updates each parameter by itself runs, others are refused by name",
+    ),
     Key("zero_force_ds_cpu_optimizer", BOOL, moot="torch's optimizers are taken; offloaded, native kernels compute"),
     Key("graph_harvesting", BOOL, as_here=(False,), remedy="torch.compile(mode='reduce-overhead') of units"),
     Key("use_data_before_expert_parallelism", BOOL, as_here=(False,), remedy="there is no expert parallelism"),

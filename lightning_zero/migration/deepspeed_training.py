@@ -41,7 +41,8 @@ class Target:
 
 _ADAM = frozenset({"lr", "betas", "eps", "weight_decay", "amsgrad", "fused"})
 _COMPRESSED = "the update that it approximates is written, AdamW; traffic is not compressed"
-_NOT_ELEMENT_WISE = "it needs whole parameters, and only element-wise optimizers can be sharded; AdamW is written"
+_WHOLE = "AdamW is written; any torch optimizer that needs whole parameters runs from configure_optimizers"
+_MUON = "AdamW is written; optimizer=muon is torch's Muon, whose rates are others than DeepSpeed's"
 _SCALED = "scale the lr of parameter groups in configure_optimizers"
 
 # By DeepSpeed's name in lower case. Others are classes of torch.optim, by their own names.
@@ -59,9 +60,9 @@ OPTIMIZERS: dict[str, Target] = {
     "asgd": Target("", frozenset({"lr", "weight_decay"})),
     "onebitadam": Target("adamw", _ADAM, {"weight_decay": 0.0}, remedy=_COMPRESSED),
     "zerooneadam": Target("adamw", _ADAM, {"weight_decay": 0.0}, remedy=_COMPRESSED),
-    "lamb": Target("adamw", remedy=_NOT_ELEMENT_WISE),
-    "onebitlamb": Target("adamw", remedy=_NOT_ELEMENT_WISE),
-    "muon": Target("adamw", remedy=_NOT_ELEMENT_WISE),
+    "lamb": Target("adamw", remedy=_WHOLE),
+    "onebitlamb": Target("adamw", remedy=_WHOLE),
+    "muon": Target("adamw", remedy=_MUON),
     "muadam": Target("adamw", _ADAM, remedy=_SCALED),
     "muadamw": Target("adamw", _ADAM, remedy=_SCALED),
     "musgd": Target("sgd", frozenset({"lr", "momentum", "weight_decay"}), remedy=_SCALED),

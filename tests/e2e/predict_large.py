@@ -6,6 +6,7 @@ at the `end`; the model's `full` size in fp32; and its `predictions`.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import resource
 import sys
@@ -18,9 +19,15 @@ from lightning import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt2"
-sys.path.insert(0, str(EXAMPLE))
-from model import GPT  # noqa: E402
+# Under a name of its own: both examples have a module `model`, and tests of both run in one process.
+_SPEC = importlib.util.spec_from_file_location(
+    "gpt2_model", Path(__file__).parents[2] / "examples" / "gpt2" / "model.py"
+)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+_MODEL = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(_MODEL)
+GPT = _MODEL.GPT
 
 
 class Large(LightningModule):

@@ -69,7 +69,7 @@ def test_a_store_that_is_listed_is_accepted() -> None:
     with pytest.raises(ValueError, match="offload_optimizer=True") as caught:
         ZeroStrategy(2, offload_optimizer=True)  # type: ignore[arg-type]
     for word in re.findall(r"'(\w+)'", str(caught.value)):
-        assert ZeroStrategy(2, offload_optimizer=word).options.offload_optimizer == word
+        assert ZeroStrategy(2, offload_optimizer=word, nvme_path="/disk").options.offload_optimizer == word
 
 
 REFUSED: list[tuple[str, Any, str]] = [
@@ -109,7 +109,7 @@ def test_other_options() -> None:
 
 def test_stores() -> None:
     for option in ("offload_optimizer", "offload_params"):
-        for value in ("CPU", "gpu", "nvme", None, True, 1, []):
+        for value in ("CPU", "gpu", "disk", None, True, 1, []):
             options, parts = {"stage": 3, option: value}, (f"{option}={value!r}", "'none'", "'cpu'")
             assert refused(ZeroStrategy, options, *parts, error=ValueError), (option, value)
         options, parts = {"stage": 0, option: "cpu"}, ("stage=0", f"{option}='cpu'", "stage=1")
