@@ -158,7 +158,7 @@ def add_checkpoint(record: Record, name: str, path: Path) -> None:
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     for file in files:
         inner = f"{name}/{file.relative_to(path)}"
-        if file.name.endswith(".distcp"):
+        if file.suffix in (".distcp", ".txt"):
             record.add("checkpoint", inner, sha256(file.read_bytes()))  # a row of archives, without the version
         elif zipfile.is_zipfile(file):
             _add_archive(record, inner, file)

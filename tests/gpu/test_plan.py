@@ -83,6 +83,7 @@ def measure(stage: int, offload: bool, precision: str, device: torch.device) -> 
     for _ in range(2):
         driver.run_step(session, [batch_of(placement)] * 2, loss_of)
     session.optimizer.zero_grad()
+    session.engine.settle()  # an update may go on until somebody waits for it
     return {
         "held": torch.accelerator.memory_allocated() - before,
         "peak": torch.accelerator.max_memory_allocated() - before,
