@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -65,6 +66,13 @@ def storages() -> dict[int, torch.UntypedStorage]:
 def storage_bytes() -> int:
     """Bytes of the storages of all tensors alive, each once."""
     return sum({s.data_ptr(): s.nbytes() for s in storages().values() if s.nbytes()}.values())
+
+
+def await_release(most: float, seconds: float = 2.0) -> None:
+    """Wait until no more than so many bytes are alive: gloo's threads let go of a collective's tensors late."""
+    until = time.monotonic() + seconds
+    while storage_bytes() > most and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 class Peak(TorchDispatchMode):

@@ -160,6 +160,7 @@ def evaluate(setup: Setup, mesh: Mesh) -> tuple[Memory, Counter[str], Plan]:
         mappings.most = mappings.live
         model = Deep()
         engine = Engine(model, placement, bucket_size_mb=setup.bucket_size_mb, check_steps=0)
+        memory.await_release(1.01 * expected.held.total)
         with memory.Peak() as peak:
             for _ in range(2):
                 mesh.shard.reset_counters()
