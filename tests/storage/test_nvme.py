@@ -242,7 +242,8 @@ sys.stdin.read(1)
 @contextlib.contextmanager
 def other_run(path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that has a folder at the path."""
-    command = [sys.executable, "-c", textwrap.dedent(OWNER), str(path)]
+    # -P: in the folder of the sources these would hide an installed package.
+    command = [sys.executable, "-P", "-c", textwrap.dedent(OWNER), str(path)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
