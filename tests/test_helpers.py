@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from helpers import models
 from helpers.pairs import pairwise
-from helpers.ranks import IMPORT_PATH, ForkServer, RankError, RankPool, ranks
+from helpers.ranks import IMPORT_PATH, LATE, ForkServer, RankError, RankPool, ranks
 from helpers.reference import Trained, reduce_ranks, reduce_then_sum, sum_then_reduce, train_reference
 from lightning import LightningModule, Trainer
 from torch import Tensor, nn
@@ -111,6 +111,20 @@ def test_a_hang_is_recovered_from(pool2: RankPool, capsys: pytest.CaptureFixture
     assert "in hang_on_rank_1" in capsys.readouterr().out
     assert pool2.run(dist.get_rank) == [0, 1]
     assert not set(pids) & set(pool2.pids)
+
+
+def limit_of_collectives() -> float:
+    group = dist.group.WORLD
+    assert group is not None
+    limit: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return limit
+
+
+def test_a_limit_of_its_own_bounds_the_collectives_of_one_run(pool2: RankPool) -> None:
+    """In quick turns: the group that the other rank still joins is not given up for one with another limit."""
+    for _ in range(10):
+        assert pool2.run_within(30, limit_of_collectives) == [30 + LATE] * 2
+        assert pool2.run(limit_of_collectives) == [pool2.timeout + LATE] * 2
 
 
 def die_on_rank_1() -> None:

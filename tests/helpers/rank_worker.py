@@ -135,39 +135,40 @@ class Room:
 
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
-        self._number = 0  # of the job that it is for
-        self._timeout = spec.timeout
-        self._fresh = False
+        self._number = 0  # of the job that its group is for
 
     def enter(self, number: int, timeout: float) -> None:
-        """Have a process group for this job, that prepared or a new one."""
-        if not self._fresh or number != self._number or timeout != self._timeout:
-            self._number, self._timeout = number, timeout
-            self._make(f"store{number}_now")
-        self._fresh = False
+        """Have a process group for this job, that prepared or, for a pool's first job, a new one."""
+        import torch
+
+        if number != self._number:
+            self._make(number)
+        # That prepared is used whatever its limit: another rank may still be joining it, and would fail if this one
+        # destroyed it for another.
+        torch.distributed.group.WORLD.set_timeout(timedelta(seconds=timeout))
 
     def prepare(self) -> None:
         """Make the process group of the next job."""
-        self._number, self._timeout = self._number + 1, self._spec.timeout
-        self._make(f"store{self._number}")
-        self._fresh = True
+        self._make(self._number + 1)
 
-    def _make(self, store: str) -> None:
+    def _make(self, number: int) -> None:
         import torch
 
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-        if self._number % 100 == 0:
+        if number % 100 == 0:
             gc.unfreeze()  # what was still in use when it was frozen: an engine keeps threads, which wake up often
         gc.collect()
         gc.freeze()  # what a job imported stays, too: torch.compile and transformers alone have 100,000 objects
+        sys.excepthook = sys.__excepthook__  # each group puts its rank before every line, and the last one's is enough
         torch.distributed.init_process_group(
             self._spec.backend,
-            init_method=f"file://{self._spec.folder}/{store}",
+            init_method=f"file://{self._spec.folder}/store{number}",
             rank=self._spec.rank,
             world_size=self._spec.world_size,
-            timeout=timedelta(seconds=self._timeout),
+            timeout=timedelta(seconds=self._spec.timeout),
         )
+        self._number = number
 
 
 def launcher_variables(spec: RankSpec) -> dict[str, str]:
