@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +12,10 @@ import pytest
 import torch
 from e2e.initialize_large import start_of_peak, status
 from e2e.predict_large import GPT
-from helpers.ranks import server_environment
+from e2e.started import reports_of
 
 from lightning_zero import load_from_checkpoint
 
-SCRIPT = Path(__file__).resolve().with_name("predict_large.py")
 LIMIT = 300.0  # seconds; about 15 on idle cores
 SIZES = {"n_layer": 24, "n_head": 16, "n_embd": 1024, "context": 64, "vocab_size": 256}  # 303M parameters
 
@@ -46,17 +42,8 @@ def test_a_large_gpt2_predicts_in_capped_memory(tmp_path: Path) -> None:
         plain = model.bfloat16()
         expected = [plain(batch)[:, -1].argmax(-1).tolist() for batch in batches]
     # A rank that made the whole model, and cast it, would need 1.5 times its size.
-    search = [str(SCRIPT.parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     options = {"strategy": "zero3_offload", "sizes": SIZES, "checkpoint": str(path), "cap": 1.25}
-    subprocess.run(
-        [sys.executable, str(SCRIPT), json.dumps({"out": str(tmp_path), **options})],
-        cwd=tmp_path,
-        env=server_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, search))},
-        check=True,
-        timeout=LIMIT,
-    )
-    for rank in range(2):
-        report = json.loads((tmp_path / f"{rank}.json").read_text())
+    for report in reports_of("predict_large.py", tmp_path, limit=LIMIT, **options):
         assert report["full"] > 1.2e9
         assert report["peak"] < 0.6 * report["full"]
         assert report["end"] < 0.4 * report["full"]

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from e2e.started import HERE, environment
 from e2e.train_tiny import RECIPE
-from helpers.ranks import server_environment
 from strategy.fits import assert_same, reference
 
-HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "train_tiny.py"
 PLAIN = [sys.executable, str(SCRIPT)]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT)]
@@ -28,13 +27,11 @@ pytestmark = pytest.mark.launch
 
 def launch(command: list[str], folder: Path, **options: Any) -> tuple[int, str, float]:
     """Run the script; its exit status, output, and seconds taken. Nothing of it outlives the call."""
-    path = [str(HERE.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = server_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
     begin = time.monotonic()
     process = subprocess.Popen(
         [*command, json.dumps({"out": str(folder / "weights.pt"), **options})],
         cwd=folder,
-        env=environment,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.ranks import server_environment
+from e2e.started import reports_of
 
-SCRIPT = Path(__file__).resolve().with_name("load_pretrained.py")
 LIMIT = 240.0  # seconds; about 15 on idle cores
 
 pytestmark = [
@@ -30,17 +26,8 @@ def test_a_pretrained_model_is_never_whole(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "gpt2", max_shard_size="200MB")
     with torch.no_grad():
         expected = model(torch.arange(4).view(1, 4)).logits.double().sum().item()
-    search = [str(SCRIPT.parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     options = {"strategy": "zero3_offload", "path": str(tmp_path / "gpt2")}
-    subprocess.run(
-        [sys.executable, str(SCRIPT), json.dumps({"out": str(tmp_path), **options})],
-        cwd=tmp_path,
-        env=server_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, search))},
-        check=True,
-        timeout=LIMIT,
-    )
-    for rank in range(2):
-        report = json.loads((tmp_path / f"{rank}.json").read_text())
+    for report in reports_of("load_pretrained.py", tmp_path, limit=LIMIT, **options):
         assert report["full"] > 3.6e8
         assert report["peak"] < 0.75 * report["full"]
         assert report["end"] < 0.65 * report["full"]
