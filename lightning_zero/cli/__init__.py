@@ -65,6 +65,11 @@ def _verbs(
 
 @app.command("doctor")
 def _doctor(
+    nvme: Annotated[Path | None, typer.Option(metavar="PATH", help="A folder on a disk that is measured, too.")] = None,
+    params: Annotated[
+        float | None,
+        typer.Option(min=1, help="With --nvme: parameters of a model, such as 7e9, and what a step takes."),
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Check that the installed package works on this machine.
@@ -73,9 +78,11 @@ def _doctor(
     reports threads, memory limits, versions and GPUs. The exit code is 1 when
     something does not work; advice alone leaves it 0.
     """
+    if params is not None and nvme is None:
+        raise typer.BadParameter("it needs --nvme", param_hint="--params")
     from lightning_zero.cli.doctor import run
 
-    raise typer.Exit(run(as_json=as_json))
+    raise typer.Exit(run(nvme=nvme, params=params, as_json=as_json))
 
 
 @app.command("estimate")

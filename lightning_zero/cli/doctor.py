@@ -11,6 +11,7 @@ is unknown here, "unlimited" that there is no limit; a name that ends in `_bytes
 - `checks`: list of `kernel`, `case`, `isa`, `against` ("torch", "isa", "threads"), `passed`, `detail`
 - `machine`: see `lightning_zero.cli.machine.Machine`
 - `environment`: the environment variables that matter, by name
+- `disk`: see `lightning_zero.cli.disk.Disk`; null unless `--nvme` asks for it, and where it cannot be measured
 - `packages`, `torch`, `accelerators`: see `lightning_zero.cli.software`; the latter two null without torch
 """
 
@@ -32,6 +33,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from lightning_zero.cli.disk import Disk, describe_disk, judge_disk, measure_disk
 from lightning_zero.cli.machine import Machine, read_machine
 from lightning_zero.cli.software import (
     DISTRIBUTION,
@@ -122,6 +124,7 @@ class Report:
     packages: list[Package]
     torch: Torch | None
     accelerators: Accelerators | None
+    disk: Disk | None = None
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -132,9 +135,11 @@ class Report:
         return {"schema": SCHEMA, "ok": self.ok} | asdict(self)
 
 
-def run(*, as_json: bool = False) -> int:
-    """Prints the report; returns the exit code."""
+def run(*, nvme: Path | None = None, params: float | None = None, as_json: bool = False) -> int:
+    """Prints the report; returns the exit code. `nvme` and `params`: see `lightning_zero.cli.disk.measure_disk`."""
     report = examine()
+    if nvme is not None and report.kernels is not None:
+        add_disk(report, nvme, params)
     if as_json:
         print(json.dumps(report.as_dict(), indent=2))
     else:
@@ -174,6 +179,17 @@ def examine(root: Path = Path("/")) -> Report:
     for judge in (_judge_checks, _judge_threads, _judge_memory, _judge_packages, _judge_accelerators):
         findings += judge(report)
     return report
+
+
+def add_disk(report: Report, path: Path, params: float | None = None) -> None:
+    """Measures a disk, and adds what is found to a report."""
+    try:
+        report.disk = measure_disk(path, params)
+    except OSError as error:
+        remedy = "Choose a folder on a local disk that can be written to."
+        report.findings.append(Finding("problem", "disk", f"{path} cannot be measured: {error}", remedy))
+    else:
+        report.findings += [Finding("warning", "disk", *found) for found in judge_disk(report.disk)]
 
 
 def _import_kernels(findings: list[Finding]) -> tuple[ModuleType | None, bool]:
@@ -356,6 +372,8 @@ def render(report: Report, marks: Mapping[str, str]) -> RenderableType:
         "software": _render_software(report, marks),
         "accelerators": _render_accelerators(report),
     }
+    if report.disk is not None or any(finding.section == "disk" for finding in report.findings):
+        sections["disk"] = [] if report.disk is None else [facts_table(describe_disk(report.disk))]
     for name, content in sections.items():
         found = [finding for finding in report.findings if finding.section == name]
         # "problem" sorts before "warning".

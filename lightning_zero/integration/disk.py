@@ -17,6 +17,9 @@ from lightning_zero.sharding import Mesh
 from lightning_zero.storage import DiskError, DiskStore, Executor
 from lightning_zero.storage.run_folder import FileSystem, RunFolder, file_system
 
+_PROBED_BYTES = 1 << 29  # of a rank's state: with less a step is over before a better way of transfers was found
+_PROBE_SECONDS = 1.0
+
 
 def make_disk_store(
     options: StrategyOptions,
@@ -39,8 +42,10 @@ def make_disk_store(
     """
     assert options.nvme_path is not None
     base, plan = Path(options.nvme_path), planned()
-    (run, _), *_ = ranks = mesh.world.all_gather_object((_new_run(), socket.gethostname()), "name the run")
-    store, failure = None, None
+    here = socket.gethostname()
+    (run, _), *_ = ranks = mesh.world.all_gather_object((_new_run(), here), "name the run")
+    first = [node for _, node in ranks].index(here)  # the rank of this node that looks for the best way of transfers
+    store, failure, way = None, None, None
     try:
         folder = RunFolder(base, run, mesh.world.rank)
         store = DiskStore.in_folder(
@@ -48,17 +53,21 @@ def make_disk_store(
         )
         if plan is not None:
             store.reserve(plan.held.disk)
+            if mesh.world.rank == first and plan.held.disk >= _PROBED_BYTES:
+                way = store.choose_way(_PROBE_SECONDS)
     except DiskError as error:
         failure = error
-    failures = mesh.world.all_gather_object(None if failure is None else failure.args, "make folders on the disks")
+    outcome = None if failure is None else failure.args, way
+    outcomes = mesh.world.all_gather_object(outcome, "make folders on the disks")
     if failure is not None:
         raise failure
-    for rank, arguments in enumerate(failures):
+    for rank, (arguments, _) in enumerate(outcomes):
         if arguments is not None:
             code, message, *_ = arguments
             raise DiskError(code, f"rank {rank}: {message}", str(base))
     assert store is not None
-    here = socket.gethostname()
+    if (found := outcomes[first][1]) is not None:
+        store.opened.pool = found.pool()
     elsewhere = [RunFolder.place(base, run, rank) for rank, (_, node) in enumerate(ranks) if node != here]
     warn_of(base, file_system(base), store.opened.direct, elsewhere)
     mesh.world.all_gather_object(None, "look at the folders")  # before one of them may be removed

@@ -40,10 +40,12 @@ class DiskFile:
     Attributes:
         path: of the file.
         direct: whether transfers pass by the page cache (``O_DIRECT``); not where the file system refuses that.
+        refusal: why they do not, as the system says it; empty where they do, or were not meant to.
+        pool: reads and writes; another one may take over between two transfers.
 
     Args:
         path: as above; no such file may be there.
-        pool: reads and writes.
+        pool: as above.
         direct: whether to try.
 
     Raises:
@@ -52,7 +54,7 @@ class DiskFile:
 
     def __init__(self, path: Path, pool: ops.DiskPool, direct: bool = True) -> None:
         self.path = path
-        self._pool = pool
+        self.pool = pool
         self._size = 0  # of what was given out, and is reserved
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # offsets of extents given back, by their size
         self._lock = threading.Lock()
@@ -61,6 +63,7 @@ class DiskFile:
             self._file = os.open(path, flags, 0o600)
         except OSError as error:
             raise _error(error.errno or errno.EIO, path, f"{path} cannot be made") from error
+        self.refusal = ""
         self.direct = direct and _O_DIRECT != 0 and self._reopen(flags & ~(os.O_CREAT | os.O_EXCL) | _O_DIRECT)
         # When nobody refers to the file any more. Not at the exit of the process: a lane may still be writing then.
         weakref.finalize(self, os.close, self._file).atexit = False
@@ -69,10 +72,13 @@ class DiskFile:
         """Open the file with ``O_DIRECT``, where the file system lets it: some refuse only a transfer."""
         try:
             file = os.open(self.path, flags)
-        except OSError:
+        except OSError as error:
+            self.refusal = f"opening a file: {os.strerror(error.errno or errno.EIO)}"
             return False
         block = HostStore().zeros(ALIGNMENT, torch.uint8)
-        if self._pool.write(file, block, 0, ALIGNMENT) or self._pool.read(file, block, 0, ALIGNMENT):
+        failure = self.pool.write(file, block, 0, ALIGNMENT) or self.pool.read(file, block, 0, ALIGNMENT)
+        if failure is not None:
+            self.refusal = f"a transfer: {os.strerror(failure.code)}"
             os.close(file)
             return False
         os.close(self._file)
@@ -130,7 +136,7 @@ class DiskFile:
         Raises:
             DiskError: the system reports an error, or the file ends before.
         """
-        failure = self._pool.read(self._file, memory, offset, ALIGNMENT if self.direct else 1)
+        failure = self.pool.read(self._file, memory, offset, ALIGNMENT if self.direct else 1)
         if failure is not None:
             where = f"{what} could not be read from {self.path} at byte {failure.offset:,}"
             if failure.code:
@@ -143,11 +149,31 @@ class DiskFile:
         Raises:
             DiskError: the system reports an error.
         """
-        failure = self._pool.write(self._file, memory, offset, ALIGNMENT if self.direct else 1)
+        failure = self.pool.write(self._file, memory, offset, ALIGNMENT if self.direct else 1)
         if failure is not None:
             where = f"{what} could not be written to {self.path} at byte {failure.offset:,}"
             full = advice(Case.DISK_FULL, ". ") if failure.code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
             raise _error(failure.code, self.path, where, full)
+
+    def settle(self) -> None:
+        """Write what the page cache has of the file to the disk, and have it forget that; nothing with ``O_DIRECT``.
+
+        Raises:
+            DiskError: the system reports an error.
+        """
+        if self.direct:
+            return
+        try:
+            os.fdatasync(self._file)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise _error(error.errno or errno.EIO, self.path, f"{self.path} could not be written") from error
+
+    @property
+    def nbytes(self) -> int:
+        """Its size, all of which is reserved."""
+        return os.fstat(self._file).st_size
 
     @property
     def descriptor(self) -> int:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
-from lightning_zero import ops
 from lightning_zero.advice import Case, advice
 from lightning_zero.storage.disk_file import DiskError, DiskFile, aligned
+from lightning_zero.storage.disk_speed import Way, choose_way
 from lightning_zero.storage.executor import Executor, Lane, Ticket
 from lightning_zero.storage.host import HostStore
 from lightning_zero.storage.rested import Memory
@@ -37,6 +37,11 @@ def tile_numel(buffer_bytes: int) -> int:
     """Elements of a tile of which as many as are in flight fit ``buffer_bytes``: a power of two."""
     fitting = max(1, buffer_bytes // (_IN_FLIGHT * _TYPICAL_ITEMSIZE))
     return min(max(1 << (fitting.bit_length() - 1), _LEAST_TILE), _LARGEST_TILE)
+
+
+def transfer_bytes(buffer_bytes: int) -> int:
+    """Bytes of a tile of fp32 values: most transfers move so many."""
+    return tile_numel(buffer_bytes) * torch.float32.itemsize
 
 
 def passing_bytes(limit: int, window: int, numel: int, itemsizes: Sequence[int]) -> int:
@@ -98,7 +103,7 @@ class DiskStore:
         Raises:
             DiskError: the file cannot be made.
         """
-        file = DiskFile(Path(folder.path, "state.bin"), ops.DiskPool(), direct)
+        file = DiskFile(Path(folder.path, "state.bin"), Way().pool(), direct)
         store = cls(file, executor, buffer_bytes, **options)
         store._folder = folder
         return store
@@ -120,6 +125,14 @@ class DiskStore:
             DiskError: it has not; with the bytes that are needed and free.
         """
         self.opened.reserve(nbytes, "masters and optimizer state")
+
+    def choose_way(self, seconds: float) -> Way:
+        """Find the fastest way of transfers for what was reserved, before any of it is given out, in about so long.
+
+        Raises:
+            DiskError: the disk fails.
+        """
+        return choose_way(self.opened, transfer_bytes(self.passing_bytes), self.opened.nbytes, seconds)
 
     @property
     def opened(self) -> DiskFile:

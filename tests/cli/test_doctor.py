@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +21,7 @@ from typer.testing import CliRunner
 import lightning_zero
 from lightning_zero import ops
 from lightning_zero.cli import app, doctor, main, software
+from lightning_zero.cli.disk import Disk, judge_disk, measure_disk
 from lightning_zero.cli.doctor import examine
 from lightning_zero.cli.software import Accelerators, Device
 
@@ -31,6 +35,7 @@ FIELDS = [
     "packages",
     "torch",
     "accelerators",
+    "disk",
     "findings",
 ]
 H200 = Accelerators(
@@ -377,3 +382,36 @@ def test_gpus_as_torch_reports_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("torch.cuda.get_device_properties", refuse)
     assert software.read_accelerators().messages == ("CUDA error: out of memory",)
+
+
+@pytest.mark.usefixtures("no_checks")
+def test_a_disk_is_measured_where_one_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "measure_disk", functools.partial(measure_disk, seconds=0.01))
+    code, output = invoke("doctor", "--nvme", str(tmp_path), "--params", "1e6", "--json")
+    disk = json.loads(output)["disk"]
+    assert code == 0
+    assert [*disk] == [field.name for field in dataclasses.fields(Disk)]
+    assert [step["resting_bytes"] for step in disk["steps"]] == [12_000_000, 8_000_000]
+    for step in disk["steps"]:
+        assert step["seconds"] == pytest.approx(2 * step["resting_bytes"] / disk["mixed_bytes_per_second"])
+    assert not [*tmp_path.iterdir()]
+    code, output = invoke("doctor", "--nvme", str(tmp_path), "--params", "1e14")
+    assert code == 0
+    assert re.search(r"mixed +[\d.]+ GB/s", output)
+    assert "takes 1091 TiB" in output
+    code, output = invoke("doctor", "--nvme", str(tmp_path / "missing"), "--json")
+    assert code == 1
+    assert "is not a folder that exists" in json.loads(output)["findings"][-1]["message"]
+    assert invoke("doctor", "--params", "1e6")[0] == 2
+
+
+def test_what_makes_a_disk_a_bad_place_is_advised(tmp_path: Path) -> None:
+    disk = measure_disk(tmp_path, seconds=0.001)
+    for change, words in (
+        ({"in_memory": True, "file_system": "tmpfs"}, "host memory"),
+        ({"on_network": True, "file_system": "nfs4"}, "over a network"),
+        ({"direct": False, "reason": "the file system refuses O_DIRECT"}, "page cache"),
+    ):
+        (message, _), *others = judge_disk(dataclasses.replace(disk, **change))
+        assert words in message
+        assert not others

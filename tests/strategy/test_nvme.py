@@ -15,12 +15,14 @@ from helpers.ranks import RankError, RankPool
 from lightning import Callback, LightningModule, Trainer
 from strategy.fits import Lit, Recipe, assert_same, fit, make_trainer
 
-from lightning_zero import ZeroStrategy
+from lightning_zero import ZeroStrategy, ops
+from lightning_zero.integration import disk as integration_disk
 from lightning_zero.integration.disk import warn_of
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.planning import Bytes
 from lightning_zero.planning.memory import held_by, planned_parts
 from lightning_zero.storage import DiskStore
+from lightning_zero.storage.disk_speed import Way
 from lightning_zero.storage.run_folder import FileSystem
 
 NVME = [name for name in STRATEGIES if name.endswith("_nvme")]
@@ -70,6 +72,24 @@ def test_checkpoints_are_those_of_any_other_place(pool2: RankPool, tmp_path: Pat
     into_host, into_disk, expected = (pool2.run(save_and_resume, names, tmp_path, container)[0] for names in pairs)
     assert_same(into_host, expected)
     assert_same(into_disk, expected)
+
+
+def fit_in_a_way_that_was_found(path: Path) -> tuple[Any, list[Way]]:
+    """Weights, and the ways of transfers that this rank has made pools for."""
+    made = list[Way]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integration_disk, "_PROBED_BYTES", 1)
+        patch.setattr(Way, "pool", lambda way: (made.append(way), ops.DiskPool(*way))[1])
+        # Of this rank alone: the others take what the first of the machine has found.
+        patch.setattr(DiskStore, "choose_way", lambda *_: Way(2, 4096 << torch.distributed.get_rank()))
+        return fit(nvme("zero2_nvme", path), RECIPE).weights, made
+
+
+def test_ranks_of_a_machine_take_the_way_that_one_has_found(pool2: RankPool, tmp_path: Path) -> None:
+    (weights, made), (_, theirs) = pool2.run(fit_in_a_way_that_was_found, tmp_path)
+    assert made == theirs == [Way(), Way(2, 4096)]
+    expected = pool2.run(fit, nvme("zero2_nvme", tmp_path), RECIPE)[0]
+    assert_same(weights, expected.weights)
 
 
 class Look(Callback):

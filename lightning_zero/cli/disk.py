@@ -1,0 +1,182 @@
+"""The disk of `lightning-zero doctor --nvme PATH`: how fast the engine reads and writes files there.
+
+It measures as a training moves its state: tiles of the size that a buffer of 0.25 GiB gives, in blocks by the native
+threads, with O_DIRECT where the file system lets it, over a file that was written before, in the way that a training
+would choose.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_zero.cli.text import number, size
+
+if TYPE_CHECKING:
+    from lightning_zero.storage.disk_speed import DiskSpeed
+
+_BUFFER_BYTES = 1 << 28  # the default of nvme_buffer_gb
+_SECONDS = 1.0  # of each measurement
+# Bytes of a parameter that rest on the disk, and are read and written by each step that changes it.
+_RESTING = {
+    "AdamW": 12,  # masters and moments of fp32
+    "split CPUAdamW": 8,  # of parameters that rest at 16 bits on a GPU; moments of bf16
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """The share of the disk in the time of a step.
+
+    Attributes:
+        optimizer: whose state rests there.
+        resting_bytes: of the state of all ranks that share the disk.
+        seconds: in which it is read and written.
+    """
+
+    optimizer: str
+    resting_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """A disk, as the engine uses it.
+
+    Attributes:
+        path: a folder on it.
+        file_system: its type; empty if the system does not say.
+        in_memory: whether its files take the host's memory.
+        on_network: whether another machine has them.
+        free_bytes: that files can take.
+        backend: what moves blocks.
+        direct: whether they pass by the page cache.
+        reason: why that was taken.
+        threads: blocks at a time.
+        block_bytes: of one.
+        tile_bytes: of a transfer.
+        read_bytes_per_second: of one tile after the other.
+        write_bytes_per_second: likewise.
+        mixed_bytes_per_second: of tiles that are read and written by turns; both count.
+        params: of the model that was asked about.
+        steps: what its steps take.
+    """
+
+    path: str
+    file_system: str
+    in_memory: bool
+    on_network: bool
+    free_bytes: int
+    backend: str
+    direct: bool
+    reason: str
+    threads: int
+    block_bytes: int
+    tile_bytes: int
+    read_bytes_per_second: float
+    write_bytes_per_second: float
+    mixed_bytes_per_second: float
+    params: int | None
+    steps: list[StepTime]
+
+
+def measure_disk(path: Path, params: float | None = None, seconds: float = _SECONDS) -> Disk:
+    """Measures the disk at a path, where it leaves nothing behind.
+
+    Args:
+        path: a folder.
+        params: of a model whose state would rest there.
+        seconds: of each of five steps of the measurement.
+
+    Raises:
+        OSError: the path cannot be written to, or the disk fails; see `lightning_zero.storage.DiskError`.
+    """
+    from lightning_zero.storage.disk_file import DiskFile
+    from lightning_zero.storage.disk_speed import Way, choose_way, measure
+    from lightning_zero.storage.nvme import transfer_bytes
+    from lightning_zero.storage.run_folder import RunFolder, file_system
+
+    folder, tile = RunFolder(path, f"doctor-{secrets.token_hex(4)}", 0), transfer_bytes(_BUFFER_BYTES)
+    try:
+        system, free = file_system(path), os.statvfs(path)
+        free_bytes = free.f_bavail * free.f_frsize
+        file = DiskFile(folder.path / "measured.bin", Way().pool())
+        way = choose_way(file, tile, max(tile, free_bytes // 4), seconds)
+        speed = measure(file, tile, seconds, max(tile, free_bytes // 4))
+    finally:
+        folder.remove()
+    return Disk(
+        path=str(path),
+        file_system=system.kind,
+        in_memory=system.in_memory,
+        on_network=system.on_network,
+        free_bytes=free_bytes,
+        backend="threads",
+        direct=file.direct,
+        reason=_reason(file.direct, file.refusal),
+        threads=way.threads,
+        block_bytes=way.block,
+        tile_bytes=tile,
+        read_bytes_per_second=speed.read,
+        write_bytes_per_second=speed.write,
+        mixed_bytes_per_second=speed.mixed,
+        params=None if params is None else int(params),
+        steps=[] if params is None else list(_steps(int(params), speed)),
+    )
+
+
+def _reason(direct: bool, refusal: str) -> str:
+    if direct:
+        return "the file system takes O_DIRECT"
+    return f"the file system refuses O_DIRECT ({refusal})" if refusal else "the system has no O_DIRECT"
+
+
+def _steps(params: int, speed: DiskSpeed) -> Iterator[StepTime]:
+    for optimizer, nbytes in _RESTING.items():
+        yield StepTime(optimizer, params * nbytes, speed.seconds(params * nbytes, params * nbytes))
+
+
+def judge_disk(disk: Disk) -> Iterator[tuple[str, str]]:
+    """Warns of a disk that is a bad place for state: messages and remedies."""
+    if disk.in_memory:
+        yield (
+            f"{disk.path} is on {disk.file_system}: state would take host memory there",
+            "Choose a folder on a local disk, or keep state in host memory: zero2_offload.",
+        )
+    elif disk.on_network:
+        yield f"{disk.path} is on {disk.file_system}, over a network", "Choose a folder on a local disk of each node."
+    elif not disk.direct:
+        yield (
+            f"{disk.reason}: transfers go through the page cache",
+            "Choose a folder on ext4 or XFS on a local disk.",
+        )
+    for step in disk.steps[:1]:
+        if step.resting_bytes > disk.free_bytes:
+            yield (
+                f"state takes {size(step.resting_bytes)}, {disk.path} has {size(disk.free_bytes)} free",
+                "Free some of it, use disks of more nodes, or choose another one.",
+            )
+
+
+def describe_disk(disk: Disk) -> dict[str, str]:
+    """The facts as text, by their names."""
+    rates = {
+        "read": disk.read_bytes_per_second,
+        "write": disk.write_bytes_per_second,
+        "mixed": disk.mixed_bytes_per_second,
+    }
+    return {
+        "path": f"{disk.path}, on {disk.file_system or 'an unknown file system'}, {size(disk.free_bytes)} free",
+        "backend": f"{disk.backend}, {'O_DIRECT' if disk.direct else 'buffered'}: {disk.reason}",
+        "transfers": f"{size(disk.tile_bytes)} in blocks of {size(disk.block_bytes)}, {number(disk.threads, 'thread')}",
+        **{name: f"{rate / 1e9:.3g} GB/s" for name, rate in rates.items()},
+        **{
+            f"a step with {step.optimizer}": f"at least {step.seconds:.3g} s for {disk.params:,} parameters, of which "
+            f"{size(step.resting_bytes)} rest on the disk"
+            for step in disk.steps
+        },
+    }

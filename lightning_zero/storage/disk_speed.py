@@ -1,0 +1,153 @@
+"""How fast a disk takes and gives tiles as the engine moves them, and how many blocks of which size it likes best."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from lightning_zero import ops
+from lightning_zero.storage.disk_file import DiskFile, aligned
+from lightning_zero.storage.host import HostStore
+
+_REGION = 1 << 30  # bytes of a file that are written and read over and over, at most
+_GAIN = 1.1  # by which another way must be faster than the usual one; less may be chance
+_LEAST_TILES = 4  # that are measured: less tells nothing
+
+
+class Way(NamedTuple):
+    """In how many blocks a disk is read and written.
+
+    Attributes:
+        threads: blocks at a time.
+        block: bytes of one.
+    """
+
+    threads: int = 8
+    block: int = 1 << 19
+
+    def pool(self) -> ops.DiskPool:
+        """Threads that do so."""
+        return ops.DiskPool(self.threads, self.block)
+
+
+# The usual one first. SSDs of data centers want many requests, network volumes large ones.
+WAYS = (Way(), Way(4, 1 << 20), Way(16, 1 << 18), Way(32, 1 << 17), Way(16, 1 << 20))
+
+
+class DiskSpeed(NamedTuple):
+    """Bytes per second.
+
+    Attributes:
+        read: one tile after the other.
+        write: likewise, over what was written before.
+        mixed: read and written by turns, as an update does; both count.
+    """
+
+    read: float
+    write: float
+    mixed: float
+
+    def seconds(self, read: int, written: int) -> float:
+        """The time that so many bytes take, of which as many as possible are read and written by turns."""
+        both = min(read, written)
+        return 2 * both / self.mixed + (read - both) / self.read + (written - both) / self.write
+
+
+class _Region:
+    """The part of a file that is measured, filled with what no disk can compress.
+
+    Args:
+        file: whose first bytes are overwritten.
+        tile: bytes of a transfer.
+        limit: bytes of the part.
+        seconds: after which no more is filled.
+    """
+
+    def __init__(self, file: DiskFile, tile: int, limit: int, seconds: float) -> None:
+        self.file, self.tile = file, aligned(tile)
+        self._memory = HostStore().zeros(self.tile, torch.uint8)
+        self._memory.random_(generator=torch.Generator().manual_seed(0))
+        self._other = HostStore().zeros(self.tile, torch.uint8)
+        fitting = max(1, min(limit, _REGION) // self.tile)
+        file.reserve(fitting * self.tile, "a measurement of its speed")
+        start = time.perf_counter()
+        for filled in range(fitting):
+            self.write(filled * self.tile)
+            self._tiles = filled + 1
+            if time.perf_counter() - start > seconds and self._tiles >= _LEAST_TILES:
+                break
+        file.settle()
+
+    def write(self, offset: int) -> None:
+        self.file.write(self._memory, offset, "a measurement")
+
+    def read(self, offset: int) -> None:
+        self.file.read(self._other, offset, "a measurement")
+
+    def offsets(self) -> Iterator[int]:
+        """Of one tile after the other, over and over."""
+        return itertools.cycle(range(0, self._tiles * self.tile, self.tile))
+
+    def rate(self, seconds: float, *transfers: Callable[[int], None]) -> float:
+        """Bytes per second of these transfers by turns, for about so long.
+
+        What passes through the page cache is written to the disk inside, and read from there.
+        """
+        self.file.settle()
+        offsets, moved, start = self.offsets(), 0, time.perf_counter()
+        while time.perf_counter() - start < seconds or moved < _LEAST_TILES * self.tile:
+            for transfer in transfers:
+                transfer(next(offsets))
+                moved += self.tile
+            if not self.file.direct and moved % (self._tiles * self.tile) < self.tile * len(transfers):
+                self.file.settle()
+        if self.write in transfers:
+            self.file.settle()
+        return moved / (time.perf_counter() - start)
+
+
+def measure(file: DiskFile, tile: int, seconds: float, limit: int = _REGION) -> DiskSpeed:
+    """Measure how fast a disk is.
+
+    Args:
+        file: whose contents are lost.
+        tile: bytes of a transfer.
+        seconds: for each of three measurements, and to fill the file before.
+        limit: bytes that the file may take; one tile it always does.
+
+    Raises:
+        DiskError: the disk has no room, or fails.
+    """
+    region = _Region(file, tile, limit, seconds)
+    return DiskSpeed(
+        read=region.rate(seconds, region.read),
+        write=region.rate(seconds, region.write),
+        mixed=region.rate(seconds, region.read, region.write),
+    )
+
+
+def choose_way(file: DiskFile, tile: int, limit: int, seconds: float = 1.0) -> Way:
+    """Find out in how many blocks a disk reads and writes tiles by turns the fastest. No result depends on it.
+
+    Args:
+        file: whose first ``limit`` bytes are lost. It moves what follows in the way that was found.
+        tile: bytes of a transfer.
+        limit: as above.
+        seconds: that it takes, or as long as a few tiles do.
+
+    Raises:
+        DiskError: the disk has no room, or fails.
+    """
+    region, share = _Region(file, tile, limit, seconds / 4), seconds / 2 / len(WAYS)
+    rates = {}
+    for way in WAYS:
+        file.pool = way.pool()
+        rates[way] = region.rate(share, region.read, region.write)
+    usual, best = WAYS[0], max(WAYS, key=rates.__getitem__)
+    chosen = best if rates[best] > _GAIN * rates[usual] else usual
+    file.pool = chosen.pool()
+    return chosen
