@@ -37,7 +37,8 @@ class ScriptLauncher(private.SubprocessScriptLauncher):
         deadline = time.monotonic() + _SECONDS_TO_END
         while self.procs and all(process.poll() is None for process in self.procs) and time.monotonic() < deadline:
             time.sleep(0.01)  # its connections are closed before it has ended
-        signals = {rank: -(process.poll() or 0) for rank, process in enumerate(self.procs, start=1)}
+        first = self.cluster_environment.node_rank() * self.num_processes
+        signals = {rank: -(process.poll() or 0) for rank, process in enumerate(self.procs, start=first + 1)}
         return "; ".join(
             f"rank {rank} was ended by {signal.Signals(number).name}{_KILLED if number == signal.SIGKILL else ''}"
             for rank, number in signals.items()
@@ -70,10 +71,18 @@ def tell_why(exception: BaseException, board: Board, launcher: object) -> None:
     if not is_communication_error(exception):
         board.put(Subject.FAILURE, " ".join(f"{type(exception).__name__}: {exception}".split()))
         return
-    if not isinstance(exception, CollectiveError) and (cause := board.explain()):  # Lightning's own collectives
+    if not isinstance(exception, CollectiveError) and (cause := _cause(board)):  # Lightning's own collectives
         exception.add_note(cause)
     if isinstance(launcher, ScriptLauncher) and (ended := launcher.ended_by_signal()):
         exception.add_note(ended)
+
+
+def _cause(board: Board) -> str:
+    if cause := board.explain():
+        return cause
+    missing = board.describe(board.find_missing(None))
+    late = f"{missing} did not come: killed, say, or the node or the network to it is down" if missing else ""
+    return board.explain() or late
 
 
 def make_launcher(strategy: DDPStrategy) -> ScriptLauncher | GatheringLauncher:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lightning_zero.advice import Case, advice
+
+_SECONDS_TO_ANSWER = 3.0  # of the store; after it the store counts as gone
+_SECONDS_TO_NOTE = 1.0  # of other ranks whose collectives fail at about the same time as this one's
+_SECONDS_BETWEEN = 0.05  # two looks at their notes
+_ANYONE = "-"  # the note of a rank that cannot say for whom it has waited
 
 
 class Subject(StrEnum):
@@ -16,6 +23,11 @@ class Subject(StrEnum):
 
     FAILURE = "failure"  # the error that ended this rank's part
     LOADER = "loader"  # where its loader ran out
+    WAIT = "wait"  # the rank for which this one has waited in vain
+
+
+class SilentStoreError(RuntimeError):
+    """The store has not answered in time."""
 
 
 class Board:
@@ -26,17 +38,34 @@ class Board:
         size: number of ranks.
         store: shared by them; ``None``: nothing is noted.
         name: of this board among others in the store.
+        hosts: each rank's; none where they are not known.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None, name: str = "") -> None:
+    def __init__(
+        self, rank: int = 0, size: int = 1, store: Store | None = None, name: str = "", hosts: Sequence[str] = ()
+    ) -> None:
         self.rank, self.size = rank, size
+        self._hosts = hosts if len({*hosts}) > 1 else ()
         self._store = None if store is None else PrefixStore(f"lightning_zero/{name}", store)
+        self._silent = False
+
+    def describe(self, ranks: Iterable[int]) -> str:
+        """Names ranks and, where there are several nodes, theirs, as in ``ranks 2, 3 on node1``."""
+        by_host: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_host.setdefault(self.place(rank), []).append(rank)
+        return " and ".join(
+            f"rank{'s' * (len(own) > 1)} {', '.join(map(str, own))}{place}" for place, own in by_host.items()
+        )
+
+    def place(self, rank: int) -> str:
+        """Where a rank is, as in `` on node1``; nothing where there is one node."""
+        return f" on {self._hosts[rank]}" if self._hosts else ""
 
     def put(self, subject: Subject, text: str) -> None:
         """Note ``text`` in the place of what this rank noted before; where the store is gone nobody can read it."""
-        if self._store is not None:
-            with contextlib.suppress(RuntimeError):  # of a rank that ends because rank 0 has ended
-                self._store.set(f"{subject}/{self.rank}", text)
+        with contextlib.suppress(RuntimeError):  # of a rank that ends because rank 0 has ended
+            self._ask(lambda store: store.set(f"{subject}/{self.rank}", text))
 
     def read(self, subject: Subject) -> dict[int, str]:
         """The notes by rank, of those that made one; waits for nobody.
@@ -44,22 +73,90 @@ class Board:
         Raises:
             RuntimeError: the store is gone.
         """
-        if self._store is None:
-            return {}
         keys = {rank: f"{subject}/{rank}" for rank in range(self.size)}
-        notes = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        notes: dict[int, str] = {}
+
+        def read(store: Store) -> None:
+            notes.update({rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])})
+
+        self._ask(read)
         return {rank: note for rank, note in notes.items() if note}
+
+    def _ask(self, use: Callable[[Store], None]) -> None:
+        """Use the store if there is one, for a limited time: where its node is cut off, its connection waits for ever.
+
+        Raises:
+            SilentStoreError: it has not answered in time. Nobody asks it again.
+            RuntimeError: it is gone.
+        """
+        store, errors = self._store, list[RuntimeError]()
+        if store is None:
+            return
+        if self._silent:
+            raise SilentStoreError
+
+        def run() -> None:
+            try:
+                use(store)
+            except RuntimeError as error:
+                errors.append(error)
+
+        # A daemon does not keep the process where the store never answers.
+        thread = threading.Thread(target=run, name="lightning_zero-board", daemon=True)
+        thread.start()
+        thread.join(_SECONDS_TO_ANSWER)
+        if thread.is_alive():
+            self._silent = True
+            raise SilentStoreError
+        if errors:
+            raise errors[0]
 
     def explain(self) -> str:
         """Say why other ranks may be missing, as far as they noted it; else nothing."""
         try:
-            failures = self.read(Subject.FAILURE)
-            failures.pop(self.rank, None)
-            if failures:
-                return "; ".join(f"rank {rank} failed: {text}" for rank, text in failures.items())
-            return uneven_loaders(self.read(Subject.LOADER), self.size)
+            return self._noted()
+        except SilentStoreError:
+            return f"the store of {self.describe([0])} does not answer: that node, or the network to it, is down"
         except RuntimeError:
-            return "rank 0 has ended: its own message, or the system's log, says why"
+            return f"{self.describe([0])} has ended: its own message, or the system's log, says why"
+
+    def _noted(self) -> str:
+        failures = self.read(Subject.FAILURE)
+        failures.pop(self.rank, None)
+        if failures:
+            return "; ".join(f"{self.describe([rank])} failed: {text}" for rank, text in failures.items())
+        return uneven_loaders(self.read(Subject.LOADER), self.size)
+
+    def find_missing(self, awaited: int | None) -> list[int]:
+        """The ranks because of which this one has waited in vain; none where that cannot be said.
+
+        A rank for which others wait may itself wait for one; who does so notes it, and of those that do not the first
+        in the row is missing.
+
+        Args:
+            awaited: the rank for which this one has waited; ``None``: any of the others.
+        """
+        deadline = time.monotonic() + _SECONDS_TO_NOTE
+        self.put(Subject.WAIT, _ANYONE if awaited is None else str(awaited))
+        try:
+            while True:
+                missing = self._missing(awaited, self.read(Subject.WAIT))
+                if not missing or time.monotonic() > deadline or self._store is None:
+                    return missing
+                time.sleep(_SECONDS_BETWEEN)
+        except RuntimeError:  # the store is gone, and with it what others have noted
+            return [] if awaited is None else [awaited]
+
+    def _missing(self, awaited: int | None, waits: Mapping[int, str]) -> list[int]:
+        if awaited is None:
+            return [rank for rank in range(self.size) if rank not in waits and rank != self.rank]
+        seen = {self.rank}
+        while awaited in waits:
+            if awaited in seen or waits[awaited] == _ANYONE:
+                return []  # they wait for each other
+            seen.add(awaited)
+            awaited = int(waits[awaited])
+        return [] if awaited in seen else [awaited]
 
 
 def uneven_loaders(notes: Mapping[int, str], size: int) -> str:

@@ -18,6 +18,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -43,6 +44,13 @@ _RECENT = 5  # collectives that an error lists
 
 class CollectiveError(RuntimeError):
     """Ranks did not issue the same collectives, or one of them never came."""
+
+
+@dataclass
+class _Waiting:
+    """For which rank of a group this one waits; ``None``: for all."""
+
+    rank: int | None = None
 
 
 class Group:
@@ -76,6 +84,7 @@ class Group:
         self.recent: deque[str] = deque(maxlen=_RECENT)
         self._headers = 0
         self._noted = ""
+        self._world_ranks = [0] if process_group is None else dist.get_process_group_ranks(process_group)
         if process_group is None:
             self._backends = dict(dist.Backend.default_device_backend_map)  # by type of device
         else:
@@ -223,34 +232,55 @@ class Group:
         tag = _DATA_TAG | (self.digest & (_DATA_TAG - 1)) if tag is None else tag
         # Beginning at the next rank, so that not all ranks send to the same one first.
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        with self._explained(what):
-            works = [group.send([outgoing[rank]], rank, tag) for rank in others]
-            works += [group.recv([incoming[rank]], rank, tag) for rank in others]
+        works = []
+        with self._explained(what) as waiting:
+            for waiting.rank in others:
+                works.append((waiting.rank, group.send([outgoing[waiting.rank]], waiting.rank, tag)))
+            for waiting.rank in others:
+                works.append((waiting.rank, group.recv([incoming[waiting.rank]], waiting.rank, tag)))
         return lambda: self._wait(works, what)
 
-    def _wait(self, works: Sequence[dist.Work], what: str) -> None:
-        with self._explained(what):
-            for work in works:
+    def _wait(self, works: Sequence[tuple[int | None, dist.Work]], what: str) -> None:
+        """Wait for works, each with the group's rank that it depends on; ``None``: on all."""
+        with self._explained(what) as waiting:
+            for waiting.rank, work in works:
                 work.wait()
 
     @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        """Say in errors of the backend what this rank was about to do, and what it had done."""
+    def _explained(self, what: str) -> Iterator[_Waiting]:
+        """Say in errors of the backend what this rank was about to do, for whom it waited, and what it had done."""
+        waiting = _Waiting()
         try:
             with self.timers.phase(Phase.WAIT):
-                yield
+                yield waiting
         except RuntimeError as error:
-            raise CollectiveError(self._explanation(what, str(error))) from error
+            raise CollectiveError(self._explanation(what, waiting.rank, str(error))) from error
 
-    def _explanation(self, what: str, error: str) -> str:
-        """The message where the backend failed; the cause comes last, where it is known."""
-        failed = f"rank {self.rank} of {self.size} could not {what}"
-        if cause := self.board.explain():
+    def _explanation(self, what: str, awaited: int | None, error: str) -> str:
+        """The message where the backend failed; the cause comes last, where it is known.
+
+        Args:
+            what: this rank was about to do.
+            awaited: the group's rank that it waited for, if one.
+            error: of the backend.
+        """
+        ranks, board = self._world_ranks, self.board
+        own = ranks[self.rank]
+        failed = f"rank {own} of {dist.get_world_size()}{board.place(own)} could not {what}"
+        cause, missing = board.explain(), ""
+        if not cause:
+            missing = board.describe(board.find_missing(None if awaited is None else ranks[awaited]))
+            cause = board.explain()  # noted meanwhile
+        if cause:
             return f"{failed}, because {cause}"
         if any(words in error for words in _CLOSED):
-            return f"{failed}, because another rank has ended without a Python error: it was killed, say ({error})"
+            return (
+                f"{failed}, because {missing or 'another rank'} has ended without a Python error: it was killed, say, "
+                f"or its node is down ({error})"
+            )
         return (
-            f"{failed}: another rank failed, or does something else than this one, or takes longer than the timeout. "
+            f"{failed}: {missing or 'another rank'} failed, or does something else than this one, or takes longer than "
+            f"the timeout{', or its node or the network to it is down' if missing else ''}. "
             f"Before it, this rank had asked for: {', '.join(self.recent) or 'nothing'}. {_expectation()} ({error})"
         )
 
@@ -361,7 +391,7 @@ class _Collectives:
         group, own = self._group, data.chunk(self._group.size)[self._group.rank]
         with group._explained(what):
             work = _all_gather_flat(data, own, group=group.process_group, async_op=True)
-        return lambda: group._wait([work], what)
+        return lambda: group._wait([(None, work)], what)
 
     def reduce_scatter(self, flat: Tensor, what: str) -> Tensor:
         out = flat.new_empty(flat.numel() // self._group.size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -113,7 +114,8 @@ class Mesh:
 
 
 def _board_of(world: Group) -> Board:
-    """A board of its own for each mesh: the names of process groups are the same on all ranks."""
+    """A board of its own for each mesh: the names of process groups are the same on all ranks. Collective."""
     if world.process_group is None:
         return Board()
-    return Board(world.rank, world.size, default_store(), world.process_group.group_name)
+    hosts = world.all_gather_object(socket.gethostname(), "name the nodes")
+    return Board(world.rank, world.size, default_store(), world.process_group.group_name, hosts)

@@ -8,6 +8,7 @@ types from here.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import faulthandler
 import functools
@@ -25,7 +26,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,7 +43,9 @@ class RankSpec:
     """Who a forked rank is, its working folder, and the port that its launcher variables name.
 
     `setup` names a function, as "module:function", that the rank calls before its first job; `backend` is that of its
-    process groups, `timeout` what bounds their collectives where a job does not say otherwise.
+    process groups, `timeout` what bounds their collectives where a job does not say otherwise. Without a backend there
+    are none: a job makes its own, by `variables`, which come before those of a launcher. `namespaces` are the files of
+    those that the rank enters.
     """
 
     rank: int
@@ -52,6 +55,8 @@ class RankSpec:
     timeout: float
     setup: str = ""
     backend: str = "gloo"
+    namespaces: tuple[str, ...] = ()
+    variables: dict[str, str] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +97,7 @@ def serve(control: socket.socket) -> None:
 def become_rank(fd: int, spec: RankSpec) -> None:
     """Run jobs in this forked process until the pool closes the connection; does not return."""
     os.setsid()  # the pool kills the whole group, so that data loader workers go too
+    enter(spec.namespaces)  # the root of another mount namespace is the working folder afterwards
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.chdir(spec.folder)
     log = os.open(f"rank{spec.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -101,7 +107,11 @@ def become_rank(fd: int, spec: RankSpec) -> None:
         stream.reconfigure(line_buffering=True)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    os.environ.update(launcher_variables(spec))
+    if spec.variables is None:
+        os.environ.update(launcher_variables(spec))
+    else:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)  # the loopback device does not reach another node
+        os.environ.update(spec.variables)
     if spec.setup:
         module, _, function = spec.setup.partition(":")
         getattr(importlib.import_module(module), function)()
@@ -118,6 +128,16 @@ def become_rank(fd: int, spec: RankSpec) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(reply)
+
+
+def enter(namespaces: Sequence[str]) -> None:
+    """Leave this process's namespaces for those of these files, such as `/proc/1/ns/net`, in their order."""
+    libc = ctypes.CDLL(None, use_errno=True)  # Python has os.setns from 3.12 on
+    for path in namespaces:
+        fd = os.open(path, os.O_RDONLY)
+        if libc.setns(fd, 0) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
+        os.close(fd)
 
 
 def remember_entry_points() -> None:
@@ -141,6 +161,8 @@ class Room:
         """Have a process group for this job, that prepared or, for a pool's first job, a new one."""
         import torch
 
+        if not self._spec.backend:
+            return
         if number != self._number:
             self._make(number)
         # That prepared is used whatever its limit: another rank may still be joining it, and would fail if this one
@@ -149,7 +171,8 @@ class Room:
 
     def prepare(self) -> None:
         """Make the process group of the next job."""
-        self._make(self._number + 1)
+        if self._spec.backend:
+            self._make(self._number + 1)
 
     def _make(self, number: int) -> None:
         import torch

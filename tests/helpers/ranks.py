@@ -135,6 +135,8 @@ class RankPool:
     `setup` and `backend` are those of `rank_worker.RankSpec`.
     """
 
+    grace = GRACE
+
     def __init__(
         self, world_size: int, server: ForkServer, *, timeout: float = 60.0, setup: str = "", backend: str = "gloo"
     ) -> None:
@@ -159,12 +161,15 @@ class RankPool:
             return
         port = free_port()
         for rank in range(self.world_size):
-            spec = rank_worker.RankSpec(
-                rank, self.world_size, self._folder.name, port, self.timeout + LATE, self._setup, self._backend
-            )
+            spec = self._spec(rank, port)
             pid, connection = self._server.fork(spec)
             self._pids.append(pid)
             self._connections.append(connection)
+
+    def _spec(self, rank: int, port: int) -> rank_worker.RankSpec:
+        return rank_worker.RankSpec(
+            rank, self.world_size, self._folder.name, port, self.timeout + LATE, self._setup, self._backend
+        )
 
     def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
         """The results of `function(*args, **kwargs)` on every rank, in rank order.
@@ -246,7 +251,7 @@ class RankPool:
                 reply = receive_reply(self._connections[rank])
                 if isinstance(reply, Failure):
                     failures[rank] = reply
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    deadline = min(deadline, time.monotonic() + self.grace)
                 else:
                     results[rank] = reply
         return results, failures
@@ -257,7 +262,7 @@ class RankPool:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pids[rank], signal.SIGUSR1)
         time.sleep(0.2)
-        message = f"no answer within {seconds:g} s, or {GRACE:g} s after another rank's; stacks are printed"
+        message = f"no answer within {seconds:g} s, or {self.grace:g} s after another rank's; stacks are printed"
         return {rank: Failure("timeout", message, answered=False) for rank in hung}
 
     def _print_output(self) -> None:

@@ -147,7 +147,7 @@ def make_trainer(strategy: StrategyArgument, **flags: Any) -> Trainer:
     """A quiet Trainer that uses the pool's ranks as they are."""
     quiet: dict[str, Any] = {
         "accelerator": "cpu",
-        "devices": dist.get_world_size(),
+        "devices": dist.get_world_size() if dist.is_initialized() else 1,
         "max_epochs": 1,
         "use_distributed_sampler": False,
         "limit_val_batches": 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import RankError, RankPool, ranks
+from lightning.fabric.plugins.environments import LightningEnvironment
 from strategy.fits import Lit, Recipe, fit
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import CollectiveError, ZeroStrategy
+from lightning_zero.integration.launchers import ScriptLauncher
 from lightning_zero.sharding import Board, Group, Mesh, Subject
 
 STEPS = 12
@@ -118,3 +121,10 @@ def test_small_parameters_stay_readable_by_default(pool: RankPool) -> None:
 class ReadsNorms(Lit):
     def on_train_batch_end(self, *_: Any) -> None:
         self.notes += [float(p.sum()) for p in self.model.norm.parameters()]
+
+
+def test_ranks_that_another_node_has_started_have_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NODE_RANK", "1")
+    launcher = ScriptLauncher(LightningEnvironment(), num_processes=2, num_nodes=2)
+    launcher.procs = [subprocess.Popen(["sh", "-c", "kill -9 $$"])]
+    assert launcher.ended_by_signal().startswith("rank 3 was ended by SIGKILL")

@@ -1,0 +1,202 @@
+"""Training on several nodes: namespaces with an address, a name, a loopback device and a folder of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import models
+from helpers.nodes import DEVICE, NodeRanks, Nodes, UnavailableError, joined
+from helpers.ranks import ForkServer, RankError
+from lightning import Trainer
+from strategy.fits import Lit, Recipe, StrategyArgument, assert_same, make_trainer, reference, state_of
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT = 5.0  # seconds that a rank waits for others
+MARGIN = 10.0  # more, after which every rank must have ended
+OVERHEAD = 1.15  # bytes on a link for each that a rank sends: headers and acknowledgements, and the norm's sum
+
+
+class Large(Recipe):
+    """A model whose gradients are nearly all that goes over a link."""
+
+    def make_model(self) -> nn.Module:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(self.seed)
+            return models.MLP(301, 401).to(self.dtype)
+
+
+LARGE = Large(optimizer="momentum", steps=4)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    with joined(3, tmp_path_factory.mktemp("nodes")) as made:
+        yield made
+
+
+def trainer_on_nodes(strategy: StrategyArgument, **flags: Any) -> Trainer:
+    """As a user writes it for a job of SLURM: Lightning makes the process group."""
+    flags |= {"devices": int(os.environ["SLURM_NTASKS_PER_NODE"]), "num_nodes": int(os.environ["SLURM_NNODES"])}
+    return make_trainer(strategy, **flags)
+
+
+# ------------------------------------------------------------------------------------------------------------- traffic
+
+
+def bytes_on_link() -> int:
+    """How many this node has sent to others."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        device, _, counts = line.partition(":")
+        if device.strip() == DEVICE:
+            return int(counts.split()[8])
+    raise LookupError(DEVICE)
+
+
+class Counts(Lit):
+    """Notes what its rank, and what its node's link, had sent before the first step and after the last."""
+
+    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
+        if index == 1:  # ranks have met
+            self.note()
+
+    def on_train_end(self) -> None:
+        self.note()
+
+    def note(self) -> None:
+        self.trainer.strategy.barrier()
+        mesh = self.trainer.strategy._mesh
+        sent = {name: dict(getattr(mesh, name).sent) for name in ("shard", "replica")}
+        self.notes.append({"link": bytes_on_link(), **sent})
+        self.trainer.strategy.barrier()
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """What one rank saw of a fit."""
+
+    host: str
+    weights: dict[str, Tensor]
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+    def sent(self, group: str) -> dict[str, int]:
+        """Bytes by collective."""
+        return {name: n - self.before[group].get(name, 0) for name, n in self.after[group].items()}
+
+    @property
+    def on_link(self) -> int:
+        return self.after["link"] - self.before["link"]
+
+
+def count(*strategies: StrategyArgument) -> list[Counted]:
+    found = []
+    for strategy in strategies:
+        trainer, lit = trainer_on_nodes(strategy), Counts(LARGE)
+        trainer.fit(lit)
+        found.append(Counted(socket.gethostname(), state_of(trainer), *lit.notes))
+    return found
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["", "slow link"])
+def test_nodes_exchange_nothing_but_sums_of_gradient_shards(nodes: Nodes, server: ForkServer, slow: bool) -> None:
+    """With tasks of SLURM. The links' own counters agree, and a slow one changes no bit."""
+    strategies = ("zero2", "zero3")
+    if slow:
+        try:
+            print(nodes.slow_down())
+        except UnavailableError as error:
+            pytest.skip(f"needs a slow link: {error}")
+    with NodeRanks(nodes, 2, server, 2) as pool:
+        ranks = pool.run(count, *strategies)
+    gradient = sum(p.nbytes for p in LARGE.make_model().parameters())
+    steps = LARGE.steps - 1
+    for number, strategy in enumerate(strategies):
+        expected = reference(strategy, LARGE, 4, shard_size=2).weights
+        found = [each[number] for each in ranks]
+        assert [each.host for each in found] == ["node0", "node0", "node1", "node1"]
+        assert_same(found[0].weights, expected)
+        for each in found:
+            assert each.sent("shard")["reduce_scatter"] > 0
+            crossing = each.sent("replica")
+            assert {name for name, sent in crossing.items() if sent} == {"all_reduce"}
+            assert crossing["all_reduce"] == pytest.approx(steps * gradient / 2, rel=0.01)
+            assert steps * gradient <= each.on_link <= OVERHEAD * steps * gradient
+
+
+# ----------------------------------------------------------------------------------------------------- a node goes away
+
+
+class GoesAway(Lit):
+    """In the second step a node's ranks are killed, or its link breaks."""
+
+    node, how, note = "", "", Path()
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        if index == 1 and socket.gethostname() == self.node:
+            self.note.touch()
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif self.trainer.local_rank == 0:
+                subprocess.run(["ip", "link", "set", DEVICE, "down"], check=True)
+        return super().training_step(batch, index)
+
+
+def fit_until(node: str, how: str, note: Path) -> None:
+    lit = GoesAway(Recipe())
+    lit.node, lit.how, lit.note = node, how, note
+    trainer_on_nodes({"stage": 2, "timeout": TIMEOUT}).fit(lit)
+
+
+@pytest.mark.parametrize(
+    ("node", "how", "said"),
+    [
+        ("node1", "killed", {0: "because rank 2 on node1 has ended", 1: "because rank 3 on node1 has ended"}),
+        ("node0", "killed", dict.fromkeys((2, 3), "because rank 0 on node0 has ended")),
+        (
+            "node1",
+            "cut",
+            {0: "rank 2 on node1 failed, or", 1: "rank 3 on node1 failed, or"}
+            | dict.fromkeys((2, 3), "because the store of rank 0 on node0 does not answer: that node, or the network"),
+        ),
+    ],
+    ids=["killed", "node of rank 0 killed", "link down"],
+)
+def test_ranks_end_soon_and_name_a_node_that_went_away(
+    nodes: Nodes, server: ForkServer, tmp_path: Path, node: str, how: str, said: dict[int, str]
+) -> None:
+    """Where a link is down, the ranks on either side of it do."""
+    note = tmp_path / "note"
+    try:
+        with NodeRanks(nodes, 2, server, 2) as pool, pytest.raises(RankError) as caught:
+            pool.run(fit_until, node, how, note)
+        assert time.time() - note.stat().st_mtime < TIMEOUT + MARGIN
+    finally:
+        nodes.mend_links()
+    failures = caught.value.failures
+    assert sorted(failures) == [0, 1, 2, 3]
+    for rank, failure in failures.items():
+        if rank not in said:
+            assert failure.kind == "died"
+            continue
+        assert failure.kind == "CollectiveError"
+        assert failure.message.startswith(f"rank {rank} of 4 on node{rank // 2} could not sum the gradients of ")
+        assert said[rank] in failure.message

@@ -1,0 +1,75 @@
+"""What a rank learns from the notes of others, when it has waited for one of them in vain."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from lightning_zero.sharding import Board, Subject
+
+HOSTS = ("node0", "node0", "node1", "node1")
+
+
+@pytest.fixture
+def boards(monkeypatch: pytest.MonkeyPatch) -> list[Board]:
+    monkeypatch.setattr("lightning_zero.sharding.board._SECONDS_TO_NOTE", 0.1)
+    store = dist.HashStore()
+    return [Board(rank, 4, store, hosts=HOSTS) for rank in range(4)]
+
+
+class DeafStore:
+    """As the store of a node that is cut off: it never answers."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.over = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        self.over.wait(30.0)
+        return False
+
+    def set(self, key: str, value: str) -> None:
+        self.check([key])
+
+
+def test_ranks_are_named_by_node_where_there_are_several(boards: list[Board]) -> None:
+    assert boards[0].describe([1, 2, 3]) == "rank 1 on node0 and ranks 2, 3 on node1"
+    assert Board(0, 2, hosts=("node0", "node0")).describe([0, 1]) == "ranks 0, 1"
+    boards[3].put(Subject.FAILURE, "ValueError: no")
+    assert boards[0].explain() == "rank 3 on node1 failed: ValueError: no"
+
+
+def test_who_waits_for_a_rank_that_waits_itself_blames_the_last_in_the_row(boards: list[Board]) -> None:
+    boards[1].put(Subject.WAIT, "3")
+    boards[0].put(Subject.WAIT, "1")
+    assert boards[2].find_missing(0) == [3]
+
+
+def test_ranks_that_wait_for_each_other_blame_nobody(boards: list[Board]) -> None:
+    for rank in range(3):
+        boards[rank].put(Subject.WAIT, str((rank + 1) % 4))
+    assert boards[3].find_missing(0) == []
+
+
+def test_who_waits_for_all_blames_those_that_noted_nothing(boards: list[Board]) -> None:
+    boards[1].put(Subject.WAIT, "-")
+    assert boards[0].find_missing(None) == [2, 3]
+
+
+def test_a_store_that_never_answers_is_asked_once(boards: list[Board], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_zero.sharding.board._SECONDS_TO_ANSWER", 0.1)
+    deaf = DeafStore()
+    monkeypatch.setattr(boards[2], "_store", deaf)
+    started = time.monotonic()
+    for _ in range(3):
+        assert boards[2].explain().startswith("the store of rank 0 on node0 does not answer: that node")
+    boards[2].put(Subject.FAILURE, "ValueError: no")
+    assert boards[2].find_missing(0) == [0]
+    assert boards[2].find_missing(None) == []
+    assert time.monotonic() - started < 10.0
+    assert deaf.asked == 1
+    deaf.over.set()

@@ -1,0 +1,235 @@
+"""Nodes on one machine: network namespaces that veth links and a switch join.
+
+Each node has a hostname, an address that all nodes find by that name, a loopback device, shared memory, and a folder
+that only it sees, under the same path on all of them; everything else they share. A user namespace holds them, so that
+they need no rights where the system lets users make one, and nothing of them is left when the tests end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from helpers import rank_worker
+from helpers.ranks import LATE, REPRODUCIBLE, ForkServer, RankPool
+
+TOOLS = ("unshare", "nsenter", "mount", "ip")  # of util-linux and iproute2
+NETWORK = "10.77.0"
+DEVICE = "eth0"
+# It lives as long as the tests keep its standard input open.
+HOLD = "import os, sys; print('ready', flush=True); os.execvp('cat', ['cat'])"
+NAME = "import socket, sys; socket.sethostname(sys.argv[1])"
+
+
+class UnavailableError(Exception):
+    """This machine makes no namespaces; the message says why."""
+
+
+class Holder:
+    """A process that does nothing but keep its namespaces."""
+
+    def __init__(self, command: Sequence[str], kinds: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            [*command, sys.executable, "-I", "-S", "-c", HOLD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        if self._process.stdout.readline() != "ready\n":
+            raise UnavailableError(self._process.stderr.read().strip())
+        self.pid = self._process.pid
+        self.kinds = kinds
+
+    @property
+    def enter(self) -> list[str]:
+        """The beginning of a command that runs here."""
+        return ["nsenter", "--preserve-credentials", f"--target={self.pid}", *(f"--{kind}" for kind in self.kinds)]
+
+    @property
+    def namespaces(self) -> tuple[str, ...]:
+        """The files of the namespaces, in the order to enter them: the user's, which permits the others, first."""
+        files = {"user": "user", "net": "net", "uts": "uts", "mount": "mnt"}
+        return tuple(f"/proc/{self.pid}/ns/{files[kind]}" for kind in self.kinds)
+
+    def run(self, *command: str) -> None:
+        """Run a command here.
+
+        Raises:
+            UnavailableError: it failed, or is not installed.
+        """
+        if shutil.which(command[0]) is None:
+            raise UnavailableError(f"not installed: {command[0]}")
+        done = subprocess.run([*self.enter, *command], check=False, capture_output=True, text=True)
+        if done.returncode:
+            raise UnavailableError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+class Nodes:
+    """`count` nodes; what they share is `shared`, what each has to itself `local`, both below `folder`."""
+
+    def __init__(self, count: int, folder: Path) -> None:
+        self.count = count
+        self.shared, self.local = folder / "shared", folder / "local"
+        self._folder = folder
+        self._holders: list[Holder] = []
+        if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+            raise UnavailableError(f"not installed: {', '.join(missing)}")
+        self.shared.mkdir(parents=True)
+        self.local.mkdir()
+        names = [f"{NETWORK}.{number + 1} {self.name(number)}\n" for number in range(count)]
+        (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(names))
+        try:
+            self._switch = self._make_switch()
+            for number in range(count):
+                self._holders.append(self._make_node(number))
+        except UnavailableError:
+            self.close()
+            raise
+
+    @staticmethod
+    def name(number: int) -> str:
+        return f"node{number}"
+
+    def _make_switch(self) -> Holder:
+        try:
+            switch = Holder(["unshare", "--user", "--map-root-user", "--net", "--mount"], ["user", "net", "mount"])
+        except UnavailableError as error:
+            if os.geteuid() != 0:
+                raise
+            try:
+                switch = Holder(["unshare", "--net", "--mount"], ["net", "mount"])
+            except UnavailableError as again:
+                raise UnavailableError(f"{error}; {again}") from None
+        self._holders.append(switch)
+        switch.run("ip", "link", "add", "switch", "type", "bridge")
+        switch.run("ip", "link", "set", "switch", "up")
+        return switch
+
+    def _make_node(self, number: int) -> Holder:
+        kinds = [*(kind for kind in self._switch.kinds if kind == "user"), "net", "uts", "mount"]
+        node = Holder([*self._switch.enter, "unshare", "--net", "--uts", "--mount"], kinds)
+        try:
+            own = self._folder / self.name(number)
+            own.mkdir()
+            node.run(sys.executable, "-I", "-S", "-c", NAME, self.name(number))
+            node.run("mount", "--bind", str(self._folder / "hosts"), "/etc/hosts")
+            node.run("mount", "--bind", str(own), str(self.local))
+            node.run("mount", "-t", "tmpfs", "none", "/dev/shm")
+            node.run("ip", "link", "set", "lo", "up")
+            link = ["type", "veth", "peer", "name", DEVICE, "netns", str(node.pid)]
+            self._switch.run("ip", "link", "add", f"port{number}", *link)
+            self._switch.run("ip", "link", "set", f"port{number}", "master", "switch", "up")
+            node.run("ip", "address", "add", f"{NETWORK}.{number + 1}/24", "dev", DEVICE)
+            node.run("ip", "link", "set", DEVICE, "up")
+        except UnavailableError:
+            node.close()
+            raise
+        return node
+
+    @property
+    def nodes(self) -> list[Holder]:
+        return self._holders[1:]
+
+    def mend_links(self) -> None:
+        """Undo what ranks did to the links of their nodes."""
+        for node in self.nodes:
+            node.run("ip", "link", "set", DEVICE, "up")
+
+    def slow_down(self) -> str:
+        """Have every node send at most 100 Mbit/s, each packet 1 ms late; without the delay where the kernel has none.
+
+        Returns:
+            What limits the links.
+
+        Raises:
+            UnavailableError: the kernel can do neither, or there is no ``tc``.
+        """
+        ways = [
+            ["netem", "delay", "1ms", "rate", "100mbit"],
+            ["tbf", "rate", "100mbit", "burst", "32kbit", "latency", "50ms"],
+        ]
+        refusals = []
+        for way in ways:
+            try:
+                for node in self.nodes:
+                    node.run("tc", "qdisc", "replace", "dev", DEVICE, "root", *way)
+            except UnavailableError as error:
+                refusals.append(str(error))
+            else:
+                return way[0]
+        raise UnavailableError("; ".join(refusals))
+
+    def close(self) -> None:
+        for holder in reversed(self._holders):
+            holder.close()
+        self._holders.clear()
+
+
+@contextlib.contextmanager
+def joined(count: int, folder: Path) -> Iterator[Nodes]:
+    """Nodes for a test, which is skipped where there can be none."""
+    try:
+        nodes = Nodes(count, folder)
+    except UnavailableError as error:
+        pytest.skip(f"needs network namespaces: {error}")
+    try:
+        yield nodes
+    finally:
+        nodes.close()
+
+
+class NodeRanks(RankPool):
+    """Ranks on nodes, with the variables that SLURM's tasks have and no process group: Lightning makes it.
+
+    Args:
+        nodes: that they run on.
+        per_node: ranks of each.
+        server: of those without namespaces; ranks are forked from it.
+        count: of the nodes, the first ones; by default all.
+    """
+
+    grace = 60.0  # of a run with a failure the tests look at how the other ranks end, too
+
+    def __init__(self, nodes: Nodes, per_node: int, server: ForkServer, count: int | None = None) -> None:
+        self.nodes, self.per_node, self.count = nodes, per_node, count or nodes.count
+        super().__init__(self.count * per_node, server, backend="")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _spec(self, rank: int, port: int) -> rank_worker.RankSpec:
+        node, local = divmod(rank, self.per_node)
+        names = f"node[0-{self.count - 1}]" if self.count > 1 else "node0"
+        variables = REPRODUCIBLE | {
+            "SLURM_JOB_ID": "4711",
+            "SLURM_JOB_NAME": "training",
+            "SLURM_JOB_NODELIST": names,
+            "SLURM_NODELIST": names,
+            "SLURM_NNODES": str(self.count),
+            "SLURM_NODEID": str(node),
+            "SLURM_NTASKS": str(self.world_size),
+            "SLURM_NTASKS_PER_NODE": str(self.per_node),
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(local),
+            "TMPDIR": str(self.nodes.local),
+        }
+        folder, limit = self._folder.name, self.timeout + LATE
+        namespaces = self.nodes.nodes[node].namespaces
+        return rank_worker.RankSpec(rank, self.world_size, folder, port, limit, self._setup, "", namespaces, variables)
