@@ -84,6 +84,7 @@ class Engine:
         max_consecutive_skips: see :class:`~lightning_zero.update.outcomes.StepOutcomes`.
         persistence_numel: parameters with at most so many elements stay unsharded at stage 3.
         max_live_numel: units are not gathered ahead beyond so many elements in unsharded units at stage 3.
+        prefetch_mb: see :class:`~lightning_zero.sharding.prefetch.Prefetcher`.
         check_steps: number of first optimizer steps in which ranks compare notes before each collective.
         detect_data_edits: find what user code wrote through ``parameter.data`` outside of ``gathered`` at stages 0 to
             2, at the cost of two passes over the shard and a wait for the device in every step.
@@ -107,6 +108,7 @@ class Engine:
         max_consecutive_skips: int | None = None,
         persistence_numel: int = 0,
         max_live_numel: int | None = None,
+        prefetch_mb: float = 0.0,
         check_steps: int = 10,
         detect_data_edits: bool = False,
         whole: Iterable[Parameter] = (),
@@ -136,7 +138,7 @@ class Engine:
         self._clipping = GradientClipping(self._map, self._optimizers, self._scale, placement, self._buffer_watch)
         self._visible = VisibleGradients(self._map, self._reducer, self._clipping, self.zero_grad)
         answer_for((p for bucket in self.buckets for p in bucket.parameters), self._visible)
-        self._prefetcher = Prefetcher([self._map.own(unit) for unit in unit_list], max_live_numel)
+        self._prefetcher = Prefetcher([self._map.own(unit) for unit in unit_list], max_live_numel, prefetch_mb)
         self._gradient_hooks = GradientHooks(self._map, self._on_gradient)
         self._refresh_hooks: list[Handle] = []
         self._unshard_hooks: list[UnshardHooks] = []

@@ -32,7 +32,6 @@ class Shadow:
 
     Attributes:
         number: of the engine's shadows, in the order of their making: the same on all ranks.
-        shards: by bucket; 1-D, Ψ/S, in the dtype that masters have.
         memory: in which they rest.
         swapped: whether the module has the second values now, and the shadow the module's.
 
@@ -46,7 +45,8 @@ class Shadow:
         self._map = bucket_map
         self.number = number
         self.swapped = False
-        self.shards = [
+        self._work: list[Ticket] = []  # on second values, for which nobody has waited
+        self._shards = [
             (store or bucket.placement.optimizer_store).zeros(bucket.layout.shard_numel, _dtype(bucket))
             for bucket in bucket_map.buckets
         ]
@@ -57,6 +57,14 @@ class Shadow:
         self.update(follow)
 
     @property
+    def shards(self) -> list[Tensor]:
+        """The second values by bucket; 1-D, Ψ/S, in the dtype that masters have. Waits for their update."""
+        for ticket in self._work:
+            ticket.synchronize()
+        self._work = []
+        return self._shards
+
+    @property
     def buffers(self) -> dict[int, Tensor]:
         """The second values of the buffers, by id of the module's."""
         return {id(live): second for live, second in self._pairs()}
@@ -65,22 +73,27 @@ class Shadow:
     def update(self, rule: Rule, buffer_rule: Rule | None = None) -> None:
         """Second values become what a rule makes of them and the module's; padding may be among them.
 
-        Integers, such as indices and counts, are copied: what lies between two of them means nothing.
+        Integers, such as indices and counts, are copied: what lies between two of them means nothing. Of masters in
+        host memory it goes on beside the training, after the update that may be under way. Whoever asks for the second
+        values waits for it, and so does the next call.
 
         Args:
             rule: element by element; of tensors of one shape, both on the shadow's device and in its dtype.
             buffer_rule: for buffers; ``None``: the same.
         """
         self._map.absorb_edits()
-        executor, work = self._map.placement.executor, list[Ticket]()
         for bucket, shard in zip(self._map.buckets, self.shards, strict=True):
             job = partial(self._update_shard, bucket, shard, rule)
-            what = f"the second values of {bucket.name}"
-            work.append(executor.submit(job, _lane(self.memory), what, after=[bucket.moving]))
-        job = partial(self._update_buffers, buffer_rule or rule)
-        work.append(executor.submit(job, _lane(self._buffers_memory), "the second values of buffers"))
-        for ticket in work:
-            ticket.synchronize()
+            lane, what = _lane(self.memory), f"the second values of {bucket.name}"
+            work = bucket.placement.executor.submit(job, lane, what, after=[bucket.moving, bucket.reading])
+            bucket.reading = work
+            if bucket.master.memory == "host":
+                self._work.append(work)
+            else:  # what trains may write to it at any time
+                work.synchronize()
+        if next(self._map.module.buffers(), None) is not None:
+            job, executor = partial(self._update_buffers, buffer_rule or rule), self._map.placement.executor
+            executor.submit(job, _lane(self._buffers_memory), "the second values of buffers").synchronize()
 
     def _update_shard(self, bucket: Bucket, shard: Tensor, rule: Rule) -> None:
         for second, start, stop in _tiles(shard):
@@ -143,7 +156,7 @@ class Shadow:
 
     def release(self) -> None:
         """Free everything."""
-        self.shards, self._buffers = [], {}
+        self._work, self._shards, self._buffers = [], [], {}
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The module's buffers with their second values; one that is new, or has another shape, begins as a copy."""

@@ -125,6 +125,7 @@ def make_engine(
         bucket_size_mb=options.bucket_size_mb,
         persistence_numel=options.persistence_numel,
         max_live_numel=options.max_live_numel,
+        prefetch_mb=options.prefetch_mb,
         check_steps=options.check_steps,
         detect_data_edits=options.detect_data_edits,
         scaler=precision.scaler,

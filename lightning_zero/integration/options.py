@@ -49,6 +49,7 @@ class StrategyOptions:
     units: Sequence[str | type] | None = None
     persistence_numel: int = 10_000
     max_live_numel: int | None = None
+    prefetch_mb: float = 0.0
     check_steps: int = 10
     detect_data_edits: bool = False
     overlap: bool = True
@@ -89,6 +90,8 @@ class StrategyOptions:
         all_sharded = "a number of elements >= 0; 0 shards every parameter"
         _check_count("persistence_numel", self.persistence_numel, all_sharded)
         _check_count("check_steps", self.check_steps, "a number of steps >= 0; the default is 10")
+        mib = "a number of MiB >= 0; 0 gathers one unit ahead"
+        _check_positive("prefetch_mb", self.prefetch_mb, mib, zero=True)
         if self.max_live_numel is not None:
             _check_count("max_live_numel", self.max_live_numel, "a number of elements >= 0, or None for no limit")
         if self.max_consecutive_skips is not None:
@@ -200,8 +203,9 @@ def check_names(strategy: str, given: Iterable[str], known: Sequence[str]) -> No
             raise TypeError(f"{strategy} has no option {name!r}; {hint}The options are: {', '.join(known)}")
 
 
-def _check_positive(name: str, value: object, expectation: str) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+def _check_positive(name: str, value: object, expectation: str, zero: bool = False) -> None:
+    least = 0 if zero else math.ulp(0)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value < math.inf:
         raise ValueError(f"{name}={value!r} must be {expectation}")
 
 

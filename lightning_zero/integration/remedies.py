@@ -36,6 +36,7 @@ def setting_of(options: StrategyOptions, shard_size: int, precision: MixedPrecis
         options.bucket_size_mb,
         options.persistence_numel,
         options.max_live_numel,
+        options.prefetch_mb,
         options.overlap,
         precision,
     )

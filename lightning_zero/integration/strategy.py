@@ -96,6 +96,8 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         max_live_numel: at stage 3 the next unit is gathered while one computes, unless more than so many elements of
             units were unsharded then; ``None``: no limit, so that two units are unsharded at a time. 0 gathers nothing
             ahead.
+        prefetch_mb: at stage 3 more units than the next one are gathered ahead, and fetched from host memory before,
+            while all that are ahead take at most so many 2^20 bytes together, and within ``max_live_numel``.
         check_steps: number of first optimizer steps in which ranks compare notes before every collective, so that
             those that do not do the same get an error at once. Afterwards they get it at the end of the step or,
             where a collective waits for a rank that never joins, after ``timeout``.
@@ -153,6 +155,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         units: Sequence[str | type[nn.Module]] | None = None,
         persistence_numel: int = 10_000,
         max_live_numel: int | None = None,
+        prefetch_mb: float = 0.0,
         check_steps: int = 10,
         detect_data_edits: bool = False,
         overlap: bool = True,
@@ -185,6 +188,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             units=units,
             persistence_numel=persistence_numel,
             max_live_numel=max_live_numel,
+            prefetch_mb=prefetch_mb,
             check_steps=check_steps,
             detect_data_edits=detect_data_edits,
             overlap=overlap,

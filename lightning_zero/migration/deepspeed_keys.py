@@ -160,7 +160,7 @@ _AT_STAGE_3 = (
         convert=int,
         auto="10 * hidden_size of the model",
     ),
-    Key("stage3_prefetch_bucket_size", COUNT, moot="one unit is gathered ahead; strategy.max_live_numel=0: none"),
+    Key("stage3_prefetch_bucket_size", COUNT, moot="one unit is gathered ahead; strategy.prefetch_mb: more"),
     Key("stage3_max_reuse_distance", COUNT, moot="a unit is freed after its forward and gathered for its backward"),
     Key(
         "stage3_model_persistence_threshold",

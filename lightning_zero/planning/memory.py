@@ -84,6 +84,7 @@ class Setting:
     bucket_size_mb: float
     persistence_numel: int
     max_live_numel: int | None
+    prefetch_mb: float
     overlap: bool
     precision: MixedPrecisionPolicy
 
@@ -191,6 +192,7 @@ class Memory:
             bucket_size_mb=setting.bucket_size_mb,
             persistence_numel=setting.persistence_numel,
             max_live_numel=setting.max_live_numel,
+            prefetch_mb=setting.prefetch_mb,
             micro_batches=self.micro_batches,
             dtypes=self.dtypes,
             trace=self.trace,

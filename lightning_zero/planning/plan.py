@@ -140,6 +140,7 @@ def plan(
     bucket_size_mb: float = 25.0,
     persistence_numel: int = 0,
     max_live_numel: int | None = None,
+    prefetch_mb: float = 0.0,
     micro_batches: int = 1,
     recomputed: bool = False,
     dtypes: Mapping[int, torch.dtype] | None = None,
@@ -159,6 +160,7 @@ def plan(
         bucket_size_mb: see :class:`Engine`.
         persistence_numel: see :class:`Engine`.
         max_live_numel: see :class:`Engine`.
+        prefetch_mb: see :class:`Engine`.
         micro_batches: backward passes per step, >= 1.
         recomputed: units run under reentrant checkpointing, which at stage 3 gathers them once more. (Non-reentrant
             checkpointing recomputes inside the unit's backward, which has gathered it.)
@@ -191,7 +193,18 @@ def plan(
     names = {id(spec.parameter): spec.name for form in forms for spec in form.spec.specs}
     watched = None if trace is None else TracedParameters(trace, names)
     recomputed = recomputed or (trace is not None and trace.recomputed)
-    run = RecordedRun(unit_list, parameters, forms, footprints, placement, account, max_live_numel, recomputed, watched)
+    run = RecordedRun(
+        unit_list,
+        parameters,
+        forms,
+        footprints,
+        placement,
+        account,
+        max_live_numel,
+        prefetch_mb,
+        recomputed,
+        watched,
+    )
     for first in (True, False):  # the first learns the order of units
         run.reset_traffic()
         if placement.trains:

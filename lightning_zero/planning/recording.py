@@ -187,6 +187,11 @@ class RecordedBucket:
         self._lanes = lanes
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return self.form.dtype
+
+    @property
     def _shard_bytes(self) -> int:
         return self.layout.shard_numel * self.form.dtype.itemsize
 
@@ -265,6 +270,7 @@ class RecordedRun:
         placement: on an imagined mesh of its own, which counts what is sent.
         account: notes the memory.
         max_live_numel: see :class:`Prefetcher`.
+        prefetch_mb: see there.
         recomputed: whether units run under reentrant checkpointing.
         traced: activations, if they are known.
     """
@@ -278,6 +284,7 @@ class RecordedRun:
         placement: BucketPlacement,
         account: Account,
         max_live_numel: int | None,
+        prefetch_mb: float,
         recomputed: bool,
         traced: TracedParameters | None = None,
     ) -> None:
@@ -295,7 +302,7 @@ class RecordedRun:
         self._first_root, self._last_root = self._split(parameters[ROOT])
         self._own = [self._own_buckets(ps) for ps in self._parameters]
         self._reducer = Reducer([bucket.gradients for bucket in self.buckets], placement.sharding)
-        self._prefetcher = Prefetcher(self._own, max_live_numel)
+        self._prefetcher = Prefetcher(self._own, max_live_numel, prefetch_mb)
 
     def _split(self, root: Sequence[Parameter]) -> tuple[list[Parameter], list[Parameter]]:
         """The root's parameters whose gradients come before those of the first unit's end, and the others."""

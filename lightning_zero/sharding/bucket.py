@@ -105,6 +105,9 @@ class Bucket:
         self.master: Master
         self.rounded: set[int] = set()  # parameters of which a cast has lost digits: no master was there to keep them
         self.moving: Ticket = DONE  # the last work on its tensors in host memory that may go on beside the training
+        # The last work that reads its master beside the training: whoever changes that waits, but for updates, which
+        # come later in the same lane.
+        self.reading: Ticket = DONE
         self.updating = False  # that is an update, for which nobody has waited
         self._need: Callable[[], None] | None = None  # gathers it in its turn, where that was deferred
         self._await_shards: Callable[[], None]  # ends the gather that has begun
@@ -148,19 +151,36 @@ class Bucket:
 
     @timed(Phase.GATHER)
     def _begin_unshard(self) -> None:
-        self.await_update()
         if self.state is BucketState.SHARDED:
             self.flat.untyped_storage().resize_(self.layout.padded_numel * self.dtype.itemsize)
         elif not self.shards_params:
             self.absorb_edits()  # the shard in `flat` is up to date, user code may have changed it since
-        start, stop = self.layout.shard_range(self.placement.mesh.shard.rank)
-        if self.shard.data_ptr() != self.flat.data_ptr() + start * self.dtype.itemsize:
-            memories: tuple[Memory, Memory] = self.placement.shard_memory, "device"
-            target = self.flat[start:stop]
-            self.moving = self.placement.move(target, self.shard, memories, self.name, after=[self.moving])
-            self.moving.wait()
-        self._await_shards = self.placement.mesh.shard.begin_all_gather_(self.flat, f"gather {self.name}")
+        if self.updating:  # a lane waits for it, and not the training
+            what, executor = f"the gather of {self.name}", self.placement.executor
+            self.moving = self.placement.mesh.submit(executor, self._gather_updated, what, after=[self.moving])
+            self._await_shards = self.moving.wait
+        else:
+            self.moving = self._fetch_shard(self.moving)
+            self._await_shards = self._begin_gather()
         self.state = BucketState.GATHERING
+
+    def _fetch_shard(self, after: Ticket) -> Ticket:
+        """Have the current stream wait until this rank's part of ``flat`` is the shard, after work on that."""
+        start, stop = self.layout.shard_range(self.placement.mesh.shard.rank)
+        if self.shard.data_ptr() == self.flat.data_ptr() + start * self.dtype.itemsize:
+            return after
+        memories: tuple[Memory, Memory] = self.placement.shard_memory, "device"
+        fetched = self.placement.move(self.flat[start:stop], self.shard, memories, self.name, after=[after])
+        fetched.wait()
+        return fetched
+
+    def _begin_gather(self) -> Callable[[], None]:
+        return self.placement.mesh.shard.begin_all_gather_(self.flat, f"gather {self.name}")
+
+    def _gather_updated(self) -> None:
+        """In the lane of communication, once the update has ended."""
+        self._fetch_shard(DONE)
+        self._begin_gather()()
 
     @torch.no_grad()
     def unshard(self) -> None:
@@ -174,8 +194,11 @@ class Bucket:
 
     @timed(Phase.GATHER)
     def _end_unshard(self) -> None:
+        if self.state is not BucketState.GATHERING:
+            self.await_update()
         self.begin_unshard()
         self._await_shards()
+        self.updating = False  # the gather came after it
         self.state = BucketState.GATHERED
         for parameter in self.parameters:
             mark_gathered(parameter)
@@ -298,6 +321,7 @@ class Bucket:
                 edited.add(index)
         if not edited:
             return
+        self.reading.synchronize()
         for segment in self.segments:
             if segment.param in edited:
                 if self.shards_params:  # else it is the same memory
@@ -368,7 +392,8 @@ class Bucket:
         """Have the host wait for what moves from or to its tensors in host memory, which it is about to change."""
         self.await_update()
         self.placement.await_host(self.moving)
-        self.moving = DONE
+        self.placement.await_host(self.reading)
+        self.moving = self.reading = DONE
 
     def publish(self, start: int, stop: int) -> None:
         """Derive elements ``[start, stop)`` of the parameter shard from the master, which was changed."""

@@ -28,7 +28,9 @@ from torch import Tensor
 
 from lightning_zero.advice import Case, advice
 from lightning_zero.sharding.board import Board
+from lightning_zero.storage import DONE, Ticket
 from lightning_zero.storage.accelerators import device_type
+from lightning_zero.storage.streams import in_lane
 from lightning_zero.storage.timers import Phase, Timers
 
 # torch 2.13 renamed the flat collectives; 2.10 to 2.12 have the old names only.
@@ -68,6 +70,7 @@ class Group:
         timers: of what waits for other ranks.
         board: notes of all ranks, for errors.
         before: what comes before the next collective, on all ranks; see :meth:`Mesh.before_next`.
+        issuing: collectives that a lane issues, before the next one of the thread that trains; see :meth:`Mesh.submit`.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -81,6 +84,7 @@ class Group:
         self.timers = Timers()
         self.board = Board()
         self.before: Callable[[], None] | None = None
+        self.issuing: Ticket = DONE
         self.recent: deque[str] = deque(maxlen=_RECENT)
         self._headers = 0
         self._noted = ""
@@ -200,8 +204,7 @@ class Group:
         """Every rank's small picklable ``value``, in rank order."""
         if self.size == 1:
             return [value]
-        if self.before is not None:
-            self.before()
+        self._come()
         values: list[Any] = [None] * self.size
         with self._explained(what):
             dist.all_gather_object(values, value, group=self.process_group)
@@ -211,8 +214,7 @@ class Group:
         """Rank 0's picklable ``value``; of the others it is ignored."""
         if self.size == 1:
             return value
-        if self.before is not None:
-            self.before()
+        self._come()
         values = [value]
         with self._explained(what):
             dist.broadcast_object_list(values, group=self.process_group, group_src=0)
@@ -290,10 +292,18 @@ class Group:
         """Let the next collective find out whether all ranks have done something that needs no communication."""
         self._noted = what
 
-    def _announce(self, what: str, device: torch.device) -> None:
-        """Before a collective: note it, and find out whether all ranks are about to do the same."""
+    def _come(self) -> None:
+        """Issue all that comes before the next collective of the thread that trains, or wait until a lane has."""
+        if in_lane():  # which keeps its own order
+            return
         if self.before is not None:
             self.before()
+        issuing, self.issuing = self.issuing, DONE
+        issuing.wait()
+
+    def _announce(self, what: str, device: torch.device) -> None:
+        """Before a collective: note it, and find out whether all ranks are about to do the same."""
+        self._come()
         if self._noted:
             what, self._noted = f"{what}, after {self._noted}", ""
         self.digest = zlib.crc32(what.encode(), self.digest)

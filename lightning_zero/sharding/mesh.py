@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_zero.sharding.board import Board
 from lightning_zero.sharding.collectives import CollectiveError, Group, disagreement
+from lightning_zero.storage import Executor, Lane, Ticket
 from lightning_zero.storage.timers import Timers
 from lightning_zero.torch_private import default_store
 
@@ -51,6 +52,19 @@ class Mesh:
         """Have ``act`` come before the next collective of any of the groups; ``None``: nothing. It must end that."""
         for group in (self.world, self.shard, self.replica):
             group.before = act
+
+    def submit(self, executor: Executor, job: Callable[[], object], what: str, after: Sequence[Ticket] = ()) -> Ticket:
+        """Submit a job to the lane of communication, where it may ask the groups for collectives.
+
+        These come after all that the thread that trains has asked for, and before what it asks for next.
+        """
+        groups = self.world, self.shard, self.replica
+        if self.world.before is not None:
+            self.world.before()
+        ticket = executor.submit(job, Lane.COMM, what, after)
+        for group in groups:
+            group.issuing = ticket
+        return ticket
 
     def digests(self) -> Tensor:
         """This rank's digests of its shard and replica group among zeros for the others; [2 * world size] float64.

@@ -31,6 +31,7 @@ class Lane(Enum):
     D2H = auto()  # copies from the device to host memory
     HOST = auto()  # computations on host memory
     DISK = auto()  # reads and writes of files
+    COMM = auto()  # collectives that wait for other lanes, issued beside the training
 
 
 class Ticket(Protocol):

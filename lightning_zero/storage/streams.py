@@ -4,7 +4,8 @@ Copies between pinned host memory and the device run on a stream per direction, 
 begin when the stream of whoever submits them has reached that point, and an event marks their end. Nothing converts
 through memory that is not pinned: gradients are converted by the device before they leave it, parameters by the host
 on their way into pinned memory. Where memory cannot be pinned, copies block, which :attr:`StreamExecutor.blocked`
-counts. Jobs on host memory run in a thread, which takes the device's events into account where they read.
+counts. Jobs on host memory run in a thread, which takes the device's events into account where they read. Collectives
+that come after such a job are issued by another thread, on a stream of its own, once that has ended.
 """
 
 from __future__ import annotations
@@ -28,15 +29,39 @@ from lightning_zero.storage.staging import Staging
 from lightning_zero.storage.threads import ThreadExecutor
 
 DEFAULT_BYTES = 64 << 20  # of gradients on their way to the host, and of staging memory
-_STREAMS, _THREADS = frozenset({Lane.H2D, Lane.D2H}), frozenset({Lane.HOST, Lane.DISK})
+_STREAMS, _THREADS = frozenset({Lane.H2D, Lane.D2H}), frozenset({Lane.HOST, Lane.DISK, Lane.COMM})
 
 
 class _Job:
-    """A job that a thread of a lane runs: what it comes after, and what it has submitted so far."""
+    """A job that a thread of a lane runs: what it comes after, and what it has submitted so far.
 
-    def __init__(self, begin: Sequence[torch.Event]) -> None:
+    Where it has a stream, that is the current one inside, and waits for what the job waits for.
+    """
+
+    def __init__(self, begin: Sequence[torch.Event], stream: torch.Stream | None) -> None:
         self.begin = list(begin)
         self.made: list[torch.Event] = []
+        self.stream = stream
+
+    def follow(self, events: Sequence[torch.Event]) -> None:
+        """Have what it submits from now on, and those who wait for it, wait for events."""
+        self.begin += events
+        self.made += events
+        if self.stream is not None:
+            for event in events:
+                self.stream.wait_event(event)
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Around all that it does."""
+        if self.stream is None:
+            yield
+            return
+        with self.stream:
+            for event in self.begin:
+                self.stream.wait_event(event)
+            yield
+            self.made.append(self.stream.record_event())
 
 
 class _Running(threading.local):
@@ -212,8 +237,7 @@ class StreamExecutor:
     def follow(self, events: Sequence[torch.Event]) -> None:
         """Have the current stream wait for events; in a job, those who wait for the job, and what it still submits."""
         if (running := _RUNNING.job) is not None:
-            running.begin += events
-            running.made += events
+            running.follow(events)
             return
         stream = torch.accelerator.current_stream(self.device)
         for event in events:
@@ -243,9 +267,10 @@ class StreamExecutor:
                 copy.on_device, copy.leaving = [], 0
 
     def _stream(self, lane: Lane) -> torch.Stream:
-        if lane not in self._streams:
-            self._streams[lane] = torch.Stream(self.device)
-        return self._streams[lane]
+        with self._lock:
+            if lane not in self._streams:
+                self._streams[lane] = torch.Stream(self.device)
+            return self._streams[lane]
 
     # --------------------------------------------------------------------------------------------------------- jobs
 
@@ -263,7 +288,8 @@ class StreamExecutor:
     def _in_thread(self, lane: Lane, job: Callable[[], object], what: str, after: Sequence[Ticket]) -> _Work:
         future: Future[list[torch.Event]] = Future()
         begin = [torch.accelerator.current_stream(self.device).record_event()]
-        self._thread(lane).put(partial(_run, job, lane, what, tuple(after), _Job(begin), future))
+        running = _Job(begin, self._stream(lane) if lane is Lane.COMM else None)
+        self._thread(lane).put(partial(_run, job, lane, what, tuple(after), running, future))
         return _Work(self, lane, what, future)
 
     def _thread(self, lane: Lane) -> queue.SimpleQueue[Callable[[], None] | None]:
@@ -309,10 +335,11 @@ def _run(
 ) -> None:
     _RUNNING.job = running
     try:
-        for ticket in after:
-            ticket.synchronize()
-        with noting_work(lane, what):
-            job()
+        with running.on_stream():
+            for ticket in after:  # a stream waits for what the device does, the host only for what threads do
+                (ticket.synchronize if running.stream is None else ticket.wait)()
+            with noting_work(lane, what):
+                job()
         ended.set_result(running.made)
     except BaseException as error:  # noqa: BLE001  (it is raised where the ticket is waited for)
         ended.set_exception(error)

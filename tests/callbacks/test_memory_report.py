@@ -68,7 +68,7 @@ def report(options: dict[str, Any], micro: int = 1, precision: str | None = None
         trainer.fit(Blocks())
     assert callback.plan is not None
     engine, strategy, model = trainer.strategy.engine, trainer.strategy, Blocks()
-    same = ("bucket_size_mb", "persistence_numel", "max_live_numel")
+    same = ("bucket_size_mb", "persistence_numel", "max_live_numel", "prefetch_mb")
     arguments = {name: getattr(strategy.options, name) for name in same}
     optimizers = [model.configure_optimizers()]
     expected = plan(model, engine.placement, optimizers, micro_batches=micro, **arguments)

@@ -45,6 +45,7 @@ class Case:
     seed: int = 0  # of what user code does
     overflow: bool = False
     model: str = "transformer"
+    prefetch_mb: float = 0.0
     optimizers: int = 1  # each has a part of the parameters; they step one after another
 
     def __str__(self) -> str:
@@ -62,7 +63,7 @@ CASES = [
     Case(2, micro=2, precision=BF16, native="off"),
     Case(2, micro=2, precision=BF16, split=True),
     Case(2, precision=FP16, overflow=True),
-    Case(3, micro=2, precision=BF16),
+    Case(3, micro=2, precision=BF16, prefetch_mb=1.0),
     Case(3, native="off"),
     Case(3, host=False),
     Case(2, micro=2, precision=BF16, model="optional"),
@@ -132,7 +133,7 @@ def start(
     parts = [parameters[number :: case.optimizers] for number in range(case.optimizers)]  # of the same buckets
     optimizers = [make(part, lr=1e-2, **options) for part in parts]
     scaler = DynamicLossScaler(init_scale=2.0**17) if case.overflow else None
-    engine = Engine(model, placement, bucket_size_mb=0.0003, check_steps=0, scaler=scaler)
+    engine = Engine(model, placement, bucket_size_mb=0.0003, check_steps=0, scaler=scaler, prefetch_mb=case.prefetch_mb)
     engine.attach([make_updater(optimizer, engine, case.native) for optimizer in optimizers])
     return Session(model, engine, optimizers[0], engine.updaters[0])
 

@@ -55,17 +55,18 @@ def backward(session: Session, device: torch.device) -> None:
 @pytest.mark.device("lazy")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_unit_waits_for_no_later_update(device: torch.device, stage: int) -> None:
-    """At stage 3 for that of the unit that is gathered ahead, besides its own."""
+    """Nor for that of the next unit, which stage 3 begins to gather."""
     executor = Held(device)
     session = start(Case(stage, precision=BF16), executor, device, models.TinyTransformer(depth=4))
     backward(session, device)
-    last = session.engine.buckets[-1]
-    executor.word = last.name
+    later = session.engine.bucket_of(session.model.blocks[1].down.weight)
+    assert later is not None
+    executor.word = later.name
     session.optimizer.step()
     seen = []
 
     def after_first_unit(*_: Any) -> None:
-        seen.append(last.updating)
+        seen.append(later.updating)
         executor.gate.set()
 
     handle = session.model.blocks[0].register_forward_hook(after_first_unit)
@@ -73,6 +74,32 @@ def test_a_unit_waits_for_no_later_update(device: torch.device, stage: int) -> N
     handle.remove()
     assert seen == [True]
     assert not any(bucket.updating for bucket in session.engine.buckets)
+
+
+@pytest.mark.device("lazy")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_average_waits_for_the_update_and_nobody_for_the_average(device: torch.device, stage: int) -> None:
+    """Until the average is asked for, or what it is made of is changed."""
+    executor = Held(device)
+    session = start(Case(stage), executor, device)
+    engine, first = session.engine, session.engine.buckets[0]
+    shadow = engine.make_shadow()
+    backward(session, device)
+    executor.word = first.name
+    session.optimizer.step()
+    shadow.update(lambda second, live: second.lerp_(live, 0.5))
+    assert first.updating
+    executor.word = "the second values"  # these wait for the next opening
+    executor.gate.set()
+    first.await_update()
+    updated = first.master.read(0, first.layout.shard_numel).clone()
+    assert not torch.equal(shadow.shards[0], updated)
+    executor.gate.clear()
+    shadow.update(lambda second, live: second.copy_(live))
+    index = first.segments[0].param
+    threading.Timer(0.2, executor.gate.set).start()
+    first.load(index, torch.zeros(first.parameters[index].shape))
+    assert torch.equal(shadow.shards[0], updated)
 
 
 def full(parameter: nn.Parameter) -> Tensor:

@@ -47,6 +47,7 @@ class Setup:
     shard_size: int | None = None
     persistence_numel: int = 0
     max_live_numel: int | None = None
+    prefetch_mb: float = 0.0
     check_steps: int = 0
     detect_data_edits: bool = False
     whole: bool = False  # each parameter lies whole in one shard
@@ -123,6 +124,7 @@ def make_engine(
         bucket_size_mb=setup.bucket_size_mb,
         persistence_numel=setup.persistence_numel,
         max_live_numel=setup.max_live_numel,
+        prefetch_mb=setup.prefetch_mb,
         check_steps=setup.check_steps,
         detect_data_edits=setup.detect_data_edits,
         scaler=scaler,

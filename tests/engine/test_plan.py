@@ -68,7 +68,7 @@ def planned(
     model: nn.Module, setup: Setup, mesh: Mesh, optimizers: Sequence[torch.optim.Optimizer], **options: Any
 ) -> Plan:
     placement = driver.make_placement(setup, mesh)
-    same = ("units", "bucket_size_mb", "persistence_numel", "max_live_numel")
+    same = ("units", "bucket_size_mb", "persistence_numel", "max_live_numel", "prefetch_mb")
     options = {name: getattr(setup, name) for name in same} | options
     return plan(model, placement, optimizers, native_optimizer=setup.native, **options)
 
@@ -308,18 +308,12 @@ def test_the_plan_reduces_in_the_order_of_the_reducer(monkeypatch: pytest.Monkey
 def test_the_plan_gathers_what_the_prefetcher_does(monkeypatch: pytest.MonkeyPatch) -> None:
     model, setup = wide_blocks(), Setup(3)
     options = (model, setup, Mesh.imagined(2), [torch.optim.SGD(model.parameters())])
-    expected, begin_next = planned(*options), Prefetcher._begin_next
-
-    def begin_next_two(prefetcher: Prefetcher) -> None:
-        position = prefetcher._next
-        begin_next(prefetcher)
-        prefetcher._next = min(position + 1, len(prefetcher._expected[True]))
-        begin_next(prefetcher)
-        prefetcher._next = position
-
-    monkeypatch.setattr(Prefetcher, "_begin_next", begin_next_two)
-    other = planned(*options)
-    assert other.peak.device - expected.peak.device == expected.buckets[-1].parameters.device
+    expected = planned(*options)
+    unit = expected.buckets[-1].parameters.device
+    for ahead in (1, 2):
+        other = planned(*options, prefetch_mb=(ahead + 0.5) * unit / 2**20)
+        assert other.peak.device - expected.peak.device == (ahead - 1) * unit
+        assert (other.sent, other.calls) == (expected.sent, expected.calls)
     monkeypatch.setattr(Prefetcher, "_begin_next", lambda _: None)
     other = planned(*options)
     assert expected.peak.device - other.peak.device == expected.buckets[-1].parameters.device

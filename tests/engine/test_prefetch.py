@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +62,7 @@ def units(session: Session) -> list[Bucket]:
     return [bucket for bucket in session.engine.buckets if bucket.shards_params]
 
 
-def start(mesh: Mesh | None = None, **options: int) -> Session:
+def start(mesh: Mesh | None = None, **options: Any) -> Session:
     session = driver.start(
         Ordered(), lambda m: torch.optim.SGD(m.parameters(), lr=0.1), Setup(3, **options), mesh or Mesh.single()
     )
@@ -179,6 +181,33 @@ def test_the_limit_is_kept_also_when_the_order_changes(limit: int, most: int) ->
     assert most_live(limit, ORDERS) == most * UNIT
 
 
+def test_more_units_are_gathered_ahead_while_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both directions and in whatever order was seen; the next one in any case."""
+    size = 4 * UNIT / 2**20
+    session = start(prefetch_mb=2.5 * size)
+    assert ahead(train(session, range(BLOCKS))) == [[1, 2], [2, 3], [3, 4], [4], []]
+    order = [3, 0, 4, 4, 1]
+    train(session, order)
+    assert ahead(train(session, order)) == [[0, 4], [4], [], [1], []]
+    began: list[int] = []
+    for number, unit in enumerate(units(session)):
+        monkeypatch.setattr(unit, "begin_unshard", partial(note_begun, began, number, unit, unit.begin_unshard))
+    with session.engine.forward_context():
+        session.model.order = range(BLOCKS)
+        loss = session.model(torch.ones(2, WIDTH)).sum()
+    began.clear()
+    driver.backward(session.engine, loss)
+    assert began == [*reversed(range(BLOCKS))]
+    limited = start(prefetch_mb=2.5 * size, max_live_numel=2 * UNIT)
+    assert ahead(train(limited, range(BLOCKS))) == [[1], [2], [3], [4], []]
+
+
+def note_begun(began: list[int], number: int, unit: Bucket, begin: Callable[[], None]) -> None:
+    if unit.state is BucketState.SHARDED:
+        began.append(number)
+    begin()
+
+
 def test_without_a_limit_one_unit_is_gathered_ahead() -> None:
     assert most_live(None, ORDERS) == 2 * UNIT
 
@@ -196,11 +225,11 @@ def train_on_a_rank(orders: Sequence[Order], setup: Setup) -> list[Tensor]:
 
 @ranks(2, slow=(4,))
 def test_neither_order_nor_limit_changes_a_bit(pool: RankPool) -> None:
-    def run(**options: int) -> list[list[Tensor]]:
+    def run(**options: Any) -> list[list[Tensor]]:
         return pool.run(train_on_a_rank, ORDERS, Setup(**options))
 
     expected = run(stage=2)
-    for options in ({}, {"max_live_numel": 0}, {"max_live_numel": 3 * UNIT}, {"persistence_numel": WIDTH}):
+    for options in ({}, {"max_live_numel": 0}, {"prefetch_mb": 2.5e-4 * UNIT}, {"persistence_numel": WIDTH}):
         for ours, theirs in zip(run(stage=3, **options), expected, strict=True):
             assert all(map(torch.equal, ours, theirs))
 

@@ -30,6 +30,7 @@ OTHERS: dict[str, Any] = {
     "units": [nn.Linear, "Block"],
     "persistence_numel": 7,
     "max_live_numel": 8,
+    "prefetch_mb": 0.5,
     "check_steps": 9,
     "detect_data_edits": True,
     "overlap": False,
