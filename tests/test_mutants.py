@@ -42,6 +42,7 @@ def test_stale_entries_are_named(tmp_path: Path) -> None:
     assert named == ["fits", *(mutant.id for mutant in stale[:-1])]
 
 
+@pytest.mark.slow  # a run of its own, with workers that import pytest, is seconds on a busy machine
 def test_a_survivor_fails_the_run(tmp_path: Path) -> None:
     """Tests of a package that is installed elsewhere see the mutant, and processes that they start see it too."""
     installed = tmp_path / "installed" / "sums"
