@@ -19,10 +19,11 @@ from lightning_zero.migration.located import Document, load
 from lightning_zero.migration.report import Import, Row, Status
 
 _HALVES = ("fp16", "bf16", "bfloat16")  # sections of the 16-bit precisions; the last is the old name of the second
-_NVME = (
-    "host memory (cpu) is written; {} per parameter must fit there. For optimizer state on a disk use zero2_nvme or "
-    "zero3_nvme with nvme_path"
+_NVME_PARAMS = (
+    "host memory (cpu) is written: 2 to 4 bytes per parameter over the ranks must fit there; optimizer state can rest "
+    "on a disk"
 )
+_SUFFIXES = {"none": "", "cpu": "_offload", "nvme": "_nvme"}  # of the names of strategies
 
 
 def import_deepspeed(source: str | Path | Mapping[str, Any], *, ranks: int | None = None) -> Import:
@@ -47,6 +48,7 @@ class _Translation(Classification):
         self.given_ranks = ranks
         self.mode = ""  # the section that chooses the precision
         self.open_modes: set[str] = set()  # those that are "auto"
+        self.updates_on_host = False
 
     def run(self) -> Import:
         order = list(self._flatten(self.document.values, ()))
@@ -90,19 +92,21 @@ class _Translation(Classification):
         return "cpu" if any(self.values.get(f"zero_optimization.{path}") for path in old) else device
 
     def _strategy(self) -> None:
-        optimizer = self._store("offload_optimizer", ("cpu_offload",), {1, 2, 3}, "12 to 18 bytes over the ranks")
-        params = self._store(
-            "offload_param", ("cpu_offload_param", "cpu_offload_params"), {3}, "2 to 4 bytes over the ranks"
-        )
+        optimizer = self._store("offload_optimizer", ("cpu_offload",), {1, 2, 3})
+        params = self._store("offload_param", ("cpu_offload_param", "cpu_offload_params"), {3})
+        self.updates_on_host = optimizer != "none"
         result = self.result
-        whole = optimizer == "cpu" and (params == "cpu" or self.number < 3)
-        result.groups["strategy"] = f"zero{self.number}{'_offload' if whole else ''}"
+        whole = optimizer != "none" and (params == "cpu" or self.number < 3)
+        result.groups["strategy"] = f"zero{self.number}{_SUFFIXES[optimizer] if whole else ''}"
         if not whole:
             wanted = {"offload_optimizer": optimizer, "offload_params": params}
             result.settings |= {f"strategy.{name}": store for name, store in wanted.items() if store != "none"}
+        self._disk(optimizer)
 
-    def _store(self, name: str, old: tuple[str, ...], stages: set[int], size: str) -> str:
+    def _store(self, name: str, old: tuple[str, ...], stages: set[int]) -> str:
+        """Makes the rows that ask for a store; returns it: none, cpu or nvme."""
         device = self._device(name, *old)
+        written = "cpu" if device == "nvme" and name == "offload_param" else device
         here = KEYS[f"zero_optimization.{name}.device"].here
         paths = [f"zero_optimization.{name}.device", *(f"zero_optimization.{path}" for path in old)]
         for path in filter(self.values.__contains__, paths):
@@ -114,11 +118,23 @@ class _Translation(Classification):
                 what = "parameters are" if name == "offload_param" else "optimizer state is"
                 note = f"at stage {self.number} {what} whole on every rank: use stage {min(stages)}, or leave it out"
                 self._row(path, Status.unsupported, note=note)
-            elif device == "nvme":
-                self._row(path, Status.unsupported, f"{here}=cpu", _NVME.format(size))
+            elif written != device:
+                self._row(path, Status.unsupported, f"{here}={written}", _NVME_PARAMS)
             else:
-                self._row(path, Status.renamed if "cpu_offload" in path else Status.kept, f"{here}=cpu")
-        return "cpu" if device != "none" and self.number in stages else "none"
+                self._row(path, Status.renamed if "cpu_offload" in path else Status.kept, f"{here}={written}")
+        return written if self.number in stages else "none"
+
+    def _disk(self, optimizer: str) -> None:
+        """Says where the disk is: of optimizer state alone."""
+        path = "zero_optimization.offload_optimizer.nvme_path"
+        if optimizer != "nvme":
+            if path in self.values:
+                self._row(path, Status.no_meaning, note="for the device nvme, at stages 1 to 3")
+        elif path in self.values:
+            self._set(path, KEYS[path].here, self.values[path])
+        elif path not in self.auto:
+            note = "the file names no folder; the environment variable LIGHTNING_ZERO_NVME_PATH does as well"
+            self._row(path, Status.open, KEYS[path].here, note)
 
     # -- precision ------------------------------------------------------------------------------------------------
 
@@ -260,7 +276,7 @@ class _Translation(Classification):
         self.result.groups["optimizer"] = group
         if path in self.values:
             self._type(path, name, group, target, OPTIMIZERS)
-        if name == "lion" and not self.result.groups["strategy"].endswith("_offload"):
+        if name == "lion" and not self.updates_on_host:
             note = "Lion's kernel needs its state in host memory: use an offloading strategy; AdamW is written"
             self._row(path, Status.unsupported, note=note)
             self.result.groups["optimizer"], target = "adamw", Target("adamw")

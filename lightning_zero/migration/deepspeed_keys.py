@@ -29,11 +29,13 @@ from lightning_zero.migration.keys import (
     under,
 )
 
-VERSION = "0.19.6"
+VERSION = "0.19.8"
 
 STAGE = Kind("0, 1, 2 or 3", lambda value: not isinstance(value, bool) and value in (0, 1, 2, 3))
 DEVICE = one_of("none", "cpu", "nvme")
-_FOR_NVME = "for NVMe, of which nothing is taken over"
+_FOR_NVME = "for NVMe: strategy.nvme_buffer_gb bounds the host memory of tiles, their number follows from it"
+_PIPELINE = "for NVMe: a tile is updated while the next one is read and the last one written"
+_TRANSFERS = "for NVMe: transfers go in blocks by threads of the package's own, past the page cache"
 _SWITCH = Kind("an object, or true or false", lambda value: OBJECT.fits(value) or BOOL.fits(value))
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
@@ -136,6 +138,8 @@ _ZERO = (
     Key("pipeline_loading_checkpoint", BOOL, moot="checkpoints are read tensor by tensor"),
     Key("override_module_apply", BOOL, moot="module.apply in configure_model sees whole parameters"),
     Key("log_trace_cache_warnings", BOOL, moot="the order of gathers is that of the modules; nothing is invalidated"),
+    Key("parameter_alignment", BOOL, moot="updates run at full speed at any address"),
+    Key("compute_grad_norm", BOOL, moot="the norm comes with the search for gradients that are not finite"),
     Key("enable_sanity_checks", BOOL, moot="ranks compare notes in the first steps: strategy.check_steps"),
     Key("save_muon_momentum_buffer_in_memory", BOOL, as_here=(False,), remedy="Muon is not supported"),
     block("leaf_module", "classes names name_suffixes", switched=False, moot="a repeated block is gathered as a whole"),
@@ -215,23 +219,24 @@ _DEPRECATED = (
 )
 
 _OFFLOAD = (
-    Key("nvme_path", TEXT, moot=_FOR_NVME),
     Key("buffer_count", COUNT, moot=_FOR_NVME),
     Key("pin_memory", BOOL, moot="host memory is pinned where ranks have GPUs"),
 )
 _OFFLOAD_OPTIMIZER = (
     Key("device", DEVICE, here="strategy.offload_optimizer", computed=True),
+    Key("nvme_path", TEXT, here="strategy.nvme_path", computed=True),
     *_OFFLOAD,
-    Key("pipeline", BOOL, moot=_FOR_NVME),
-    Key("pipeline_read", BOOL, moot=_FOR_NVME),
-    Key("pipeline_write", BOOL, moot=_FOR_NVME),
-    Key("fast_init", BOOL, moot=_FOR_NVME),
+    Key("pipeline", BOOL, moot=_PIPELINE),
+    Key("pipeline_read", BOOL, moot=_PIPELINE),
+    Key("pipeline_write", BOOL, moot=_PIPELINE),
+    Key("fast_init", BOOL, moot="for NVMe: masters are written tile by tile as they are made"),
     Key("ratio", FRACTION, as_here=(1,), remedy="all optimizer state rests in host memory, or none of it"),
     Key("super_offload", BOOL, as_here=(False,), remedy="the update is exact and waits for clipping"),
     Key("cpuadam_cores_perc", FRACTION, moot="the ranks of a machine share its cores; OMP_NUM_THREADS limits them"),
 )
 _OFFLOAD_PARAM = (
     Key("device", DEVICE, here="strategy.offload_params", computed=True),
+    Key("nvme_path", TEXT, moot="parameters rest in host memory"),
     *_OFFLOAD,
     Key("buffer_size", COUNT, moot=_FOR_NVME),
     Key("max_in_cpu", COUNT, moot=_FOR_NVME),
@@ -285,6 +290,12 @@ _PRECISION = (
         (
             Key("grad_accum_dtype", DTYPE, here="precision.grad_dtype", convert=_dtype),
             Key("param_dtype", DTYPE, here="precision.param_dtype", convert=_dtype),
+            Key(
+                "keep_in_fp32_modules",
+                LIST,
+                as_here=([],),
+                remedy="precision=bf16 and fp16 leave buffers as they are; bf16_true and fp16_true cast all of them",
+            ),
             Key("buffer_dtype", DTYPE, remedy="module.float() or .bfloat16() on the buffers in configure_model"),
         ),
     )
@@ -362,7 +373,7 @@ _OTHER = (
         "aio",
         "block_size queue_depth intra_op_parallelism thread_count single_submit overlap_events use_gds",
         switched=False,
-        moot=_FOR_NVME,
+        moot=_TRANSFERS,
     ),
     Key(
         "zero_allow_untested_optimizer",
@@ -370,6 +381,7 @@ _OTHER = (
         moot="what updates each parameter by itself runs, others are refused by name",
     ),
     Key("zero_force_ds_cpu_optimizer", BOOL, moot="torch's optimizers are taken; offloaded, native kernels compute"),
+    Key("disable_python_gc", BOOL, as_here=(False,), remedy="gc.disable() before trainer.fit"),
     Key("graph_harvesting", BOOL, as_here=(False,), remedy="torch.compile(mode='reduce-overhead') of units"),
     Key("use_data_before_expert_parallelism", BOOL, as_here=(False,), remedy="there is no expert parallelism"),
     Key("use_data_before_expert_parallel_", BOOL, as_here=(False,), remedy="there is no expert parallelism"),
@@ -397,7 +409,7 @@ _OTHER = (
         "deepcompile free_activation free_activation_threshold offload_activation offload_activation_pin_memory"
         " offload_opt_states double_buffer symmetric_memory debug_log offload_parameters sync_before_reduce"
         " sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors"
-        " passes disable backend kwargs enabled",
+        " passes autoep_non_moe disable backend kwargs enabled",
         switched=False,
         remedy="torch.compile in configure_model: of the module at stages 0 to 2, of its blocks at stage 3",
     ),
@@ -410,7 +422,8 @@ _OTHER = (
     block(
         "tensor_parallel",
         "dtype autotp_size tp_overlap_comm tensor_parallel tp injection_policy_tuple partition_config preset_model"
-        " keep_module_on_host replace_with_kernel_inject kernel_inject tp_size tp_grain_size",
+        " keep_module_on_host replace_with_kernel_inject kernel_inject tp_size tp_grain_size"
+        " vocab_parallel_lm_head vocab_parallel_ce_backend",
         switched=False,
         remedy="there is no tensor parallelism: strategy=zero3 shards the parameters",
     ),

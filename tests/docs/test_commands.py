@@ -277,7 +277,21 @@ def lightning_zero_command(arguments: list[str]) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("command", starting_with("lightning-zero "))
+def outputs() -> dict[str, str]:
+    """What pages show as the end of an estimate's output, by the command above it."""
+    found = {}
+    for page in PAGES:
+        for block, following in itertools.pairwise(blocks(page)):
+            if block.code.startswith("lightning-zero estimate ") and following.code.startswith("The fastest "):
+                found[shlex.join(shlex.split(block.code.splitlines()[0]))] = following.code
+    return found
+
+
+def test_the_readme_shows_what_estimate_answers() -> None:
+    assert outputs().keys() & set(commands(ROOT / "README.md"))
+
+
+@pytest.mark.parametrize("command", starting_with("lightning-zero "), ids=str)
 def test_verbs(command: str, prepared: Path, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On checkpoints of the example: `...` is a run with our own model, the others one with that of transformers."""
     _, *arguments = shlex.split(command)
@@ -290,7 +304,9 @@ def test_verbs(command: str, prepared: Path, saved: Path, tmp_path: Path, monkey
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lightning_zero.cli.doctor.measure_disk", functools.partial(measure_disk, seconds=0.01))
-    assert lightning_zero_command([str(tmp_path) if a == "/local_nvme" else a for a in arguments])
+    printed = lightning_zero_command([str(tmp_path) if a == "/local_nvme" else a for a in arguments])
+    assert printed
+    assert printed.endswith(outputs().get(command, ""))
     given = ("last.ckpt", "outputs", "ds_config.json", "examples")
     made = [path for path in tmp_path.iterdir() if path.name not in given]
     for path in made:

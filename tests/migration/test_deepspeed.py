@@ -221,17 +221,44 @@ def test_stage_and_stores(zero: Any, group: str, settings: dict[str, Any]) -> No
     assert {path: value for path, value in imported.settings.items() if path.startswith("strategy")} == settings
 
 
-def test_nvme_is_host_memory_for_now() -> None:
-    stores = {"offload_optimizer": {"device": "nvme", "nvme_path": "/x"}, "offload_param": {"device": "nvme"}}
-    imported = import_deepspeed({"zero_optimization": {"stage": 3, **stores}})
-    assert imported.groups["strategy"] == "zero3_offload"
-    rows = {row.key: row for row in imported.rows}
-    for name in stores:
-        row = rows[f"zero_optimization.{name}.device"]
-        assert row.status is Status.unsupported
-        assert "host memory (cpu) is written" in row.note
-        assert "zero2_nvme or zero3_nvme" in row.note
-    assert rows["zero_optimization.offload_optimizer.nvme_path"].status is Status.no_meaning
+@pytest.mark.parametrize(
+    ("stage", "stores", "group", "settings"),
+    [
+        (2, {"optimizer": {"device": "nvme", "nvme_path": "/x"}}, "zero2_nvme", {"nvme_path": "/x"}),
+        (2, {"optimizer": {"device": "nvme"}}, "zero2_nvme", {}),
+        (2, {"optimizer": {"device": "cpu", "nvme_path": "/x"}}, "zero2_offload", {}),
+        (
+            3,
+            {"optimizer": {"device": "nvme", "nvme_path": "/x"}},
+            "zero3",
+            {"offload_optimizer": "nvme", "nvme_path": "/x"},
+        ),
+        (
+            3,
+            {"optimizer": {"device": "nvme", "nvme_path": "/x"}, "param": {"device": "nvme", "nvme_path": "/y"}},
+            "zero3_nvme",
+            {"nvme_path": "/x"},
+        ),
+        (3, {"optimizer": {"device": "cpu"}, "param": {"device": "nvme", "nvme_path": "/y"}}, "zero3_offload", {}),
+    ],
+)
+def test_nvme_is_a_disk_for_state_and_host_memory_for_parameters(
+    stage: int, stores: dict[str, Any], group: str, settings: dict[str, Any]
+) -> None:
+    zero = {"stage": stage, **{f"offload_{name}": store for name, store in stores.items()}}
+    imported = import_deepspeed({"zero_optimization": zero})
+    assert imported.groups["strategy"] == group
+    assert imported.below("strategy") == settings
+    rows = {row.key.removeprefix("zero_optimization.offload_"): row for row in imported.rows}
+    for name, store in stores.items():
+        supported = (name, store["device"]) != ("param", "nvme")
+        assert rows[f"{name}.device"].status is (Status.kept if supported else Status.unsupported)
+    path = rows.get("optimizer.nvme_path")
+    if stores["optimizer"]["device"] == "nvme":
+        assert path is not None
+        assert path.status is (Status.kept if "nvme_path" in stores["optimizer"] else Status.open)
+    elif path is not None:
+        assert path.status is Status.no_meaning
 
 
 def test_options_of_another_stage_say_so() -> None:
@@ -399,6 +426,7 @@ def test_what_contradicts_itself_is_refused_with_its_place(text: str, message: s
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
 BATCH = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+FOLDER = "the folder of the test"
 TRAINED: list[dict[str, Any]] = [
     HUGGING_FACE,
     {},
@@ -418,7 +446,11 @@ TRAINED: list[dict[str, Any]] = [
         "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
         "optimizer": {"type": "Lion", "params": {"lr": 1e-4}},
         "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 50, "warmup_num_steps": 5}},
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "cpu"}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": FOLDER},
+            "offload_param": {"device": "nvme"},
+        },
     },
     {
         "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 400}},
@@ -471,7 +503,7 @@ def train(folder: str, names: list[str]) -> list[tuple[int, bool]]:
 def test_what_is_taken_over_trains_and_is_the_same_in_code(pool2: RankPool, tmp_path: Path) -> None:
     names = [f"ds_{index}" for index in range(len(TRAINED))]
     for name, config in zip(names, TRAINED, strict=True):
-        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+        (tmp_path / f"{name}.json").write_text(json.dumps(config).replace(FOLDER, str(tmp_path)))
         (tmp_path / f"{name}.yaml").write_text(to_yaml(import_deepspeed(tmp_path / f"{name}.json")))
     for found in pool2.run(train, str(tmp_path), names):
         assert found == [(2, True)] * len(names)
