@@ -137,8 +137,9 @@ def _estimate(
     without values. Times are bounds that no run beats, from data sheets.
     """
     from lightning_zero.cli.estimate import run
+    from lightning_zero.cli.request import Request
 
-    code = run(
+    request = Request(
         model=model,
         config=config,
         changes=changes or [],
@@ -159,9 +160,76 @@ def _estimate(
         host=host,
         dram=dram,
         network=network,
-        as_json=as_json,
     )
-    raise typer.Exit(code)
+    raise typer.Exit(run(request, as_json=as_json))
+
+
+@app.command("config")
+def _config(
+    model: Annotated[str | None, typer.Option(metavar="MODULE:CLASS", help="A model's class.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML or JSON: the arguments of its constructor.")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="An argument of its constructor.")
+    ] = None,
+    inputs: Annotated[
+        list[str] | None, typer.Option("--input", metavar="FORM", help="A tensor of the batch, such as long:BxT.")
+    ] = None,
+    hf: Annotated[Path | None, typer.Option(help="The folder of a model of transformers; its config.json.")] = None,
+    params: Annotated[float | None, typer.Option(help="Parameters of a transformer, such as 7e9.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Its layers.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Its width.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Examples of a micro-batch of a rank.")] = None,
+    sequence: Annotated[int | None, typer.Option("--seq", min=1, help="Tokens of an example.")] = None,
+    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
+    precision: Annotated[_Precision | None, typer.Option(help="The Trainer's flag.")] = None,
+    recompute: Annotated[
+        bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Compute layers again in backward.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="A GPU, such as 4090, or its memory, such as 24GB.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of a machine.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Machines.")] = None,
+    host: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of a machine for training.")] = None,
+    strategy: Annotated[str | None, typer.Option(metavar="NAME", help="Another one than the fastest.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The file to write.")] = None,
+    python: Annotated[bool, typer.Option("--python", help="Print lines of Python, and write no file.")] = False,
+    experiment: Annotated[
+        bool, typer.Option("--experiment", help="Write a file for the group experiment of an application.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Ask for a model and a machine, and write the configuration that fits.
+
+    On a terminal it asks, with answers from this machine as defaults; arrow keys
+    choose, a flag answers beforehand. Then it shows what estimate finds, and
+    writes the strategy that you choose of those that fit. Elsewhere flags and
+    defaults answer, and the fastest is taken.
+    """
+    from lightning_zero.cli.config import run
+
+    form = "python" if python else "hydra" if out or experiment else None
+    given = {
+        "--model": model,
+        "--config": config,
+        "--input": " ".join(inputs) if inputs else None,
+        "--hf": hf,
+        "--params": params,
+        "--layers": layers,
+        "--hidden": hidden,
+        "--batch": batch,
+        "--seq": sequence,
+        "--precision": precision.value if precision else None,
+        "--checkpointing": recompute,
+        "--gpu": gpu,
+        "--gpus": gpus,
+        "--nodes": nodes,
+        "--host": host,
+        "--strategy": strategy,
+        "--out": out,
+        "--python": form,
+    }
+    fixed = {"changes": changes or [], "accumulate": accumulate}
+    raise typer.Exit(run(given, fixed, experiment=experiment, overwrite=overwrite, as_json=as_json))
 
 
 @app.command("inspect")

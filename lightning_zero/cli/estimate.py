@@ -17,19 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_zero.cli.imagined import EstimateError, Imagined, from_class, from_sizes, from_transformers
-from lightning_zero.cli.text import complain, facts_table, print_json, size
+from lightning_zero.cli.imagined import Imagined
+from lightning_zero.cli.request import Request
+from lightning_zero.cli.text import complain, facts_table, print_json, size, wide_console
 from lightning_zero.integration.choices import choices
 from lightning_zero.integration.precision import PrecisionName, ZeroPrecision
-from lightning_zero.planning.devices import DRAM, NETWORK, Machine, parse_gpu, parse_size
+from lightning_zero.planning.devices import Machine
 from lightning_zero.planning.estimate import Choice, Estimate, estimate, ranked
 from lightning_zero.planning.memory import Memory
 from lightning_zero.update import CPUAdamW
@@ -39,74 +39,17 @@ _META = torch.device("meta")
 _LIMITS = {"compute": "computation", "network": "network", "pcie": "PCIe", "update": "update"}
 
 
-def run(
-    *,
-    model: str | None,
-    config: Path | None,
-    changes: Sequence[str],
-    hf: Path | None,
-    params: float | None,
-    layers: int | None,
-    hidden: int | None,
-    vocabulary: int,
-    inputs: Sequence[str],
-    batch: int,
-    sequence: int | None,
-    accumulate: int,
-    precision: PrecisionName,
-    recompute: bool,
-    gpu: str,
-    gpus: int,
-    nodes: int,
-    host: str,
-    dram: str | None,
-    network: str | None,
-    as_json: bool = False,
-) -> int:
+def run(request: Request, *, as_json: bool = False) -> int:
     """Estimates and prints; returns the exit code."""
-    plugin = ZeroPrecision(precision)
     try:
-        machine = Machine(
-            parse_gpu(gpu),
-            gpus,
-            nodes,
-            parse_size(host),
-            DRAM if dram is None else parse_size(dram),
-            NETWORK if network is None else parse_size(network),
-        )
-        if params is not None:
-            if layers is None or hidden is None:
-                raise EstimateError("--params needs --layers and --hidden")
-            imagined = from_sizes(int(params), layers, hidden, vocabulary, batch, sequence, plugin, recompute)
-        elif hf is not None:
-            imagined = from_transformers(hf, batch, sequence, plugin, recompute)
-        else:
-            imagined = from_class(model, _arguments(config, changes), inputs, batch, sequence, plugin)
-        estimates = estimate_all(imagined, machine, precision, accumulate)
+        machine, imagined = request.machine(), request.imagine()
+        estimates = estimate_all(imagined, machine, request.precision, request.accumulate)
     except (ValueError, OSError) as error:
         return complain(error)
     if as_json:
         return print_json(SCHEMA, _as_json(imagined, machine, estimates))
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 1000  # for other programs a row is a line
-    console.print(render(imagined, machine, estimates))
+    wide_console().print(render(imagined, machine, estimates))
     return 0
-
-
-def _arguments(config: Path | None, changes: Sequence[str]) -> dict[str, Any]:
-    """Reads the arguments of the model's constructor: a YAML or JSON file, and `key=value` after it."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        read = OmegaConf.merge(OmegaConf.load(config) if config else {}, OmegaConf.from_dotlist(list(changes)))
-        made = OmegaConf.to_container(read, resolve=True)
-    except OmegaConfBaseException as error:
-        raise EstimateError(f"{config or 'the arguments'} cannot be read: {error}") from error
-    if not isinstance(made, dict):
-        raise EstimateError(f"{config} holds no arguments; expected a mapping of names to values")
-    return {str(key): value for key, value in made.items()}
 
 
 def estimate_all(
@@ -146,21 +89,27 @@ def _memory(imagined: Imagined, choice: Choice, machine: Machine, micro_batches:
 
 
 def _as_json(imagined: Imagined, machine: Machine, estimates: Sequence[Estimate]) -> dict[str, Any]:
-    trace = imagined.trace
     return {
-        "model": {
-            "name": imagined.name,
-            "parameters": sum(p.numel() for p in imagined.module.parameters()),
-            "activation_bytes": None if trace is None else trace.peak,
-            "flops": None if trace is None else trace.flops,
-            "note": imagined.note,
-        },
+        "model": model_as_json(imagined),
         "machine": asdict(machine),
-        "choices": [_choice_as_json(each) for each in estimates],
+        "choices": [choice_as_json(each) for each in estimates],
     }
 
 
-def _choice_as_json(each: Estimate) -> dict[str, Any]:
+def model_as_json(imagined: Imagined) -> dict[str, Any]:
+    """Makes the entry of a model."""
+    trace = imagined.trace
+    return {
+        "name": imagined.name,
+        "parameters": sum(p.numel() for p in imagined.module.parameters()),
+        "activation_bytes": None if trace is None else trace.peak,
+        "flops": None if trace is None else trace.flops,
+        "note": imagined.note,
+    }
+
+
+def choice_as_json(each: Estimate) -> dict[str, Any]:
+    """Makes the entry of one way to train."""
     plan, times = each.plan, each.times
     return {
         "hydra": each.choice.hydra,
@@ -211,7 +160,7 @@ def render(imagined: Imagined, machine: Machine, estimates: Sequence[Estimate]) 
         )
         table.add_row(
             Text(fits, style="green" if each.fits else "red"),
-            _short(each.choice.hydra),
+            short(each.choice.hydra),
             *(f"{nbytes / 2**30:,.2f}" for nbytes in (*figures, *copied)),
             f"{times.bound:.3g}" if trace is not None else "",
             _LIMITS[times.limit] if trace is not None else "",
@@ -219,8 +168,8 @@ def render(imagined: Imagined, machine: Machine, estimates: Sequence[Estimate]) 
     return Group(facts_table(facts), table, _recommendation(estimates))
 
 
-def _short(hydra: str) -> str:
-    """The words that differ from row to row."""
+def short(hydra: str) -> str:
+    """Leaves the words that differ from row to row."""
     return " ".join(word for word in hydra.split() if not word.startswith(("precision=", "trainer.")))
 
 

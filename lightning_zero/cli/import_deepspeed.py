@@ -18,12 +18,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lightning_zero.cli.text import complain, number, print_json
+from lightning_zero.cli.text import complain, number, print_json, wide_console
 from lightning_zero.config.deepspeed import to_yaml
 from lightning_zero.migration import Import, MigrationError, Row, Status, import_deepspeed
 
@@ -65,10 +65,7 @@ def run(
     if as_json:
         print_json(SCHEMA, _as_json(imported, path, written))
     else:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = 1000  # for other programs a row is a line
-        console.print(render(imported, written))
+        wide_console().print(render(imported, written))
     if refused:
         return complain(ValueError(f"{path} has keys that are unknown or not supported, and --strict is given"))
     return 0

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -37,6 +37,14 @@ def facts_table(facts: Mapping[str, str]) -> RenderableType:
     for name, value in facts.items():
         table.add_row(Text(name, style="dim"), Text(value))
     return table
+
+
+def wide_console() -> Console:
+    """Makes what prints tables: on a terminal as wide as it is; for other programs a row is a line."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 1000
+    return console
 
 
 def print_json(schema: int, facts: Mapping[str, Any]) -> int:

@@ -1,0 +1,369 @@
+"""`lightning-zero config`: asks for a model and a machine, and writes the configuration that fits and is fastest.
+
+`--json` prints one object and asks nothing. Within a schema version fields are added, never renamed or removed.
+
+- `schema`: 1
+- `model`, `machine`: as `lightning-zero estimate` has them
+- `choice`: an entry of its `choices`: the one that was chosen
+- `groups`: the option of each Hydra group; `settings`: values by dotted keys
+- `out`: the file that was written; null where none was
+- `python`: lines that say the same
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.text import Text
+
+from lightning_zero import limits
+from lightning_zero.cgroups import memory_limit
+from lightning_zero.cli.estimate import choice_as_json, estimate_all, model_as_json, render, short
+from lightning_zero.cli.imagined import EstimateError, Imagined, parse_input
+from lightning_zero.cli.questions import Answers, Question, TerminalAnswers, whole
+from lightning_zero.cli.request import Request
+from lightning_zero.cli.text import complain, number, print_json, size, wide_console
+from lightning_zero.config.files import to_yaml
+from lightning_zero.integration.choices import PRECISIONS
+from lightning_zero.integration.precision import PrecisionName
+from lightning_zero.planning.devices import GPUS, Machine, parse_gpu, parse_size
+from lightning_zero.planning.estimate import Estimate
+from lightning_zero.storage import device_type
+
+SCHEMA = 1
+_GIB = 2**30
+_KINDS = {
+    "--model": "a class, by the path that imports it",
+    "--hf": "a folder with a config.json of transformers",
+    "--params": "only its size is known",
+}
+_WHERE_NOBODY_KNOWS = "24GB"  # a GPU, on a machine that has none
+
+
+@dataclass(frozen=True)
+class Here:
+    """Answers that this machine suggests.
+
+    Attributes:
+        gpu: what it has, by its memory; the same for a machine that has none.
+        gpus: how many.
+        host: memory that a process of it may take.
+        nodes: machines of the job that this process is in.
+        config: whether a model of transformers lies in this folder.
+    """
+
+    gpu: str
+    gpus: int
+    host: str
+    nodes: int
+    config: bool
+
+    @classmethod
+    def find(cls) -> Here:
+        """Asks the machine."""
+        gpu, gpus = _WHERE_NOBODY_KNOWS, 1
+        kind = torch.accelerator.current_accelerator(check_available=True)
+        if kind is not None:
+            device = torch.device(kind.type, 0)
+            total = device_type(device).total_bytes(device)
+            gpus = torch.accelerator.device_count()
+            gpu = gpu if total is None else f"{total / _GIB:.1f}GB"
+        known = [limits.machine_memory().get("MemTotal", limits.physical_memory()), memory_limit()]
+        sizes = [nbytes for nbytes in known if isinstance(nbytes, int)]
+        host = f"{min(sizes) / _GIB:.1f}GiB" if sizes else "64GB"
+        nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+        return cls(gpu, gpus, host, nodes, Path("config.json").is_file())
+
+
+def run(
+    given: Mapping[str, Any],
+    fixed: Mapping[str, Any],
+    *,
+    experiment: bool,
+    overwrite: bool,
+    as_json: bool = False,
+) -> int:
+    """Asks, writes and prints; returns the exit code.
+
+    Args:
+        given: answers by flags, which are not asked for; None: to be asked for, or found.
+        fixed: of a :class:`Request`, what nobody is asked for.
+        experiment: write a file for the group `experiment` of an application.
+        overwrite: replace a file.
+        as_json: print one JSON object and ask nothing.
+    """
+    try:
+        asks = not as_json and sys.stdin.isatty() and sys.stdout.isatty()
+        answers = TerminalAnswers(given) if asks else Answers(given)
+        return _run(answers, fixed, experiment, overwrite, as_json)
+    except ImportError as error:
+        return complain(ImportError(f"questions need questionary: pip install questionary ({error})"))
+    except (ValueError, OSError) as error:
+        return complain(error)
+    except KeyboardInterrupt:
+        return complain(ValueError("given up; nothing is written"))
+
+
+def _run(answers: Answers, fixed: Mapping[str, Any], experiment: bool, overwrite: bool, as_json: bool) -> int:
+    console = wide_console()
+    request, imagined = _model(answers, fixed)
+    machine = request.machine()
+    estimates = estimate_all(imagined, machine, request.precision, request.accumulate)
+    if not as_json:
+        console.print(render(imagined, machine, estimates))
+    fitting = {short(each.choice.hydra): each for each in estimates if each.fits}
+    if not fitting:
+        raise ValueError("nothing fits: the table says what lacks" if not as_json else "nothing fits")
+    chosen = answers.ask(_which(fitting))
+    groups, settings = configuration(chosen, request)
+    lines = python_lines(chosen, request)
+    out = None
+    if answers.ask(_form()):
+        out = answers.ask(_file(overwrite))
+        notes = {"data.batch_size": "examples of an optimizer step, over all ranks and micro-batches"}
+        text = to_yaml(_remarks(imagined, machine, request, chosen), groups, settings, notes, experiment=experiment)
+        out.write_text(text, encoding="utf-8")
+    if as_json:
+        return print_json(
+            SCHEMA,
+            {
+                "model": model_as_json(imagined),
+                "machine": asdict(machine),
+                "choice": choice_as_json(chosen),
+                "groups": groups,
+                "settings": settings,
+                "out": None if out is None else str(out),
+                "python": lines,
+            },
+        )
+    if out is None:
+        console.print(Text("\n".join(lines)))
+    else:
+        console.print(Text(f"{out}: {' '.join(f'{name}={option}' for name, option in groups.items())}"))
+    return 0
+
+
+# -- the questions ------------------------------------------------------------------------------------------------
+
+
+def _model(answers: Answers, fixed: Mapping[str, Any]) -> tuple[Request, Imagined]:
+    """Asks for model and machine, at a terminal until the model can be made."""
+    here = Here.find()
+    machine = _machine(answers, here)
+    while True:
+        request = Request(**fixed, **machine, **_sizes(answers, here))
+        try:
+            return request, request.imagine()
+        except EstimateError as error:
+            if not answers.interactive:
+                raise
+            complain(error)
+            for flag in (*_KINDS, "--config", "--input", "--layers", "--hidden"):
+                answers.given.pop(flag, None)
+
+
+def _machine(answers: Answers, here: Here) -> dict[str, Any]:
+    gpu = answers.ask(_gpu(here))
+    default = "16-mixed" if parse_gpu(gpu).name.startswith(("t4", "v100")) else "bf16-mixed"
+    flags = {str(flag): f"{flag}: {name}" for flag, name in PRECISIONS.items()}
+    return {
+        "gpu": gpu,
+        "gpus": answers.ask(Question("--gpus", "How many of them has a machine?", whole, str(here.gpus))),
+        "nodes": answers.ask(Question("--nodes", "How many machines?", whole, str(here.nodes))),
+        "host": answers.ask(
+            Question("--host", "How much memory of a machine may training take?", _size_as_text, here.host)
+        ),
+        "precision": answers.ask(Question("--precision", "In which precision?", _precision, default, flags)),
+    }
+
+
+def _gpu(here: Here) -> Question[str]:
+    sizes = dict.fromkeys([here.gpu, *GPUS])
+    titles = {name: f"{name}: {GPUS[name].memory / _GIB:g} GiB" if name in GPUS else name for name in sizes}
+    titles[here.gpu] = f"{here.gpu}, as in this machine" if torch.accelerator.is_available() else here.gpu
+    return Question("--gpu", "Which GPU?", _gpu_as_text, here.gpu, titles)
+
+
+def _sizes(answers: Answers, here: Here) -> dict[str, Any]:
+    """Asks for the model and a batch of it."""
+    given = [flag for flag in (*_KINDS, "--config") if flag in answers.given]
+    kind = given[0] if given else answers.ask(_kind(answers, here))
+    if kind == "--params":
+        found: dict[str, Any] = {
+            "params": answers.ask(Question("--params", "How many parameters?", _amount, "7e9")),
+            "layers": answers.ask(Question("--layers", "How many layers?", whole, "32")),
+            "hidden": answers.ask(Question("--hidden", "How wide are they?", whole, "4096")),
+        }
+    elif kind == "--hf":
+        found = {"hf": answers.ask(Question("--hf", "In which folder?", Path, ".", is_path=True))}
+    else:
+        found = _class(answers)
+    found["batch"] = answers.ask(Question("--batch", "Examples that a rank takes at once?", whole, "1"))
+    if "T" in " ".join(found.get("inputs", ["T"])):
+        found["sequence"] = answers.ask(
+            Question("--seq", "Tokens of an example (empty: as the model has them)?", _whole_or_none, "")
+        )
+    if kind in ("--params", "--hf"):
+        yes = {"no": "no", "yes": "yes: less memory, a third more to compute"}
+        asked = Question("--checkpointing", "Compute layers again in backward?", _yes, "no", yes)
+        found["recompute"] = answers.ask(asked)
+    return found
+
+
+def _kind(answers: Answers, here: Here) -> Question[str]:
+    default = "--hf" if here.config else "--params" if answers.interactive else None
+    return Question("--model, --hf or --params", "What is the model?", str, default, _KINDS)
+
+
+def _class(answers: Answers) -> dict[str, Any]:
+    config = answers.ask(
+        Question("--config", "A file with its arguments (empty: none)?", _file_or_none, "", None, True)
+    )
+    default = "" if config is not None or not answers.interactive else None
+    model = answers.ask(Question("--model", "Which class, as package.module:Class?", _dotted(config), default))
+    inputs = answers.ask(
+        Question(
+            "--input",
+            "The tensors of a batch, such as long:BxT float:Bx3x224x224 (empty: example_input_array of the module)?",
+            _forms,
+            "",
+        )
+    )
+    return {"config": config, "model": model or None, "inputs": inputs}
+
+
+def _which(fitting: Mapping[str, Estimate]) -> Question[Estimate]:
+    titles = {
+        name: f"{name}: {size(each.plan.peak.device)} on the device, {size(each.plan.peak.host)} on the host"
+        + (f", {each.times.bound:.3g} s" if each.times.compute else "")
+        for name, each in fitting.items()
+    }
+
+    def read(answer: str) -> Estimate:
+        wanted = answer if answer.startswith("strategy=") else f"strategy={answer}"
+        if wanted not in fitting:
+            names = ", ".join(name.removeprefix("strategy=") for name in fitting)
+            raise ValueError(f"--strategy {answer!r} does not fit, or is none; what fits: {names}")
+        return fitting[wanted]
+
+    return Question("--strategy", "Which one (the fastest comes first)?", read, next(iter(fitting)), titles)
+
+
+def _form() -> Question[bool]:
+    titles = {"hydra": "a Hydra configuration", "python": "lines of Python"}
+    return Question("--python", "What shall it be?", lambda answer: answer == "hydra", "hydra", titles)
+
+
+def _file(overwrite: bool) -> Question[Path]:
+    def read(answer: str) -> Path:
+        path = Path(answer)
+        if path.suffix not in (".yaml", ".yml"):
+            raise ValueError(f"{answer!r} is not the name of a YAML file, such as config.yaml")
+        if path.exists() and not overwrite:
+            raise ValueError(f"{path} exists: give another name, or --overwrite")
+        if not path.parent.is_dir():
+            raise ValueError(f"{path.parent} is no folder")
+        return path
+
+    return Question("--out", "Which file?", read, "config.yaml", is_path=True)
+
+
+def _gpu_as_text(answer: str) -> str:
+    parse_gpu(answer)
+    return answer
+
+
+def _size_as_text(answer: str) -> str:
+    parse_size(answer)
+    return answer
+
+
+def _precision(answer: str) -> PrecisionName:
+    for flag in PRECISIONS:
+        if flag == answer:
+            return flag
+    raise ValueError(f"{answer!r} is no precision; expected one of {', '.join(PRECISIONS)}")
+
+
+def _amount(answer: str) -> float:
+    try:
+        return float(answer)
+    except ValueError:
+        raise ValueError(f"{answer!r} is not a number, such as 7e9") from None
+
+
+def _yes(answer: str) -> bool:
+    return answer in ("yes", "True")
+
+
+def _whole_or_none(answer: str) -> int | None:
+    return whole(answer) if answer else None
+
+
+def _file_or_none(answer: str) -> Path | None:
+    if answer and not Path(answer).is_file():
+        raise ValueError(f"{answer} is no file")
+    return Path(answer) if answer else None
+
+
+def _dotted(config: Path | None) -> Any:
+    def read(answer: str) -> str:
+        if not re.fullmatch(r"[\w.]+:\w+", answer) and not (config and not answer):
+            raise ValueError(f"{answer!r} is not the path of a class, such as package.module:Class")
+        return answer
+
+    return read
+
+
+def _forms(answer: str) -> list[str]:
+    forms = answer.split()
+    for form in forms:
+        parse_input(form, 1, 1)
+    return forms
+
+
+# -- what is written --------------------------------------------------------------------------------------------------
+
+
+def configuration(chosen: Estimate, request: Request) -> tuple[dict[str, str], dict[str, Any]]:
+    """The option of each Hydra group, and values by dotted keys, of what was chosen."""
+    from omegaconf import OmegaConf
+
+    groups = {}
+    settings: dict[str, Any] = {}
+    for word in chosen.choice.hydra.split():
+        name, value = word.split("=", maxsplit=1)
+        if "." in name:
+            settings[name] = OmegaConf.from_dotlist([f"value={value}"]).value
+        else:
+            groups[name] = value
+    if request.accumulate > 1:
+        settings["trainer.accumulate_grad_batches"] = request.accumulate
+    settings["data.batch_size"] = request.batch * request.accumulate * request.gpus * request.nodes
+    return groups, settings
+
+
+def python_lines(chosen: Estimate, request: Request) -> list[str]:
+    """The same as lines of Python."""
+    call, _, optimizer = chosen.choice.python.partition("  # ")
+    if request.accumulate > 1:
+        call = f"{call[:-1]}, accumulate_grad_batches={request.accumulate})"
+    lines = ["import lightning as L", "import lightning_zero", "", f"trainer = {call}"]
+    return [*lines, f"# in configure_optimizers: {optimizer}"] if optimizer else lines
+
+
+def _remarks(imagined: Imagined, machine: Machine, request: Request, chosen: Estimate) -> list[str]:
+    peak = chosen.plan.peak
+    takes = f"{size(peak.device)} of its device and {size(peak.host)} of host memory"
+    return [
+        f"{imagined.name} on {machine.nodes} x {machine.gpus} x {machine.gpu.name}, by lightning-zero config.",
+        f"A rank takes {takes} at the peak of a step, with activations.",
+        f"The DataLoader of a rank takes {number(request.batch, 'example')} at once.",
+    ]

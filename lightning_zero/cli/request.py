@@ -1,0 +1,108 @@
+"""The request that an estimate answers: a model, a batch and machines, as the command line has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_zero.cli.imagined import EstimateError, Imagined, from_class, from_sizes, from_transformers
+from lightning_zero.integration.precision import PrecisionName, ZeroPrecision
+from lightning_zero.planning.devices import DRAM, NETWORK, Machine, parse_gpu, parse_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The answers that an estimate needs.
+
+    Attributes:
+        model: "package.module:Class".
+        config: a file with the arguments of its constructor.
+        changes: such arguments, as "name=value".
+        inputs: forms of the tensors of a batch.
+        hf: the folder of a model of transformers.
+        params: the parameters of a transformer of which only sizes are known.
+        layers: its layers.
+        hidden: its width.
+        vocabulary: its different tokens.
+        batch: examples of a micro-batch of a rank.
+        sequence: tokens of an example; None: the model's.
+        accumulate: micro-batches of a step.
+        precision: flag of the Trainer.
+        recompute: whether layers are computed again in backward.
+        gpu: name or memory of a GPU.
+        gpus: of a machine.
+        nodes: machines.
+        host: memory of a machine.
+        dram: bytes that this memory moves in a second; None: nobody says.
+        network: bytes that a machine sends in a second; None: nobody says.
+    """
+
+    model: str | None = None
+    config: Path | None = None
+    changes: Sequence[str] = ()
+    inputs: Sequence[str] = ()
+    hf: Path | None = None
+    params: float | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    vocabulary: int = 50257
+    batch: int = 1
+    sequence: int | None = None
+    accumulate: int = 1
+    precision: PrecisionName = "bf16-mixed"
+    recompute: bool = False
+    gpu: str = "24GB"
+    gpus: int = 1
+    nodes: int = 1
+    host: str = "64GB"
+    dram: str | None = None
+    network: str | None = None
+
+    def machine(self) -> Machine:
+        """Describes the machines.
+
+        Raises:
+            ValueError: for a GPU or a size that is none.
+        """
+        return Machine(
+            parse_gpu(self.gpu),
+            self.gpus,
+            self.nodes,
+            parse_size(self.host),
+            DRAM if self.dram is None else parse_size(self.dram),
+            NETWORK if self.network is None else parse_size(self.network),
+        )
+
+    def imagine(self) -> Imagined:
+        """Makes the model, without memory.
+
+        Raises:
+            EstimateError: for answers that make none.
+        """
+        plugin = ZeroPrecision(self.precision)
+        if self.params is not None:
+            if self.layers is None or self.hidden is None:
+                raise EstimateError("--params needs --layers and --hidden")
+            sizes = int(self.params), self.layers, self.hidden, self.vocabulary
+            return from_sizes(*sizes, self.batch, self.sequence, plugin, self.recompute)
+        if self.hf is not None:
+            return from_transformers(self.hf, self.batch, self.sequence, plugin, self.recompute)
+        return from_class(self.model, self._arguments(), self.inputs, self.batch, self.sequence, plugin)
+
+    def _arguments(self) -> dict[str, Any]:
+        """Reads the arguments of the model's constructor: a YAML or JSON file, and the changes after it."""
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        try:
+            merged = OmegaConf.merge(
+                OmegaConf.load(self.config) if self.config else {}, OmegaConf.from_dotlist(list(self.changes))
+            )
+            made = OmegaConf.to_container(merged, resolve=True)
+        except OmegaConfBaseException as error:
+            raise EstimateError(f"{self.config or 'the arguments'} cannot be read: {error}") from error
+        if not isinstance(made, dict):
+            raise EstimateError(f"{self.config} holds no arguments; expected a mapping of names to values")
+        return {str(key): value for key, value in made.items()}
