@@ -36,7 +36,10 @@ def _takes_names_of_deepspeed(init: Callable[P, None]) -> Callable[P, None]:
         for theirs, ours in _OF_DEEPSPEED.items():
             if theirs in kwargs and ours in known:
                 if ours in kwargs:
-                    raise TypeError(f"{theirs}= is DeepSpeed's name of {ours}=; give one of them.")
+                    raise TypeError(
+                        f"{theirs}={kwargs[theirs]} is DeepSpeed's name of {ours}={kwargs[ours]}, which is given too: "
+                        f"leave {theirs} out, and set {ours}."
+                    )
                 kwargs[ours] = kwargs.pop(theirs)
         init(*args, **kwargs)
 

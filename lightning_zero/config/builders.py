@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-WARMUP_STEPS = 100  # of a scheduler whose `warmup_steps` is null
-
-
 def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "Trainer":
     """Builds the Trainer that the groups `trainer strategy precision logger callbacks` describe.
 
@@ -213,7 +210,7 @@ def build_optimizers(
         scheduler: A scheduler's class and arguments; without a class: none.
         params: Parameters or parameter groups.
         total_steps: Optimizer steps of the fit, for a scheduler whose `total_steps` is null. Where `warmup_steps` is
-            null, 100 of them are the warm-up, or a tenth if that is less.
+            null, 100 of them are the warm-up, or a tenth if that is less; of `WarmupDecayLR` 1000, or half.
     """
     options = _arguments(optimizer)
     if len(options.get("betas", (0, 0))) != 2:
@@ -229,9 +226,20 @@ def build_optimizers(
             )
         arguments["total_steps"] = int(total_steps)
     if "warmup_steps" in arguments and arguments["warmup_steps"] is None:
-        arguments["warmup_steps"] = min(WARMUP_STEPS, arguments["total_steps"] // 10)
+        arguments["warmup_steps"] = _usual_warmup(scheduler["_target_"], arguments["total_steps"])
     schedule = _build(scheduler, built, **arguments)
     return {"optimizer": built, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _usual_warmup(target: str, total_steps: int) -> int:
+    """Steps of the warm-up of a scheduler's class where none are given, for a fit of `total_steps`."""
+    from hydra.utils import get_class
+
+    from lightning_zero.schedulers import WarmupDecayLR
+
+    if issubclass(get_class(target), WarmupDecayLR):
+        return max(1, min(1000, total_steps // 2))
+    return min(100, total_steps // 10)
 
 
 def _build(cfg: "DictConfig", *args: Any, **kwargs: Any) -> Any:

@@ -326,6 +326,7 @@ class WarmupDecayConf(WarmupConf):
 
     _target_: str = "lightning_zero.schedulers.WarmupDecayLR"
     total_steps: int | None = None
+    warmup_steps: int | None = None  # type: ignore[assignment]
 
 
 @dataclass

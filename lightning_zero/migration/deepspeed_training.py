@@ -73,7 +73,7 @@ TORCH_CLASSES = {"nadam": "NAdam", "radam": "RAdam", "adamax": "Adamax", "adadel
 _WARMUP = frozenset({"min_lr", "max_lr", "warmup_steps", "warmup_type"})
 SCHEDULERS: dict[str, Target] = {
     "warmuplr": Target("warmup", _WARMUP, {"max_lr": 0.001}),
-    "warmupdecaylr": Target("warmup_decay", _WARMUP | {"total_steps"}, {"max_lr": 0.001}),
+    "warmupdecaylr": Target("warmup_decay", _WARMUP | {"total_steps"}, {"max_lr": 0.001, "warmup_steps": 1000}),
     "warmupcosinelr": Target(
         "cosine",
         frozenset({"total_steps", "warmup_steps", "min_lr_ratio"}),

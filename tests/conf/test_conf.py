@@ -254,9 +254,16 @@ def test_every_scheduler_builds_over_the_whole_fit(chosen: Compose, option: str,
     assert max(rates) == pytest.approx(0.5)  # the peak is the optimizer's own rate
 
 
-def test_a_short_fit_has_a_short_warmup(chosen: Compose) -> None:
-    cfg = chosen("optimizer=adamw", "scheduler=cosine")
-    for total, expected in ((1, 0), (50, 5), (999, 99), (2000, 100)):
+@pytest.mark.parametrize(
+    ("option", "steps"),
+    [
+        ("cosine", {1: 0, 50: 5, 999: 99, 2000: 100}),
+        ("warmup_decay", {3: 2, 50: 25, 1999: 999, 2000: 1000, 9000: 1000}),  # two are its least
+    ],
+)
+def test_a_short_fit_has_a_short_warmup(chosen: Compose, option: str, steps: dict[int, int]) -> None:
+    cfg = chosen("optimizer=adamw", f"scheduler={option}")
+    for total, expected in steps.items():
         built = build_optimizers(cfg.optimizer, cfg.scheduler, [torch.nn.Parameter(torch.zeros(2))], total)
         assert built["lr_scheduler"]["scheduler"].warmup_steps == expected
 
@@ -381,7 +388,7 @@ OTHER_DEFAULTS = {
     "strategy/ddp": {"gradient_as_bucket_view", "bucket_cap_mb"},
     "loss_scaler/static": {"scale"},
     "scheduler/cosine": {"total_steps", "warmup_steps", "min_lr_ratio"},
-    "scheduler/warmup_decay": {"total_steps"},
+    "scheduler/warmup_decay": {"total_steps", "warmup_steps"},
     "scheduler/onecycle": {"total_steps"},
 }
 

@@ -99,8 +99,8 @@ def test_deepspeeds_names_of_arguments_are_taken() -> None:
     assert run(WarmupLR(sgd(7.0), **params), 5) == pytest.approx([0.1 + share for share in LOG[:5]])
     decay = WarmupDecayLR(sgd(7.0), **params, total_num_steps=8)
     assert run(decay, 11) == pytest.approx([0.1 + share for share in [*LOG, *DECAY]])
-    with pytest.raises(TypeError, match="warmup_num_steps= is DeepSpeed's name of warmup_steps="):
-        WarmupLR(sgd(7.0), warmup_steps=4, warmup_num_steps=4)
+    with pytest.raises(TypeError, match="warmup_num_steps=5 is DeepSpeed's name of warmup_steps=4, "):
+        WarmupLR(sgd(7.0), warmup_steps=4, warmup_num_steps=5)
     with pytest.raises(TypeError, match="total_num_steps"):
         WarmupLR(sgd(7.0), total_num_steps=8)
 

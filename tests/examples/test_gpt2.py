@@ -83,7 +83,7 @@ def test_the_experiment_is_nanogpts_setting() -> None:
     assert (cfg.model.n_layer, cfg.model.n_head, cfg.model.n_embd, cfg.model.context) == (4, 4, 128, 64)
     assert (cfg.data.batch_size, cfg.data.val_windows, cfg.trainer.max_steps) == (12, None, 2000)
     assert (cfg.optimizer.lr, cfg.optimizer.betas, cfg.optimizer.weight_decay) == (1e-3, [0.9, 0.99], 0.1)
-    assert (cfg.scheduler.warmup_steps, cfg.scheduler.min_lr_ratio) == (100, 0.1)
+    assert (cfg.scheduler.warmup_steps, cfg.scheduler.min_lr_ratio) == (None, 0.1)  # 100 of 2000 steps
     assert (cfg.model.dropout, cfg.trainer.gradient_clip_val) == (0.0, 1.0)
     assert cfg.strategy.stage == 3
 
