@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_zero.checkpoint import CheckpointError
     from lightning_zero.config import hydra_main
     from lightning_zero.engine import full_grad, full_optimizer_state, full_param, gathered_parameters
+    from lightning_zero.integration.auto import ZeroAutoStrategy
     from lightning_zero.integration.fabric import ZeroFabricStrategy
     from lightning_zero.integration.loading import load_from_checkpoint
     from lightning_zero.integration.precision import ZeroPrecision
@@ -50,6 +51,7 @@ __all__ = [
     "Muon",
     "SkippedStepsError",
     "StaticLossScaler",
+    "ZeroAutoStrategy",
     "ZeroFabricStrategy",
     "ZeroPrecision",
     "ZeroStrategy",
@@ -76,6 +78,7 @@ _HOMES = {
     "Muon": "lightning_zero.update",
     "SkippedStepsError": "lightning_zero.update",
     "StaticLossScaler": "lightning_zero.update",
+    "ZeroAutoStrategy": "lightning_zero.integration.auto",
     "ZeroFabricStrategy": "lightning_zero.integration.fabric",
     "ZeroPrecision": "lightning_zero.integration.precision",
     "ZeroStrategy": "lightning_zero.integration.strategy",

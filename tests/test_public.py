@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 import lightning_zero
 
 NAMES = ["zero0", "zero1", "zero2", "zero3"]
-NAMES = sorted([*NAMES, *(f"{name}{place}" for name in NAMES[1:] for place in ("_offload", "_nvme"))])
+NAMES = sorted([*NAMES, "zero_auto", *(f"{name}{place}" for name in NAMES[1:] for place in ("_offload", "_nvme"))])
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:

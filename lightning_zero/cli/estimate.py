@@ -9,8 +9,8 @@
 - `choices`: the fastest that fits first, then the rest of those that fit, then the others. Of each: `hydra`, `python`,
   `fits`, `device_fits`, `host_fits`; `device_held_bytes`, `device_peak_bytes`, `host_held_bytes` and `host_peak_bytes`
   of a rank; `sent_bytes`, `copied_to_device_bytes` and `copied_to_host_bytes` of a rank in a step; `step_seconds` at
-  least, and of it `compute_seconds`, `network_seconds`, `pcie_seconds`, `update_seconds`; `limit`, which of these is
-  the longest
+  least, and of it `compute_seconds`, `network_seconds`, `pcie_seconds`, `update_seconds`, `disk_seconds`; `limit`,
+  which of these is the longest
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lightning_zero.update import CPUAdamW
 
 SCHEMA = 1
 _META = torch.device("meta")
-_LIMITS = {"compute": "computation", "network": "network", "pcie": "PCIe", "update": "update"}
+_LIMITS = {"compute": "computation", "network": "network", "pcie": "PCIe", "update": "update", "disk": "disk"}
 
 
 def run(request: Request, *, as_json: bool = False) -> int:

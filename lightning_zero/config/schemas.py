@@ -12,6 +12,9 @@ from enum import StrEnum
 from typing import Any, get_args, get_type_hints
 
 from lightning_zero.integration.options import (
+    CHOSEN,
+    FREE,
+    AutoOptions,
     FormatName,
     NativeName,
     OptimizerStoreName,
@@ -71,6 +74,17 @@ StrategyConf = make_dataclass(
         *_derived_from(StrategyOptions),
     ],
     namespace={"__doc__": "Arguments of `lightning_zero.ZeroStrategy`: its options.", "__module__": __name__},
+)
+
+AutoStrategyConf = make_dataclass(
+    "AutoStrategyConf",
+    [
+        ("_target_", str, "lightning_zero.ZeroAutoStrategy"),
+        ("_convert_", str, "all"),
+        *_derived_from(AutoOptions),
+        *(option for option in _derived_from(StrategyOptions) if option[0] not in (*CHOSEN, *FREE)),
+    ],
+    namespace={"__doc__": "Arguments of `lightning_zero.ZeroAutoStrategy`: its options.", "__module__": __name__},
 )
 
 
@@ -348,6 +362,7 @@ class OneCycleConf:
 
 SCHEMAS: dict[str, type] = {
     "strategy/zero": StrategyConf,
+    "strategy/auto": AutoStrategyConf,
     "strategy/ddp": DDPConf,
     "precision/zero": PrecisionConf,
     "loss_scaler/dynamic": DynamicLossScalerConf,

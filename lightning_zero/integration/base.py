@@ -132,6 +132,9 @@ class EngineStrategy(DDPStrategy):
         """Ranks that share one copy."""
         return engines.shard_size(self.options, self.num_nodes, self.num_processes)
 
+    def _settle_options(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer] | None) -> None:
+        """Decide what the constructor has left open, now that module and optimizers are known. Collective."""
+
     def _shard(self, module: pl.LightningModule, optimizers: list[Optimizer] | None) -> None:
         """Build the engine, or give the one of an earlier run its new optimizers."""
         engine = self._engine

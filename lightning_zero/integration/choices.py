@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_zero.integration import engines
@@ -27,8 +28,79 @@ _VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("zero3", {"offload_optimizer": "cpu"}),
     ("zero3_offload", {"max_live_numel": 0}),
 )
+_FEW = {"max_live_numel": 0, "persistence_numel": 0}
+# Those for less memory at nearly the same speed: smaller buckets, nothing gathered ahead, nothing that stays whole.
+_FINE: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((name, {"bucket_size_mb": 1.0}) for name, options in STRATEGIES.items() if options["stage"] < 3),
+    ("zero3", {"offload_optimizer": "cpu"}),
+    *((name, {"max_live_numel": 0}) for name, options in STRATEGIES.items() if options["stage"] == 3),
+    *((name, _FEW) for name, options in STRATEGIES.items() if options["stage"] == 3),
+    ("zero3", {"offload_optimizer": "cpu", **_FEW}),
+)
 REDUCED_HYDRA = "optimizer=cpu_adamw optimizer.master_layout=split optimizer.state_dtype=bfloat16"
 REDUCED_PYTHON = 'lightning_zero.CPUAdamW(self.parameters(), master_layout="split", state_dtype=torch.bfloat16)'
+
+
+@dataclass(frozen=True)
+class Way:
+    """A name with options.
+
+    Attributes:
+        name: of the strategy.
+        changed: options beside those of the name.
+    """
+
+    name: str
+    changed: Mapping[str, Any]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of :class:`~lightning_zero.ZeroStrategy`."""
+        return {**STRATEGIES[self.name], **self.changed}
+
+    @property
+    def hydra(self) -> str:
+        """The words that are typed for it with Hydra."""
+        return " ".join([f"strategy={self.name}", *(f"strategy.{key}={value}" for key, value in self.changed.items())])
+
+    @property
+    def python(self) -> str:
+        """The expression of the strategy in Python."""
+        if not self.changed:
+            return f'"{self.name}"'
+        arguments = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
+        return f"lightning_zero.ZeroStrategy({arguments})"
+
+
+def ways(names: Sequence[str], variants: Sequence[tuple[str, Mapping[str, Any]]], gpus: int, nodes: int) -> list[Way]:
+    """All names, and variants of them, sharded over the ranks of a machine and over all ranks; the simplest first.
+
+    Args:
+        names: of strategies.
+        variants: names with options.
+        gpus: ranks of a machine.
+        nodes: machines.
+    """
+    found = [Way(name, changed) for name, changed in (*((name, {}) for name in names), *variants)]
+    if nodes > 1:
+        sharded = [way for way in found if STRATEGIES[way.name]["stage"]]
+        found += [Way(way.name, {**way.changed, "shard_size": gpus * nodes}) for way in sharded]
+    return found
+
+
+def fine_ways(gpus: int, nodes: int, disk: bool, fixed: Mapping[str, Any]) -> list[Way]:
+    """All names, and variants that take less memory, the simplest first.
+
+    Args:
+        gpus: ranks of a machine.
+        nodes: machines.
+        disk: whether state may rest on a disk.
+        fixed: options that every way has; no variant changes them.
+    """
+    names = [name for name, options in STRATEGIES.items() if disk or "nvme" not in options.values()]
+    variants = [(name, changed) for name, changed in _FINE if name in names and not fixed.keys() & changed]
+    found = ways(names, variants, gpus, 1 if "shard_size" in fixed else nodes)
+    return [way for way in found if way.options["stage"] or fixed.get("shard_size", 1) == 1]
 
 
 def choices(gpus: int, nodes: int, precision: PrecisionName) -> Iterator[Choice]:
@@ -44,28 +116,11 @@ def choices(gpus: int, nodes: int, precision: PrecisionName) -> Iterator[Choice]
     flags = f', precision="{precision}", devices={gpus}' + f", num_nodes={nodes}" * (nodes > 1)
     # What a disk can do no data sheet of the machine says.
     known = [name for name, arguments in STRATEGIES.items() if "nvme" not in arguments.values()]
-    named: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in known]
-    sizes = [None] if nodes == 1 else [None, gpus * nodes]
-    for size in sizes:
-        for name, changed in (*named, *_VARIANTS):
-            extra = changed if size is None else {**changed, "shard_size": size}
-            if size is not None and StrategyOptions(**STRATEGIES[name]).replicates:
-                continue
-            options = StrategyOptions(**{**STRATEGIES[name], **extra})
-            setting = setting_of(options, engines.shard_size(options, nodes, gpus), policy)
-            hydra = " ".join([f"strategy={name}", *(f"strategy.{key}={value}" for key, value in extra.items()), tail])
-            python = f"L.Trainer(strategy={_python(name, extra)}{flags})"
-            yield Choice(hydra, python, setting)
-            if (
-                setting.optimizer_memory == "host"
-                and policy.param_dtype is not None
-                and policy.param_dtype.itemsize == 2
-            ):
-                yield Choice(f"{hydra} {REDUCED_HYDRA}", f"{python}  # {REDUCED_PYTHON}", setting, reduced=True)
-
-
-def _python(name: str, extra: dict[str, Any]) -> str:
-    if not extra:
-        return f'"{name}"'
-    arguments = ", ".join(f"{key}={value!r}" for key, value in {**STRATEGIES[name], **extra}.items())
-    return f"lightning_zero.ZeroStrategy({arguments})"
+    for way in ways(known, _VARIANTS, gpus, nodes):
+        options = StrategyOptions(**way.options)
+        setting = setting_of(options, engines.shard_size(options, nodes, gpus), policy)
+        hydra = f"{way.hydra} {tail}"
+        python = f"L.Trainer(strategy={way.python}{flags})"
+        yield Choice(hydra, python, setting)
+        if setting.optimizer_memory == "host" and policy.param_dtype is not None and policy.param_dtype.itemsize == 2:
+            yield Choice(f"{hydra} {REDUCED_HYDRA}", f"{python}  # {REDUCED_PYTHON}", setting, reduced=True)

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_zero.integration.auto import ZeroAutoStrategy
     from lightning_zero.integration.fabric import ZeroFabricStrategy
     from lightning_zero.integration.private import StrategyRegistryType
     from lightning_zero.integration.strategy import ZeroStrategy
@@ -33,6 +34,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero2_nvme": {"stage": 2, "offload_optimizer": "nvme"},
     "zero3_nvme": {"stage": 3, "offload_optimizer": "nvme", "offload_params": "cpu"},
 }
+AUTO = "zero_auto"  # chooses one of them when it knows the module
 _PLACES = {"none": "", "cpu": ", state in host memory", "nvme": ", state on a disk"}
 
 
@@ -43,11 +45,12 @@ def register() -> None:
     says what to import. Which of the packages is imported first does not matter.
     """
     _when_imported(
-        "lightning.pytorch.strategies", lambda strategies: register_in(strategies.StrategyRegistry, make_strategy)
+        "lightning.pytorch.strategies",
+        lambda strategies: register_in(strategies.StrategyRegistry, make_strategy, make_auto_strategy),
     )
     _when_imported(
         "lightning.fabric.strategies",
-        lambda strategies: register_in(strategies.STRATEGY_REGISTRY, make_fabric_strategy),
+        lambda strategies: register_in(strategies.STRATEGY_REGISTRY, make_fabric_strategy, refuse_auto),
     )
     _when_imported("pytorch_lightning.strategies", _refuse_in)
 
@@ -83,17 +86,19 @@ class _Await(MetaPathFinder):
         return spec
 
 
-def register_in(registry: StrategyRegistryType, make: Callable[..., Any]) -> None:
+def register_in(registry: StrategyRegistryType, make: Callable[..., Any], make_auto: Callable[[], Any]) -> None:
     """Add the names to a registry of strategies, which refuses what is nearly one of them from then on.
 
     Args:
         registry: of the Trainer or of Fabric.
         make: makes the strategy of that from arguments.
+        make_auto: makes the one that chooses, or says why there is none.
     """
     for name, arguments in STRATEGIES.items():
         place = _PLACES[arguments.get("offload_optimizer", "none")]
         description = f"ZeRO stage {arguments['stage']}{place}"
         registry.register(name, make, description, override=True, **arguments)
+    registry.register(AUTO, make_auto, "the ZeRO stage and places that are fastest within the memory", override=True)
     # The Trainer looks for a name in this list, and lists none of ours where it misses one.
     registry.available_strategies = lambda: _Names(registry)  # type: ignore[method-assign]
 
@@ -104,18 +109,19 @@ class _Names(list[str]):
     def __contains__(self, name: object) -> bool:
         found = super().__contains__(name)
         if not found and isinstance(name, str):
-            close = difflib.get_close_matches(name, STRATEGIES, n=1, cutoff=0.75)
+            close = difflib.get_close_matches(name, [*STRATEGIES, AUTO], n=1, cutoff=0.75)
             if close or name.startswith("zero"):
                 hint = f"did you mean {close[0]!r}? " if close else ""
                 raise ValueError(
                     f"strategy={name!r} is not a strategy; {hint}The names of lightning_zero are: "
-                    f"{', '.join(STRATEGIES)}. Options go to the class: strategy=lightning_zero.ZeroStrategy(stage=2)"
+                    f"{', '.join([*STRATEGIES, AUTO])}. Options go to the class: "
+                    "strategy=lightning_zero.ZeroStrategy(stage=2)"
                 )
         return found
 
 
 def _refuse_in(strategies: ModuleType) -> None:
-    for name in STRATEGIES:
+    for name in (*STRATEGIES, AUTO):
         strategies.StrategyRegistry.register(name, _refuse_pytorch_lightning, override=True)
 
 
@@ -124,6 +130,22 @@ def make_strategy(**arguments: Any) -> ZeroStrategy:
     from lightning_zero.integration.strategy import ZeroStrategy
 
     return ZeroStrategy(**arguments)
+
+
+def make_auto_strategy() -> ZeroAutoStrategy:
+    """Make the strategy of the Trainer that chooses."""
+    from lightning_zero.integration.auto import ZeroAutoStrategy
+
+    return ZeroAutoStrategy()
+
+
+def refuse_auto() -> None:
+    """Say why Fabric has no strategy that chooses."""
+    raise ValueError(
+        f"strategy={AUTO!r} works with the Trainer, which shows it the module together with its optimizers before "
+        "either is sharded; Fabric sets up one module after another. `lightning-zero estimate` says which name fits "
+        "and is fastest: Fabric(strategy='zero2'), for one"
+    )
 
 
 def make_fabric_strategy(**arguments: Any) -> ZeroFabricStrategy:

@@ -133,6 +133,11 @@ class StrategyOptions:
         return self.offload_optimizer == "nvme"
 
     @property
+    def disk_path(self) -> str | None:
+        """The folder where a disk would be used; ``None``: nobody has named one."""
+        return self.nvme_path or os.environ.get(NVME_PATH) or None
+
+    @property
     def nvme_buffer_bytes(self) -> int:
         """``nvme_buffer_gb`` in bytes."""
         return int(self.nvme_buffer_gb * 2**30)
@@ -169,6 +174,43 @@ class StrategyOptions:
             "offload_params": self.offload_params,
             "precision": precision,
         }
+
+
+# Options of StrategyOptions that `zero_auto` chooses, always and where nobody gives them.
+CHOSEN = ("stage", "offload_optimizer", "offload_params")
+FREE = ("shard_size", "bucket_size_mb", "persistence_numel", "max_live_numel")
+
+
+@dataclass(frozen=True)
+class AutoOptions:
+    """Options of :class:`~lightning_zero.ZeroAutoStrategy` beside those of :class:`StrategyOptions`.
+
+    What each is for says the constructor, which has an argument for it. Those of ``FREE`` are chosen where None.
+
+    Raises:
+        ValueError: for a value that is not one of those described there.
+    """
+
+    device_memory_gb: float | None = None
+    host_memory_gb: float | None = None
+    reserve_gb: float = 0.0
+    shard_size: int | None = None
+    bucket_size_mb: float | None = None
+    persistence_numel: int | None = None
+    max_live_numel: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("device_memory_gb", "host_memory_gb"):
+            if (value := getattr(self, name)) is not None:
+                _check_positive(name, value, "a number of GiB greater than 0, or None for all that there is")
+        reserve = self.reserve_gb
+        if not isinstance(reserve, int | float) or isinstance(reserve, bool) or not 0 <= reserve < math.inf:
+            raise ValueError(f"reserve_gb={reserve!r} must be a number of GiB >= 0")
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """Those of ``FREE`` that were given."""
+        return {name: value for name in FREE if (value := getattr(self, name)) is not None}
 
 
 # The values of the options that are one of a few words.

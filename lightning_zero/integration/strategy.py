@@ -29,7 +29,7 @@ from lightning_zero.integration import engines, patches, preflight, private
 from lightning_zero.integration.checkpointing import CheckpointingStrategy
 from lightning_zero.integration.deepspeed import FromDeepSpeed
 from lightning_zero.integration.launchers import make_launcher, tell_why
-from lightning_zero.integration.names import make_strategy, register_in
+from lightning_zero.integration.names import make_auto_strategy, make_strategy, register_in
 from lightning_zero.integration.options import (
     FormatName,
     NativeName,
@@ -225,7 +225,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
     @override
     def register_strategies(cls, strategy_registry: private.StrategyRegistryType) -> None:
         """Register ``zero0`` ... ``zero3_nvme``."""
-        register_in(strategy_registry, make_strategy)
+        register_in(strategy_registry, make_strategy, make_auto_strategy)
 
     # ------------------------------------------------------------------------------------------------------- set-up
 
@@ -262,10 +262,13 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             for engine in engines_of(self.lightning_module):
                 if engine is not self._engine:
                     engine.release()
-            self._unshard_for_callbacks(self.lightning_module)
+            self._warn_of_copies(self.lightning_module)
+            for callback in self.lightning_module.trainer.callbacks:  # type: ignore[attr-defined]
+                # They set up before the strategy does: of a module that an earlier run has sharded, perhaps.
+                self._undo += patches.unshard_for(callback, self._unsharded)
 
-    def _unshard_for_callbacks(self, module: pl.LightningModule) -> None:
-        """Callbacks set up before the strategy does: of a module that an earlier run has sharded, perhaps."""
+    def _warn_of_copies(self, module: pl.LightningModule) -> None:
+        """Say what a full copy on every rank costs, where parameters are sharded."""
         for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
             if patches.copies_module(callback) and self._policy.shard_params:
                 rank_zero_warn(
@@ -274,7 +277,6 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
                     "into each rank's memory, which stage 3 otherwise makes unnecessary. "
                     "lightning_zero.callbacks.EMA keeps its average in shards"
                 )
-            self._undo += patches.unshard_for(callback, self._unsharded)
 
     @contextlib.contextmanager
     def _unsharded(self, writeback: bool, full_precision: bool) -> Iterator[None]:
@@ -326,6 +328,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
                 self.model = self._layer_sync.apply(self.lightning_module)
             self.setup_optimizers(trainer)
             optimizers = [o for o in self.optimizers if not private.is_stand_in(o)]
+        self._settle_options(trainer, optimizers if fitting else None)
         if fitting or self._engine is None or not self._engine.placement.trains:  # else there is what a fit has left
             micro_batches, planned = trainer.accumulate_grad_batches, optimizers if fitting else None
             self.memory = self._describe_memory(self.lightning_module, planned, micro_batches)

@@ -74,6 +74,13 @@ GPUS = {
 _OTHER_NAMES = {"a100": "a100-80", "v100": "v100-32", "h100-80": "h100"}
 
 
+# Where nobody measured: three quarters of two channels of DDR5-4800, a network of 100 Gbit/s, and what drives with four
+# lanes of PCIe 3 keep up when they are read and written in turn.
+DRAM = 57.6 * _GB
+NETWORK = 12.5 * _GB
+DISK = 2.0 * _GB
+
+
 @dataclass(frozen=True)
 class Machine:
     """Machines of one kind, each with some GPUs.
@@ -85,6 +92,7 @@ class Machine:
         host: bytes of memory of a machine that training may take.
         dram: bytes per second of a machine's memory, read and written together.
         network: bytes per second that a machine sends to others.
+        disk: bytes per second that a machine reads from its disk, or writes to it.
     """
 
     gpu: Gpu
@@ -93,16 +101,12 @@ class Machine:
     host: int
     dram: float
     network: float
+    disk: float = DISK
 
     @property
     def world_size(self) -> int:
         """Ranks of all machines."""
         return self.gpus * self.nodes
-
-
-# Where nobody measured: three quarters of two channels of DDR5-4800, and a network of 100 Gbit/s.
-DRAM = 57.6 * _GB
-NETWORK = 12.5 * _GB
 
 
 def parse_size(text: str) -> int:

@@ -2,19 +2,22 @@
 
 A step cannot be faster than its computations, or than what it sends, or than what it copies; these overlap. An update
 comes after them: in host memory it passes over all that it reads and writes at the speed of that memory, for all ranks
-of a machine together. The bound is the longest of the three, and the update.
+of a machine together; what rests on a disk is read and written meanwhile. The bound is the longest of the three, and
+the update or the disk.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from lightning_zero.planning.account import Bytes
 from lightning_zero.planning.devices import USABLE, Machine
 from lightning_zero.planning.memory import Setting
 from lightning_zero.planning.plan import Plan
 
+_SHORT = 1e-5  # seconds, in which little more than a kernel or two can be started
 _MASTER = 4  # bytes of an element of a master, whole
 
 
@@ -43,16 +46,17 @@ class Times:
     network: float
     pcie: float
     update: float
+    disk: float = 0.0
 
     @property
     def bound(self) -> float:
         """Of the whole step."""
-        return max(self.compute, self.network, self.pcie) + self.update
+        return max(self.compute, self.network, self.pcie) + max(self.update, self.disk)
 
     @property
     def limit(self) -> str:
-        """The part that takes longest: ``"compute"``, ``"network"``, ``"pcie"`` or ``"update"``."""
-        parts = {"compute": self.compute, "network": self.network, "pcie": self.pcie, "update": self.update}
+        """The name of the part that takes longest."""
+        parts = asdict(self)
         return max(parts, key=lambda name: parts[name])
 
 
@@ -107,12 +111,13 @@ def times_of(plan: Plan, setting: Setting, flops: float, wide: bool, machine: Ma
     on_network = sum(nbytes for name, nbytes in plan.sent.items() if name in across) if machine.nodes > 1 else 0
     on_links = sum(plan.sent.values()) - on_network
     update = update_bytes(plan, setting)
-    rate = machine.dram / machine.gpus if setting.optimizer_memory == "host" else gpu.bandwidth
+    rate = gpu.bandwidth if setting.optimizer_memory == "device" else machine.dram / machine.gpus
     return Times(
         compute=flops / (gpu.matmul_32 if wide else gpu.matmul_16),
         network=on_links / gpu.link + on_network / (machine.network / machine.gpus),
         pcie=max(plan.copied.values(), default=0) / gpu.pcie,
         update=update / rate,
+        disk=2 * plan.held.disk / (machine.disk / machine.gpus),
     )
 
 
@@ -124,22 +129,38 @@ def update_bytes(plan: Plan, setting: Setting) -> int:
             continue
         numel = bucket.padded_numel // setting.shard_size
         # Without a master of their own, or as the high half of one, parameters are read too.
-        passes = 1 if bucket.masters.total >= _MASTER * numel else 2
-        state = bucket.masters.total + bucket.optimizer_state.total
+        passes = 1 if _anywhere(bucket.masters) >= _MASTER * numel else 2
+        state = _anywhere(bucket.masters) + _anywhere(bucket.optimizer_state)
         total += bucket.sharded_gradient.total + 2 * state + passes * numel * bucket.dtype.itemsize
     return total
 
 
-def ranked(estimates: Iterable[Estimate]) -> list[Estimate]:
-    """Those that fit from the fastest on, then the others, by what they take.
+def _anywhere(amount: Bytes) -> int:
+    return amount.total + amount.disk
 
-    Of those that fit, optimizers with reduced state come after all others: they round otherwise. Times that differ by
-    less than a hundredth count as equal, and what is equal stays in the order that it was given.
+
+def preference(fits: bool, reduced: bool, bound: float, total: int) -> tuple[bool, bool, float]:
+    """The key by which ways are sorted, the best first.
+
+    Those that fit come first, from the fastest on, optimizers with reduced state after all others, since they round
+    otherwise; then those that do not fit, by the memory that they take. Times that differ by less than a hundredth, or
+    are too short for a bound to mean anything, count as equal: what is equal stays in the order in which it was given.
+
+    Args:
+        fits: whether it does.
+        reduced: see :class:`Choice`.
+        bound: seconds of a step.
+        total: bytes of its peak, device and host together.
     """
+    if not fits:
+        return True, False, float(total)
+    return False, reduced, round(math.log(max(bound, _SHORT)) * 100)
+
+
+def ranked(estimates: Iterable[Estimate]) -> list[Estimate]:
+    """Those that fit from the fastest on, then the others; see :func:`preference`."""
 
     def key(each: Estimate) -> tuple[bool, bool, float]:
-        if not each.fits:
-            return True, False, float(each.plan.peak.total)
-        return False, each.choice.reduced, round(math.log(each.times.bound) * 100) if each.times.bound else 0.0
+        return preference(each.fits, each.choice.reduced, each.times.bound, each.plan.peak.total)
 
     return sorted(estimates, key=key)

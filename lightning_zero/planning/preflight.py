@@ -79,8 +79,8 @@ class Shortage:
     def __str__(self) -> str:
         several = len(self.ranks) > 1
         who = f"ranks {self.ranks[0]} to {self.ranks[-1]} take" if several else f"rank {self.ranks[0]} takes"
-        used = f" beside {_text(self.used)} that {'are' if several else 'is'} in use" if self.used else ""
-        return f"{self.pool.name} has {_text(self.pool.total)}: {who} {_text(self.wanted)}{used}"
+        used = f" beside {in_units(self.used)} that {'are' if several else 'is'} in use" if self.used else ""
+        return f"{self.pool.name} has {in_units(self.pool.total)}: {who} {in_units(self.wanted)}{used}"
 
 
 def claims(
@@ -187,5 +187,6 @@ def fits(found: Sequence[Claim], peak: Peak, device: torch.device) -> bool:
     return not shortages(with_plan(found, peak, device))
 
 
-def _text(nbytes: int) -> str:
+def in_units(nbytes: int) -> str:
+    """Writes a number of bytes in GiB, or in MiB where it is less than one."""
     return f"{nbytes / _GIB:,.1f} GiB" if nbytes >= _GIB else f"{nbytes / 2**20:,.0f} MiB"

@@ -79,6 +79,10 @@ class DeviceType(Protocol):
         """A device's default generator; ``None``: it has none but torch's of the CPU."""
         ...
 
+    def name(self, device: torch.device) -> str:
+        """The model of a device, as its vendor calls it, or its type where nobody says."""
+        ...
+
     def peak_bytes(self, device: torch.device) -> int | None:
         """The most memory that torch's tensors took on a device so far; ``None``: nobody counts."""
         ...
@@ -146,6 +150,9 @@ class Cpu:
     def random_state(self, device: torch.device) -> RandomState | None:
         return None
 
+    def name(self, device: torch.device) -> str:
+        return "cpu"
+
     def peak_bytes(self, device: torch.device) -> int | None:
         return None
 
@@ -205,6 +212,10 @@ class Accelerator:
                 module.manual_seed(number)
 
         return RandomState(partial(module.get_rng_state, device), partial(module.set_rng_state, device=device), seed)
+
+    def name(self, device: torch.device) -> str:
+        ask = getattr(torch.get_device_module(device), "get_device_name", None)  # not every backend has it
+        return device.type if ask is None else str(ask(device))
 
     def peak_bytes(self, device: torch.device) -> int | None:
         return torch.accelerator.max_memory_allocated(device)

@@ -130,7 +130,7 @@ def chosen(compose_once: Callable[..., DictConfig]) -> Compose:
 
 
 def test_the_groups_hold_the_promised_options() -> None:
-    assert options("strategy") == sorted(["ddp", *STRATEGIES])
+    assert options("strategy") == sorted(["auto", "ddp", *STRATEGIES])
     assert options("precision") == ["bf16", "bf16_true", "fp16", "fp16_static", "fp16_true", "fp32", "fp64"]
     ours = ["cpu_adagrad", "cpu_adam", "cpu_adamw", "cpu_lion", "cpu_sgd"]
     torchs = ["adafactor", "adagrad", "adam", "adamw", "lion", "muon", "rmsprop", "sgd"]
@@ -145,6 +145,7 @@ def test_every_strategy_builds_and_its_name_means_what_it_says(
     composed: Compose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meaning = {
+        "auto": (3, "cpu", "cpu"),  # until it has chosen
         "ddp": None,
         "zero0": (0, "none", "none"),
         "zero1": (1, "none", "none"),
@@ -400,6 +401,8 @@ def test_schemas_agree_with_what_they_configure(path: str) -> None:
     parameters = dict(inspect.signature(getattr(import_module(module), name).__init__).parameters)
     if path == "strategy/ddp":  # passes the rest on
         parameters |= inspect.signature(DistributedDataParallel.__init__).parameters
+    if path == "strategy/auto":
+        parameters = dict(inspect.signature(ZeroStrategy.__init__).parameters) | parameters
     differing = set()
     for option, value in values.items():
         if not option.startswith("_"):
@@ -412,7 +415,7 @@ def test_schemas_agree_with_what_they_configure(path: str) -> None:
 
 @pytest.mark.parametrize(
     ("path", "option"),
-    [("strategy/zero", "zero2"), ("strategy/ddp", "ddp"), ("precision/zero", "fp32")]
+    [("strategy/zero", "zero2"), ("strategy/auto", "auto"), ("strategy/ddp", "ddp"), ("precision/zero", "fp32")]
     + [(path, path.partition("/")[2]) for path in SCHEMAS if path.startswith(("optimizer", "scheduler"))],
 )
 def test_yaml_and_schema_state_the_same_defaults(chosen: Compose, path: str, option: str) -> None:
@@ -547,7 +550,7 @@ def use_and_train(cfg: DictConfig) -> None:
         (["run_dir=x", "+trainer.devises=2"], ["trainer.devises: no such key. Did you mean 'devices'?", "max_time"]),
         (
             ["~experiment", "run_dir=null", "strategy=null"],
-            ["strategy: no option is chosen.", "strategy can be: ddp, zero0"],
+            ["strategy: no option is chosen.", "strategy can be: auto, ddp, zero0"],
         ),
     ],
 )
@@ -568,7 +571,7 @@ def test_mistakes_name_what_would_be_right(
             ["Did you mean 'devices'?", "trainer has: accelerator", "+trainer.devises=..."],
         ),
         (["stratgy=zero1"], ["stratgy: no such key. Did you mean 'strategy'?", "the configuration has:"]),
-        (["strategy=zero2_ofload"], ["Did you mean 'zero2_offload'?", "strategy can be: ddp, zero0"]),
+        (["strategy=zero2_ofload"], ["Did you mean 'zero2_offload'?", "strategy can be: auto, ddp, zero0"]),
         (["precision=fp8"], ["precision=fp8: no such option", "bf16_true, fp16, fp16_static, fp16_true, fp32, fp64"]),
         (
             ["strategy.offload_optimizer=gpu"],
@@ -679,7 +682,7 @@ def test_help_lists_the_groups_that_one_can_choose(
     with pytest.raises(SystemExit, match="0"):
         hydra_main(config_name="main", config_path=str(folder))(build_trainer)()
     text = capsys.readouterr().out
-    assert "strategy: ddp, zero0, zero1" in text
+    assert "strategy: auto, ddp, zero0, zero1" in text
     assert "schema" not in text
 
 

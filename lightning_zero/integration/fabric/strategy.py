@@ -23,7 +23,7 @@ from lightning_zero.integration import engines, preflight, private
 from lightning_zero.integration.fabric.base import ShardedModule
 from lightning_zero.integration.fabric.checkpointing import CheckpointingStrategy
 from lightning_zero.integration.fabric.precision import FabricPrecision
-from lightning_zero.integration.names import make_fabric_strategy, register_in
+from lightning_zero.integration.names import make_fabric_strategy, refuse_auto, register_in
 from lightning_zero.integration.options import StrategyOptions, check_names
 from lightning_zero.integration.precision import ZeroPrecision, as_zero_precision
 from lightning_zero.sharding import ShardingPolicy, unshard_parameters
@@ -110,7 +110,7 @@ class ZeroFabricStrategy(CheckpointingStrategy):
     @override
     def register_strategies(cls, strategy_registry: private.StrategyRegistryType) -> None:
         """Register ``zero0`` ... ``zero3_offload``."""
-        register_in(strategy_registry, make_fabric_strategy)
+        register_in(strategy_registry, make_fabric_strategy, refuse_auto)
 
     # ------------------------------------------------------------------------------------------------------- set-up
 

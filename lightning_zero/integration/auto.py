@@ -1,0 +1,321 @@
+"""The strategy that chooses stage and places itself, by the plan, once it knows the module and its optimizers."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero import limits
+from lightning_zero.integration import engines, private
+from lightning_zero.integration.choices import Way, fine_ways
+from lightning_zero.integration.names import AUTO, STRATEGIES
+from lightning_zero.integration.options import CHOSEN, AutoOptions, StrategyOptions, check_names
+from lightning_zero.integration.precision import ZeroPrecision
+from lightning_zero.integration.preflight import DoesNotFitError
+from lightning_zero.integration.remedies import setting_of
+from lightning_zero.integration.strategy import ZeroStrategy
+from lightning_zero.planning import preflight
+from lightning_zero.planning.choosing import GivenRoom, Pick, choose, most, needs_of, spared
+from lightning_zero.planning.devices import Machine
+from lightning_zero.planning.estimate import Choice
+from lightning_zero.planning.machine import this_machine
+from lightning_zero.planning.memory import Memory
+from lightning_zero.planning.preflight import Claim, Pool, Side, in_units
+from lightning_zero.planning.tracing import Trace, TraceError, trace
+from lightning_zero.sharding import ShardedParameter, ShardingPolicy
+from lightning_zero.storage import device_type
+from lightning_zero.torch_private import tree_leaves, tree_map
+
+_GIB = 2**30
+_LIMITS = {
+    "compute": "for computing",
+    "network": "for sending",
+    "pcie": "for copies between device and host",
+    "update": "for the update",
+    "disk": "for the disk",
+}
+_ON_DEVICE = {"offload_optimizer": "none", "offload_params": "none"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """The choice of ``zero_auto``, and why.
+
+    Attributes:
+        way: the name and the options.
+        pick: what it takes, and of how many it was chosen.
+        machine: for whose rates.
+        timed: whether the time of computing was known.
+    """
+
+    way: Way
+    pick: Pick
+    machine: Machine
+    timed: bool
+
+    def __str__(self) -> str:
+        pick, gpu = self.pick, self.machine.gpu
+        peak, times = pick.need.peak, pick.need.times
+        why = (
+            f"of {pick.considered} ways, none of which fits, the one that takes least"
+            if pick.lacks
+            else f"the fastest of {pick.fitting} that fit, of {pick.considered} considered"
+        )
+        disk = f", {in_units(pick.need.disk)} on the disk" if pick.need.disk else ""
+        but = "" if self.timed else "without activations and computing, which no example_input_array tells, "
+        return (
+            f"{AUTO} chose {self.way.python}: {why}; {but}a rank takes {in_units(peak.device)} on the "
+            f"device, {in_units(peak.host)} in host memory{disk} at most, a step at least {times.bound:.2g} s, most of "
+            f"it {_LIMITS[times.limit]}, at the rates of {gpu.name} ({gpu.source})"
+        )
+
+    def hyperparameters(self, options: StrategyOptions) -> dict[str, Any]:
+        """The entries for loggers."""
+        names = (*CHOSEN, *self.way.changed)
+        return {
+            "strategy": self.way.name,
+            **{name: getattr(options, name) for name in names},
+            "step_seconds": self.pick.need.times.bound,
+            "device_bytes": self.pick.need.peak.device,
+            "host_bytes": self.pick.need.peak.host,
+        }
+
+
+class ZeroAutoStrategy(ZeroStrategy):
+    """Chooses the fastest of the strategies that fit the memory, by the plan; the name ``zero_auto``.
+
+    It chooses when a run is set up, the first moment when the module and its optimizers are known: stage, where
+    optimizer state and parameters rest (device, host memory, and a disk where ``nvme_path`` or the environment variable
+    names one), and of the options below those that are not given. All ranks choose the same, since all of them know
+    what each has, and for the same model, optimizer and machine the choice is always the same. From then on it is that
+    strategy, bit for bit; one line says what was chosen and why, and loggers get it as hyperparameters ``zero_auto``.
+    A further run with the same module keeps the choice; only the first fit after an evaluation chooses again.
+
+    Until then it is ``zero3_offload``: layers that ``configure_model`` or ``Trainer.init_module`` make are sharded as
+    they are made, in host memory, and go where the choice says. The micro-batch stays what the loader makes of it.
+
+    What fits is judged as ``preflight`` does, with what has been taken by others, of a device, a machine, its control
+    groups and limits of the process; a twentieth of what is free there stays free. Where the module has an
+    ``example_input_array``, a run of it without values tells activations and computations of a micro-batch; it should
+    have the size of one. Without it neither is known: what is sent and copied counts as if nothing hid it, and
+    ``reserve_gb`` is the memory to leave for activations. Rates are those of ``lightning-zero estimate``.
+
+    Args:
+        device_memory_gb: in 2^30 bytes, what the plan of a rank may take of its device, on CPU of all memory; default:
+            all that there is.
+        host_memory_gb: in 2^30 bytes, what the plans of all ranks of a machine may take of host memory; default: all
+            that there is.
+        reserve_gb: in 2^30 bytes, what is left free on each rank's device, for activations that no
+            ``example_input_array`` tells.
+        shard_size: see :class:`ZeroStrategy`, as for those below; ``None``: chosen.
+        bucket_size_mb: see there; ``None``: chosen.
+        persistence_numel: see there; ``None``: chosen.
+        max_live_numel: see there; ``None``: chosen.
+        **options: the others of :class:`ZeroStrategy`, but for ``stage``, ``offload_optimizer`` and ``offload_params``.
+
+    Raises:
+        ValueError: for a value that is not one of those described there.
+        TypeError: for an unknown option, and for one that is chosen.
+    """
+
+    strategy_name = AUTO
+    chosen: Chosen | None = None
+    # Initialization in shards works for all that may be chosen later.
+    _UNTIL_THEN: ClassVar[Mapping[str, Any]] = STRATEGIES["zero3_offload"]
+
+    def __init__(
+        self,
+        *,
+        device_memory_gb: float | None = None,
+        host_memory_gb: float | None = None,
+        reserve_gb: float = 0.0,
+        shard_size: int | None = None,
+        bucket_size_mb: float | None = None,
+        persistence_numel: int | None = None,
+        max_live_numel: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.auto_options = AutoOptions(
+            device_memory_gb=device_memory_gb,
+            host_memory_gb=host_memory_gb,
+            reserve_gb=reserve_gb,
+            shard_size=shard_size,
+            bucket_size_mb=bucket_size_mb,
+            persistence_numel=persistence_numel,
+            max_live_numel=max_live_numel,
+        )
+        for name in CHOSEN:
+            if name in options:
+                raise TypeError(
+                    f"{name}={options[name]!r}: {AUTO} chooses it; lightning_zero.ZeroStrategy({name}=...) takes one"
+                )
+        known = [*inspect.signature(ZeroAutoStrategy).parameters, *inspect.signature(ZeroStrategy).parameters]
+        known.remove("options")
+        check_names("ZeroAutoStrategy", options, [name for name in dict.fromkeys(known) if name not in CHOSEN])
+        super().__init__(**{**self._UNTIL_THEN, **self.auto_options.fixed, **options})
+        self._given = self._options
+
+    @override
+    def _check_compiled(self, module: pl.LightningModule) -> None:
+        """Nothing: stage 3 is no choice for a compiled module."""
+
+    @override
+    def _warn_of_copies(self, module: pl.LightningModule) -> None:
+        if self.chosen is not None:
+            super()._warn_of_copies(module)
+
+    @override
+    def _settle_options(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer] | None) -> None:
+        module, engine = self.lightning_module, self._engine
+        assert module is not None
+        if (
+            engine is not None
+            and self._fits(engine, module, optimizers or ())
+            and (optimizers is None or engine.placement.trains)
+        ):
+            return
+        memory = self._describe_memory(module, optimizers, trainer.accumulate_grad_batches)
+        memory = dataclasses.replace(memory, trace=self._traced(module))
+        chosen = self._choose(memory, private.is_compiled(module))
+        self._say(chosen)
+        self._become(chosen.way)
+        self.chosen = chosen
+        self._warn_of_copies(module)
+        for logger in trainer.loggers:
+            logger.log_hyperparams({AUTO: chosen.hyperparameters(self.options)})
+
+    def _choose(self, memory: Memory, compiled: bool) -> Chosen:
+        """The fastest way that fits, the same on all ranks. Collective."""
+        assert self._mesh is not None
+        world, path = self._mesh.world, self.options.disk_path
+        fixed = self.auto_options.fixed
+        offered = [
+            way
+            for way in fine_ways(self.num_processes, self.num_nodes, path is not None, fixed)
+            if not (compiled and way.options["stage"] == 3)
+        ]
+        candidates = [self._candidate(way, memory) for way in offered]
+        mine = self._claims(memory), _free(path) // self.num_processes, self._machine()
+        everyone = world.all_gather_object(mine, "tell what memory there is")
+        machine = everyone[0][2]
+        room = GivenRoom(
+            [claim for claims, *_ in everyone for claim in claims],
+            self.root_device,
+            min(disk for _, disk, _ in everyone),
+            int(self.auto_options.reserve_gb * _GIB),
+        )
+        wide = memory.setting.precision.param_dtype not in (torch.bfloat16, torch.float16)
+        flops = 0 if memory.trace is None else memory.micro_batches * memory.trace.flops
+        needs = needs_of(candidates, lambda candidate: memory.plan_of(candidate.setting), flops, wide, machine)
+        pick = choose(candidates, most(world.all_gather_object(needs, "tell what each way takes")), room)
+        return Chosen(offered[pick.number], pick, machine, flops > 0)
+
+    def _candidate(self, way: Way, memory: Memory) -> Choice:
+        options = self._options_of(way)
+        size = engines.shard_size(options, self.num_nodes, self.num_processes)
+        return Choice(way.hydra, way.python, setting_of(options, size, memory.setting.precision))
+
+    def _options_of(self, way: Way) -> StrategyOptions:
+        return dataclasses.replace(self._given, **_ON_DEVICE | way.options)
+
+    def _machine(self) -> Machine:
+        return this_machine(self.root_device, self.num_processes, self.num_nodes)
+
+    def _claims(self, memory: Memory) -> list[Claim]:
+        """Reads what this rank has and uses, and what it was given."""
+        rank, device, given = memory.rank, memory.device, self.auto_options
+        found = spared(
+            [
+                claim
+                for claim in preflight.claims(memory.module, self._engine, device, rank)
+                if claim.pool.side != "locked" or preflight.lock_limit_holds(device, claim.pool.total)
+            ]
+        )
+        if given.device_memory_gb is not None:
+            size = int(given.device_memory_gb * _GIB)
+            side: Side = "host" if device_type(device).shares_host_memory else "device"
+            found.append(Claim(rank, Pool(f"given to rank {rank}", "device_memory_gb", side, size), 0, 0))
+        if given.host_memory_gb is not None:
+            size = int(given.host_memory_gb * _GIB)
+            found.append(Claim(rank, Pool(f"given to {limits.boot()}", "host_memory_gb", "host", size), 0, 0))
+        return found
+
+    def _traced(self, module: pl.LightningModule) -> Trace | None:
+        """Activations of the module's example, if it has one that its forward runs on."""
+        example = module.example_input_array
+        if example is None or any(isinstance(p, ShardedParameter) for p in module.parameters()):
+            return None
+        precision = self.precision_plugin
+        assert isinstance(precision, ZeroPrecision)
+
+        def loss(twin: nn.Module) -> Tensor:
+            with precision.computing_on("cpu"):
+                return _mean(_call(twin, precision.convert_input(_zeros(example))))
+
+        try:
+            return trace(module, loss, precision.policy, self.options.units)
+        except (TraceError, RuntimeError, TypeError, ValueError) as error:
+            rank_zero_warn(
+                f"{AUTO} does not know activations: forward of {type(module).__name__} cannot run on its "
+                f"example_input_array without values ({error}). With reserve_gb some memory is left for them"
+            )
+            return None
+
+    def _say(self, chosen: Chosen) -> None:
+        if not chosen.pick.lacks:
+            rank_zero_info(str(chosen))
+            return
+        text = "\n".join([str(chosen), *(f"- {lack}" for lack in chosen.pick.lacks)])
+        if self.options.preflight == "error":
+            raise DoesNotFitError(f"{text}\nWith preflight='warn' in the strategy the fit begins all the same.")
+        rank_zero_warn(text)
+
+    def _become(self, way: Way) -> None:
+        """Be the strategy of a way from now on. Collective."""
+        before, self._options = self._options, self._options_of(way)
+        if self._engine is not None and before != self._options:
+            self._engine.release()
+            self._engine = None
+        self._policy = ShardingPolicy.from_stage(self.options.stage)
+        assert self._mesh is not None
+        if self._shard_size() != self._mesh.shard.size:
+            self._mesh = engines.make_mesh(self.options, self.num_nodes, self.num_processes, self.local_rank)
+
+
+def _free(path: str | None) -> int:
+    """Bytes that a disk has left, 0 without one."""
+    if path is None:
+        return 0
+    folder = Path(path).absolute()
+    while not folder.exists():  # it will be made
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _zeros(example: Any) -> Any:
+    return tree_map(lambda value: torch.zeros_like(value) if isinstance(value, Tensor) else value, example)
+
+
+def _call(module: nn.Module, example: Any) -> Any:
+    """Runs forward as Lightning does on an example: it is an argument, or a tuple or a mapping of them."""
+    if isinstance(example, tuple):
+        return module(*example)
+    return module(**example) if isinstance(example, Mapping) else module(example)
+
+
+def _mean(output: Any) -> Tensor:
+    """A scalar that depends on all numbers of an output."""
+    tensors = [value for value in tree_leaves(output) if isinstance(value, Tensor) and value.is_floating_point()]
+    return torch.stack([tensor.float().mean() for tensor in tensors]).sum()

@@ -1,0 +1,218 @@
+"""`zero_auto` chooses within the memory, the same on all ranks, and then is what it chose, bit for bit."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.ranks import RankPool, ranks
+from lightning.fabric import Fabric
+from lightning.pytorch.loggers import CSVLogger
+from planning.test_preflight import MIB, Blocks, machine, write_machine
+from strategy.fits import Fitted, Lit, Recipe, assert_same, assert_same_states, fit, make_trainer
+from torch import Tensor, nn
+
+from lightning_zero import DoesNotFitError, ZeroAutoStrategy, ZeroStrategy
+from lightning_zero.integration.auto import Chosen
+from lightning_zero.integration.options import CHOSEN, FREE
+from lightning_zero.planning import preflight
+
+GIB = 2**30
+TINY = 16 * 2**10  # bytes for a rank: what the tiny model takes at stage 3, and at no other
+
+
+def options_of(strategy: ZeroStrategy) -> dict[str, Any]:
+    return {name: getattr(strategy.options, name) for name in (*CHOSEN, *FREE)}
+
+
+def choose_and_fit(path: Path, recipe: Recipe, **options: Any) -> tuple[Fitted, Fitted, dict[str, Any], dict[str, Any]]:
+    """A fit, and another with what was chosen; what was chosen, and what the logger was told."""
+    strategy, logger = ZeroAutoStrategy(**options), CSVLogger(path)
+    found = fit(strategy, recipe, logger=logger)
+    again = fit(ZeroStrategy(**options_of(strategy)), recipe)
+    return found, again, options_of(strategy), logger.experiment.hparams if dist.get_rank() == 0 else {}
+
+
+@ranks(2)
+def test_it_is_what_it_chose(pool: RankPool, tmp_path: Path) -> None:
+    for memory, stages in ((None, (0, 1)), (TINY / GIB, (3,))):
+        recipe = Recipe(optimizer="adamw", steps=2)
+        results = pool.run(choose_and_fit, tmp_path, recipe, device_memory_gb=memory)
+        for found, again, options, _ in results:
+            assert options == results[0][2]
+            assert_same(found.weights, again.weights)
+            assert_same_states(found.optimizer_states[0], again.optimizer_states[0])
+        told = results[0][3]["zero_auto"]
+        assert {name: options[name] for name in CHOSEN} == {name: told[name] for name in CHOSEN}
+        assert told["step_seconds"] > 0
+        assert results[0][2]["stage"] in stages
+
+
+class Stack(Blocks):
+    """As much in fewer blocks, which are planned in less time."""
+
+    def __init__(self) -> None:
+        super().__init__(512)
+        self.blocks = self.blocks[:6]
+
+
+def fit_with(root: Path, *options: dict[str, Any]) -> tuple[str, int, str]:
+    """What was chosen where each rank has options of its own, the steps of the fit, and what it said."""
+    strategy = ZeroAutoStrategy(**options[dist.get_rank() % len(options)])
+    trainer = make_trainer(strategy, limit_train_batches=1)
+    with machine(root):
+        try:
+            trainer.fit(Stack())
+        except DoesNotFitError as error:
+            return "", trainer.global_step, str(error)
+    assert strategy.chosen is not None
+    return strategy.chosen.way.python, trainer.global_step, str(strategy.chosen)
+
+
+@ranks(2)
+def test_ranks_with_different_memory_choose_the_same(pool: RankPool, tmp_path: Path) -> None:
+    root = write_machine(tmp_path, 4096 * MIB, None)
+    ample, little = {"device_memory_gb": 1.0}, {"device_memory_gb": 16.5 * MIB / GIB}
+    for first, second in ((ample, ample), (ample, little)):
+        results = pool.run(fit_with, root, first, second)
+        (chosen, steps, said), (other, *_) = results
+        assert chosen == other
+        assert steps == 1
+        assert (chosen == '"zero3"') == (little in (first, second)), said
+
+
+@ranks(2)
+def test_a_container_gets_what_fits_into_it(pool: RankPool, tmp_path: Path) -> None:
+    """The less there is, the less the plan takes; where nothing fits, nothing begins, on any rank."""
+    for name, limit in (('"zero1"', 400), ('"zero3"', 35), ("", 20)):
+        root = write_machine(tmp_path / str(limit), 4096 * MIB, limit * MIB)
+        results = pool.run(fit_with, root, {})
+        (chosen, steps, said), (other, others, _) = results
+        assert (chosen, steps) == (other, others)
+        assert name in chosen
+        assert steps == (1 if name else 0)
+        if not name:
+            assert "none of which fits" in said
+            assert "the control group (container) has" in said
+
+
+def fit_in_address_space(room: int) -> str:
+    """What was chosen where the kernel gives the process no more memory than that."""
+    make_trainer("zero1").fit(Blocks())  # the threads of process groups have room of their own from now on
+    strategy, model = ZeroAutoStrategy(), Blocks(1024)  # 96 MiB of parameters
+    size = preflight.limits.process_memory()["VmSize"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size + room, hard))
+    try:
+        make_trainer(strategy).fit(model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert strategy.chosen is not None
+    return strategy.chosen.way.python
+
+
+@pytest.mark.slow
+@ranks(2)
+def test_a_run_under_a_limit_of_the_kernel_takes_the_smaller_plan(pool: RankPool) -> None:
+    for room, stage in ((4096, "zero1"), (145, "stage=3")):
+        chosen, other = pool.run(fit_in_address_space, room * MIB)
+        assert chosen == other
+        assert stage in chosen
+
+
+class Example(Stack):
+    """It says what a micro-batch is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(2048, self.width)  # 4 MiB after each of the blocks
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return nn.Sequential(*self.blocks)(batch)
+
+
+def choose_with(module: type[Stack], memory: int, reserve: int) -> Chosen:
+    """What a fit chooses, with so much memory and reserve in MiB."""
+    strategy = ZeroAutoStrategy(device_memory_gb=memory / 1024, reserve_gb=reserve / 1024)
+    make_trainer(strategy, limit_train_batches=1).fit(module())
+    assert strategy.chosen is not None
+    return strategy.chosen
+
+
+@ranks(2)
+def test_activations_count_where_an_example_or_the_user_tells_them(pool: RankPool) -> None:
+    plain, reserved, known = (
+        pool.run(choose_with, *arguments)[0] for arguments in ((Stack, 29, 0), (Stack, 29, 8), (Example, 64, 0))
+    )
+    assert (plain.way.python, plain.timed) == ('"zero1"', False)
+    assert (reserved.way.name, reserved.way.changed) == ("zero1", {"bucket_size_mb": 1.0})
+    assert known.timed
+    assert known.pick.need.peak.total > plain.pick.need.peak.total + 8 * MIB
+
+
+def evaluate_and_fit(precision: str) -> list[Any]:
+    """What an evaluation, the fit after it and another fit chose, and the weights of a fit by name."""
+    strategy, recipe = ZeroAutoStrategy(), Recipe(steps=2)
+    trainer, module = make_trainer(strategy, precision=precision), Lit(recipe)
+    chosen = []
+    for run in (trainer.validate, trainer.fit, trainer.fit):
+        run(module)
+        chosen.append(strategy.chosen)
+    return chosen
+
+
+def test_a_fit_chooses_again_after_an_evaluation(pool1: RankPool) -> None:
+    ((evaluated, first, second),) = pool1.run(evaluate_and_fit, "32-true")
+    assert evaluated.pick.need.peak.total < first.pick.need.peak.total
+    assert first == second
+
+
+class InConfigureModel(Lit):
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        del self.model
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            torch.manual_seed(0)
+            self.model = self.recipe.make_model()
+
+
+def fit_configured(budget: float | None) -> tuple[Fitted, Fitted, int]:
+    strategy, recipe = ZeroAutoStrategy(device_memory_gb=budget), Recipe()
+    found = fit(strategy, recipe, InConfigureModel)
+    return found, fit(ZeroStrategy(**options_of(strategy)), recipe), strategy.stage
+
+
+@ranks(2)
+def test_layers_of_configure_model_go_where_the_choice_says(pool: RankPool) -> None:
+    for budget, stage in ((None, 0), (TINY / GIB, 3)):
+        for found, expected, chosen in pool.run(fit_configured, budget):
+            assert chosen == stage
+            assert_same(found.weights, expected.weights)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"stage": 2}, TypeError, "zero_auto chooses it"),
+        ({"bucket_size": 1}, TypeError, "did you mean 'bucket_size_mb'"),
+        ({"device_memory_gb": 0}, ValueError, "device_memory_gb=0 must be"),
+        ({"reserve_gb": -1}, ValueError, "reserve_gb=-1 must be"),
+        ({"shard_size": 0}, ValueError, "shard_size=0 must be"),
+    ],
+)
+def test_what_it_does_not_take_is_an_error(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        ZeroAutoStrategy(**options)
+
+
+def test_fabric_says_what_to_do_instead() -> None:
+    with pytest.raises(ValueError, match="lightning-zero estimate"):
+        Fabric(accelerator="cpu", devices=1, strategy="zero_auto")
+    assert isinstance(L.Trainer(accelerator="cpu", strategy="zero_auto", logger=False).strategy, ZeroAutoStrategy)
