@@ -51,6 +51,7 @@ _METADATA_NAMES = {
     "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
     "pathlib._local": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
 }
+_APART = "Where nodes have written into folders of their own, copy the files of all of them into each, or into one"
 
 
 def load(path: Location, world: Group, weights_only: bool = True, checksums: bool = True) -> dict[str, Any]:
@@ -93,8 +94,7 @@ def _open(path: Location, world: Group) -> Folder:
         raise CheckpointError(f"could not {what}: ranks see folders of several saves; use an earlier checkpoint")
     if lost := sorted(set.intersection(*missing)):
         raise CheckpointError(
-            f"could not {what}: {len(lost)} of its files are not there: {', '.join(lost[:NAMED])}. Where nodes have "
-            "written into folders of their own, copy the files of all of them into one"
+            f"could not {what}: {len(lost)} of its files are not there: {', '.join(lost[:NAMED])}. {_APART}"
         )
     return folders[0]
 
@@ -299,7 +299,10 @@ class Folder:
     def _file(self, info: Any) -> Readable:
         name = info.relative_path
         if name not in self._files:
-            self._files[name] = self._open(name)
+            try:
+                self._files[name] = self._open(name)
+            except FileNotFoundError as error:
+                raise CheckpointError(f"{self.path / name} is not there. {_APART}") from error
         return self._files[name]
 
 

@@ -87,7 +87,7 @@ class CheckpointingStrategy(EngineStrategy):
         if save.spread:
             rank_zero_warn(
                 "not all ranks see the folder of rank 0: there will be a folder on the file system of each node. Copy "
-                "their files into one before another number of ranks, or another machine, loads it"
+                "their files into each, or into one, before a run loads it"
             )
         if self._background is not None and not save.in_background:
             rank_zero_warn(

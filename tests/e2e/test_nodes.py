@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,12 +15,24 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.resuming import Global, SaveAfter
 from helpers import models
 from helpers.nodes import DEVICE, NodeRanks, Nodes, UnavailableError, joined
 from helpers.ranks import ForkServer, RankError
 from lightning import Trainer
-from strategy.fits import Lit, Recipe, StrategyArgument, assert_same, make_trainer, reference, state_of
+from strategy.fits import (
+    Lit,
+    Recipe,
+    StrategyArgument,
+    assert_close,
+    assert_same,
+    make_trainer,
+    reference,
+    state_of,
+)
 from torch import Tensor, nn
+
+from lightning_zero import CheckpointError
 
 pytestmark = pytest.mark.slow
 
@@ -200,3 +213,54 @@ def test_ranks_end_soon_and_name_a_node_that_went_away(
         assert failure.kind == "CollectiveError"
         assert failure.message.startswith(f"rank {rank} of 4 on node{rank // 2} could not sum the gradients of ")
         assert said[rank] in failure.message
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+EXACT = Recipe(steps=4, dtype=torch.float64)
+IN_FILE = {"stage": 3, "persistence_numel": 0}
+IN_FOLDER = IN_FILE | {"checkpoint_format": "sharded"}
+
+
+def train(strategy: StrategyArgument, steps: int, *, resume: Path | None = None, save: Path | None = None) -> Any:
+    """The weights after so many steps in all; saves after the second."""
+    callbacks = [SaveAfter(2, str(save))] if save else []
+    flags = {"max_epochs": -1, "max_steps": steps, "precision": "64-true", "callbacks": callbacks}
+    trainer = trainer_on_nodes(strategy, **flags)
+    trainer.fit(Global(EXACT), ckpt_path=None if resume is None else str(resume))
+    return state_of(trainer)
+
+
+def save_everywhere(shared: Path, local: Path) -> list[dict[str, Tensor]]:
+    """The weights of runs that save in folders and files, of which all nodes or each alone has one."""
+    runs = [(IN_FILE, shared / "one.ckpt"), (IN_FOLDER, shared / "parts.ckpt")]
+    runs += [(IN_FILE, local / "one.ckpt"), (IN_FOLDER, local / "parts.ckpt")]
+    weights = [train(strategy, 4, save=path) for strategy, path in runs]
+    with pytest.raises(CheckpointError, match=r"__\d_0.distcp is not there. Where nodes have written into folders of"):
+        train(IN_FOLDER, 4, resume=local / "parts.ckpt")
+    return weights
+
+
+def resume_all(*paths: Path) -> list[dict[str, Tensor]]:
+    return [train(IN_FOLDER, 4, resume=path) for path in paths]
+
+
+def test_checkpoints_with_and_without_a_shared_folder_resume_on_other_nodes(nodes: Nodes, server: ForkServer) -> None:
+    """Two nodes of two ranks save; one node resumes, and two whose folders have got all files."""
+    shared, local, homes = nodes.shared, nodes.local, [nodes.home(number) for number in range(2)]
+    with NodeRanks(nodes, 2, server, 2) as pool:
+        uninterrupted, *others = pool.run(save_everywhere, shared, local)[0]
+    for other in others:
+        assert_same(other, uninterrupted)
+    assert (homes[0] / "one.ckpt").is_file()  # gathered by rank 0
+    assert not (homes[1] / "one.ckpt").exists()
+    for home, other in (homes, homes[::-1]):
+        for part in (other / "parts.ckpt").glob("*.distcp"):
+            shutil.copy(part, home / "parts.ckpt" / part.name)
+    paths = (shared / "one.ckpt", shared / "parts.ckpt", local / "parts.ckpt")
+    with NodeRanks(nodes, 2, server, 1) as pool:  # of node0, which has the file, too
+        for weights in pool.run(resume_all, *paths, local / "one.ckpt")[0]:
+            assert_close(weights, uninterrupted)
+    with NodeRanks(nodes, 2, server, 2) as pool:
+        for weights in pool.run(resume_all, *paths)[0]:
+            assert_same(weights, uninterrupted)

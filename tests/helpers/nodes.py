@@ -104,6 +104,10 @@ class Nodes:
     def name(number: int) -> str:
         return f"node{number}"
 
+    def home(self, number: int) -> Path:
+        """A node's own folder as it is seen from outside."""
+        return self._folder / self.name(number)
+
     def _make_switch(self) -> Holder:
         try:
             switch = Holder(["unshare", "--user", "--map-root-user", "--net", "--mount"], ["user", "net", "mount"])
@@ -123,7 +127,7 @@ class Nodes:
         kinds = [*(kind for kind in self._switch.kinds if kind == "user"), "net", "uts", "mount"]
         node = Holder([*self._switch.enter, "unshare", "--net", "--uts", "--mount"], kinds)
         try:
-            own = self._folder / self.name(number)
+            own = self.home(number)
             own.mkdir()
             node.run(sys.executable, "-I", "-S", "-c", NAME, self.name(number))
             node.run("mount", "--bind", str(self._folder / "hosts"), "/etc/hosts")
