@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 CALL_LIMIT = 5.0 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 STATISTICS = Path("/proc/stat")  # of Linux
 UNTIMED = ("slow", "launch", "gpu")
-MAX_LAUNCH = 17
+MAX_LAUNCH = 18
 # Node ids without parameters that the limit does not apply to.
 MAY_BE_SLOW = frozenset(
     # It imports lightning in a process of its own, and so torchmetrics, and so transformers where that is installed.

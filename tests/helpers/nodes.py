@@ -74,6 +74,15 @@ class Holder:
         if done.returncode:
             raise UnavailableError(f"{' '.join(command)}: {done.stderr.strip()}")
 
+    def start(
+        self, command: Sequence[str], folder: Path, environment: dict[str, str], output: Path
+    ) -> subprocess.Popen[bytes]:
+        """Start a command here; what it and its own processes print goes to the file `output`."""
+        with output.open("wb") as log:
+            return subprocess.Popen(
+                [*self.enter, "env", f"--chdir={folder}", *command], env=environment, stdout=log, stderr=log
+            )
+
     def close(self) -> None:
         self._process.communicate()
 
