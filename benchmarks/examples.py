@@ -1,4 +1,4 @@
-"""The examples as measured runs on two ranks, in processes of their own."""
+"""The examples as measured runs, on two ranks unless told otherwise, in processes of their own."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ class Run(NamedTuple):
     losses: list[float]
 
 
-def run_example(name: str, overrides: Sequence[str], environment: Mapping[str, str] | None = None) -> Run:
-    """Train an example on two ranks.
+def run_example(
+    name: str, overrides: Sequence[str], environment: Mapping[str, str] | None = None, devices: int = 2
+) -> Run:
+    """Train an example.
 
     Args:
         name: its folder.
         overrides: of its configuration.
         environment: variables to set.
+        devices: ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, f"examples/{name}/train.py", "trainer.devices=2", *overrides]
+        command = [sys.executable, f"examples/{name}/train.py", f"trainer.devices={devices}", *overrides]
         command += [f"hydra.run.dir={folder}", "callbacks.progress_bar=null"]
         result = subprocess.run(
             command, cwd=ROOT, env={**os.environ, **(environment or {})}, capture_output=True, text=True, check=False

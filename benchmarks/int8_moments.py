@@ -1,6 +1,8 @@
-"""Accuracy of 8-bit moments: nanoGPT's CPU setting on tiny shakespeare, on two ranks, over several seeds.
+"""Accuracy of 8-bit moments: nanoGPT's CPU setting on tiny shakespeare (0.8 million parameters), over several seeds.
 
     python -m benchmarks.int8_moments --data path/to/tinyshakespeare.txt
+
+Two ranks, or one with `--devices 1`: the moments have the same bits on any number. `--layouts` takes a part of them.
 
 The goal: the mean validation loss after 2,000 steps within 0.005 of that with fp32 moments. "smallest" adds split
 masters of bf16 parameters, 4.008 bytes a parameter beside the bf16 parameter itself where fp32 masters and moments take
@@ -18,7 +20,7 @@ from typing import Any
 from benchmarks.bf16_moments import ADAMW
 from benchmarks.environment import describe
 from benchmarks.examples import ROOT
-from benchmarks.gpt2 import STEPS, train
+from benchmarks.gpt2 import STEPS, train, validate_once
 
 LAYOUTS = {
     "fp32 moments": ["precision=fp32"],
@@ -34,25 +36,34 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="the text file")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=STEPS, help="stop early, on the schedule of the whole run")
+    parser.add_argument("--devices", type=int, default=2, help="ranks")
+    parser.add_argument("--overrides", nargs="+", default=[], help="of the example's configuration: another model")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="which to train")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/int8_moments.json")
     options = parser.parse_args()
 
-    losses: dict[str, dict[str, float]] = {name: {} for name in LAYOUTS}
-    result: dict[str, Any] = {"environment": describe(), "steps": options.steps, "val_loss": losses}
+    losses: dict[str, dict[str, float]] = {name: {} for name in options.layouts}
+    result: dict[str, Any] = {
+        "environment": describe(),
+        "steps": options.steps,
+        "ranks": options.devices,
+        "overrides": options.overrides,
+        "val_loss": losses,
+    }
     for seed in options.seeds:
-        for name, layout in LAYOUTS.items():
+        for name, found in losses.items():
             # The order of the data and the initial weights follow `seed`, the rounding `optimizer.seed`.
-            overrides = ["strategy=zero2_offload", *ADAMW, *layout, f"seed={seed}", f"optimizer.seed={seed}"]
-            loss = float(train(overrides, options.data, options.steps)["val_loss"])
-            losses[name][str(seed)] = loss
+            overrides = ["strategy=zero2_offload", *ADAMW, *LAYOUTS[name], f"seed={seed}", f"optimizer.seed={seed}"]
+            overrides += [*validate_once(options.steps), *options.overrides]
+            loss = float(train(overrides, options.data, options.steps, devices=options.devices)["val_loss"])
+            found[str(seed)] = loss
             print(f"{name}, seed {seed}: {loss!r}", flush=True)
-            done = {each: statistics.mean(found.values()) for each, found in losses.items() if found}
-            result["mean"] = done
+            result["mean"] = {each: statistics.mean(ends.values()) for each, ends in losses.items() if ends}
             # Of the seeds that both have: what is interrupted leaves what it has.
             result["mean_above_fp32"] = {
                 each: statistics.mean(losses[each][s] - losses[base][s] for s in losses[each])
                 for each, base in PAIRS.items()
-                if losses[each]
+                if losses.get(each) and losses.get(base)
             }
             options.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps({key: result[key] for key in ("mean", "mean_above_fp32")}, indent=2))

@@ -140,4 +140,4 @@ class Classifier(L.LightningModule):
         if self.optimizer_config is None:
             raise ValueError("Classifier(optimizer=None) cannot be trained: pass the `optimizer` group.")
         steps = self.trainer.estimated_stepping_batches
-        return build_optimizers(self.optimizer_config, self.scheduler_config, self.parameters(), steps)
+        return build_optimizers(self.optimizer_config, self.scheduler_config, self, steps)

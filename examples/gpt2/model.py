@@ -14,6 +14,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_zero import Muon
 from lightning_zero.config import build_optimizers
 
 
@@ -109,10 +110,14 @@ class LanguageModel(L.LightningModule):
         self.log("val_loss", float(loss / count), prog_bar=True, sync_dist=True)
 
     def parameter_groups(self) -> list[dict]:
-        """Weight decay acts on matrices; biases and normalization go without."""
+        """Weight decay acts on matrices; biases and normalization go without. Muon updates the hidden matrices."""
         matrices = [p for p in self.parameters() if p.ndim >= 2]
-        others = [p for p in self.parameters() if p.ndim < 2]
-        return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+        others = {"params": [p for p in self.parameters() if p.ndim < 2], "weight_decay": 0.0}
+        if self.optimizer_config is None or self.optimizer_config._target_ != "lightning_zero.Muon":
+            return [{"params": matrices}, others]
+        hidden, rest = Muon.groups_of(self)
+        embeddings = [p for p in rest["params"] if p.ndim >= 2]
+        return [hidden, rest | {"params": embeddings}, others | {"use_muon": False}]
 
     def configure_optimizers(self):
         if self.optimizer_config is None:

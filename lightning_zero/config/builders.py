@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import asdict
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero.config.arguments import check_trainer
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.utilities.types import OptimizerLRScheduler
     from omegaconf import DictConfig
+    from torch.nn import Module
 
 
 def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "Trainer":
@@ -201,21 +203,25 @@ def micro_batch_size(batch_size: int, world_size: int, accumulate: int) -> int:
 
 
 def build_optimizers(
-    optimizer: "DictConfig", scheduler: "DictConfig", params: Iterable[Any], total_steps: float
+    optimizer: "DictConfig", scheduler: "DictConfig", params: "Iterable[Any] | Module", total_steps: float
 ) -> "OptimizerLRScheduler":
     """Builds the optimizer and the scheduler of the groups `optimizer` and `scheduler`, for `configure_optimizers`.
 
     Args:
         optimizer: A torch optimizer's class and arguments.
         scheduler: A scheduler's class and arguments; without a class: none.
-        params: Parameters or parameter groups.
+        params: Parameters or parameter groups; or a module, of whose parameters the class makes the groups, if it has
+            a `groups_of` as `Muon`.
         total_steps: Optimizer steps of the fit, for a scheduler whose `total_steps` is null. Where `warmup_steps` is
             null, 100 of them are the warm-up, or a tenth if that is less; of `WarmupDecayLR` 1000, or half.
+
+    Raises:
+        ConfigError: A value is out of range, or the class is of a package that is not installed.
     """
     options = _arguments(optimizer)
     if len(options.get("betas", (0, 0))) != 2:
         raise ConfigError(f"optimizer.betas={list(options['betas'])} must be two numbers, such as [0.9,0.999].")
-    built = _build(optimizer, params, **options)
+    built = _build(optimizer, _groups(_find_class(optimizer), params), **options)
     if not scheduler or "_target_" not in scheduler:
         return {"optimizer": built}
     arguments = _arguments(scheduler)
@@ -242,16 +248,41 @@ def _usual_warmup(target: str, total_steps: int) -> int:
     return min(100, total_steps // 10)
 
 
+def _groups(cls: Any, params: "Iterable[Any] | Module") -> Iterable[Any]:
+    """Gives the parameter groups; of a module, those that the class makes."""
+    from torch.nn import Module
+
+    if not isinstance(params, Module):
+        return params
+    groups: Iterable[Any] = cls.groups_of(params) if hasattr(cls, "groups_of") else params.parameters()
+    return groups
+
+
+def _find_class(cfg: "DictConfig") -> Any:
+    """Gives the class of a node.
+
+    Raises:
+        ConfigError: Its package is not installed.
+    """
+    from hydra.utils import get_class
+
+    package = cfg["_target_"].partition(".")[0]
+    if find_spec(package) is None:
+        raise ConfigError(
+            f"{cfg['_target_']} is of a package that is not installed: pip install {package.replace('_', '-')}"
+        )
+    return get_class(cfg["_target_"])
+
+
 def _build(cfg: "DictConfig", *args: Any, **kwargs: Any) -> Any:
     """Builds an object of the node's class from these arguments; fails as `instantiate` does."""
     from hydra.errors import InstantiationException
-    from hydra.utils import get_class
 
-    target = cfg["_target_"]
+    found = _find_class(cfg)
     try:
-        return get_class(target)(*args, **kwargs)
+        return found(*args, **kwargs)
     except (ValueError, TypeError) as error:
-        raise InstantiationException(f"Error in call to target {target!r}:\n{error!r}") from error
+        raise InstantiationException(f"Error in call to target {cfg['_target_']!r}:\n{error!r}") from error
 
 
 def _arguments(cfg: "DictConfig") -> dict[str, Any]:

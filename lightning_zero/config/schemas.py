@@ -191,6 +191,21 @@ class AdafactorConf:
 
 
 @dataclass
+class LambConf:
+    """Arguments of `pytorch_optimizer.Lamb`, but for those that mix parameters."""
+
+    _target_: str = "pytorch_optimizer.Lamb"
+    lr: float = 1e-3
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-6
+    weight_decay: float = 0.0
+    weight_decouple: bool = True
+    grad_averaging: bool = True
+    rectify: bool = False
+    maximize: bool = False
+
+
+@dataclass
 class SGDConf:
     """Arguments of `torch.optim.SGD`."""
 
@@ -371,6 +386,7 @@ SCHEMAS: dict[str, type] = {
     "optimizer/adam": AdamConf,
     "optimizer/muon": MuonConf,
     "optimizer/adafactor": AdafactorConf,
+    "optimizer/lamb": LambConf,
     "optimizer/sgd": SGDConf,
     "optimizer/adagrad": AdagradConf,
     "optimizer/rmsprop": RMSpropConf,

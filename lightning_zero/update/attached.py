@@ -56,6 +56,10 @@ class Updater(Protocol):
         """Update the masters of ``view.segments`` from its gradients and publish them."""
         ...
 
+    def advance(self, call: StepCall) -> None:
+        """Write to the optimizer's groups and attributes what its step writes there: once, after updates have begun."""
+        ...
+
     def own_state(self, bucket: Bucket) -> OptimizerState:
         """The state of this rank's segments of ``bucket``, to be written by an update; made on first use."""
         ...
@@ -252,6 +256,7 @@ class AttachedOptimizers:
             # Stale on all ranks or on none, also where this rank owns no segment of it.
             if indices := [i for i, p in enumerate(bucket.parameters) if id(p) in used_ids]:
                 bucket.mark_updated(indices)
+        attached.updater.advance(call)
 
 
 def _snapshot(optimizer: Optimizer) -> dict[int, dict[str, Any]]:

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from lightning_zero.advice import Case, advice
 from lightning_zero.sharding import is_communication_error
 from lightning_zero.torch_private import tree_leaves
-from lightning_zero.update.shell import ShellGroup, StepCall, run_step, takes_closure
+from lightning_zero.update.counted import Written, attributes_of
+from lightning_zero.update.shell import ShellGroup, StepCall, run_step, snapshot, takes_closure
 
 # Their update of one element reads that element's parameter, gradient and state only.
 ELEMENT_WISE = frozenset(
@@ -48,11 +49,13 @@ class Traits:
         whole: by group, whether the update needs whole parameters.
         per_element: names of the state with one value per element.
         own_dtype: names of the floating-point state whose dtype is not the parameter's.
+        counts: whether a step writes to the groups or to attributes: the same, whatever it updates.
     """
 
     whole: tuple[bool, ...]
     per_element: frozenset[str]
     own_dtype: frozenset[str] = frozenset()
+    counts: bool = False
 
 
 class _Example(NamedTuple):
@@ -73,10 +76,11 @@ class _Example(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """The values and the state of parameters after the steps of a trial."""
+    """The values and the state of parameters after the steps of a trial, and what each step wrote elsewhere."""
 
     values: list[Tensor]
     states: list[dict[str, Any]]
+    written: list[Written]
 
 
 def examine(optimizer: Optimizer, device: torch.device) -> Traits:
@@ -85,7 +89,8 @@ def examine(optimizer: Optimizer, device: torch.device) -> Traits:
     torch's element-wise classes are known, and tried on the host: that must work when a device is out of memory. Any
     other class takes three steps on small parameters of the numbers of dimensions that each group has, whole and split
     in two as shards split them. Where values or kinds of state differ, or it fails on parts, it needs whole parameters;
-    then each must come out the same, bit for bit, alone and with the others.
+    then each must come out the same, bit for bit, alone and with the others. What a step writes to its group and to
+    attributes (a count of steps) must not depend on what it updates.
 
     Args:
         optimizer: as the user configured it; it is not changed.
@@ -93,15 +98,16 @@ def examine(optimizer: Optimizer, device: torch.device) -> Traits:
 
     Raises:
         TypeError: not an optimizer.
-        ValueError: it can be run neither on parts of parameters nor on one whole parameter by itself, keeps state
-            elsewhere than in ``state`` or in tensors that are more than their values, or evaluates the loss again.
+        ValueError: it can be run neither on parts of parameters nor on one whole parameter by itself, keeps more than
+            a count elsewhere than in ``state``, or state in tensors that are more than their values, or evaluates the
+            loss again.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{optimizer!r} is not a torch.optim.Optimizer; {_remedy()}")
     name = type(optimizer).__name__
     if name in REFUSED:
         raise ValueError(f"{name} cannot run over shards: {REFUSED[name]}; {_remedy()}")
-    whole, per_element, own_dtype = [], set[str](), set[str]()
+    whole, per_element, own_dtype, counts = [], set[str](), set[str](), False
     with torch.random.fork_rng(devices=[]):
         # Groups may differ in the state that they keep (momentum, amsgrad), and in their rule.
         for group in optimizer.param_groups:
@@ -117,13 +123,14 @@ def examine(optimizer: Optimizer, device: torch.device) -> Traits:
                 large = [_Example.of(_shape(_LARGE, n - 1), trial.device) for n in sorted(dims - {0})]
                 element_wise = trial.is_element_wise(large, trial.run_each(large))
             whole.append(not element_wise)
+            counts = counts or (not known and any(outcome.written))
             for example, state in zip(small, outcome.states, strict=True):
                 for key, value in state.items():
                     if isinstance(value, Tensor) and value.shape == example.initial.shape:
                         per_element.add(key)
                     if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float32:
                         own_dtype.add(key)
-    return Traits(tuple(whole), frozenset(per_element), frozenset(own_dtype))
+    return Traits(tuple(whole), frozenset(per_element), frozenset(own_dtype), counts)
 
 
 def _shape(shapes: Sequence[tuple[int, ...]], number: int) -> tuple[int, ...]:
@@ -149,20 +156,42 @@ class _Trial:
         Raises:
             ValueError: the optimizer fails.
         """
-        outcome = _Outcome([], [])
+        outcome = _Outcome([], [], [])
         for example in examples:
             try:
-                values, states = self._run([example])
+                values, states, written = self._run([example])
             except _FAILURES as error:
                 _raise_if_of_others(error)
                 raise ValueError(
                     f"{self.name} could not update a parameter of shape {tuple(example.initial.shape)}: {error}; "
                     f"{_remedy()}"
                 ) from error
-            _check_plain(self.name, states[0])
+            check_plain(self.name, states[0])
             outcome.values.extend(values)
             outcome.states.extend(states)
+            outcome.written.extend(written)
+            if any(written) and type(self.optimizer) not in ELEMENT_WISE:  # torch's own change flags of no matter
+                self._check_counts(written)
         return outcome
+
+    def _check_counts(self, written: Sequence[Written]) -> None:
+        """Refuse what a step writes to its group or to attributes if it would not without parameters, in two groups.
+
+        Raises:
+            ValueError: it would write otherwise.
+        """
+        names = ", ".join(sorted({repr(key) for each in written for key in (*each.group, *each.attributes)}))
+        try:
+            alone = self._run([], groups=2).written
+        except _FAILURES as error:
+            _raise_if_of_others(error)
+            alone = []
+        if len(alone) != len(written) or not all(map(Written.same, alone, written)):
+            raise _CannotRunError(
+                f"{self.name} keeps state outside `state`: a step changes {names} in its parameter groups or "
+                "attributes, by what it updates. Keep it in self.state[parameter]"
+                f"{advice(Case.CANNOT_BE_SHARDED, ', ')}"
+            )
 
     def is_element_wise(self, examples: Sequence[_Example], whole: _Outcome) -> bool:
         """Tell whether parts of the examples are updated as ``whole`` says that they are whole."""
@@ -176,8 +205,9 @@ class _Trial:
                 _raise_if_of_others(error)
                 return False
             joined = torch.cat([part.values[0] for part in parts])
-            kinds = [_kinds(part.states[0]) for part in parts]
-            if not _equal(joined, value.reshape(-1)) or any(kind != _kinds(state) for kind in kinds):
+            kinds = [_kinds(part.states[0], part.values[0]) for part in parts]
+            own = _kinds(state, value)
+            if not _equal(joined, value.reshape(-1)) or own is None or any(kind != own for kind in kinds):
                 return False
         return True
 
@@ -202,26 +232,36 @@ class _Trial:
         with torch.random.fork_rng(devices=[]):
             return self._run([_Example.of(shape, self.device, dtype)]).states[0]
 
-    def _run(self, examples: Sequence[_Example]) -> _Outcome:
-        """Update the examples in one call per step."""
+    def _run(self, examples: Sequence[_Example], groups: int = 1) -> _Outcome:
+        """Update the examples in one call per step; of several groups, all but the first have none."""
         tensors = [example.initial.clone() for example in examples]
         states = {tensor: fresh_state(self.optimizer, tensor) for tensor in tensors}
         hyperparameters = {k: copy.deepcopy(v) for k, v in self.group.items() if k != "params"}
+        optimizer, written = snapshot(self.optimizer), []
         for step in range(_STEPS):
             for tensor, example in zip(tensors, examples, strict=True):
                 tensor.grad = example.gradients[step].clone()
-            before = copy.deepcopy((hyperparameters, _attributes(self.optimizer)))
+            before = copy.deepcopy((hyperparameters, attributes_of(optimizer)))
             closure = _Closure()
-            call = StepCall(self.optimizer, **({"closure": closure} if takes_closure(self.optimizer) else {}))
-            shell = run_step(self.optimizer, [ShellGroup(tensors, hyperparameters)], states, call)
-            if type(self.optimizer) not in ELEMENT_WISE:  # torch's own change flags that do not matter
-                _check_unchanged(self.name, before, shell)
+            call = StepCall(optimizer, **({"closure": closure} if takes_closure(optimizer) else {}))
+            members = [ShellGroup(tensors, hyperparameters), *[ShellGroup([], hyperparameters)] * (groups - 1)]
+            shell = run_step(optimizer, members, states, call)
+            written.append(Written.by(shell, *before))
+            if type(self.optimizer) not in ELEMENT_WISE:
+                changed = Written.between(*before, hyperparameters, attributes_of(optimizer))
+                if changed or any(not written[-1].same(Written.by(shell, *before, i)) for i in range(groups)):
+                    raise _CannotRunError(
+                        f"{self.name} keeps state outside `state`, in tensors that a step changes in place or "
+                        f"differently by group. Keep it in self.state[parameter]{advice(Case.CANNOT_BE_SHARDED, ', ')}"
+                    )
                 if closure.calls > 1:
                     raise _CannotRunError(
                         f"{self.name} cannot run over shards: it evaluates the loss {closure.calls} times in a step, "
                         f"the gradients of which would have to be reduced in between; {_remedy()}"
                     )
-        return _Outcome(tensors, [states[tensor] for tensor in tensors])
+            hyperparameters.update(written[-1].group)
+            vars(optimizer).update(written[-1].attributes)
+        return _Outcome(tensors, [states[tensor] for tensor in tensors], written)
 
 
 class _CannotRunError(ValueError):
@@ -249,12 +289,22 @@ def _equal(values: Tensor, others: Tensor) -> bool:
     return torch.equal(values.isnan(), others.isnan()) and torch.equal(values.nan_to_num(), others.nan_to_num())
 
 
-def _kinds(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The kind of value that each name has."""
-    return {k: (type(v), v.dtype if isinstance(v, Tensor) else None) for k, v in state.items()}
+def _kinds(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any] | None:
+    """The kind of value that each name has; ``None`` where one is more than numbers for every element, or one number.
+
+    Matrices, histories and objects may become part of the update later than a trial lasts.
+    """
+    kinds = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape:
+            return None
+        if not isinstance(value, Tensor | int | float | str | None):
+            return None
+        kinds[name] = type(value), value.dtype if isinstance(value, Tensor) else None
+    return kinds
 
 
-def _check_plain(name: str, state: Mapping[str, Any]) -> None:
+def check_plain(name: str, state: Mapping[str, Any]) -> None:
     """Refuse tensors that are more than their values: in shards and checkpoints they would become plain, and large."""
     for key, value in state.items():
         for leaf in tree_leaves(value):
@@ -297,34 +347,6 @@ def _place(optimizer: Optimizer, group: dict[str, Any], device: torch.device) ->
     """Hyperparameters and device of a trial: of a class that is not torch's nobody knows whether it runs elsewhere."""
     known = type(optimizer).__module__.startswith("torch.optim.")
     return (portable(group), torch.device("cpu")) if known or device.type == "meta" else (group, device)
-
-
-def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """All that a class may count on the optimizer itself: numbers, as such or as tensors."""
-    return {
-        k: v
-        for k, v in vars(optimizer).items()
-        if isinstance(v, int | float) or (isinstance(v, Tensor) and v.numel() == 1)
-    }
-
-
-def _check_unchanged(name: str, before: tuple[dict[str, Any], dict[str, Any]], shell: Optimizer) -> None:
-    """A step runs once per tile on a copy of the groups and attributes: what it writes there would be lost."""
-    group = {k: v for k, v in shell.param_groups[0].items() if k != "params"}
-    attributes = _attributes(shell)
-    for where, old, new in (("its parameter groups", before[0], group), ("its attributes", before[1], attributes)):
-        changed = [k for k, v in new.items() if k not in old or not _same(old[k], v)]
-        if changed:
-            raise _CannotRunError(
-                f"{name} keeps state outside `state`: a step changes {', '.join(map(repr, changed))} in {where}. Keep "
-                f"it in self.state[parameter]{advice(Case.CANNOT_BE_SHARDED, ', ')}"
-            )
-
-
-def _same(old: Any, new: Any) -> bool:
-    if isinstance(old, Tensor) or isinstance(new, Tensor):
-        return isinstance(old, Tensor) and isinstance(new, Tensor) and torch.equal(old, new)
-    return bool(old == new)
 
 
 def fresh_state(optimizer: Optimizer, tensor: Tensor) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.torch_private import READS_NUMBER, TorchDispatchMode, tree_leaves
 from lightning_zero.update.footprint import Passing
-from lightning_zero.update.rules import fresh_state, portable
+from lightning_zero.update.rules import check_plain, fresh_state, portable
 from lightning_zero.update.shell import ShellGroup, run_step, trial_call
 
 _STEPS = 3
@@ -44,6 +44,9 @@ def sizes_of(optimizer: Optimizer, group: Mapping[str, Any], shape: torch.Size, 
         group: hyperparameters of the parameter.
         shape: of the parameter.
         dtype: of the parameter.
+
+    Raises:
+        ValueError: state in tensors that are more than their values.
     """
     try:
         with _Answers():  # type: ignore[no-untyped-call]
@@ -75,6 +78,7 @@ def _measured(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor)
             run_step(optimizer, [ShellGroup([parameter], plain)], states, trial_call(optimizer))
         held = sum(t.nbytes for t in _large(states[parameter])) - sum(t.nbytes for t in made_before)
         most = max(most, passing.most - held)
+    check_plain(type(optimizer).__name__, states[parameter])  # what is small may be kept otherwise
     shapes = {k: v.shape for k, v in states[parameter].items() if isinstance(v, Tensor)}
     return Sizes(shapes, sum(t.nbytes for t in _large(states[parameter])), most)
 

@@ -23,7 +23,7 @@ from lightning_zero.update.cpu import CPUOptimizer
 from lightning_zero.update.footprint import Footprint, passing_bytes
 from lightning_zero.update.native import MasterLayout, NativeRule, Numbers, first_index
 from lightning_zero.update.rules import ELEMENT_WISE, Traits, state_dtypes, state_names
-from lightning_zero.update.shell import ShellGroup, in_form_for, run_step, steps_together
+from lightning_zero.update.shell import ShellGroup, StepCall, in_form_for, run_step, steps_together
 from lightning_zero.update.state import OptimizerState, OwnedTensor, ParameterState, ShardState, WholeState
 from lightning_zero.update.view import UpdateView
 from lightning_zero.update.windows import in_windows, largest_window
@@ -195,6 +195,9 @@ class ShardUpdater(ABC):
         for state in self._states.values():
             state.clear()
 
+    def advance(self, call: StepCall) -> None:  # noqa: B027  (most write nothing)
+        """See :class:`lightning_zero.update.Updater`."""
+
     @abstractmethod
     def update(self, view: UpdateView) -> None:
         """See :class:`lightning_zero.update.Updater`."""
@@ -236,8 +239,8 @@ class TorchUpdater(ShardUpdater):
         for group in {id(group): group for group in groups.values()}.values():
             state |= state_dtypes(self.optimizer, group, master.dtype, master.device)
         # All segments have the same state: that of no step, or of as many.
-        segments, disk_tile = [segment for segment, _ in members], bucket.placement.optimizer_store.tile
-        parts = [*self._parts(segments, groups, master, lambda _: None, disk_tile)]
+        disk_tile = bucket.placement.optimizer_store.tile
+        parts = [*self._parts([segment for segment, _ in members], groups, master, lambda _: None, disk_tile)]
         found = [sum(part.numel for part in tile) for tile in tiles(parts, tile_numel(master))]
         tile, part = max(found, default=0), max((part.numel for part in parts), default=0)
         passing = 0
@@ -441,9 +444,7 @@ class NativeUpdater(ShardUpdater):
         states = [own.parts(name, self._numbers.state_dtype, run) for name in names]
         if fresh and step == 1 and (initial := self._rule.initial(group)):
             for tensor in states:
-                assert isinstance(
-                    tensor, Tensor
-                )  # no rule whose state begins otherwise than with zeros has it in blocks
+                assert isinstance(tensor, Tensor)  # no rule whose state begins otherwise than with zeros has blocks
                 tensor.fill_(initial)
         master = view.master.tensors(run.start, run.stop)
         self._rule.update(

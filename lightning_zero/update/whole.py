@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 
 from lightning_zero.advice import Case, advice
 from lightning_zero.sharding import Bucket, BucketForm, Run, Segment, tiles
+from lightning_zero.update.counted import advance
 from lightning_zero.update.footprint import Footprint
 from lightning_zero.update.native import MasterLayout
 from lightning_zero.update.rules import Traits, examine
-from lightning_zero.update.shell import ShellGroup, run_step
+from lightning_zero.update.shell import ShellGroup, StepCall, run_step
 from lightning_zero.update.sizes import Sizes, sizes_of
 from lightning_zero.update.state import OptimizerState, WholeState
 from lightning_zero.update.updaters import TorchUpdater, scaled_gradient, staged_bytes, tile_numel
@@ -90,6 +91,10 @@ class WholeUpdater(TorchUpdater):
                 own.formats[segment.param].view(flat).copy_(tensor)
             view.master.keep(segment.start, flat)
             own.put(segment, state[tensor])
+
+    def advance(self, call: StepCall) -> None:
+        if self._traits.counts:
+            advance(self.optimizer, call)
 
     def state_names(self, group: dict[str, Any], parameter: Tensor) -> frozenset[str]:
         return frozenset(self.state_shapes(group, parameter))

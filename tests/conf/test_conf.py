@@ -133,8 +133,9 @@ def test_the_groups_hold_the_promised_options() -> None:
     assert options("strategy") == sorted(["auto", "ddp", *STRATEGIES])
     assert options("precision") == ["bf16", "bf16_true", "fp16", "fp16_static", "fp16_true", "fp32", "fp64"]
     ours = ["cpu_adagrad", "cpu_adam", "cpu_adamw", "cpu_lion", "cpu_sgd"]
+    others = ["adamw8bit", "lamb"]
     torchs = ["adafactor", "adagrad", "adam", "adamw", "lion", "muon", "rmsprop", "sgd"]
-    assert options("optimizer") == sorted(["adamw8bit", *ours, *torchs])
+    assert options("optimizer") == sorted([*others, *ours, *torchs])
     assert options("scheduler") == ["cosine", "none", "onecycle", "warmup", "warmup_decay"]
     assert options("trainer") == ["cpu", "default", "gpu"]
     assert options("logger") == ["csv", "none", "tensorboard"]
@@ -219,15 +220,35 @@ def test_every_option_of_a_loss_scaler_can_be_overridden(composed: Compose) -> N
 @each_option("optimizer")
 def test_every_optimizer_builds_with_its_own_defaults(chosen: Compose, group: str, option: str) -> None:
     cfg = chosen(f"{group}={option}", "scheduler=none")
+    if option == "lamb":
+        pytest.importorskip("pytorch_optimizer")
     parameter = torch.nn.Parameter(torch.zeros(2))
     built = build_optimizers(cfg.optimizer, cfg.scheduler, [parameter], 10)["optimizer"]
     plain = type(built)([parameter])
     home = lightning_zero if isinstance(built, CPUOptimizer | lightning_zero.Muon) else torch.optim
+    home = import_module("pytorch_optimizer") if option == "lamb" else home
     assert isinstance(built, CPUOptimizer) == (option.startswith("cpu_") or option in ("adamw8bit", "lion"))
     assert type(built) is getattr(home, type(built).__name__)
     assert built.defaults == plain.defaults
     if isinstance(built, CPUOptimizer):
         assert built.numbers == (Numbers("split", torch.int8) if option == "adamw8bit" else plain.numbers)
+
+
+def test_a_package_that_is_missing_is_named(chosen: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_zero.config.builders.find_spec", lambda name: None)
+    cfg = chosen("optimizer=lamb", "scheduler=none")
+    with pytest.raises(ConfigError, match=r"pytorch_optimizer\.Lamb .*not installed: pip install pytorch-optimizer"):
+        build_optimizers(cfg.optimizer, cfg.scheduler, [torch.nn.Parameter(torch.zeros(2))], 10)
+
+
+def test_a_module_gives_the_groups_that_an_optimizer_asks_for(chosen: Compose) -> None:
+    module = torch.nn.Sequential(torch.nn.Embedding(3, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
+    for option, groups in (("muon", [[module[1].weight], None]), ("adamw", [None])):
+        cfg = chosen(f"optimizer={option}", "scheduler=none")
+        built = build_optimizers(cfg.optimizer, cfg.scheduler, module, 10)["optimizer"]
+        assert len(built.param_groups) == len(groups)
+        assert groups[0] is None or built.param_groups[0]["params"] == groups[0]
+        assert sum(len(group["params"]) for group in built.param_groups) == len(list(module.parameters()))
 
 
 def test_a_state_dtype_has_a_name(chosen: Compose) -> None:
@@ -398,6 +419,8 @@ OTHER_DEFAULTS = {
 def test_schemas_agree_with_what_they_configure(path: str) -> None:
     values = dataclasses.asdict(SCHEMAS[path]())
     module, _, name = values["_target_"].rpartition(".")
+    if path == "optimizer/lamb":
+        pytest.importorskip("pytorch_optimizer")
     parameters = dict(inspect.signature(getattr(import_module(module), name).__init__).parameters)
     if path == "strategy/ddp":  # passes the rest on
         parameters |= inspect.signature(DistributedDataParallel.__init__).parameters

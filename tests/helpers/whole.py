@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -36,14 +37,25 @@ class Ruled(Optimizer):
 
 
 class Lamb(Ruled):
-    """Adam's update, scaled by norms of the whole parameter (https://arxiv.org/abs/1904.00962)."""
+    """Adam's update, scaled by norms of the whole parameter (https://arxiv.org/abs/1904.00962).
+
+    It counts steps in the group and in itself.
+    """
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        return super().step(closure)
 
     def rule(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
-            state |= {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-        state["step"] += 1
-        average = state["exp_avg"].lerp_(gradient, 0.1) / (1 - 0.9 ** state["step"])
-        square = state["exp_avg_sq"].mul_(0.95).addcmul_(gradient, gradient, value=0.05) / (1 - 0.95 ** state["step"])
+            state |= {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+        average = state["exp_avg"].lerp_(gradient, 0.1) / (1 - 0.9**self.calls)
+        square = state["exp_avg_sq"].mul_(0.95).addcmul_(gradient, gradient, value=0.05) / (1 - 0.95 ** group["step"])
         update = average / (square.sqrt() + 1e-6) + group["weight_decay"] * parameter
         ratio = float(parameter.norm()) / max(float(update.norm()), 1e-12)
         parameter.add_(update, alpha=-group["lr"] * (ratio if ratio > 0 else 1.0))
@@ -72,10 +84,13 @@ class Shampoo(Ruled):
         parameter.add_(update, alpha=-group["lr"] / math.sqrt(float(state["step"])))
 
 
-def _adafactor_of_transformers(params: Any, **options: Any) -> Optimizer:
-    from transformers.optimization import Adafactor
+def _named(module: str, name: str) -> Callable[..., Optimizer]:
+    """The class of a library that need not be installed."""
 
-    return Adafactor(params, **options)
+    def make(params: Any, **options: Any) -> Optimizer:
+        return getattr(importlib.import_module(module), name)(params, **options)
+
+    return make
 
 
 WHOLE: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
@@ -85,11 +100,17 @@ WHOLE: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     "lamb": (Lamb, {"lr": 1e-2}),
     "shampoo": (Shampoo, {"lr": 1e-2}),
 }
-OF_LIBRARIES: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
-    "transformers_adafactor": (
-        _adafactor_of_transformers,
-        {"lr": 1e-2, "scale_parameter": True, "relative_step": False, "clip_threshold": 0.5},
-    ),
+OF_LIBRARIES: dict[str, dict[str, Any]] = {
+    "transformers.optimization.Adafactor": {
+        "lr": 1e-2,
+        "scale_parameter": True,
+        "relative_step": False,
+        "clip_threshold": 0.5,
+    },
+    "pytorch_optimizer.Lamb": {"lr": 1e-2},
+    "pytorch_optimizer.SOAP": {"lr": 1e-2, "precondition_frequency": 1},
+    "bitsandbytes.optim.AdamW8bit": {"lr": 1e-2, "min_8bit_size": 64},
+    "bitsandbytes.optim.LAMB": {"lr": 1e-2},
 }
 
 
@@ -107,5 +128,5 @@ def groups_of(name: str, model: nn.Module) -> list[dict[str, Any]]:
 
 
 def make(name: str, model: nn.Module, **options: Any) -> Optimizer:
-    optimizer, defaults = (WHOLE | OF_LIBRARIES)[name]
+    optimizer, defaults = WHOLE[name] if name in WHOLE else (_named(*name.rsplit(".", 1)), OF_LIBRARIES[name])
     return optimizer(groups_of(name, model), **(defaults | options))

@@ -84,6 +84,31 @@ class CountedInGroup(UserOptimizer):
         parameter.add_(parameter.grad, alpha=-group["lr"] / group["k"])
 
 
+class CountsUpdates(Counted):
+    """Counts parameters too."""
+
+    def rule(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        self.calls += 1
+
+
+class CountsInPlace(CountedInGroup):
+    """Of two shells of one group the second would find what the first has left."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.count = torch.zeros(())
+
+    def rule(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        self.count += 1
+
+
+class WritesNorm(UserOptimizer):
+    """Keeps what it has seen of gradients in the group."""
+
+    def rule(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        group["norm"] = float(parameter.grad.norm())
+
+
 class ByShape(UserOptimizer):
     """Treats matrices in another way than vectors, as Muon with a fallback."""
 
@@ -130,6 +155,15 @@ class ByLength(UserOptimizer):
         kind = torch.bfloat16 if parameter.numel() >= 4096 and parameter.numel() % 256 == 0 else torch.float32
         state.setdefault("seen", torch.zeros_like(parameter, dtype=kind))
         parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+class Late(UserOptimizer):
+    """Begins to precondition after its hundredth step, as Shampoo of some libraries."""
+
+    def rule(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["step"] = state.get("step", 0) + 1
+        factor = state.setdefault("factor", torch.eye(len(parameter)))
+        parameter.add_(parameter.grad if state["step"] < 100 else factor @ parameter.grad, alpha=-group["lr"])
 
 
 class Prodigy(UserOptimizer):
@@ -230,7 +264,7 @@ def test_an_element_wise_user_class_is_accepted() -> None:
     assert (traits.whole, traits.per_element) == ((False,), {"momentum"})
 
 
-@pytest.mark.parametrize("cls", [TrustRatio, ByShape, Smoothed, NeedsMatrices, QuantizesLarge, ByLength])
+@pytest.mark.parametrize("cls", [TrustRatio, ByShape, Smoothed, NeedsMatrices, QuantizesLarge, ByLength, Late])
 def test_a_user_class_that_reads_other_elements_needs_whole_parameters(cls: type[UserOptimizer]) -> None:
     assert examine(cls(weights()[:1]), CPU).whole == (True,)
 
@@ -257,8 +291,15 @@ def test_state_of_a_tensor_class_of_its_own_is_refused() -> None:
 
 
 @pytest.mark.parametrize("cls", [Counted, CountedInGroup])
-def test_a_step_count_outside_the_state_is_refused(cls: type[UserOptimizer]) -> None:
-    with pytest.raises(ValueError, match=cls.__name__):
+def test_a_step_may_be_counted_outside_the_state(cls: type[UserOptimizer]) -> None:
+    traits = examine(cls(weights()), CPU)
+    assert (traits.whole, traits.counts) == ((False,), True)
+    assert not examine(SignMomentum(weights()), CPU).counts
+
+
+@pytest.mark.parametrize("cls", [CountsUpdates, CountsInPlace, WritesNorm])
+def test_what_depends_on_the_update_is_refused_outside_the_state(cls: type[UserOptimizer]) -> None:
+    with pytest.raises(ValueError, match=rf"{cls.__name__} keeps state outside `state`"):
         examine(cls(weights()), CPU)
 
 
