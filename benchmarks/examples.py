@@ -40,7 +40,7 @@ def run_example(
         result = subprocess.run(
             command, cwd=ROOT, env={**os.environ, **(environment or {})}, capture_output=True, text=True, check=False
         )
-        if result.returncode:
+        if result.returncode or not (Path(folder) / "summary.json").exists():  # what is terminated ends with 0
             raise RuntimeError(f"{' '.join(command)} ended with {result.returncode}:\n{result.stdout}\n{result.stderr}")
         summary = json.loads((Path(folder) / "summary.json").read_text())
         with (Path(folder) / "csv" / "metrics.csv").open() as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,15 @@ KEPT = ("val_loss", "train_loss", "steps", "tokens_per_second", "world_size", "p
 def validate_once(steps: int) -> list[str]:
     """Overrides that validate after the last step alone."""
     return ["trainer.num_sanity_val_steps=0", f"trainer.val_check_interval={steps}"]
+
+
+def known_losses(out: Path, result: Mapping[str, Any]) -> dict[str, Any]:
+    """The losses in a result file of the same setting, which an interrupted benchmark has left; else none."""
+    if not out.exists():
+        return {}
+    earlier = json.loads(out.read_text())
+    setting = [key for key in result if key not in ("environment", "val_loss")]
+    return dict(earlier["val_loss"]) if all(earlier.get(key) == result[key] for key in setting) else {}
 
 
 def train(

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.bf16_moments import ADAMW
 from benchmarks.environment import describe
 from benchmarks.examples import ROOT
-from benchmarks.gpt2 import STEPS, train, validate_once
+from benchmarks.gpt2 import STEPS, known_losses, train, validate_once
 
 LAYOUTS = {
     "fp32 moments": ["precision=fp32"],
@@ -50,8 +50,11 @@ def main() -> None:
         "overrides": options.overrides,
         "val_loss": losses,
     }
+    losses |= known_losses(options.out, result)
     for seed in options.seeds:
         for name, found in losses.items():
+            if str(seed) in found:
+                continue
             # The order of the data and the initial weights follow `seed`, the rounding `optimizer.seed`.
             overrides = ["strategy=zero2_offload", *ADAMW, *LAYOUTS[name], f"seed={seed}", f"optimizer.seed={seed}"]
             overrides += [*validate_once(options.steps), *options.overrides]

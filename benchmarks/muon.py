@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.environment import describe
 from benchmarks.examples import ROOT
-from benchmarks.gpt2 import STEPS, train, validate_once
+from benchmarks.gpt2 import STEPS, known_losses, train, validate_once
 
 # With the betas of the experiment for both, and the weight decay of both.
 OPTIMIZERS = {
@@ -51,9 +51,13 @@ def main() -> None:
         "overrides": options.overrides,
         "val_loss": losses,
     }
+    for name, known in known_losses(options.out, result).items():
+        losses[name] |= known
     for seed in options.seeds:
         for name, by_rate in losses.items():
             for rate, found in by_rate.items():
+                if str(seed) in found:
+                    continue
                 overrides = [f"strategy={options.strategy}", *OPTIMIZERS[name], f"optimizer.lr={rate}", f"seed={seed}"]
                 overrides += [*validate_once(options.steps), *options.overrides]
                 found[str(seed)] = float(

@@ -1,4 +1,4 @@
-"""What an optimizer's step writes to its groups and attributes instead of its state: a count of steps, a flag."""
+"""Writes of an optimizer's step to its groups and attributes instead of its state: a count of steps, a flag."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Written:
 
     @classmethod
     def by(cls, shell: Optimizer, group: dict[str, Any], attributes: dict[str, Any], index: int = 0) -> Written:
-        """What a step wrote.
+        """Compares a shell after a step with what was before.
 
         Args:
             shell: after the step.
@@ -44,7 +44,7 @@ class Written:
         new_group: dict[str, Any],
         new_attributes: dict[str, Any],
     ) -> Written:
-        """The difference between two times."""
+        """Gives the entries that differ between two times."""
         return cls(
             _changed(group, {k: v for k, v in new_group.items() if k != "params"}), _changed(attributes, new_attributes)
         )

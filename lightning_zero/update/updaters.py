@@ -234,17 +234,17 @@ class TorchUpdater(ShardUpdater):
     def footprint(self, bucket: BucketForm) -> Footprint:
         """The optimizer's state, as it makes it for a parameter of the master's dtype; see the base class."""
         members, master = self._members(bucket), bucket.master
-        groups = {segment.param: group for segment, group in members}
-        state: dict[str, torch.dtype] = {}
-        for group in {id(group): group for group in groups.values()}.values():
+        groups, state = {segment.param: group for segment, group in members}, dict[str, torch.dtype]()
+        distinct = {id(group): group for group in groups.values()}.values()
+        for group in distinct:
             state |= state_dtypes(self.optimizer, group, master.dtype, master.device)
         # All segments have the same state: that of no step, or of as many.
-        disk_tile = bucket.placement.optimizer_store.tile
-        parts = [*self._parts([segment for segment, _ in members], groups, master, lambda _: None, disk_tile)]
+        segments, disk_tile = [segment for segment, _ in members], bucket.placement.optimizer_store.tile
+        parts = [*self._parts(segments, groups, master, lambda _: None, disk_tile)]
         found = [sum(part.numel for part in tile) for tile in tiles(parts, tile_numel(master))]
         tile, part = max(found, default=0), max((part.numel for part in parts), default=0)
         passing = 0
-        for group in {id(group): group for group in groups.values()}.values():
+        for group in distinct:
             together = steps_together(group, bucket.placement.device)
             passing = max(passing, (tile if together else part) * self._passing_bytes(group, master.dtype, together))
         fresh = tile * sum(dtype.itemsize for dtype in state.values())

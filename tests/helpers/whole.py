@@ -39,14 +39,11 @@ class Ruled(Optimizer):
 class Lamb(Ruled):
     """Adam's update, scaled by norms of the whole parameter (https://arxiv.org/abs/1904.00962).
 
-    It counts steps in the group and in itself.
+    It counts steps in the group.
     """
-
-    calls = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        self.calls += 1
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
         return super().step(closure)
@@ -54,7 +51,7 @@ class Lamb(Ruled):
     def rule(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
             state |= {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-        average = state["exp_avg"].lerp_(gradient, 0.1) / (1 - 0.9**self.calls)
+        average = state["exp_avg"].lerp_(gradient, 0.1) / (1 - 0.9 ** group["step"])
         square = state["exp_avg_sq"].mul_(0.95).addcmul_(gradient, gradient, value=0.05) / (1 - 0.95 ** group["step"])
         update = average / (square.sqrt() + 1e-6) + group["weight_decay"] * parameter
         ratio = float(parameter.norm()) / max(float(update.norm()), 1e-12)

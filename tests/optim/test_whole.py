@@ -57,12 +57,28 @@ class Assigns(Ruled):
         parameter.data = parameter.data - group["lr"] * gradient * parameter.norm()
 
 
-def test_data_may_be_assigned() -> None:
+class Counts(Ruled):
+    """Counts steps in itself."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        return super().step(closure)
+
+    def rule(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        parameter.add_(gradient, alpha=-group["lr"] / self.calls)
+
+
+@pytest.mark.parametrize("optimizer", [Assigns, Counts])
+def test_data_may_be_assigned_and_steps_be_counted_in_attributes(optimizer: type[Ruled]) -> None:
     model, plain = models.make_model("mlp"), models.make_model("mlp")
-    batch = models.make_batches(1, 1, 1)[0][0][0]
-    session = start(model, lambda m: Assigns(m.parameters()), Setup(2), Mesh.single())
-    run_step(session, [batch], settle=True)
-    reference = Assigns(plain.parameters())
-    models.next_token_loss(plain, batch).backward()
-    reference.step()
+    session = start(model, lambda m: optimizer(m.parameters()), Setup(2), Mesh.single())
+    reference = optimizer(plain.parameters())
+    for ((batch,),) in models.make_batches(3, 1, 1):
+        run_step(session, [batch], settle=True)
+        reference.zero_grad()
+        models.next_token_loss(plain, batch).backward()
+        reference.step()
     assert_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
