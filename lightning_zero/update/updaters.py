@@ -242,8 +242,7 @@ class TorchUpdater(ShardUpdater):
         segments, disk_tile = [segment for segment, _ in members], bucket.placement.optimizer_store.tile
         parts = [*self._parts(segments, groups, master, lambda _: None, disk_tile)]
         found = [sum(part.numel for part in tile) for tile in tiles(parts, tile_numel(master))]
-        tile, part = max(found, default=0), max((part.numel for part in parts), default=0)
-        passing = 0
+        tile, part, passing = max(found, default=0), max((part.numel for part in parts), default=0), 0
         for group in distinct:
             together = steps_together(group, bucket.placement.device)
             passing = max(passing, (tile if together else part) * self._passing_bytes(group, master.dtype, together))
