@@ -1,4 +1,7 @@
-"""The page of promises: every row names tests, and they exist. The table of memory holds what the plan gives."""
+"""The page of promises and the README's table of what works: every row names tests, and they exist.
+
+The table of memory holds what the plan gives.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +50,16 @@ def test_every_promise_names_tests_that_exist() -> None:
     for row in ("| It holds. | |", "| It holds. |", "| It holds. | a test |", f"| It holds. | {exists[:-2]}` |"):
         assert amiss(row), row
     assert amiss(f"| It holds. | {exists} |") == []
+
+
+def test_every_row_of_what_works_names_tests_that_exist() -> None:
+    """Every strategy is in one of them."""
+    table = (ROOT / "README.md").read_text().partition("| works | test |\n|---|---|\n")[2].partition("\n\n")[0]
+    rows = table.splitlines()
+    assert len(rows) >= 15
+    assert [wrong for row in rows for wrong in amiss(row)] == []
+    named = re.findall(r"`(zero\w+)`", table)
+    assert sorted(named) == sorted(STRATEGIES)
 
 
 @pytest.mark.slow

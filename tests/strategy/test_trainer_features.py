@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import RankError, RankPool
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner
@@ -87,6 +87,32 @@ def test_loggers(pool2: RankPool, name: str, tmp_path: Path) -> None:
             tables.append([*csv.DictReader(file)])
     assert tables[0] == tables[1]
     assert len(tables[0]) > 2 * MOMENTUM.steps
+
+
+def log_for_tensorboard(name: str, folder: str) -> None:
+    logger = TensorBoardLogger(folder, name="", version="")
+    trainer = make_trainer(name, logger=logger, log_every_n_steps=1, limit_val_batches=None, max_epochs=2)
+    trainer.fit(Logging(MOMENTUM))
+
+
+@NAMES
+def test_tensorboard(pool2: RankPool, name: str, tmp_path: Path) -> None:
+    """The same curves, in one file."""
+    accumulators = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs the extra `tensorboard`"
+    )
+    curves = []
+    for each in (name, DDP):
+        folder = tmp_path / each
+        pool2.run(log_for_tensorboard, each, str(folder))
+        assert len([*folder.glob("events.*")]) == 1
+        events = accumulators.EventAccumulator(str(folder))
+        events.Reload()
+        tags = events.Tags()["scalars"]
+        curves.append({tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags})
+    assert curves[0] == curves[1]
+    assert {"loss_step", "loss_epoch", "val_loss"} <= set(curves[0])
+    assert len(curves[0]["loss_step"]) == 2 * MOMENTUM.steps
 
 
 def tune(name: str) -> None:
