@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -320,7 +320,7 @@ class Group:
         headers = [bytes(row) for row in table.tolist()]  # where a device has them, one wait for it
         if any(header[:4] != own[:4] for header in headers):
             wants = [header[4:].decode(errors="replace").rstrip() for header in headers]
-            raise CollectiveError(disagreement(wants, self.board))
+            raise CollectiveError(disagreement(dict(zip(self._world_ranks, wants, strict=True)), self.board))
 
 
 class _Transport(Protocol):
@@ -437,12 +437,12 @@ def _expectation() -> str:
     )
 
 
-def disagreement(wants: Sequence[str], board: Board) -> str:
-    """The message where the ranks of a group are about to do, or did, different things."""
+def disagreement(wants: Mapping[int, str], board: Board) -> str:
+    """The message where ranks are about to do, or did, different things; what each does, by its number in the world."""
     ranks: dict[str, list[int]] = {}
-    for rank, want in enumerate(wants):
+    for rank, want in wants.items():
         ranks.setdefault(want, []).append(rank)
-    said = "; ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}: {want}" for want, r in ranks.items())
+    said = "; ".join(f"{board.describe(own)}: {want}" for want, own in ranks.items())
     cause = board.explain()
     return f"ranks do not do the same. {said}. {f'The cause: {cause}' if cause else _expectation()}"
 

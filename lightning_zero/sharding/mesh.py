@@ -88,7 +88,7 @@ class Mesh:
         if not same:
             own = ", ".join([*self.shard.recent, *(self.replica.recent if self.replica is not self.shard else ())])
             wants = self.world.all_gather_object(own, "compare what ranks did")
-            raise CollectiveError(disagreement(wants, self.board))
+            raise CollectiveError(disagreement(dict(enumerate(wants)), self.board))
 
     @classmethod
     def single(cls) -> Mesh:

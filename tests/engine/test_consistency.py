@@ -15,6 +15,7 @@ from helpers import models
 from helpers.ranks import RankError, RankPool, ranks
 from torch import Tensor, nn
 
+from lightning_zero import CollectiveError
 from lightning_zero.sharding import Mesh
 
 TIMEOUT = 3.0  # seconds
@@ -95,6 +96,24 @@ def test_later_it_is_an_error_after_the_timeout(pool: RankPool, way: str, sizes:
     for rank, message in enumerate(failures_of(pool, TIMEOUT + SOON, go_astray, way, sizes, 3, 1)):
         assert message.startswith(f"rank {rank} of {pool.world_size} could not ")
         assert "blocks." in message
+
+
+def disagree_in_a_shard_group() -> str:
+    """Of two shard groups of two ranks, those of the second disagree."""
+    mesh = Mesh.create(2, timedelta(seconds=TIMEOUT))
+    mesh.check(True)
+    try:
+        mesh.shard.all_gather_(torch.zeros(2), "gather" if dist.get_rank() < 3 else "scatter")
+    except CollectiveError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_of_a_group_are_named_by_their_numbers_in_the_world(pool4: RankPool) -> None:
+    *others, third, last = pool4.run(disagree_in_a_shard_group)
+    assert others == ["", ""]
+    assert third == last
+    assert "rank 2: gather; rank 3: scatter" in third
 
 
 def steps_unevenly(stage: int, check_steps: int) -> None:
