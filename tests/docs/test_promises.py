@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.pages import ROOT
 
-from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.integration.names import AUTO, STRATEGIES
 from lightning_zero.planning import plan
 from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardingPolicy
 from lightning_zero.storage import DeviceStore, HostStore
@@ -59,7 +59,7 @@ def test_every_row_of_what_works_names_tests_that_exist() -> None:
     assert len(rows) >= 15
     assert [wrong for row in rows for wrong in amiss(row)] == []
     named = re.findall(r"`(zero\w+)`", table)
-    assert sorted(named) == sorted(STRATEGIES)
+    assert sorted(named) == sorted([*STRATEGIES, AUTO])
 
 
 @pytest.mark.slow
