@@ -231,14 +231,14 @@ def _config(checkpoint: Mapping[str, Any], given: Path | None, entries: list[Ent
             config = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise CheckpointError(f"{file} is not JSON: {error}") from error
-        place = str(file)
+        place = f"{file} has"
     else:
         parameters = checkpoint.get("hyper_parameters")
         config = parameters.get("config") if isinstance(parameters, Mapping) else None
-        place = "The checkpoint's hyperparameters"
+        place = "The checkpoint's hyperparameters have"
     if not isinstance(config, Mapping) or not isinstance(config.get("model_type"), str):
         raise CheckpointError(
-            f"{place} has no model configuration with a 'model_type', and from_pretrained needs one: save it with "
+            f"{place} no model configuration with a 'model_type', and from_pretrained needs one: save it with "
             "model.config.save_pretrained(FOLDER) and give --config FOLDER, or export with --format safetensors."
         )
     config = {key: value for key, value in config.items() if key != "torch_dtype"}  # its older name

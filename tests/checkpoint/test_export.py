@@ -257,7 +257,7 @@ def test_names_are_those_of_the_uncompiled_module(tmp_path: Path) -> None:
         ({"w": torch.ones(2, dtype=torch.complex128)}, {}, "'w' is a tensor of kind complex128"),
         ({"w": torch.ones(2), "p": Path("a")}, {}, "'p' is a <pathlib.*Path>, which cannot be read"),
         ({"w": torch.tensor([1e5])}, {"dtype": torch.float16}, "'w' has numbers that are infinite in float16"),
-        ({"w": torch.ones(2)}, {"layout": "hf"}, "hyperparameters has no model configuration with a 'model_type'"),
+        ({"w": torch.ones(2)}, {"layout": "hf"}, "hyperparameters have no model configuration with a 'model_type'"),
         ({"w": torch.ones(2)}, {"layout": "hf", "config": Path(__file__)}, "is not JSON"),
     ],
     ids=["none", "sparse", "complex", "class", "range", "no config", "config"],

@@ -62,8 +62,12 @@ def lock(path: Path) -> Iterator[None]:
 def compile_all(sources: Sequence[Path]) -> list[Path]:
     """Their objects, compiled side by side, the longest first; those that are there are kept."""
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        made = {path: pool.submit(compile_one, path) for path in sorted(sources, key=lambda path: path.stem)}
+        made = {path: pool.submit(compile_one, path) for path in sorted(sources, key=size_of, reverse=True)}
     return [made[path].result() for path in sources]
+
+
+def size_of(source: Path) -> int:
+    return source.stat().st_size
 
 
 def compile_one(source: Path) -> Path:

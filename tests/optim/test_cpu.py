@@ -503,11 +503,11 @@ def test_other_devices_are_refused() -> None:
     refused(bad, ValueError, r"shape \(3,\) is on device meta; .*zero2_offload")
 
 
-@pytest.mark.gpu
-def test_a_cuda_parameter_is_refused() -> None:
-    bad = Parameter(torch.ones(3, device="cuda"))
-    bad.grad = torch.ones(3, device="cuda")
-    refused(bad, ValueError, r"is on device cuda:0")
+@pytest.mark.device
+def test_a_parameter_on_a_device_is_refused(device: torch.device) -> None:
+    bad = Parameter(torch.ones(3, device=device))
+    bad.grad = torch.ones(3, device=device)
+    refused(bad, ValueError, f"is on device {device}")
 
 
 def test_sparse_gradients_are_refused() -> None:
