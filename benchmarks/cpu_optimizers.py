@@ -14,7 +14,7 @@ one step of each is compared with the formula in double precision.
   gradient was cast on the GPU and came as fp32: that pass, which is the transfer's, is not counted. The same without
   the first pass is what remains with gradient_clipping = 0 and no loss scale.
 - ours: the same fp32 step; and steps that take a bf16 gradient, scale it and leave bf16 parameters in one pass, over
-  an fp32 master or one split into the bf16 parameter and 16 more bits, with moments in fp32 or bf16.
+  an fp32 master or one split into the bf16 parameter and 16 more bits, with moments in fp32, bf16 or 8 bits.
 - STREAM: the same arrays, read and written in the same way with an addition for arithmetic (`benchmarks/stream.py`).
 
 Bytes per parameter are those that the passes over the arrays need; torch's loops move more, through temporaries. All
@@ -56,12 +56,13 @@ FILLED = 1 << 22  # elements filled at a time: temporaries stay small
 PAUSE = 0.02  # seconds before each measurement: OpenMP's threads go on spinning for a while after their work
 CUT = ("torch for-loop", "torch foreach")  # whose bars end at the chart's edge
 # Passes over memory of a step, as bytes per parameter; the gradient is read, everything else read and written.
-TRAFFIC: dict[Layout, int] = {
+TRAFFIC: dict[Layout, float] = {
     "fp32": 4 + 3 * 8,
     "fp32_copy": 2 + 3 * 8 + 2,
     "split": 2 + 2 * 4 + 2 * 8,
     "fp32_copy_half": 2 + 8 + 2 * 4 + 2,
     "split_half": 2 + 2 * 4 + 2 * 4,
+    "split_byte": 2 + 2 * 4 + 2 * 2 * (1 + 1 / ops.BLOCK),
 }
 OURS: dict[Layout, str] = {
     "fp32": "fp32",
@@ -69,13 +70,14 @@ OURS: dict[Layout, str] = {
     "split": "bf16 in, split master, fp32 moments",
     "fp32_copy_half": "bf16 in and out, fp32 master, bf16 moments",
     "split_half": "bf16 in, split master, bf16 moments",
+    "split_byte": "bf16 in, split master, 8-bit moments",
 }
 
 
 class Arrays:
     """The state of one flat tensor in every layout: [numel] each, equal numbers in each layout.
 
-    Gradient and moments are bf16 numbers, so that the fp32 arrays hold the same ones. `reset` starts again.
+    The gradient has bf16 numbers and the moments those of 8 bits, which wider arrays hold too. `reset` starts again.
     """
 
     def __init__(self, numel: int) -> None:
@@ -86,6 +88,9 @@ class Arrays:
         self.grad_half, self.copy = store.zeros(numel, half), store.zeros(numel, half)
         self.high, self.remainder = store.zeros(numel, half), store.zeros(numel, torch.int16)
         self.exp_avg_half, self.exp_avg_sq_half = store.zeros(numel, half), store.zeros(numel, half)
+        self.exp_avg_codes, self.exp_avg_sq_codes = store.zeros(numel, torch.int8), store.zeros(numel, torch.int8)
+        blocks = ops.count_blocks(0, numel)
+        self.exp_avg_scales, self.exp_avg_sq_scales = store.zeros(blocks, torch.uint8), store.zeros(blocks, torch.uint8)
         for array in vars(self).values():
             ops.zero_(array)  # touched first by the threads that will have the part
         self.reset()
@@ -98,10 +103,20 @@ class Arrays:
             part["grad"].normal_(std=1e-3, generator=generator)
             part["exp_avg"].normal_(std=1e-3, generator=generator)
             part["exp_avg_sq"].uniform_(1e-7, 1e-6, generator=generator)
-            for name in ("grad", "exp_avg", "exp_avg_sq"):
-                part[name].copy_(part[f"{name}_half"].copy_(part[name]))
+            part["grad"].copy_(part["grad_half"].copy_(part["grad"]))
             part["copy"].zero_()
             ops.split_(part["param"], part["high"], part["remainder"])
+        wide, halves = (self.exp_avg, self.exp_avg_sq), (self.exp_avg_half, self.exp_avg_sq_half)
+        for whole, narrow, blocks, signed in zip(wide, halves, self.blocks, (True, False), strict=True):
+            ops.quantize_(whole, blocks, signed=signed)
+            ops.dequantize_(whole, blocks, signed=signed)
+            narrow.copy_(whole)
+
+    @property
+    def blocks(self) -> tuple[ops.Quantized, ops.Quantized]:
+        """The moments in 8 bits."""
+        first = ops.Quantized(self.exp_avg_codes, self.exp_avg_scales)
+        return first, ops.Quantized(self.exp_avg_sq_codes, self.exp_avg_sq_scales)
 
     def joined(self) -> Tensor:
         """The split master as fp32."""
@@ -111,11 +126,15 @@ class Arrays:
 
     def in_layout(self, layout: Layout) -> dict[str, Any]:
         """The arrays of a layout, by the names in `Stream.run`."""
-        split, half = layout.startswith("split"), layout.endswith("half")
+        split = layout.startswith("split")
+        states = {
+            "half": (self.exp_avg_half, self.exp_avg_sq_half),
+            "byte": (self.exp_avg_codes, self.exp_avg_sq_codes),
+        }
         return {
             "param": self.high if split else self.param,
             "second": self.remainder if split else None if layout == "fp32" else self.copy,
-            "states": (self.exp_avg_half, self.exp_avg_sq_half) if half else (self.exp_avg, self.exp_avg_sq),
+            "states": states.get(layout.rpartition("_")[2], (self.exp_avg, self.exp_avg_sq)),
             "grad": self.grad if layout == "fp32" else self.grad_half,
         }
 
@@ -136,7 +155,7 @@ class Contestant:
     """
 
     name: str
-    traffic: int
+    traffic: float
     layout: Layout
     step: Callable[[float], None]
     scales: bool = False
@@ -268,7 +287,7 @@ def our_contestant(arrays: Arrays, layout: Layout, target: str, threads: int) ->
     tensors = arrays.in_layout(layout)
     split, half = layout.startswith("split"), layout.endswith("half")
     second: dict[str, Any] = {"remainder" if split else "copy_out": tensors["second"]}
-    exp_avg, exp_avg_sq = tensors["states"]
+    exp_avg, exp_avg_sq = arrays.blocks if layout.endswith("byte") else tensors["states"]
     count = itertools.count(START + 1)
 
     def step(factor: float) -> None:
@@ -357,7 +376,7 @@ def check_stream(stream: Stream, arrays: Arrays, threads: int) -> None:
 
 
 def _unsigned(array: Tensor) -> Tensor:
-    bits: Tensor = array.view(torch.int32 if array.itemsize == 4 else torch.int16).long()
+    bits: Tensor = array.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[array.itemsize]).long()
     return bits & ((1 << 8 * array.itemsize) - 1)
 
 
@@ -418,7 +437,8 @@ def ratios(seconds: dict[str, list[float]], isas: Sequence[str]) -> list[dict[st
         ("split", chain, None),
         ("fp32_copy_half", chain, None),
         ("split_half", chain, 2.0),
-        *((layout, [stream_name(layout)], None if layout.endswith("half") else 0.85) for layout in LAYOUTS),
+        ("split_byte", chain, 2.0),
+        *((layout, [stream_name(layout)], None if layout.endswith(("half", "byte")) else 0.85) for layout in LAYOUTS),
     ]
     found = []
     for layout, peers, goal in duels:
@@ -449,7 +469,7 @@ def table(run: dict[str, Any]) -> str:
     for name, row in run["rows"].items():
         share = "" if row["share_of_stream"] is None else f"{row['share_of_stream']:.0%}"
         lines.append(
-            f"| {name} | {row['ms_per_1e9']:.0f} | {row['ms_per_1e9_min']:.0f} | {row['bytes_per_parameter']} | "
+            f"| {name} | {row['ms_per_1e9']:.0f} | {row['ms_per_1e9_min']:.0f} | {row['bytes_per_parameter']:g} | "
             f"{row['gb_per_s']:.1f} | {share} |"
         )
     lines += ["", "| peer's time / our time | peer | median | min | goal | reached |", "|---|---|---|---|---|---|"]

@@ -69,9 +69,10 @@ KERNEL(fp32_copy, uint32_t, uint32_t, uint16_t, ROUND, WRITE_LINE)
 KERNEL(split, uint16_t, uint32_t, uint16_t, READ_AND_WRITE, NO_LINE)
 KERNEL(fp32_copy_half, uint32_t, uint16_t, uint16_t, ROUND, WRITE_LINE)
 KERNEL(split_half, uint16_t, uint16_t, uint16_t, READ_AND_WRITE, NO_LINE)
+KERNEL(split_byte, uint16_t, uint8_t, uint16_t, READ_AND_WRITE, NO_LINE)
 
-static void (*const KERNELS[])(const Arrays*, size_t, size_t) = {fp32, fp32_copy, split, fp32_copy_half,
-                                                                 split_half};
+static void (*const KERNELS[])(const Arrays*, size_t, size_t) = {fp32,           fp32_copy,  split,
+                                                                 fp32_copy_half, split_half, split_byte};
 
 // Called by every thread: takes chunks of its own part of the arrays, then of the others' parts. `next` has
 // as many counters as there are threads, 0 at first; `count` and `chunk` are multiples of 32.

@@ -12,13 +12,13 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
-Layout = Literal["fp32", "fp32_copy", "split", "fp32_copy_half", "split_half"]
+Layout = Literal["fp32", "fp32_copy", "split", "fp32_copy_half", "split_half", "split_byte"]
 
-LAYOUTS: tuple[Layout, ...] = ("fp32", "fp32_copy", "split", "fp32_copy_half", "split_half")  # the order in stream.c
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)  # the order in stream.c
 BLOCK = 32  # elements: lengths are multiples of it
 _CHUNK = 1 << 18
 _SOURCE = Path(__file__).with_name("stream.c")
