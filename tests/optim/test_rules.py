@@ -290,6 +290,17 @@ def test_state_of_a_tensor_class_of_its_own_is_refused() -> None:
         examine(KeepsSubclass(weights()), CPU)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Adam8bit", "AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_state_of_torchao_is_refused(name: str) -> None:
+    optimizers = pytest.importorskip("torchao.optim")
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(ValueError, match=rf"{name} .*keeps 'exp_avg' as a OptimState(4bit|8bit|Fp8)"),
+    ):
+        examine(getattr(optimizers, name)(weights()), CPU)
+
+
 @pytest.mark.parametrize("cls", [Counted, CountedInGroup])
 def test_a_step_may_be_counted_outside_the_state(cls: type[UserOptimizer]) -> None:
     traits = examine(cls(weights()), CPU)
