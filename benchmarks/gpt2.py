@@ -13,9 +13,10 @@ STEPS = 2000  # the experiment's own number, over which the learning rate falls
 KEPT = ("val_loss", "train_loss", "steps", "tokens_per_second", "world_size", "peak_memory_bytes")
 
 
-def validate_once(steps: int) -> list[str]:
-    """Overrides that validate after the last step alone."""
-    return ["trainer.num_sanity_val_steps=0", f"trainer.val_check_interval={steps}"]
+def only_last_loss(steps: int) -> list[str]:
+    """Overrides that validate after the last step, and do nothing else beside the training."""
+    off = [f"callbacks.{name}=null" for name in ("checkpoint", "learning_rate", "gradients", "model_summary")]
+    return [*off, "trainer.num_sanity_val_steps=0", f"trainer.val_check_interval={steps}", "sample.length=0"]
 
 
 def known_losses(out: Path, result: Mapping[str, Any]) -> dict[str, Any]:

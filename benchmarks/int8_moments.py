@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.bf16_moments import ADAMW
 from benchmarks.environment import describe
 from benchmarks.examples import ROOT
-from benchmarks.gpt2 import STEPS, known_losses, train, validate_once
+from benchmarks.gpt2 import STEPS, known_losses, only_last_loss, train
 
 LAYOUTS = {
     "fp32 moments": ["precision=fp32"],
@@ -57,7 +57,7 @@ def main() -> None:
                 continue
             # The order of the data and the initial weights follow `seed`, the rounding `optimizer.seed`.
             overrides = ["strategy=zero2_offload", *ADAMW, *LAYOUTS[name], f"seed={seed}", f"optimizer.seed={seed}"]
-            overrides += [*validate_once(options.steps), *options.overrides]
+            overrides += [*only_last_loss(options.steps), *options.overrides]
             loss = float(train(overrides, options.data, options.steps, devices=options.devices)["val_loss"])
             found[str(seed)] = loss
             print(f"{name}, seed {seed}: {loss!r}", flush=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.environment import describe
 from benchmarks.examples import ROOT
-from benchmarks.gpt2 import STEPS, known_losses, train, validate_once
+from benchmarks.gpt2 import STEPS, known_losses, only_last_loss, train
 
 # With the betas of the experiment for both, and the weight decay of both.
 OPTIMIZERS = {
@@ -59,7 +59,7 @@ def main() -> None:
                 if str(seed) in found:
                     continue
                 overrides = [f"strategy={options.strategy}", *OPTIMIZERS[name], f"optimizer.lr={rate}", f"seed={seed}"]
-                overrides += [*validate_once(options.steps), *options.overrides]
+                overrides += [*only_last_loss(options.steps), *options.overrides]
                 found[str(seed)] = float(
                     train(overrides, options.data, options.steps, devices=options.devices)["val_loss"]
                 )
