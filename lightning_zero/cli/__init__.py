@@ -18,6 +18,8 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(name="lightning-zero", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
+_BEFORE, _CHECKPOINTS = "Before a run", "Checkpoints"
+
 
 class _Format(StrEnum):
     safetensors = "safetensors"
@@ -63,7 +65,7 @@ def _verbs(
     """
 
 
-@app.command("doctor")
+@app.command("doctor", rich_help_panel=_BEFORE)
 def _doctor(
     nvme: Annotated[Path | None, typer.Option(metavar="PATH", help="A folder on a disk that is measured, too.")] = None,
     params: Annotated[
@@ -85,7 +87,7 @@ def _doctor(
     raise typer.Exit(run(nvme=nvme, params=params, as_json=as_json))
 
 
-@app.command("estimate")
+@app.command("estimate", rich_help_panel=_BEFORE)
 def _estimate(
     model: Annotated[str | None, typer.Option(metavar="MODULE:CLASS", help="A model's class.")] = None,
     config: Annotated[
@@ -164,7 +166,7 @@ def _estimate(
     raise typer.Exit(run(request, as_json=as_json))
 
 
-@app.command("config")
+@app.command("config", rich_help_panel=_BEFORE)
 def _config(
     model: Annotated[str | None, typer.Option(metavar="MODULE:CLASS", help="A model's class.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML or JSON: the arguments of its constructor.")] = None,
@@ -232,7 +234,53 @@ def _config(
     raise typer.Exit(run(given, fixed, experiment=experiment, overwrite=overwrite, as_json=as_json))
 
 
-@app.command("inspect")
+@app.command("import-deepspeed", rich_help_panel=_BEFORE)
+def _import_deepspeed(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="A ds_config.json.", show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[OUT]", help="The file to write.", show_default="FILE's name with .yaml, in this folder"
+        ),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on a machine, which share the batch.", show_default=False)
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Machines.", show_default=False)] = None,
+    experiment: Annotated[
+        bool, typer.Option("--experiment", help="Write a file for the group experiment of an application.")
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Write nothing if a key is unknown or not supported; exit code 1.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the table and write nothing.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Turn a DeepSpeed configuration into one of Hydra's.
+
+    It prints what became of every key: taken over, under the same or another
+    name; without a meaning here, and why; not supported, and what to do instead;
+    unknown, and the nearest name. A file that is no JSON, has a value of a wrong
+    type or contradicts itself is an error with line and column.
+    """
+    from lightning_zero.cli.import_deepspeed import run
+
+    code = run(
+        path,
+        out,
+        devices=devices,
+        nodes=nodes,
+        experiment=experiment,
+        strict=strict,
+        dry_run=dry_run,
+        overwrite=overwrite,
+        as_json=as_json,
+    )
+    raise typer.Exit(code)
+
+
+@app.command("inspect", rich_help_panel=_CHECKPOINTS)
 def _inspect(
     path: _Checkpoint,
     as_json: _Json = False,
@@ -248,7 +296,7 @@ def _inspect(
     raise typer.Exit(run(path, as_json=as_json))
 
 
-@app.command("export")
+@app.command("export", rich_help_panel=_CHECKPOINTS)
 def _export(
     path: _Checkpoint,
     directory: Annotated[
@@ -305,7 +353,7 @@ def _export(
     raise typer.Exit(code)
 
 
-@app.command("consolidate")
+@app.command("consolidate", rich_help_panel=_CHECKPOINTS)
 def _consolidate(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A sharded checkpoint.", show_default=False)],
     path: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.", show_default=False)],
@@ -324,12 +372,12 @@ def _consolidate(
     raise typer.Exit(run(folder, path, dtype=dtype, overwrite=overwrite, as_json=as_json))
 
 
-@app.command("convert-deepspeed")
+@app.command("convert-deepspeed", rich_help_panel=_CHECKPOINTS)
 def _convert_deepspeed(
     folder: Annotated[
         Path,
         typer.Argument(
-            metavar="FOLDER", help="A folder that DeepSpeed has written, such as last.ckpt/.", show_default=False
+            metavar="DIR", help="A folder that DeepSpeed has written, such as last.ckpt/.", show_default=False
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint file.", show_default=False)],
@@ -339,6 +387,7 @@ def _convert_deepspeed(
             "--trust", help="Read the folder's pickles, which can run any program. Use it for authors that you trust."
         ),
     ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
     as_json: _Json = False,
 ) -> None:
     """Turn a ZeRO folder of DeepSpeed (stage 1, 2 or 3) into one checkpoint file.
@@ -349,53 +398,7 @@ def _convert_deepspeed(
     """
     from lightning_zero.cli.convert_deepspeed import run
 
-    raise typer.Exit(run(folder, out, trust=trust, as_json=as_json))
-
-
-@app.command("import-deepspeed")
-def _import_deepspeed(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="A ds_config.json.", show_default=False)],
-    out: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[OUT]", help="The file to write.", show_default="FILE's name with .yaml, in this folder"
-        ),
-    ] = None,
-    devices: Annotated[
-        int | None, typer.Option(min=1, help="Ranks on a machine, which share the batch.", show_default=False)
-    ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Machines.", show_default=False)] = None,
-    experiment: Annotated[
-        bool, typer.Option("--experiment", help="Write a file for the group experiment of an application.")
-    ] = False,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Write nothing if a key is unknown or not supported; exit code 1.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the table and write nothing.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
-    as_json: _Json = False,
-) -> None:
-    """Turn a DeepSpeed configuration into one of Hydra's.
-
-    It prints what became of every key: taken over, under the same or another
-    name; without a meaning here, and why; not supported, and what to do instead;
-    unknown, and the nearest name. A file that is no JSON, has a value of a wrong
-    type or contradicts itself is an error with line and column.
-    """
-    from lightning_zero.cli.import_deepspeed import run
-
-    code = run(
-        path,
-        out,
-        devices=devices,
-        nodes=nodes,
-        experiment=experiment,
-        strict=strict,
-        dry_run=dry_run,
-        overwrite=overwrite,
-        as_json=as_json,
-    )
-    raise typer.Exit(code)
+    raise typer.Exit(run(folder, out, trust=trust, overwrite=overwrite, as_json=as_json))
 
 
 def main() -> None:

@@ -19,10 +19,10 @@ from lightning_zero.tools.deepspeed import convert
 SCHEMA = 1
 
 
-def run(folder: Path, out: Path, *, trust: bool, as_json: bool = False) -> int:
+def run(folder: Path, out: Path, *, trust: bool, overwrite: bool, as_json: bool = False) -> int:
     """Converts, and prints what is in the file; returns the exit code."""
     try:
-        converted = convert(folder, out, trust=trust)
+        converted = convert(folder, out, trust=trust, overwrite=overwrite)
     except (CheckpointError, OSError) as error:
         return complain(error)
     if as_json:

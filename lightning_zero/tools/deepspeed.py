@@ -68,7 +68,7 @@ class Converted:
     lightning: bool
 
 
-def convert(folder: Path, out: Path, *, trust: bool = False) -> Converted:
+def convert(folder: Path, out: Path, *, trust: bool = False, overwrite: bool = False) -> Converted:
     """Write a checkpoint file with what a ZeRO folder of stage 1, 2 or 3 holds.
 
     Weights are the fp32 masters, optimizer state has parameter names; 16-bit buffers and frozen parameters become fp32.
@@ -78,6 +78,7 @@ def convert(folder: Path, out: Path, *, trust: bool = False) -> Converted:
         folder: that DeepSpeed or Lightning's `DeepSpeedStrategy` wrote, or one tag's folder in it.
         out: the file.
         trust: read the pickles. They can run any program.
+        overwrite: replace a file that is there.
 
     Raises:
         CheckpointError: ``trust`` is missing; there is a file at ``out``; the folder is none of these, is incomplete or
@@ -90,8 +91,8 @@ def convert(folder: Path, out: Path, *, trust: bool = False) -> Converted:
             f"{folder} holds pickles, and a pickle can run any program when it is read: was it written by you, or by "
             f"someone you trust? Then type lightning-zero convert-deepspeed {folder} {out} --trust"
         )
-    if out.exists():
-        raise CheckpointError(f"{out} exists; remove it, or name another file.")
+    if out.exists() and not overwrite:
+        raise CheckpointError(f"{out} is already there; name another file, or replace it by --overwrite.")
     try:
         run = read(directory)
         conversion = _Conversion(run)

@@ -1,0 +1,449 @@
+"""What `lightning-zero estimate` says of memory, against what a fit takes: models x names x precision x CPU ranks.
+
+    python -m benchmarks.estimates
+
+Every case is a fit by the Trainer with AdamW, on small models of every kind. Predicted: the plan with the traced
+activations, before anything is allocated. Measured, per rank:
+
+- held: bytes of all tensors that are alive after the second step and were not before the model was made;
+- growth: the most resident memory of the third step (VmHWM, reset before it) above the resident memory before it.
+
+The goals are held bytes within 1% and growth within 10%. Blocks of 32 KiB and more are mappings of their own
+(MALLOC_MMAP_THRESHOLD_), so that what is freed leaves the resident memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.environment import describe, free_port
+from benchmarks.examples import ROOT
+
+WORDS, TOKENS, BATCH = 4096, 64, 4
+HELD, GROWTH = 0.01, 0.10
+PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed"}
+NVME = {"nvme_buffer_gb": 0.002}
+ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": "32768",
+    "MALLOC_TRIM_THRESHOLD_": "0",
+    "MALLOC_ARENA_MAX": "1",
+    "MKL_DISABLE_FAST_MM": "1",
+    "OMP_NUM_THREADS": "1",
+}
+_START = "import sys; sys.path.append({root!r}); from benchmarks.estimates import work; work()"
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of model: what makes it, and a batch of it by the names of its forward's arguments."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[], dict[str, Tensor]]
+
+
+class Lstm(nn.Module):
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, width)
+        self.lstm = nn.LSTM(width, 2 * width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(2 * width, WORDS)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        scores = self.head(self.lstm(self.embed(input_ids))[0])
+        return {"loss": F.cross_entropy(scores.float().flatten(0, 1), labels.flatten())}
+
+
+class Experts(nn.Module):
+    """As many experts as there are tokens for: each takes the tokens that weigh most for it (expert choice)."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, -2)
+        weights = self.gate(flat).softmax(-1)
+        capacity = 2 * len(flat) // len(self.experts)
+        result = flat
+        for number, expert in enumerate(self.experts):
+            share, chosen = weights[:, number].topk(capacity)
+            result = result.index_add(0, chosen, (expert(flat[chosen]) * share[:, None]).to(result.dtype))
+        return result.view_as(x)
+
+
+class Moe(nn.Module):
+    def __init__(self, width: int = 192) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, width)
+        self.layers = nn.ModuleList(Experts(width, 4) for _ in range(4))
+        self.head = nn.Linear(width, WORDS)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        h = self.embed(input_ids)
+        for layer in self.layers:
+            h = layer(h)
+        return {"loss": F.cross_entropy(self.head(h).float().flatten(0, 1), labels.flatten())}
+
+
+def words() -> dict[str, Tensor]:
+    ids = torch.arange(BATCH * TOKENS).view(BATCH, TOKENS) % WORDS
+    return {"input_ids": ids, "labels": ids}
+
+
+def images() -> dict[str, Tensor]:
+    return {"pixel_values": torch.ones(4 * BATCH, 3, 64, 64), "labels": torch.zeros(4 * BATCH, dtype=torch.long)}
+
+
+def of_transformers(name: str, config: str, **sizes: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import transformers
+
+        transformers.utils.logging.set_verbosity_error()
+        made: nn.Module = getattr(transformers, name)(getattr(transformers, config)(**sizes))
+        return made
+
+    return make
+
+
+def gpt2(layers: int, width: int, recompute: bool = False) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        sizes = {"n_layer": layers, "n_embd": width, "n_head": 4, "n_positions": TOKENS, "use_cache": False}
+        dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+        made: Any = of_transformers("GPT2LMHeadModel", "GPT2Config", vocab_size=WORDS, **sizes, **dropout)()
+        if recompute:
+            made.gradient_checkpointing_enable({"use_reentrant": False})
+        return made
+
+    return make
+
+
+def lora() -> nn.Module:
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return peft.get_peft_model(gpt2(4, 384)(), peft.LoraConfig(r=16, target_modules=["c_attn", "c_fc"]))
+
+
+_BERT = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+MODELS: dict[str, Kind] = {
+    "gpt2, 4 x 256": Kind(gpt2(4, 256), words),
+    "gpt2, 2 x 512": Kind(gpt2(2, 512), words),
+    "gpt2, 12 x 192": Kind(gpt2(12, 192), words),
+    "gpt2, 6 x 256, recomputed": Kind(gpt2(6, 256, recompute=True), words),
+    "t5": Kind(
+        of_transformers(
+            "T5ForConditionalGeneration",
+            "T5Config",
+            vocab_size=WORDS,
+            d_model=256,
+            d_kv=64,
+            d_ff=1024,
+            num_layers=3,
+            num_heads=4,
+            decoder_start_token_id=0,
+            use_cache=False,
+        ),
+        words,
+    ),
+    "vit": Kind(
+        of_transformers("ViTForImageClassification", "ViTConfig", image_size=64, patch_size=8, **_BERT), images
+    ),
+    "bert": Kind(
+        of_transformers("BertForMaskedLM", "BertConfig", vocab_size=WORDS, max_position_embeddings=TOKENS, **_BERT),
+        words,
+    ),
+    "llama": Kind(
+        of_transformers(
+            "LlamaForCausalLM",
+            "LlamaConfig",
+            vocab_size=WORDS,
+            hidden_size=256,
+            intermediate_size=768,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            use_cache=False,
+        ),
+        words,
+    ),
+    "lstm": Kind(Lstm, words),
+    "mixture of experts": Kind(Moe, words),
+    "lora": Kind(lora, words),
+}
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def work() -> None:
+    """Runs the cases of a list in this rank, and prints a line of JSON for each."""
+    import logging
+
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    cases = json.loads(sys.argv[1])
+    with Path(sys.argv[2]).open("w") as out:
+        for case in cases:
+            found = measure(**case)
+            out.write(json.dumps(case | found) + "\n")
+            print(case, found, file=sys.stderr, flush=True)
+
+
+def measure(model: str, name: str, precision: str, ranks: int) -> dict[str, Any]:
+    """Bytes held and the growth of a step, planned and measured, of this rank."""
+    kind, flag = MODELS[model], PRECISIONS[precision]
+    planned = plan_of(model, name, flag, ranks)
+    gc.collect()
+    gc.freeze()  # what is there now is not looked at again
+    with tempfile.TemporaryDirectory() as folder:
+        found = fit(kind, name, flag, ranks, folder)
+    gc.unfreeze()
+    gc.collect()
+    return {
+        "held": found["held"],
+        "held_planned": planned.held.total,
+        "growth": found["growth"],
+        "growth_planned": planned.peak.total - planned.held.total,
+    }
+
+
+def strategy_options(name: str, folder: str) -> dict[str, Any]:
+    from lightning_zero.integration.names import STRATEGIES
+
+    arguments = dict(STRATEGIES[name])
+    return arguments | {"nvme_path": folder, **NVME} if "nvme" in name else arguments
+
+
+@functools.cache
+def traced(model: str, flag: Any) -> tuple[Any, Any]:
+    """A model without memory, and its activations."""
+    from lightning_zero.integration.precision import ZeroPrecision
+    from lightning_zero.planning.tracing import trace
+
+    kind, plugin = MODELS[model], ZeroPrecision(flag)
+    with torch.device("meta"):
+        module = module_of(kind)
+
+    def loss(twin: nn.Module) -> Tensor:
+        with plugin.computing_on("cpu"):
+            return twin.training_step(kind.batch())  # type: ignore[operator, no-any-return]
+
+    return module, trace(module, loss, plugin.policy)
+
+
+def plan_of(model: str, name: str, flag: Any, ranks: int) -> Any:
+    """The plan that `estimate` makes, for CPU ranks."""
+    from lightning_zero.integration import engines
+    from lightning_zero.integration.options import StrategyOptions
+    from lightning_zero.integration.precision import ZeroPrecision
+    from lightning_zero.integration.remedies import setting_of
+    from lightning_zero.planning.memory import Memory
+
+    module, activations = traced(model, flag)
+    options = StrategyOptions(**strategy_options(name, "/"))
+    policy = ZeroPrecision(flag).policy
+    memory = Memory(
+        module=module,
+        trains=True,
+        optimizers=[module.configure_optimizers()],
+        micro_batches=1,
+        setting=setting_of(options, engines.shard_size(options, 1, ranks), policy),
+        dtypes={},
+        units=None,
+        native="auto",
+        device=torch.device("cpu"),
+        world_size=ranks,
+        rank=int(os.environ["RANK"]),
+        candidates=[],
+        hint="",
+        trace=activations,
+    )
+    return memory.plan
+
+
+def module_of(kind: Kind) -> Any:
+    import lightning as L
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = kind.make()
+
+        def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+            output: Any = self.model(**batch)
+            loss: Tensor = output["loss"]
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad])
+
+    return Module()
+
+
+def fit(kind: Kind, name: str, flag: Any, ranks: int, folder: str) -> dict[str, int]:
+    """Three steps; bytes held after the second, and how much the third one grows."""
+    import lightning as L
+
+    import lightning_zero
+
+    found: dict[str, int] = {}
+
+    class Look(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, number: int) -> None:
+            if number == 2:
+                gc.collect()
+                found["held"] = sum(s.nbytes() for s in storages())
+                found["held"] -= sum(t.untyped_storage().nbytes() for t in {id(t): t for t in batch.values()}.values())
+                Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+                found["resident"] = resident("VmRSS")
+
+        def on_train_batch_end(self, trainer: Any, module: Any, output: Any, batch: Any, number: int) -> None:
+            if number == 2:
+                found["growth"] = resident("VmHWM") - found["resident"]
+
+    trainer = L.Trainer(
+        strategy=lightning_zero.ZeroStrategy(**strategy_options(name, folder)),
+        precision=flag,
+        accelerator="cpu",
+        devices=ranks,
+        max_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Look()],
+    )
+    torch.manual_seed(0)
+    trainer.fit(module_of(kind), torch.utils.data.DataLoader([kind.batch()] * (3 * ranks), batch_size=None))
+    return found
+
+
+def resident(line: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"^{line}:\s+(\d+) kB", status, re.MULTILINE)[1]) * 1024  # type: ignore[index]
+
+
+def storages() -> list[torch.UntypedStorage]:
+    """Those of all tensors alive, each once."""
+    tensors = [o for o in gc.get_objects() if isinstance(o, Tensor)]
+    with torch._C.DisableTorchFunctionSubclass():
+        found = [t.untyped_storage() for t in tensors if t.layout is torch.strided and t.device.type == "cpu"]
+    return list({s.data_ptr(): s for s in found if s.nbytes()}.values())
+
+
+# -- all cases --------------------------------------------------------------------------------------------------------
+
+
+def cases(models: list[str], names: list[str], precisions: list[str], ranks: int) -> Iterator[dict[str, Any]]:
+    for model, precision, name in itertools.product(models, precisions, names):
+        yield {"model": model, "name": name, "precision": precision, "ranks": ranks}
+
+
+def run_ranks(wanted: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
+    """Runs cases in as many ranks, which are processes; returns the rows of all of them."""
+    port = str(free_port())
+    with tempfile.TemporaryDirectory() as folder:
+        outs = [Path(folder) / f"{rank}" for rank in range(ranks)]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-P", "-c", _START.format(root=str(ROOT)), json.dumps(wanted), str(out)],
+                env=os.environ | ENVIRONMENT | environment_of(rank, ranks, port),
+                cwd=folder,
+            )
+            for rank, out in enumerate(outs)
+        ]
+        codes = [process.wait() for process in processes]
+        if any(codes):
+            raise RuntimeError(f"ranks ended with {codes}")
+        return [
+            json.loads(line) | {"rank": rank} for rank, out in enumerate(outs) for line in out.read_text().splitlines()
+        ]
+
+
+def environment_of(rank: int, ranks: int, port: str) -> dict[str, str]:
+    """As torchrun sets it."""
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
+    named = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
+    return {name: str(value) for name, value in values.items()} | named
+
+
+def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Adds how far what was measured is from what was planned."""
+    return [
+        row
+        | {
+            "held_ratio": row["held"] / row["held_planned"],
+            "growth_ratio": row["growth"] / row["growth_planned"],
+        }
+        for row in rows
+    ]
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of every model the most that anything deviates, and how many cases are within the goals."""
+    by_model = {}
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == model]
+        by_model[model] = {
+            "cases": len(mine),
+            "held_off": max(abs(row["held_ratio"] - 1) for row in mine),
+            "growth_off": max(abs(row["growth_ratio"] - 1) for row in mine),
+        }
+    held = sum(abs(row["held_ratio"] - 1) <= HELD for row in rows)
+    growth = sum(abs(row["growth_ratio"] - 1) <= GROWTH for row in rows)
+    return {"cases": len(rows), "held_within_goal": held, "growth_within_goal": growth, "models": by_model}
+
+
+def main() -> None:
+    from lightning_zero.integration.names import STRATEGIES
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--names", nargs="+", default=list(STRATEGIES))
+    parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/estimates.json")
+    options = parser.parse_args()
+
+    start = time.monotonic()
+    rows: list[dict[str, Any]] = []
+    for ranks in options.ranks:
+        rows += ratios(run_ranks(list(cases(options.models, options.names, options.precisions, ranks)), ranks))
+        result = {"environment": describe(), "seconds": round(time.monotonic() - start), **summary(rows), "rows": rows}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    for row in rows:
+        names = [row[key] for key in ("model", "name", "precision", "ranks", "rank")]
+        print(f"{row['held_ratio']:.3f} {row['growth_ratio']:.3f}", *names, sep="  ")
+    print(json.dumps(summary(rows), indent=2))
+
+
+if __name__ == "__main__":
+    main()
