@@ -130,6 +130,17 @@ def _estimate(
         str | None,
         typer.Option(metavar="SIZE", help="Bytes that a machine sends in a second.", show_default="12.5GB"),
     ] = None,
+    nvme: Annotated[
+        Path | None, typer.Option(help="A folder on a disk for optimizer state: names that end in _nvme count, too.")
+    ] = None,
+    disk: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes that may rest there.", show_default="what is free in --nvme, or none"),
+    ] = None,
+    disk_rate: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes that it reads or writes in a second.", show_default="2GB"),
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Tell which strategies fit a model onto a machine, and which is the fastest.
@@ -162,6 +173,9 @@ def _estimate(
         host=host,
         dram=dram,
         network=network,
+        nvme=nvme,
+        disk=disk,
+        disk_rate=disk_rate,
     )
     raise typer.Exit(run(request, as_json=as_json))
 
@@ -191,6 +205,17 @@ def _config(
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of a machine.")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Machines.")] = None,
     host: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of a machine for training.")] = None,
+    nvme: Annotated[
+        Path | None, typer.Option(help="A folder on a disk for optimizer state: names that end in _nvme count, too.")
+    ] = None,
+    disk: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes that may rest there.", show_default="what is free in --nvme, or none"),
+    ] = None,
+    disk_rate: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes that it reads or writes in a second.", show_default="2GB"),
+    ] = None,
     strategy: Annotated[str | None, typer.Option(metavar="NAME", help="Another one than the fastest.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="The file to write.")] = None,
     python: Annotated[bool, typer.Option("--python", help="Print lines of Python, and write no file.")] = False,
@@ -226,11 +251,12 @@ def _config(
         "--gpus": gpus,
         "--nodes": nodes,
         "--host": host,
+        "--nvme": nvme,
         "--strategy": strategy,
         "--out": out,
         "--python": form,
     }
-    fixed = {"changes": changes or [], "accumulate": accumulate}
+    fixed = {"changes": changes or [], "accumulate": accumulate, "disk": disk, "disk_rate": disk_rate}
     raise typer.Exit(run(given, fixed, experiment=experiment, overwrite=overwrite, as_json=as_json))
 
 

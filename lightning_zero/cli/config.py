@@ -32,6 +32,7 @@ from lightning_zero.cli.request import Request
 from lightning_zero.cli.text import complain, number, print_json, size, wide_console
 from lightning_zero.config.files import to_yaml
 from lightning_zero.integration.choices import PRECISIONS
+from lightning_zero.integration.options import NVME_PATH
 from lightning_zero.integration.precision import PrecisionName
 from lightning_zero.planning.devices import GPUS, Machine, parse_gpu, parse_size
 from lightning_zero.planning.estimate import Estimate
@@ -115,7 +116,7 @@ def _run(answers: Answers, fixed: Mapping[str, Any], experiment: bool, overwrite
     console = wide_console()
     request, imagined = _model(answers, fixed)
     machine = request.machine()
-    estimates = estimate_all(imagined, machine, request.precision, request.accumulate)
+    estimates = estimate_all(imagined, machine, request)
     if not as_json:
         console.print(render(imagined, machine, estimates))
     fitting = {short(each.choice.hydra): each for each in estimates if each.fits}
@@ -156,7 +157,7 @@ def _run(answers: Answers, fixed: Mapping[str, Any], experiment: bool, overwrite
 def _model(answers: Answers, fixed: Mapping[str, Any]) -> tuple[Request, Imagined]:
     """Asks for model and machine, at a terminal until the model can be made."""
     here = Here.find()
-    machine = _machine(answers, here)
+    machine = _machine(answers, here, fixed)
     while True:
         request = Request(**fixed, **machine, **_sizes(answers, here))
         try:
@@ -169,7 +170,7 @@ def _model(answers: Answers, fixed: Mapping[str, Any]) -> tuple[Request, Imagine
                 answers.given.pop(flag, None)
 
 
-def _machine(answers: Answers, here: Here) -> dict[str, Any]:
+def _machine(answers: Answers, here: Here, fixed: Mapping[str, Any]) -> dict[str, Any]:
     gpu = answers.ask(_gpu(here))
     default = "16-mixed" if parse_gpu(gpu).name.startswith(("t4", "v100")) else "bf16-mixed"
     flags = {str(flag): f"{flag}: {name}" for flag, name in PRECISIONS.items()}
@@ -179,6 +180,15 @@ def _machine(answers: Answers, here: Here) -> dict[str, Any]:
         "nodes": answers.ask(Question("--nodes", "How many machines?", whole, str(here.nodes))),
         "host": answers.ask(
             Question("--host", "How much memory of a machine may training take?", _size_as_text, here.host)
+        ),
+        "nvme": answers.ask(
+            Question(
+                "--nvme",
+                "A folder on a local disk for optimizer state (empty: none)?",
+                _folder_or_none if fixed.get("disk") is None else _path_or_none,
+                os.environ.get(NVME_PATH, ""),
+                is_path=True,
+            )
         ),
         "precision": answers.ask(Question("--precision", "In which precision?", _precision, default, flags)),
     }
@@ -310,6 +320,16 @@ def _whole_or_none(answer: str) -> int | None:
 def _file_or_none(answer: str) -> Path | None:
     if answer and not Path(answer).is_file():
         raise ValueError(f"{answer} is no file")
+    return Path(answer) if answer else None
+
+
+def _path_or_none(answer: str) -> Path | None:
+    return Path(answer) if answer else None
+
+
+def _folder_or_none(answer: str) -> Path | None:
+    if answer and not Path(answer).is_dir():
+        raise ValueError(f"{answer} is no folder of this machine; --disk says what one elsewhere may take")
     return Path(answer) if answer else None
 
 

@@ -7,10 +7,11 @@
 - `model`: `name`, `parameters`, `activation_bytes` (null: unknown), `flops` of a micro-batch (null: unknown), `note`
 - `machine`: see `lightning_zero.planning.devices.Machine`
 - `choices`: the fastest that fits first, then the rest of those that fit, then the others. Of each: `hydra`, `python`,
-  `fits`, `device_fits`, `host_fits`; `device_held_bytes`, `device_peak_bytes`, `host_held_bytes` and `host_peak_bytes`
-  of a rank; `sent_bytes`, `copied_to_device_bytes` and `copied_to_host_bytes` of a rank in a step; `step_seconds` at
-  least, and of it `compute_seconds`, `network_seconds`, `pcie_seconds`, `update_seconds`, `disk_seconds`; `limit`,
-  which of these is the longest
+  `fits`, `device_fits`, `host_fits`, `disk_fits`; `device_held_bytes`, `device_peak_bytes`, `host_held_bytes`,
+  `host_peak_bytes` and `disk_held_bytes` of a rank, of which a step reads and writes the last; `sent_bytes`,
+  `copied_to_device_bytes` and `copied_to_host_bytes` of a rank in a step; `step_seconds` at least, and of it
+  `compute_seconds`, `network_seconds`, `pcie_seconds`, `update_seconds`, `disk_seconds`; `limit`, which of these is
+  the longest
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_zero.cli.imagined import Imagined
-from lightning_zero.cli.request import Request
+from lightning_zero.cli.request import SOME_FOLDER, Request
 from lightning_zero.cli.text import complain, facts_table, print_json, size, wide_console
 from lightning_zero.integration.choices import choices
-from lightning_zero.integration.precision import PrecisionName, ZeroPrecision
+from lightning_zero.integration.precision import ZeroPrecision
 from lightning_zero.planning.devices import Machine
 from lightning_zero.planning.estimate import Choice, Estimate, estimate, ranked
 from lightning_zero.planning.memory import Memory
@@ -43,7 +44,7 @@ def run(request: Request, *, as_json: bool = False) -> int:
     """Estimates and prints; returns the exit code."""
     try:
         machine, imagined = request.machine(), request.imagine()
-        estimates = estimate_all(imagined, machine, request.precision, request.accumulate)
+        estimates = estimate_all(imagined, machine, request)
     except (ValueError, OSError) as error:
         return complain(error)
     if as_json:
@@ -52,14 +53,13 @@ def run(request: Request, *, as_json: bool = False) -> int:
     return 0
 
 
-def estimate_all(
-    imagined: Imagined, machine: Machine, precision: PrecisionName, micro_batches: int = 1
-) -> list[Estimate]:
+def estimate_all(imagined: Imagined, machine: Machine, request: Request) -> list[Estimate]:
     """Estimates every way to train, the fastest that fits first."""
-    wide = ZeroPrecision(precision).policy.param_dtype not in (torch.bfloat16, torch.float16)
+    micro_batches = request.accumulate
+    wide = ZeroPrecision(request.precision).policy.param_dtype not in (torch.bfloat16, torch.float16)
     flops = 0 if imagined.trace is None else micro_batches * imagined.trace.flops
     found = []
-    for choice in choices(machine.gpus, machine.nodes, precision):
+    for choice in choices(machine.gpus, machine.nodes, request.precision, request.nvme_path):
         memory = _memory(imagined, choice, machine, micro_batches)
         found.append(estimate(choice, memory.plan, flops, wide, machine))
     return ranked(found)
@@ -117,10 +117,12 @@ def choice_as_json(each: Estimate) -> dict[str, Any]:
         "fits": each.fits,
         "device_fits": each.device_fits,
         "host_fits": each.host_fits,
+        "disk_fits": each.disk_fits,
         "device_held_bytes": plan.held.device,
         "device_peak_bytes": plan.peak.device,
         "host_held_bytes": plan.held.host,
         "host_peak_bytes": plan.peak.host,
+        "disk_held_bytes": plan.held.disk,
         "sent_bytes": sum(plan.sent.values()),
         "copied_to_device_bytes": plan.copied.get("h2d", 0),
         "copied_to_host_bytes": plan.copied.get("d2h", 0),
@@ -143,25 +145,26 @@ def render(imagined: Imagined, machine: Machine, estimates: Sequence[Estimate]) 
             f"GPU to GPU {gpu.link / 1e9:g}, host memory {machine.dram / 1e9:g} GB/s; {gpu.source}"
         ),
     }
+    disk = bool(machine.storage)
+    if disk:
+        facts["disk"] = f"{size(machine.storage)} each, {machine.disk / 1e9:g} GB/s read or written"
     table = Table(title="GiB of a rank, and the least time of a step")
     table.add_column("fits")
     table.add_column("override", overflow="fold")
-    for name in ("device held", "peak", "host held", "peak", "sent", "to device", "to host", "step, s", "bound by"):
+    columns = ("device held", "peak", "host held", "peak", *(["disk"] if disk else []), "sent", "to device", "to host")
+    for name in (*columns, "step, s", "bound by"):
         table.add_column(name, justify="right")
     for each in estimates:
         plan, times = each.plan, each.times
-        figures = (plan.held.device, plan.peak.device, plan.held.host, plan.peak.host, sum(plan.sent.values()))
-        copied = plan.copied.get("h2d", 0), plan.copied.get("d2h", 0)
-        fits = (
-            "yes"
-            if each.fits
-            else "no: "
-            + " and ".join(name for name, ok in (("device", each.device_fits), ("host", each.host_fits)) if not ok)
-        )
+        figures = [plan.held.device, plan.peak.device, plan.held.host, plan.peak.host]
+        figures += [plan.held.disk] if disk else []
+        figures += [sum(plan.sent.values()), plan.copied.get("h2d", 0), plan.copied.get("d2h", 0)]
+        places = {"device": each.device_fits, "host": each.host_fits, "disk": each.disk_fits}
+        lacks = " and ".join(name for name, ok in places.items() if not ok)
         table.add_row(
-            Text(fits, style="green" if each.fits else "red"),
+            Text(f"no: {lacks}" if lacks else "yes", style="red" if lacks else "green"),
             short(each.choice.hydra),
-            *(f"{nbytes / 2**30:,.2f}" for nbytes in (*figures, *copied)),
+            *(f"{nbytes / 2**30:,.2f}" for nbytes in figures),
             f"{times.bound:.3g}" if trace is not None else "",
             _LIMITS[times.limit] if trace is not None else "",
         )
@@ -177,10 +180,12 @@ def _recommendation(estimates: Sequence[Estimate]) -> RenderableType:
     best = estimates[0]
     if not best.fits:
         return Text(
-            "Nothing fits. Recomputation (--checkpointing), a smaller --batch, more GPUs, or more host memory take or "
-            "have what is missing."
+            "Nothing fits. Recomputation (--checkpointing), a smaller --batch, more GPUs, more host memory, or a disk "
+            "(--disk) take or have what is missing."
         )
+    stands = SOME_FOLDER in best.choice.hydra
     return Group(
+        *([Text(f"{SOME_FOLDER} stands for a folder on the disk.")] if stands else []),
         Text("The fastest that fits, with Hydra and in Python:"),
         Text(f"  python train.py {best.choice.hydra}", style="bold"),
         Text(f"  {best.choice.python}", style="bold"),

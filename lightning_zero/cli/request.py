@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 from lightning_zero.cli.imagined import EstimateError, Imagined, from_class, from_sizes, from_transformers
 from lightning_zero.integration.precision import PrecisionName, ZeroPrecision
-from lightning_zero.planning.devices import DRAM, NETWORK, Machine, parse_gpu, parse_size
+from lightning_zero.planning.devices import DISK, DRAM, NETWORK, Machine, parse_gpu, parse_size
+
+SOME_FOLDER = "/local_nvme"  # stands for a folder on a disk of which only the size is known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,9 @@ class Request:
         host: memory of a machine.
         dram: bytes that this memory moves in a second; None: nobody says.
         network: bytes that a machine sends in a second; None: nobody says.
+        nvme: folder on a disk where state may rest; None: see ``disk``.
+        disk: bytes that may rest there; None: what is free in the folder, if there is one.
+        disk_rate: bytes that this disk reads or writes in a second; None: nobody says.
     """
 
     model: str | None = None
@@ -59,6 +65,14 @@ class Request:
     host: str = "64GB"
     dram: str | None = None
     network: str | None = None
+    nvme: Path | None = None
+    disk: str | None = None
+    disk_rate: str | None = None
+
+    @property
+    def nvme_path(self) -> str | None:
+        """The folder for state on a disk, or a name that stands for it; None: no disk is to be used."""
+        return str(self.nvme) if self.nvme is not None else None if self.disk is None else SOME_FOLDER
 
     def machine(self) -> Machine:
         """Describes the machines.
@@ -73,7 +87,20 @@ class Request:
             parse_size(self.host),
             DRAM if self.dram is None else parse_size(self.dram),
             NETWORK if self.network is None else parse_size(self.network),
+            DISK if self.disk_rate is None else parse_size(self.disk_rate),
+            self._storage(),
         )
+
+    def _storage(self) -> int:
+        if self.disk is not None:
+            return parse_size(self.disk)
+        if self.nvme is None:
+            return 0
+        if not self.nvme.is_dir():
+            raise ValueError(
+                f"--nvme {self.nvme} is no folder of this machine; give --disk, the bytes that it may take"
+            )
+        return shutil.disk_usage(self.nvme).free
 
     def imagine(self) -> Imagined:
         """Makes the model, without memory.

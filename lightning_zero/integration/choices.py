@@ -103,24 +103,25 @@ def fine_ways(gpus: int, nodes: int, disk: bool, fixed: Mapping[str, Any]) -> li
     return [way for way in found if way.options["stage"] or fixed.get("shard_size", 1) == 1]
 
 
-def choices(gpus: int, nodes: int, precision: PrecisionName) -> Iterator[Choice]:
+def choices(gpus: int, nodes: int, precision: PrecisionName, nvme_path: str | None = None) -> Iterator[Choice]:
     """Yields all ways, the simplest first.
 
     Args:
         gpus: ranks of a machine.
         nodes: machines.
         precision: flag of the Trainer.
+        nvme_path: folder on a disk, where state may rest; None: there is none.
     """
     policy = ZeroPrecision(precision).policy
     tail = f"precision={PRECISIONS[precision]} trainer.devices={gpus}" + f" trainer.num_nodes={nodes}" * (nodes > 1)
     flags = f', precision="{precision}", devices={gpus}' + f", num_nodes={nodes}" * (nodes > 1)
-    # What a disk can do no data sheet of the machine says.
     known = [name for name, arguments in STRATEGIES.items() if "nvme" not in arguments.values()]
-    for way in ways(known, _VARIANTS, gpus, nodes):
+    on_disk = [] if nvme_path is None else [(n, {"nvme_path": nvme_path}) for n in STRATEGIES if n not in known]
+    for way in ways(known, (*_VARIANTS, *on_disk), gpus, nodes):
         options = StrategyOptions(**way.options)
         setting = setting_of(options, engines.shard_size(options, nodes, gpus), policy)
         hydra = f"{way.hydra} {tail}"
         python = f"L.Trainer(strategy={way.python}{flags})"
         yield Choice(hydra, python, setting)
-        if setting.optimizer_memory == "host" and policy.param_dtype is not None and policy.param_dtype.itemsize == 2:
+        if setting.optimizer_memory != "device" and policy.param_dtype is not None and policy.param_dtype.itemsize == 2:
             yield Choice(f"{hydra} {REDUCED_HYDRA}", f"{python}  # {REDUCED_PYTHON}", setting, reduced=True)

@@ -93,6 +93,7 @@ class Machine:
         dram: bytes per second of a machine's memory, read and written together.
         network: bytes per second that a machine sends to others.
         disk: bytes per second that a machine reads from its disk, or writes to it.
+        storage: bytes of this disk that training may take.
     """
 
     gpu: Gpu
@@ -102,6 +103,7 @@ class Machine:
     dram: float
     network: float
     disk: float = DISK
+    storage: int = 0
 
     @property
     def world_size(self) -> int:

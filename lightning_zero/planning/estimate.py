@@ -70,6 +70,7 @@ class Estimate:
         times: of a step.
         device_fits: whether the peak fits a GPU.
         host_fits: whether the peaks of all ranks of a machine fit its memory.
+        disk_fits: whether what all ranks of a machine rest on its disk fits there.
     """
 
     choice: Choice
@@ -77,11 +78,12 @@ class Estimate:
     times: Times
     device_fits: bool
     host_fits: bool
+    disk_fits: bool
 
     @property
     def fits(self) -> bool:
-        """Whether both do."""
-        return self.device_fits and self.host_fits
+        """Whether all do."""
+        return self.device_fits and self.host_fits and self.disk_fits
 
 
 def estimate(choice: Choice, plan: Plan, flops: float, wide: bool, machine: Machine) -> Estimate:
@@ -100,6 +102,7 @@ def estimate(choice: Choice, plan: Plan, flops: float, wide: bool, machine: Mach
         times_of(plan, choice.setting, flops, wide, machine),
         plan.peak.device <= USABLE * machine.gpu.memory,
         plan.peak.host * machine.gpus <= machine.host,
+        plan.held.disk * machine.gpus <= machine.storage,
     )
 
 

@@ -281,9 +281,11 @@ def test_wrong_paths_are_errors(original: dict[str, Any], tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match=r"no file 'latest' and no \*_states.pt"):
         convert(tmp_path, out, trust=True)
     out.write_text("mine")
-    with pytest.raises(CheckpointError, match="exists"):
+    with pytest.raises(CheckpointError, match="is already there"):
         convert(folder, out, trust=True)
     assert out.read_text() == "mine"
+    convert(folder, out, trust=True, overwrite=True)
+    assert load(out)["state_dict"]
     (folder / "latest").unlink()
     with pytest.raises(CheckpointError, match=f"name one of {folder / 'checkpoint'}"):
         convert(folder, out, trust=True)

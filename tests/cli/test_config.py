@@ -96,6 +96,7 @@ def test_what_a_person_answers_at_a_terminal_trains(tmp_path: Path, pool2: RankP
         terminal.answer("How many machines?")
         terminal.answer("How much memory", CLEAR + "plenty" + ENTER)  # refused, and asked again
         terminal.answer("is not a size", CLEAR + "64GB" + ENTER)
+        terminal.answer("A folder on a local disk")
         terminal.answer("In which precision?", DOWN + ENTER)
         terminal.answer("What is the model?")
         terminal.answer("How many parameters?", CLEAR + "2e6" + ENTER)
