@@ -72,7 +72,7 @@ def is_mention(command: str) -> bool:
     return (
         program == "lightning-zero"
         and len(arguments) == 1
-        and any(parameter.required for parameter in verb_of(arguments[0]).params)
+        and (arguments == ["estimate"] or any(parameter.required for parameter in verb_of(arguments[0]).params))
     )
 
 
