@@ -1,4 +1,4 @@
-"""Memory that this process may take: the machine's, and what limits of the process allow.
+"""Memory that this process may take: the machine's, and what limits of the process allow; and which machine it is.
 
 Facts are read from `/proc`, which lies under a `root`; None where a system does not tell.
 """
@@ -66,3 +66,9 @@ def shared_memory(root: Path = Path("/")) -> int | None:
 def boot(root: Path = Path("/")) -> str:
     """Reads what tells this machine, as it was started last, from all others; "" where nothing does."""
     return (read_text(root / "proc/sys/kernel/random/boot_id") or "").strip()
+
+
+def processor(root: Path = Path("/")) -> str | None:
+    """Reads the model of the processors."""
+    model = re.search(r"^model name\s*:\s*(.+)$", read_text(root / "proc/cpuinfo") or "", re.MULTILINE)
+    return model[1].strip() if model else None

@@ -68,6 +68,9 @@ def _verbs(
 @app.command("doctor", rich_help_panel=_BEFORE)
 def _doctor(
     nvme: Annotated[Path | None, typer.Option(metavar="PATH", help="A folder on a disk that is measured, too.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure rates, and keep them for estimate --gpu this and zero_auto.")
+    ] = False,
     params: Annotated[
         float | None,
         typer.Option(min=1, help="With --nvme: parameters of a model, such as 7e9, and what a step takes."),
@@ -78,13 +81,15 @@ def _doctor(
 
     It compares every CPU kernel on every instruction set with torch, and
     reports threads, memory limits, versions and GPUs. The exit code is 1 when
-    something does not work; advice alone leaves it 0.
+    something does not work; advice alone leaves it 0. --measure takes some
+    seconds, starts two processes for a moment, and writes what it finds to
+    lightning_zero/calibration.json in the user's cache (XDG_CACHE_HOME).
     """
     if params is not None and nvme is None:
         raise typer.BadParameter("it needs --nvme", param_hint="--params")
     from lightning_zero.cli.doctor import run
 
-    raise typer.Exit(run(nvme=nvme, params=params, as_json=as_json))
+    raise typer.Exit(run(nvme=nvme, params=params, measure=measure, as_json=as_json))
 
 
 @app.command("estimate", rich_help_panel=_BEFORE)
@@ -118,10 +123,19 @@ def _estimate(
     recompute: Annotated[
         bool, typer.Option("--checkpointing", help="Compute layers again in backward, with --hf and --params.")
     ] = False,
-    gpu: Annotated[str, typer.Option(help="A GPU, such as 4090, a100-40, h100, or its memory, such as 24GB.")] = "24GB",
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of a machine.")] = 1,
+    gpu: Annotated[
+        str,
+        typer.Option(
+            help="A GPU, such as 4090, a100-40, h100, or its memory, such as 24GB. this: those of this machine, or "
+            "its processors, with the rates that doctor --measure has found."
+        ),
+    ] = "24GB",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of a machine, or ranks.")] = 1,
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
-    host: Annotated[str, typer.Option(metavar="SIZE", help="Memory of a machine that training may take.")] = "64GB",
+    host: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory of a machine that training may take.", show_default="64GB"),
+    ] = None,
     dram: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Bytes that this memory moves in a second.", show_default="57.6GB"),
@@ -147,7 +161,8 @@ def _estimate(
 
     The model is a class (--model), one of transformers (--hf) or sizes alone
     (--params). Nothing of its size is allocated: activations come from a run
-    without values. Times are bounds that no run beats, from data sheets.
+    without values. Times are bounds that no run beats, from rates that vendors
+    state or that doctor --measure has found.
     """
     from lightning_zero.cli.estimate import run
     from lightning_zero.cli.request import Request

@@ -12,6 +12,7 @@ is unknown here, "unlimited" that there is no limit; a name that ends in `_bytes
 - `machine`: see `lightning_zero.cli.machine.Machine`
 - `environment`: the environment variables that matter, by name
 - `disk`: see `lightning_zero.cli.disk.Disk`; null unless `--nvme` asks for it, and where it cannot be measured
+- `rates`: see `lightning_zero.cli.rates.Measured`; null unless `--measure` asks for it, and where they cannot be kept
 - `packages`, `torch`, `accelerators`: see `lightning_zero.cli.software`; the latter two null without torch
 """
 
@@ -35,6 +36,7 @@ from rich.text import Text
 
 from lightning_zero.cli.disk import Disk, describe_disk, judge_disk, measure_disk
 from lightning_zero.cli.machine import Machine, read_machine
+from lightning_zero.cli.rates import Measured, describe_rates, measure_all
 from lightning_zero.cli.software import (
     DISTRIBUTION,
     Accelerators,
@@ -57,21 +59,10 @@ _ISA = "LIGHTNING_ZERO_ISA"
 _SETTINGS = (_ISA, "LIGHTNING_ZERO_NUM_THREADS", "LIGHTNING_ZERO_CORES")  # read when the kernels are imported
 _KNOWN = (*_SETTINGS, "LIGHTNING_ZERO_CLEAR_ERRORS")
 _PREFIXES = ("LIGHTNING_ZERO_", "NCCL_", "GLOO_", "TORCH_NCCL_", "KMP_")
-_NAMES = (
-    "ATEN_CPU_CAPABILITY",
-    "CUDA_DEVICE_ORDER",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_VISIBLE_DEVICES",
-    "GOMP_CPU_AFFINITY",
-    "LD_LIBRARY_PATH",
-    "LD_PRELOAD",
-    "MKL_NUM_THREADS",
-    "NVIDIA_TF32_OVERRIDE",
-    "OMP_NUM_THREADS",
-    "OMP_PROC_BIND",
-    "PYTHONPATH",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
+_NAMES = frozenset(
+    "ATEN_CPU_CAPABILITY CUDA_DEVICE_ORDER CUDA_LAUNCH_BLOCKING CUDA_VISIBLE_DEVICES GOMP_CPU_AFFINITY LD_LIBRARY_PATH"
+    " LD_PRELOAD MKL_NUM_THREADS NVIDIA_TF32_OVERRIDE OMP_NUM_THREADS OMP_PROC_BIND PYTHONPATH PYTORCH_ALLOC_CONF"
+    " PYTORCH_CUDA_ALLOC_CONF".split()
 )
 _SMALL_MEMLOCK = 1 << 30
 _SMALL_SHM = 1 << 30  # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
@@ -125,6 +116,7 @@ class Report:
     torch: Torch | None
     accelerators: Accelerators | None
     disk: Disk | None = None
+    rates: Measured | None = None
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -135,11 +127,13 @@ class Report:
         return {"schema": SCHEMA, "ok": self.ok} | asdict(self)
 
 
-def run(*, nvme: Path | None = None, params: float | None = None, as_json: bool = False) -> int:
+def run(*, nvme: Path | None = None, params: float | None = None, measure: bool = False, as_json: bool = False) -> int:
     """Prints the report; returns the exit code. `nvme` and `params`: see `lightning_zero.cli.disk.measure_disk`."""
     report = examine()
     if nvme is not None and report.kernels is not None:
         add_disk(report, nvme, params)
+    if measure and report.kernels is not None:
+        add_rates(report)
     if as_json:
         print(json.dumps(report.as_dict(), indent=2))
     else:
@@ -190,6 +184,18 @@ def add_disk(report: Report, path: Path, params: float | None = None) -> None:
         report.findings.append(Finding("problem", "disk", f"{path} cannot be measured: {error}", remedy))
     else:
         report.findings += [Finding("warning", "disk", *found) for found in judge_disk(report.disk)]
+
+
+def add_rates(report: Report) -> None:
+    """Measures rates, keeps them, and adds them to a report."""
+    try:
+        report.rates = measure_all(None if report.disk is None else report.disk.mixed_bytes_per_second)
+    except OSError as error:
+        remedy = "Set XDG_CACHE_HOME to a folder that can be written to."
+        report.findings.append(Finding("problem", "rates", f"the rates cannot be kept: {error}", remedy))
+    else:
+        if report.rates.failure:
+            report.findings.append(Finding("warning", "rates", report.rates.failure, "Estimates assume a rate."))
 
 
 def _import_kernels(findings: list[Finding]) -> tuple[ModuleType | None, bool]:
@@ -374,6 +380,8 @@ def render(report: Report, marks: Mapping[str, str]) -> RenderableType:
     }
     if report.disk is not None or any(finding.section == "disk" for finding in report.findings):
         sections["disk"] = [] if report.disk is None else [facts_table(describe_disk(report.disk))]
+    if report.rates is not None or any(finding.section == "rates" for finding in report.findings):
+        sections["rates"] = [] if report.rates is None else [facts_table(describe_rates(report.rates))]
     for name, content in sections.items():
         found = [finding for finding in report.findings if finding.section == name]
         # "problem" sorts before "warning".

@@ -79,7 +79,7 @@ def _memory(imagined: Imagined, choice: Choice, machine: Machine, micro_batches:
         dtypes={},
         units=None,
         native="auto",
-        device=_META,
+        device=torch.device("cpu") if machine.gpu.shares_host else _META,
         world_size=machine.world_size,
         rank=0,
         candidates=[],

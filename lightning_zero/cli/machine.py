@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_zero.cgroups import Unlimited, cpu_quota, memory_limit, read_text
-from lightning_zero.limits import locked_memory, machine_memory, physical_memory, shared_memory
+from lightning_zero.limits import locked_memory, machine_memory, physical_memory, processor, shared_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
     return Machine(
         system=f"{platform.system()} {platform.release()}",
         architecture=platform.machine(),
-        cpu=_cpu(root),
+        cpu=processor(root),
         cores=os.cpu_count(),
         cores_by_affinity=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         cpu_quota=cpu_quota(root),
@@ -69,11 +69,6 @@ def read_machine(root: Path = Path("/")) -> Machine:
         numa_nodes=_numa_nodes(root),
         huge_pages=_huge_pages(root),
     )
-
-
-def _cpu(root: Path) -> str | None:
-    model = re.search(r"^model name\s*:\s*(.+)$", read_text(root / "proc/cpuinfo") or "", re.MULTILINE)
-    return model[1].strip() if model else None
 
 
 def _numa_nodes(root: Path) -> int | None:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from lightning_zero.cgroups import memory_limit
 from lightning_zero.cli.imagined import EstimateError, Imagined, from_class, from_sizes, from_transformers
 from lightning_zero.integration.precision import PrecisionName, ZeroPrecision
-from lightning_zero.planning.devices import DISK, DRAM, NETWORK, Machine, parse_gpu, parse_size
+from lightning_zero.planning.calibration import calibrated, read
+from lightning_zero.planning.devices import DRAM, NETWORK, Machine, parse_gpu, parse_size
+from lightning_zero.planning.machine import this_machine
 
 SOME_FOLDER = "/local_nvme"  # stands for a folder on a disk of which only the size is known
+THIS = "this"
+_HOST = "64GB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +41,10 @@ class Request:
         accumulate: micro-batches of a step.
         precision: flag of the Trainer.
         recompute: whether layers are computed again in backward.
-        gpu: name or memory of a GPU.
+        gpu: name or memory of a GPU; "this": those of this machine, with the rates that were measured on it.
         gpus: of a machine.
         nodes: machines.
-        host: memory of a machine.
+        host: memory of a machine; None: that of this one with gpu="this", otherwise 64 GB.
         dram: bytes that this memory moves in a second; None: nobody says.
         network: bytes that a machine sends in a second; None: nobody says.
         nvme: folder on a disk where state may rest; None: see ``disk``.
@@ -62,7 +69,7 @@ class Request:
     gpu: str = "24GB"
     gpus: int = 1
     nodes: int = 1
-    host: str = "64GB"
+    host: str | None = None
     dram: str | None = None
     network: str | None = None
     nvme: Path | None = None
@@ -80,16 +87,13 @@ class Request:
         Raises:
             ValueError: for a GPU or a size that is none.
         """
-        return Machine(
-            parse_gpu(self.gpu),
-            self.gpus,
-            self.nodes,
-            parse_size(self.host),
-            DRAM if self.dram is None else parse_size(self.dram),
-            NETWORK if self.network is None else parse_size(self.network),
-            DISK if self.disk_rate is None else parse_size(self.disk_rate),
-            self._storage(),
-        )
+        if self.gpu == THIS:
+            made = machine_here(self.gpus, self.nodes)
+        else:
+            made = Machine(parse_gpu(self.gpu), self.gpus, self.nodes, parse_size(_HOST), DRAM, NETWORK)
+        given = {"host": self.host, "dram": self.dram, "network": self.network, "disk": self.disk_rate}
+        changes: dict[str, Any] = {name: parse_size(text) for name, text in given.items() if text is not None}
+        return replace(made, storage=self._storage(), **changes)
 
     def _storage(self) -> int:
         if self.disk is not None:
@@ -133,3 +137,22 @@ class Request:
         if not isinstance(made, dict):
             raise EstimateError(f"{self.config} holds no arguments; expected a mapping of names to values")
         return {str(key): value for key, value in made.items()}
+
+
+def machine_here(ranks: int, nodes: int) -> Machine:
+    """Describes machines such as this one, with the rates that were measured on it where they were.
+
+    Args:
+        ranks: on each.
+        nodes: machines.
+
+    Raises:
+        CalibrationError: the file of rates cannot be read.
+    """
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.device("cpu") if device is None else torch.device(device.type, 0)
+    machine, found = this_machine(device, ranks, nodes), read(device)
+    limit = memory_limit()
+    if isinstance(limit, int):
+        machine = replace(machine, host=min(machine.host, limit))
+    return machine if found is None else calibrated(machine, found)

@@ -27,6 +27,7 @@ from lightning_zero.integration.preflight import DoesNotFitError
 from lightning_zero.integration.remedies import setting_of
 from lightning_zero.integration.strategy import ZeroStrategy
 from lightning_zero.planning import preflight
+from lightning_zero.planning.calibration import CalibrationError, calibrated, read
 from lightning_zero.planning.choosing import GivenRoom, Pick, choose, most, needs_of, spared
 from lightning_zero.planning.devices import Machine
 from lightning_zero.planning.estimate import Choice
@@ -110,7 +111,8 @@ class ZeroAutoStrategy(ZeroStrategy):
     groups and limits of the process; a twentieth of what is free there stays free. Where the module has an
     ``example_input_array``, a run of it without values tells activations and computations of a micro-batch; it should
     have the size of one. Without it neither is known: what is sent and copied counts as if nothing hid it, and
-    ``reserve_gb`` is the memory to leave for activations. Rates are those of ``lightning-zero estimate``.
+    ``reserve_gb`` is the memory to leave for activations. Rates are those
+    that ``lightning-zero doctor --measure`` has found on the machine of rank 0, otherwise those of its device's vendor.
 
     Args:
         device_memory_gb: in 2^30 bytes, what the plan of a rank may take of its device, on CPU of all memory; default:
@@ -231,7 +233,14 @@ class ZeroAutoStrategy(ZeroStrategy):
         return dataclasses.replace(self._given, **_ON_DEVICE | way.options)
 
     def _machine(self) -> Machine:
-        return this_machine(self.root_device, self.num_processes, self.num_nodes)
+        """Describes the machine, with the rates that were measured on it where they were."""
+        machine = this_machine(self.root_device, self.num_processes, self.num_nodes)
+        try:
+            found = read(self.root_device)
+        except CalibrationError as error:
+            rank_zero_warn(f"{AUTO} uses no measured rates: {error}")
+            found = None
+        return machine if found is None else calibrated(machine, found)
 
     def _claims(self, memory: Memory) -> list[Claim]:
         """Reads what this rank has and uses, and what it was given."""

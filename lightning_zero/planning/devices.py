@@ -1,6 +1,6 @@
-"""Sizes and rates of known GPUs, from their vendors' data sheets, and of machines whose rates nobody has measured.
+"""Sizes and rates of known GPUs, as their vendors state them, and of machines whose rates nobody has measured.
 
-Rates are what a data sheet promises: no run reaches them, so that a time computed from them is a bound from below.
+Rates are what a vendor promises: no run reaches them, so that a time computed from them is a bound from below.
 Matrix rates are dense, without sparsity, with sums in fp32. Those of links are per direction.
 """
 
@@ -30,6 +30,7 @@ class Gpu:
         link: bytes per second that a GPU sends to others of its machine.
         pcie: bytes per second to or from host memory.
         source: of these numbers.
+        shares_host: whether its memory is the host's.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Gpu:
     link: float
     pcie: float
     source: str
+    shares_host: bool = False
 
 
 def _gpu(
@@ -52,23 +54,35 @@ def _gpu(
     return Gpu(name, *sizes, source)
 
 
-# By memory, then from the slowest on.
+# By memory, then from the slowest on. Each was compared with the pages named on 2026-11-24, which state or cite the
+# vendor's numbers; numbers that a vendor states with sparsity are halved, and links that it states for both directions.
+_T4 = "sysrqmts.com/en/gpus/nvidia/tesla/t4"
+_V100 = "Dell EMC Ready Solutions for AI, reference guide, page 17; matrix rates: V100 article of grokipedia"
+_RTX_3090 = "cpu-gpu.alldbin.com, digitaltrends.com; 16-bit rate, twice that of fp32: not verified"
+_L4 = "fpsbench.com, store.sourcecode.com; 16-bit rate: grokipedia.com/page/NVIDIA_L4_vs_L40S"
+_A10 = "sysrqmts.com, baseten.co; 16-bit rate, of NVIDIA's data sheet: not verified"
+_RTX_4090 = "waredb.com/processor/nvidia-geforce-rtx-4090, hmc-tech.com"
+_RTX_5090 = "spheron.network/blog/nvidia-rtx-5090-specs; 16-bit rate: a quarter of that with sparsity and sums in fp16"
+_A100 = "glennklockwood.com/garden/processors/A100, which cites NVIDIA's data sheet, SXM"
+_L40S = "mullet.se/product.html?product_id=355414, the table of NVIDIA's data sheet"
+_H100 = "archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html, glennklockwood.com/garden/processors/h100, SXM"
+_H200 = "aiwiki.ai/wiki/nvidia_h200, morphllm.com/nvidia-h200, SXM; memory as its driver reports it"
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("t4", 16, 65, 8.1, 300, 16, 16, "NVIDIA T4 data sheet (fp16)"),
-        _gpu("v100-16", 16, 125, 15.7, 900, 150, 16, "NVIDIA V100 data sheet, SXM2 (fp16)"),
-        _gpu("3090", 24, 71, 35.6, 936, 32, 32, "NVIDIA Ampere GA102 white paper, RTX 3090"),
-        _gpu("l4", 24, 121, 30.3, 300, 32, 32, "NVIDIA L4 data sheet"),
-        _gpu("a10", 24, 125, 31.2, 600, 32, 32, "NVIDIA A10 data sheet"),
-        _gpu("4090", 24, 165.2, 82.6, 1008, 32, 32, "NVIDIA Ada GPU architecture white paper, RTX 4090"),
-        _gpu("v100-32", 32, 125, 15.7, 900, 150, 16, "NVIDIA V100 data sheet, SXM2 (fp16)"),
-        _gpu("5090", 32, 209.5, 104.8, 1792, 64, 64, "NVIDIA RTX Blackwell GPU architecture white paper, RTX 5090"),
-        _gpu("a100-40", 40, 312, 19.5, 1555, 300, 32, "NVIDIA A100 data sheet, SXM"),
-        _gpu("l40s", 48, 362, 91.6, 864, 32, 32, "NVIDIA L40S data sheet"),
-        _gpu("a100-80", 80, 312, 19.5, 2039, 300, 32, "NVIDIA A100 data sheet, SXM"),
-        _gpu("h100", 80, 989, 67, 3350, 450, 64, "NVIDIA H100 data sheet, SXM"),
-        _gpu("h200", 140, 989, 67, 4800, 450, 64, "NVIDIA H200 data sheet, SXM"),
+        _gpu("t4", 16, 65, 8.1, 320, 16, 16, _T4),
+        _gpu("v100-16", 16, 125, 15.7, 900, 150, 16, _V100),
+        _gpu("3090", 24, 71, 35.6, 936, 32, 32, _RTX_3090),
+        _gpu("l4", 24, 121, 30.3, 300, 32, 32, _L4),
+        _gpu("a10", 24, 125, 31.2, 600, 32, 32, _A10),
+        _gpu("4090", 24, 165.2, 82.6, 1008, 32, 32, _RTX_4090),
+        _gpu("v100-32", 32, 125, 15.7, 900, 150, 16, _V100),
+        _gpu("5090", 32, 209.5, 104.8, 1792, 64, 64, _RTX_5090),
+        _gpu("a100-40", 40, 312, 19.5, 1555, 300, 32, _A100),
+        _gpu("l40s", 48, 362, 91.6, 864, 32, 32, _L40S),
+        _gpu("a100-80", 80, 312, 19.5, 2039, 300, 32, _A100),
+        _gpu("h100", 80, 989, 67, 3350, 450, 64, _H100),
+        _gpu("h200", 140, 989, 67, 4800, 450, 64, _H200),
     )
 }
 _OTHER_NAMES = {"a100": "a100-80", "v100": "v100-32", "h100-80": "h100"}
@@ -92,7 +106,7 @@ class Machine:
         host: bytes of memory of a machine that training may take.
         dram: bytes per second of a machine's memory, read and written together.
         network: bytes per second that a machine sends to others.
-        disk: bytes per second that a machine reads from its disk, or writes to it.
+        disk: bytes per second that a machine reads from its disk and writes to it, together.
         storage: bytes of this disk that training may take.
     """
 

@@ -96,14 +96,13 @@ def estimate(choice: Choice, plan: Plan, flops: float, wide: bool, machine: Mach
         wide: whether they are computed in fp32.
         machine: on which.
     """
-    return Estimate(
-        choice,
-        plan,
-        times_of(plan, choice.setting, flops, wide, machine),
-        plan.peak.device <= USABLE * machine.gpu.memory,
-        plan.peak.host * machine.gpus <= machine.host,
-        plan.held.disk * machine.gpus <= machine.storage,
-    )
+    times = times_of(plan, choice.setting, flops, wide, machine)
+    on_disk = plan.held.disk * machine.gpus <= machine.storage
+    if machine.gpu.shares_host:
+        fits = plan.peak.total * machine.gpus <= USABLE * machine.host
+        return Estimate(choice, plan, times, fits, fits, on_disk)
+    on_device = plan.peak.device <= USABLE * machine.gpu.memory
+    return Estimate(choice, plan, times, on_device, plan.peak.host * machine.gpus <= machine.host, on_disk)
 
 
 def times_of(plan: Plan, setting: Setting, flops: float, wide: bool, machine: Machine) -> Times:

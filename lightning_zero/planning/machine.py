@@ -1,6 +1,6 @@
 """The machine of a run, as plans see it: its devices' rates by their names, and those of processors by their number.
 
-Nothing is measured here.
+Nothing is measured here; see `calibration.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def this_machine(device: torch.device, ranks: int, nodes: int) -> Machine:
     kind = device_type(device)
     host = limits.machine_memory().get("MemTotal", limits.physical_memory() or 0)
     if kind.shares_host_memory:
-        gpu = processors(_cores(), ranks, host, DRAM)
+        gpu = processors(cores(), ranks, host, DRAM)
     else:
         gpu = known_gpu(kind.name(device), kind.total_bytes(device) or 0)
     return Machine(gpu, ranks, nodes, host, DRAM, NETWORK)
@@ -54,18 +54,21 @@ def known_gpu(name: str, memory: int) -> Gpu:
     return dataclasses.replace(larger[0], name=name, memory=memory, source=f"rates of {larger[0].name}")
 
 
-def processors(cores: int, ranks: int, memory: int, dram: float) -> Gpu:
+def processors(count: int, ranks: int, memory: int, dram: float) -> Gpu:
     """The share that one of the ranks of a machine without accelerators has of it, as a device.
 
     Args:
-        cores: of the machine.
+        count: of the machine's cores.
         ranks: that share them and the memory.
         memory: bytes.
         dram: bytes per second of the memory.
     """
-    rate = CORE * cores / ranks
-    return Gpu("cpu", memory // ranks, rate, rate, dram / ranks, LOOPBACK, dram / ranks, f"{cores} cores, not measured")
+    rate = CORE * count / ranks
+    return Gpu(
+        "cpu", memory // ranks, rate, rate, dram / ranks, LOOPBACK, dram / ranks, f"{count} cores, not measured", True
+    )
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Counts the cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -36,6 +36,7 @@ FIELDS = [
     "torch",
     "accelerators",
     "disk",
+    "rates",
     "findings",
 ]
 H200 = Accelerators(

@@ -42,6 +42,7 @@ from typer.testing import CliRunner
 import lightning_zero
 from lightning_zero.cli import app
 from lightning_zero.cli.disk import measure_disk
+from lightning_zero.cli.rates import measure_all
 
 NOT_RUN = {
     "make test": "it is what runs this",
@@ -306,6 +307,11 @@ def test_verbs(command: str, prepared: Path, saved: Path, tmp_path: Path, monkey
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lightning_zero.cli.doctor.measure_disk", functools.partial(measure_disk, seconds=0.01))
+    monkeypatch.setattr(
+        "lightning_zero.cli.doctor.measure_all", functools.partial(measure_all, seconds=0.001, nbytes=4096)
+    )
+    monkeypatch.setattr("lightning_zero.cli.rates.measure_gather", lambda *_: 1e9)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "outputs"))
     printed = lightning_zero_command([str(tmp_path) if a == "/local_nvme" else a for a in arguments])
     assert printed
     assert printed.endswith(outputs().get(command, ""))

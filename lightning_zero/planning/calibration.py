@@ -1,0 +1,182 @@
+"""Measured rates of machines, in a file of the user's cache, and the machine of a run with them.
+
+`lightning-zero doctor --measure` writes them; plans of runs on the same machine read them. A file may hold several
+machines, which happens where they share the user's folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_zero import limits
+from lightning_zero.planning.devices import Gpu, Machine
+from lightning_zero.planning.machine import cores
+from lightning_zero.storage import device_type
+
+_SCHEMA = 1
+
+
+class CalibrationError(ValueError):
+    """A file of measured rates cannot be read; the message names it."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates per second, those of memory and links in bytes; None where there was nothing to measure.
+
+    Attributes:
+        dram: of host memory, read and written together, by all threads (a triad of STREAM).
+        update: of host memory while the native Adam passes over it, read and written together.
+        matmul_32: operations of matrix products in fp32 on the device, as torch computes them by default.
+        matmul_16: the same in bf16.
+        device_memory: of an accelerator's memory, read and written together.
+        to_device: from pinned host memory.
+        to_host: to pinned host memory.
+        gather: that each of two ranks sends in an all-gather.
+        disk: of a disk, read and written together.
+    """
+
+    dram: float
+    update: float
+    matmul_32: float
+    matmul_16: float
+    device_memory: float | None = None
+    to_device: float | None = None
+    to_host: float | None = None
+    gather: float | None = None
+    disk: float | None = None
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A machine, as far as its rates depend on it.
+
+    Attributes:
+        host: its name.
+        cpu: the model of its processors.
+        cores: that this process may run on.
+        device: the model of its accelerators, or "cpu".
+    """
+
+    host: str
+    cpu: str
+    cores: int
+    device: str
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Rates that were measured.
+
+    Attributes:
+        machine: on which.
+        date: in UTC, as ISO 8601 has it.
+        versions: of the package and of torch.
+        rates: that were found.
+    """
+
+    machine: Identity
+    date: str
+    versions: Mapping[str, str]
+    rates: Rates
+
+    @property
+    def source(self) -> str:
+        """Says where a rate comes from."""
+        return f"measured on {self.machine.host}, {self.date[:10]}"
+
+
+def identify(device: torch.device) -> Identity:
+    """The machine of this process, with the device that is to compute."""
+    return Identity(
+        platform.node(), limits.processor() or platform.machine(), cores(), device_type(device).name(device)
+    )
+
+
+def cache_file() -> Path:
+    """The file of the user's measured rates, below `XDG_CACHE_HOME` or `~/.cache`; it may not be there."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "lightning_zero" / "calibration.json"
+
+
+def write(calibration: Calibration, path: Path | None = None) -> Path:
+    """Adds a machine's rates to the file, in the place of older ones of the same machine; returns its path.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = path or cache_file()
+    try:
+        kept = [other for other in _read_all(path) if other.machine != calibration.machine]
+    except CalibrationError:
+        kept = []  # nothing could use it
+    machines = [asdict(one) for one in (*kept, calibration)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps({"schema": _SCHEMA, "machines": machines}, indent=2) + "\n")
+    temporary.replace(path)
+    return path
+
+
+def read(device: torch.device, path: Path | None = None) -> Calibration | None:
+    """Finds the rates of this machine; None where nobody has measured them.
+
+    Raises:
+        CalibrationError: the file is not what :func:`write` writes.
+    """
+    mine = identify(device)
+    return next((found for found in _read_all(path or cache_file()) if found.machine == mine), None)
+
+
+def _read_all(path: Path) -> list[Calibration]:
+    if not path.is_file():
+        return []
+    try:
+        found = json.loads(path.read_text())
+        if found["schema"] != _SCHEMA:
+            raise ValueError(f"its schema is {found['schema']}")
+        return [_calibration(entry) for entry in found["machines"]]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CalibrationError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); `lightning-zero doctor --measure` writes it anew"
+        ) from error
+
+
+def _calibration(entry: Mapping[str, Any]) -> Calibration:
+    rates = Rates(**entry["rates"])
+    for name, rate in asdict(rates).items():
+        if rate is not None and not rate > 0:
+            raise ValueError(f"{name}={rate!r} is no rate")
+    return Calibration(Identity(**entry["machine"]), str(entry["date"]), dict(entry["versions"]), rates)
+
+
+def calibrated(machine: Machine, calibration: Calibration) -> Machine:
+    """A machine with the rates that were measured in the place of the assumed ones."""
+    rates = calibration.rates
+    changes: dict[str, Any] = {"dram": rates.update}
+    if rates.disk is not None:
+        changes["disk"] = rates.disk
+    return dataclasses.replace(machine, gpu=_device(machine, calibration), **changes)
+
+
+def _device(machine: Machine, calibration: Calibration) -> Gpu:
+    rates, gpu = calibration.rates, machine.gpu
+    shares = machine.gpus if calibration.machine.device == "cpu" else 1  # ranks of a machine share its processors
+    found: dict[str, float | None] = {
+        "matmul_16": rates.matmul_16 / shares,
+        "matmul_32": rates.matmul_32 / shares,
+        "bandwidth": rates.dram / shares if shares > 1 or rates.device_memory is None else rates.device_memory,
+        "link": rates.gather,
+        "pcie": None if rates.to_device is None or rates.to_host is None else min(rates.to_device, rates.to_host),
+    }
+    known = {name: rate for name, rate in found.items() if rate is not None}
+    return dataclasses.replace(gpu, source=calibration.source, **known)  # type: ignore[arg-type]
