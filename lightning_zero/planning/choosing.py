@@ -90,7 +90,7 @@ def spared(claims: Sequence[Claim], share: float = USABLE) -> list[Claim]:
     """The claims with less in each pool: of what is not in use a share, the rest for libraries and fragmentation."""
 
     def less(claim: Claim) -> int:
-        return claim.used + int(share * (claim.pool.total - claim.used))
+        return claim.used + int(share * (claim.pool.total - claim.used)) - claim.pool.beside
 
     return [replace(claim, pool=replace(claim.pool, total=less(claim))) for claim in claims]
 

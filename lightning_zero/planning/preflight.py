@@ -30,6 +30,7 @@ Side = Literal["device", "host", "locked"]
 _GIB = 2**30
 # Bytes per element that no plan takes: in fp64, parameters, gradients, masters, their sums and eight states are 96.
 _CEILING, _MORE = 128, 2**28
+_RESERVED = 2**27  # of addresses: stacks of 8 MiB, and arenas of 64 MiB of the C library, of a few threads
 _TRIAL = 2**30  # bytes that are pinned for a trial at most
 
 
@@ -42,12 +43,14 @@ class Pool:
         name: as in "the memory of the machine".
         side: what of a plan takes from it.
         total: bytes.
+        beside: bytes that threads and libraries may take beside any plan.
     """
 
     key: str
     name: str
     side: Side
     total: int
+    beside: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def claims(
         name, limit = group
         found.append((Pool(f"{name} {boot}", "the control group (container)", "host", limit + swap), resident))
     if isinstance(space := limits.address_space(), int) and "VmSize" in sizes:
-        pool = Pool(f"address space {own}", "the address space of a process (ulimit -v)", "host", space)
+        pool = Pool(f"address space {own}", "the address space of a process (ulimit -v)", "host", space, _RESERVED)
         found.append((pool, max(0, sizes["VmSize"] - mine)))
     if (size := kind.total_bytes(device)) is not None:
         pool = Pool(f"device {own}", f"the device {device}", "device", size)

@@ -119,10 +119,10 @@ def fit_in_address_space(room: int) -> str:
 @pytest.mark.slow
 @ranks(2)
 def test_a_run_under_a_limit_of_the_kernel_takes_the_smaller_plan(pool: RankPool) -> None:
-    for room, stage in ((4096, "zero1"), (145, "stage=3")):
+    for room, stage in ((4096, "zero1"), (290, "zero3")):
         chosen, other = pool.run(fit_in_address_space, room * MIB)
         assert chosen == other
-        assert stage in chosen
+        assert stage in chosen or stage.replace("zero", "stage=") in chosen
 
 
 class Example(Stack):
