@@ -160,17 +160,18 @@ class Bucket:
             self.moving = self.placement.mesh.submit(executor, self._gather_updated, what, after=[self.moving])
             self._await_shards = self.moving.wait
         else:
-            self.moving = self._fetch_shard(self.moving)
+            if (fetched := self._fetch_shard()) is not DONE:
+                self.moving = fetched
             self._await_shards = self._begin_gather()
         self.state = BucketState.GATHERING
 
-    def _fetch_shard(self, after: Ticket) -> Ticket:
-        """Have the current stream wait until this rank's part of ``flat`` is the shard, after work on that."""
+    def _fetch_shard(self) -> Ticket:
+        """Have the current stream wait until this rank's part of ``flat`` is the shard, which nobody updates now."""
         start, stop = self.layout.shard_range(self.placement.mesh.shard.rank)
         if self.shard.data_ptr() == self.flat.data_ptr() + start * self.dtype.itemsize:
-            return after
+            return DONE
         memories: tuple[Memory, Memory] = self.placement.shard_memory, "device"
-        fetched = self.placement.move(self.flat[start:stop], self.shard, memories, self.name, after=[after])
+        fetched = self.placement.move(self.flat[start:stop], self.shard, memories, self.name)
         fetched.wait()
         return fetched
 
@@ -179,7 +180,7 @@ class Bucket:
 
     def _gather_updated(self) -> None:
         """In the lane of communication, once the update has ended."""
-        self._fetch_shard(DONE)
+        self._fetch_shard()
         self._begin_gather()()
 
     @torch.no_grad()

@@ -82,7 +82,10 @@ class Master(Protocol):
         ...
 
     def write(self, start: int, stop: int) -> Ticket:
-        """Begin to publish what was changed: to derive the parameter shard from it."""
+        """Begin to publish what was changed: to derive the parameter shard from it.
+
+        The ticket of a job in which that is done stands for it.
+        """
         ...
 
     def tensors(self, start: int, stop: int) -> KernelTensors:
@@ -300,7 +303,7 @@ class CopyMaster(_RestedMaster):
         self._updated.forget()
         values, shard = self.values.view(start, stop), self._shard[start:stop]
         if shard.dtype.itemsize != 2 or not ops.runs_on(values.device):
-            return KernelTensors(values, finish=lambda: self.write(start, stop).wait())
+            return KernelTensors(values, finish=lambda: self.write(start, stop))
         # The kernel writes the 16-bit shard in the same pass: where it is, or what is copied there.
         filling = ExitStack()
         copy_out = filling.enter_context(self._home.filling(shard))
@@ -367,7 +370,7 @@ class SplitMaster(_RestedMaster):
     def tensors(self, start: int, stop: int) -> KernelTensors:
         self._updated.forget()
         high, remainder = self._high.view(start, stop), self._remainder.view(start, stop)
-        return KernelTensors(high, remainder, finish=lambda: self.write(start, stop).wait())
+        return KernelTensors(high, remainder, finish=lambda: self.write(start, stop))
 
     def derive(self, start: int, stop: int) -> None:
         # Where the shard is the high part, what it was before is not known. The remainder of an unchanged element must

@@ -313,7 +313,7 @@ class TorchUpdater(ShardUpdater):
         for window in in_windows(view, state, parts, lambda part: part.names):
             for tile in tiles(window, tile_numel(view.master)):
                 self._update_tile(view, state, tile)
-                view.master.write(tile[0].run.start, tile[-1].run.stop).wait()
+                view.master.write(tile[0].run.start, tile[-1].run.stop)
 
     def _update_tile(self, view: UpdateView, own: ShardState, tile: Sequence[_Part]) -> None:
         master = view.master

@@ -69,7 +69,7 @@ class WholeUpdater(TorchUpdater):
             return
         for tile in tiles(map(Run.of, view.segments), tile_numel(view.master)):
             self._update_whole(view, view.state, [run.segments[0] for run in tile])
-            view.master.write(tile[0].start, tile[-1].stop).wait()
+            view.master.write(tile[0].start, tile[-1].stop)
 
     def _update_whole(self, view: UpdateView, own: WholeState, segments: Sequence[Segment]) -> None:
         """One call of the optimizer's step for some parameters."""

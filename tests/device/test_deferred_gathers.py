@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +115,38 @@ def waits_for_no_later_update(stage: int) -> list[bool]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_unit_waits_for_no_later_update(device_pool2: DevicePool, stage: int) -> None:
     assert device_pool2.run(waits_for_no_later_update, stage) == [[False, True]] * 2
+
+
+def asks_while_another_rank_updates() -> list[Tensor]:
+    session, device = begin(Held, Case(3))
+    engine, executor, saw = session.engine, session.engine.placement.executor, []
+    assert isinstance(executor, Held)
+    ((batch,),), *_ = models.make_batches(1, 1, 1)
+    weight = session.model.blocks[1].down.weight
+    later = engine.bucket_of(weight)
+    assert later is not None
+
+    def after_first_unit(*_: Any) -> None:
+        if later.updating:
+            threading.Timer(0.3, executor.gate.set).start()
+            saw.append(engine.full_param(session.model.tokens.weight))
+
+    session.model.blocks[0].register_forward_hook(after_first_unit)
+    for _ in range(2):
+        with engine.forward_context():
+            loss = forward(session.model, batch.to(device), [0, 1, 2, 3])
+        driver.backward(engine, loss, last=True)
+        executor.word = later.name if dist.get_rank() == 0 else "nothing"
+        session.optimizer.step()
+        engine.end_step(reads=False)
+    return [*saw, engine.full_param(weight)]
+
+
+@pytest.mark.device("lazy")
+def test_a_collective_comes_after_those_that_a_lane_issues(device_pool2: DevicePool) -> None:
+    """Also where one rank's lane still waits for an update and another's does not."""
+    for actual, expected in zip(*device_pool2.run(asks_while_another_rank_updates), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def reads_alone() -> str:

@@ -119,7 +119,12 @@ class Late(StreamExecutor):
 
 
 def start(
-    case: Case, executor: Executor, device: torch.device, model: nn.Module | None = None, mesh: Mesh | None = None
+    case: Case,
+    executor: Executor,
+    device: torch.device,
+    model: nn.Module | None = None,
+    mesh: Mesh | None = None,
+    **options: Any,
 ) -> Session:
     on_device = DeviceStore(device)
     store = HostStore(pin_for=device) if case.host else on_device
@@ -128,12 +133,13 @@ def start(
     placement = BucketPlacement(mesh or Mesh.single(), policy, case.precision, device, store, params, executor)
     model = model or models.make_model(case.model)
     make = lightning_zero.CPUAdamW if case.split else torch.optim.AdamW
-    options = {"master_layout": "split"} if case.split else {}
+    layout = {"master_layout": "split"} if case.split else {}
     parameters = [*model.parameters()]
     parts = [parameters[number :: case.optimizers] for number in range(case.optimizers)]  # of the same buckets
-    optimizers = [make(part, lr=1e-2, **options) for part in parts]
+    optimizers = [make(part, lr=1e-2, **layout) for part in parts]
     scaler = DynamicLossScaler(init_scale=2.0**17) if case.overflow else None
-    engine = Engine(model, placement, bucket_size_mb=0.0003, check_steps=0, scaler=scaler, prefetch_mb=case.prefetch_mb)
+    options = {"bucket_size_mb": 0.0003, "check_steps": 0, "prefetch_mb": case.prefetch_mb} | options
+    engine = Engine(model, placement, scaler=scaler, **options)
     engine.attach([make_updater(optimizer, engine, case.native) for optimizer in optimizers])
     return Session(model, engine, optimizers[0], engine.updaters[0])
 

@@ -11,7 +11,8 @@ import torch
 from device import sim
 from torch import Tensor
 
-from lightning_zero.storage import HostStore, Lane, StreamExecutor
+from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardingPolicy
+from lightning_zero.storage import DeviceStore, HostStore, Lane, StreamExecutor
 from lightning_zero.storage.streams import in_lane
 
 N = 1000
@@ -65,15 +66,59 @@ def test_the_ticket_of_a_job_stands_for_what_it_submits(device: torch.device) ->
 
 
 @pytest.mark.device("lazy", "random1", "random4")
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_lane_with_a_stream_follows_jobs_copies_and_the_training(device: torch.device, alone: bool) -> None:
+    """And so do those who wait for it."""
+    executor, half, seven = StreamExecutor(device), host(device), host(device, 7)
+    fetched, target, total = (torch.zeros(N, device=device) for _ in range(3))
+    updated = executor.submit(lambda: half.fill_(0.5), Lane.HOST, "a")
+    came = executor.fetch(fetched, seven, "a")
+    trained = torch.ones(N, device=device) * 3
+
+    def job() -> None:
+        stream = torch.accelerator.current_stream(device)
+        assert stream != training
+        total.copy_(trained)
+        if alone:  # before anything else has the device do what this comes after
+            stream.record_event().synchronize()
+        executor.fetch(target, half, "a").wait()
+        total.add_(target).add_(fetched)
+        if alone:
+            stream.record_event().synchronize()
+
+    training = torch.accelerator.current_stream(device)
+    executor.submit(job, Lane.COMM, "a", after=[updated, came]).wait()
+    assert (total * 2).cpu().eq(21).all()
+
+
+@pytest.mark.device("lazy", "random1", "random4")
 def test_what_a_job_submits_follows_what_it_has_waited_for(device: torch.device) -> None:
     executor, passing, target = StreamExecutor(device), host(device), torch.zeros(N, device=device)
     arrived = executor.commit(passing, torch.full((N,), 7.0, device=device), "a")
 
     def job() -> None:
         arrived.wait()
-        executor.fetch(target, passing, "b")
+        executor.fetch(target, passing, "b").synchronize()
 
     executor.submit(job, Lane.HOST, "b").wait()
+    assert target.cpu().eq(7).all()
+    again = executor.commit(passing, torch.full((N,), 8.0, device=device), "a")
+    executor.submit(again.wait, Lane.HOST, "b").synchronize()  # nor does anyone else who waits for the job
+    assert passing.eq(8).all()
+    executor.submit(
+        lambda: executor.fetch(target, passing, "b"), Lane.HOST, "b"
+    ).wait()  # and what it has not waited for
+    assert target.cpu().eq(8).all()
+
+
+@pytest.mark.device("lazy")
+def test_a_copy_in_one_memory_follows_what_it_comes_after(device: torch.device) -> None:
+    executor, store = StreamExecutor(device), DeviceStore(device)
+    policy = ShardingPolicy.from_stage(2)
+    placement = BucketPlacement(Mesh.single(), policy, MixedPrecisionPolicy(), device, store, store, executor)
+    there, target = torch.zeros(N, device=device), torch.zeros(N, device=device)
+    came = executor.fetch(there, host(device, 7), "a")
+    placement.move(target, there, ("device", "device"), "a", after=[came])
     assert target.cpu().eq(7).all()
 
 

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.sharding import BucketState
 from lightning_zero.sharding.freed import MarkedParameter
 from lightning_zero.sharding.pending import PendingParameter
-from lightning_zero.storage import InlineExecutor, Lane, StreamExecutor, Ticket
+from lightning_zero.storage import DeviceStore, HostStore, InlineExecutor, Lane, StreamExecutor, Ticket
 from lightning_zero.update import ShardUpdater
 from lightning_zero.update.view import UpdateView
 
@@ -190,6 +191,102 @@ def test_gradients_that_an_update_reads_are_not_overwritten(device: torch.device
 
 
 @pytest.mark.device("lazy")
+def test_an_update_does_not_change_what_is_still_being_fetched(device: torch.device) -> None:
+    session = start(Case(3), StreamExecutor(device), device)
+    backward(session, device)
+    parameters = [*session.model.parameters()]
+    before = [session.engine.full_param(parameter).cpu() for parameter in parameters]
+    with session.engine.gathered(parameters):
+        seen = [parameter.detach().clone() for parameter in parameters]  # by the device, some time
+    session.optimizer.step()
+    session.engine.await_updates()
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(seen, before, strict=True))
+
+
+def read_state(session: Session) -> list[Tensor]:
+    states = session.updater.gather_state(session.engine.buckets[0])
+    return [values for state in states.values() for values in state.values()]
+
+
+def load_state(session: Session) -> list[Tensor]:
+    bucket = session.engine.buckets[0]
+    for index, parameter in enumerate(bucket.parameters):
+        average = torch.full(parameter.shape, 0.5)
+        session.updater.load(bucket, index, {"step": torch.tensor(7.0), "exp_avg": average, "exp_avg_sq": average})
+    return []
+
+
+def clear_state(session: Session) -> list[Tensor]:
+    session.optimizer.state.clear()
+    session.engine.adopt_state(session.optimizer)
+    return []
+
+
+def make_average(session: Session) -> list[Tensor]:
+    return [second.clone() for second in session.engine.make_shadow().shards]
+
+
+def swap_average(session: Session) -> list[Tensor]:
+    shadow = session.engine.make_shadow()
+    shadow.swap()
+    return [second.clone() for second in shadow.shards]
+
+
+def load_after_averages(session: Session) -> list[Tensor]:
+    """Of which the second one does not work in the lane of the host."""
+    device = session.engine.placement.device
+    shadows = session.engine.make_shadow(), session.engine.make_shadow(DeviceStore(device))
+    bucket = session.engine.buckets[0]
+    bucket.load(0, torch.zeros(bucket.parameters[0].shape))
+    return [second.clone() for shadow in shadows for second in shadow.shards]
+
+
+ACTS = [read_state, load_state, clear_state, make_average, swap_average, load_after_averages]
+
+
+@pytest.mark.device("lazy")
+@pytest.mark.parametrize("act", ACTS)
+def test_what_is_done_with_state_and_masters_comes_after_the_update(
+    device: torch.device, act: Callable[[Session], list[Tensor]]
+) -> None:
+    left = []
+    for executor in (InlineExecutor(), Late(device)):
+        session = start(Case(2), executor, device)
+        backward(session, device)
+        session.optimizer.step()
+        seen = act(session)
+        session.engine.settle()
+        left.append([*seen, *read_state(session), *left_by(session)])
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*left, strict=True))
+
+
+@pytest.mark.device("lazy")
+@pytest.mark.parametrize("buffers", [False, True])
+def test_an_average_in_host_memory_is_of_what_the_device_had(device: torch.device, buffers: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), *([nn.BatchNorm1d(4)] if buffers else []))
+    session = start(Case(2, host=False), Late(device), device, model.to(device))
+    shadow = session.engine.make_shadow(HostStore(pin_for=device))
+    held = [model[0].weight, *(model[1].running_mean for _ in range(buffers))]
+    for value in (3, 4):
+        for tensor in held:
+            tensor.data.fill_(value)
+        shadow.update(lambda second, live: live)
+    for tensor in held:
+        tensor.data.fill_(5)
+    assert all(shadow.buffers[id(mean)].eq(4).all() for mean in held[1:])
+    assert sum(int(second.eq(4).sum()) for second in shadow.shards) == 16
+
+
+@pytest.mark.device("lazy")
+def test_an_update_is_no_edit_through_data(device: torch.device) -> None:
+    session = start(Case(2, precision=BF16), Late(device), device, detect_data_edits=True)
+    backward(session, device)
+    session.optimizer.step()
+    session.engine.await_updates()
+    assert [bool(bucket.hidden_edit()) for bucket in session.engine.buckets] == [False] * len(session.engine.buckets)
+
+
+@pytest.mark.device("lazy")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_failed_update_surfaces_where_it_is_waited_for(
     device: torch.device, stage: int, monkeypatch: pytest.MonkeyPatch
@@ -212,6 +309,7 @@ def test_a_failed_update_surfaces_where_it_is_waited_for(
             wait()
         assert [first.name in note for note in caught.value.__notes__] == [True]
         assert "fail" in [entry.name for entry in caught.traceback]
+        assert first.state is not BucketState.GATHERING  # nothing is left that somebody must end
     last.unshard()
     session.engine.zero_grad(session.model.parameters())
 
