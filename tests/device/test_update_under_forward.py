@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,27 +54,34 @@ def backward(session: Session, device: torch.device) -> None:
     driver.backward(session.engine, loss, last=True)
 
 
-@pytest.mark.device("lazy")
+@pytest.mark.device("lazy", "eager")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_unit_waits_for_no_later_update(device: torch.device, stage: int) -> None:
     """Nor for that of the next unit, which stage 3 begins to gather."""
     executor = Held(device)
     session = start(Case(stage, precision=BF16), executor, device, models.TinyTransformer(depth=4))
     backward(session, device)
-    later = session.engine.bucket_of(session.model.blocks[1].down.weight)
+    weight = session.model.blocks[1].down.weight
+    later = session.engine.bucket_of(weight)
     assert later is not None
-    executor.word = later.name
+    executor.word = f"the update of {later.name}"
     session.optimizer.step()
-    seen = []
+    seen, used = [], []
 
     def after_first_unit(*_: Any) -> None:
         seen.append(later.updating)
+        time.sleep(0.1)  # in which nobody may gather what is not updated
         executor.gate.set()
 
-    handle = session.model.blocks[0].register_forward_hook(after_first_unit)
+    handles = [
+        session.model.blocks[0].register_forward_hook(after_first_unit),
+        session.model.blocks[1].register_forward_pre_hook(lambda *_: used.append(weight.detach().clone())),
+    ]
     backward(session, device)
-    handle.remove()
+    for handle in handles:
+        handle.remove()
     assert seen == [True]
+    assert torch.equal(used[0], session.engine.full_param(weight).to(used[0].dtype))
     assert not any(bucket.updating for bucket in session.engine.buckets)
 
 
