@@ -158,7 +158,7 @@ class ShardedValues(SharedValues):
         bucket, key = self.bucket, self.key
         bucket.await_update()
         if self.live:  # with what a hook has changed in the parameters
-            return _Held(lambda start, stop: bucket.shard[start:stop], bucket.placement.shard_memory)
+            return _Held(bucket.shard.read, bucket.placement.shard_memory)
         if key.shadow is not None:
             shadow = self.engine.shadows[key.shadow]
             return _Held(lambda start, stop: shadow.shards[key.bucket][start:stop], shadow.memory)

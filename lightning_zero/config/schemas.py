@@ -17,7 +17,6 @@ from lightning_zero.integration.options import (
     AutoOptions,
     FormatName,
     NativeName,
-    OptimizerStoreName,
     PreflightName,
     StoreName,
     StrategyOptions,
@@ -39,7 +38,6 @@ def _choice(name: str, words: Any) -> Any:
 
 
 Store = _choice("Store", StoreName)
-OptimizerStore = _choice("OptimizerStore", OptimizerStoreName)
 NativeOptimizer = _choice("NativeOptimizer", NativeName)
 Preflight = _choice("Preflight", PreflightName)
 CheckpointFormat = _choice("CheckpointFormat", FormatName)
@@ -48,7 +46,6 @@ StartMethod = _choice("StartMethod", StartMethodName)
 # The types of options that a configuration cannot hold, and what it holds in their place.
 _REPLACED = {
     StoreName: Store,
-    OptimizerStoreName: OptimizerStore,
     NativeName: NativeOptimizer,
     PreflightName: Preflight,
     FormatName: CheckpointFormat,

@@ -71,7 +71,7 @@ def init_in_shards(options: StrategyOptions, mesh: Mesh, device: torch.device) -
 
     Pretrained weights are read in slices; see :func:`~lightning_zero.integration.pretrained.read_in_slices`.
     """
-    on_host = device_type(device).shares_host_memory or options.offload_params == "cpu"
+    on_host = device_type(device).shares_host_memory or options.offload_params != "none"
     with (
         sharded_init(mesh, device, HostStore() if on_host else DeviceStore(device)),
         read_in_slices(mesh.world),

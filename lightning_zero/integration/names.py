@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_zero.integration.strategy import ZeroStrategy
 
 # Arguments of `ZeroStrategy` by name. Offloading takes optimizer state to the host or a disk, at stage 3 the parameters
-# to the host too.
+# too.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "zero0": {"stage": 0},
     "zero1": {"stage": 1},
@@ -32,7 +32,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero3_offload": {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
     "zero1_nvme": {"stage": 1, "offload_optimizer": "nvme"},
     "zero2_nvme": {"stage": 2, "offload_optimizer": "nvme"},
-    "zero3_nvme": {"stage": 3, "offload_optimizer": "nvme", "offload_params": "cpu"},
+    "zero3_nvme": {"stage": 3, "offload_optimizer": "nvme", "offload_params": "nvme"},
 }
 AUTO = "zero_auto"  # chooses one of them when it knows the module
 _PLACES = {"none": "", "cpu": ", state in host memory", "nvme": ", state on a disk"}

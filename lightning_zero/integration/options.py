@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, get_args
 
 P = ParamSpec("P")
-StoreName = Literal["none", "cpu"]
-OptimizerStoreName = Literal["none", "cpu", "nvme"]
+StoreName = Literal["none", "cpu", "nvme"]
 NativeName = Literal["auto", "off"]
 FormatName = Literal["full", "sharded"]
 PreflightName = Literal["error", "warn", "off"]
@@ -39,7 +38,7 @@ class StrategyOptions:
     """
 
     stage: int = 2
-    offload_optimizer: OptimizerStoreName = "none"
+    offload_optimizer: StoreName = "none"
     offload_params: StoreName = "none"
     nvme_path: str | None = None
     nvme_buffer_gb: float = 0.25
@@ -109,6 +108,11 @@ class StrategyOptions:
             raise ValueError(
                 f"offload_params={params!r} needs stage=3, where parameters are sharded; got stage={self.stage}. "
                 "Use stage=3, or offload_optimizer alone"
+            )
+        if params == "nvme" and optimizer != "nvme":
+            raise ValueError(
+                f"offload_params='nvme' needs offload_optimizer='nvme', whose state takes more; got {optimizer!r}. "
+                "Rest both on the disk, or parameters in host memory: offload_params='cpu'"
             )
 
     def _check_disk(self) -> None:
@@ -219,7 +223,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "start_method": get_args(StartMethod),
     "checkpoint_format": get_args(FormatName),
     "preflight": get_args(PreflightName),
-    "offload_optimizer": get_args(OptimizerStoreName),
+    "offload_optimizer": get_args(StoreName),
     "offload_params": get_args(StoreName),
 }
 

@@ -33,7 +33,6 @@ from lightning_zero.integration.names import make_auto_strategy, make_strategy, 
 from lightning_zero.integration.options import (
     FormatName,
     NativeName,
-    OptimizerStoreName,
     PreflightName,
     StartMethod,
     StoreName,
@@ -66,7 +65,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
     ============  ======================  ===================  ===============
 
     With ``_offload`` (stages 1-3) optimizer state and masters rest in host memory, at stage 3 the parameters too; with
-    ``_nvme`` optimizer state and masters rest on a disk, and at stage 3 the parameters in host memory.
+    ``_nvme`` optimizer state and masters rest on a disk, at stage 3 the parameters too.
     ZeRO: https://arxiv.org/abs/1910.02054, ZeRO-Offload: https://arxiv.org/abs/2101.06840,
     ZeRO-Infinity: https://arxiv.org/abs/2104.07857.
 
@@ -78,7 +77,8 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         offload_optimizer: where masters, optimizer state and reduced gradients rest: ``"none"`` (the device) or
             ``"cpu"``; ``"nvme"``: masters and optimizer state on a disk, from where they pass through host memory,
             a tile at a time, while they are updated; gradients in host memory.
-        offload_params: where parameter shards rest at stage 3: ``"none"`` (the device) or ``"cpu"``.
+        offload_params: where parameter shards rest at stage 3: ``"none"`` (the device), ``"cpu"``, or ``"nvme"``, a
+            disk, where optimizer state must rest, too.
         nvme_path: folder on a local disk of every node, for ``"nvme"``; each rank has a file there, for as long as it
             lives. Default: the environment variable ``LIGHTNING_ZERO_NVME_PATH``.
         nvme_buffer_gb: host memory, in 2^30 bytes per rank, that tiles on their way from and to the disk take.
@@ -145,7 +145,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         self,
         stage: int = 2,
         *,
-        offload_optimizer: OptimizerStoreName = "none",
+        offload_optimizer: StoreName = "none",
         offload_params: StoreName = "none",
         nvme_path: str | None = None,
         nvme_buffer_gb: float = 0.25,

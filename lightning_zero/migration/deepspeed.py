@@ -20,8 +20,8 @@ from lightning_zero.migration.report import Import, Row, Status
 
 _HALVES = ("fp16", "bf16", "bfloat16")  # sections of the 16-bit precisions; the last is the old name of the second
 _NVME_PARAMS = (
-    "host memory (cpu) is written: 2 to 4 bytes per parameter over the ranks must fit there; optimizer state can rest "
-    "on a disk"
+    "host memory (cpu) is written: 2 to 4 bytes per parameter over the ranks must fit there; parameters can rest on "
+    "a disk where optimizer state does"
 )
 _SUFFIXES = {"none": "", "cpu": "_offload", "nvme": "_nvme"}  # of the names of strategies
 
@@ -96,7 +96,7 @@ class _Translation(Classification):
         params = self._store("offload_param", ("cpu_offload_param", "cpu_offload_params"), {3})
         self.updates_on_host = optimizer != "none"
         result = self.result
-        whole = optimizer != "none" and (params == "cpu" or self.number < 3)
+        whole = optimizer != "none" and (params == optimizer or self.number < 3)
         result.groups["strategy"] = f"zero{self.number}{_SUFFIXES[optimizer] if whole else ''}"
         if not whole:
             wanted = {"offload_optimizer": optimizer, "offload_params": params}
@@ -106,7 +106,8 @@ class _Translation(Classification):
     def _store(self, name: str, old: tuple[str, ...], stages: set[int]) -> str:
         """Makes the rows that ask for a store; returns it: none, cpu or nvme."""
         device = self._device(name, *old)
-        written = "cpu" if device == "nvme" and name == "offload_param" else device
+        beside_state = name != "offload_param" or self._device("offload_optimizer", "cpu_offload") == "nvme"
+        written = device if device != "nvme" or beside_state else "cpu"
         here = KEYS[f"zero_optimization.{name}.device"].here
         paths = [f"zero_optimization.{name}.device", *(f"zero_optimization.{path}" for path in old)]
         for path in filter(self.values.__contains__, paths):

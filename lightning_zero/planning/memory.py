@@ -33,6 +33,7 @@ from lightning_zero.storage import (
     make_executor,
 )
 from lightning_zero.storage import Memory as MemoryName
+from lightning_zero.storage.rested import nbytes_of
 from lightning_zero.storage.streams import DEFAULT_BYTES
 from lightning_zero.update import ShardUpdater
 from lightning_zero.update.attached import parameters_of
@@ -222,7 +223,9 @@ def held_by(engine: Engine) -> dict[str, Bytes]:
         store = placement.optimizer_store
         parts = {
             "parameters": Bytes(device=bucket.flat.untyped_storage().nbytes()),
-            "param_shards": Bytes.of(placement.param_store.memory, bucket.shard.nbytes * bucket.shards_params),
+            "param_shards": Bytes.of(
+                placement.param_store.resting_memory, nbytes_of(bucket.shard) * bucket.shards_params
+            ),
             "masters": Bytes.of(store.resting_memory, bucket.master.nbytes),
             "sharded_gradient": Bytes.of(store.memory, engine.gradients_of(bucket).sharded.nbytes),
         }

@@ -248,7 +248,7 @@ def _row(form: BucketForm, footprints: Sequence[Footprint]) -> BucketPlan:
         padded_numel=layout.padded_numel,
         unsharded=not sharded,
         parameters=Bytes(device=layout.padded_numel * size),
-        param_shards=Bytes.of(placement.param_store.memory, layout.shard_numel * size) if sharded else NOTHING,
+        param_shards=Bytes.of(placement.param_store.resting_memory, layout.shard_numel * size) if sharded else NOTHING,
         masters=Bytes.of(resting, sum(dtype.itemsize for dtype in master.pieces) * layout.shard_numel),
         optimizer_state=state,
         sharded_gradient=NOTHING,

@@ -202,6 +202,7 @@ class RecordedBucket:
                 self._account.take(self._flat.amount)
                 if self.form.placement.param_store.memory == "host":
                     self._lanes.copied["h2d"] += self._shard_bytes
+                self._pass_shard()
             self._group.count("all_gather", self._flat.nbytes)
             self.state = BucketState.GATHERING
 
@@ -248,9 +249,23 @@ class RecordedBucket:
         store, numel = self.form.placement.optimizer_store, self.layout.shard_numel
         if store.tile is not None:
             sizes = [dtype.itemsize for dtype in (*footprint.master.pieces, *footprint.state.values())]
+            if self._shards_params and self.form.placement.param_store.tile is not None:
+                sizes.append(self.form.dtype.itemsize)
             window = max(footprint.window, min(store.tile, numel))
             nbytes = passing_bytes(store.passing_bytes, window, numel, sizes)
             self._lanes.pass_tiles(", ".join(self.form.spec.units), nbytes, store.passing_bytes)
+
+    def expect_shard(self) -> None:
+        """Takes memory for tiles that are fetched ahead."""
+        if self.state is BucketState.SHARDED:
+            self._pass_shard(self.form.placement.tiles_ahead(self.form.dtype))
+
+    def _pass_shard(self, ahead: int = 0) -> None:
+        store, numel = self.form.placement.param_store, self.layout.shard_numel
+        if store.tile is not None:
+            nbytes = passing_bytes(store.passing_bytes, min(store.tile, numel), numel, [self.form.dtype.itemsize])
+            nbytes = max(nbytes, min(ahead * store.tile, numel) * self.form.dtype.itemsize)
+            self._lanes.pass_tiles(f"the shard of {', '.join(self.form.spec.units)}", nbytes, store.passing_bytes)
 
 
 class RecordedRun:

@@ -39,11 +39,11 @@ def make_bucket(
     else:
         full = _initial_values(bucket)
         flat = full if full.dtype == dtype else full.to(dtype)
-    shard = flat[start:stop]
+    shard: Rested = Resident(flat[start:stop], "device")
     owned: list[_Owned] = []  # what becomes of this rank's part of the values
     if bucket.shards_params:
-        shard = placement.param_store.zeros(layout.shard_numel, dtype)
-        owned.append(_Owned(Resident(shard), placement.param_store.memory))
+        shard = placement.param_store.rest(layout.shard_numel, dtype, f"the parameters of {name}")
+        owned.append(_Owned(shard, placement.param_store.memory))
     copy = _room_for_copy(bucket)
     owned += [] if copy is None else [_Owned(copy, placement.optimizer_store.memory)]
     if sharded:
@@ -140,7 +140,8 @@ def _complete_master(bucket: Bucket) -> None:
     if isinstance(bucket.master, NoMaster) and (copy := _room_for_copy(bucket)) is not None:
         placement = bucket.placement
         target = _Owned(copy, placement.optimizer_store.memory)
-        _fill(bucket, target, 0, bucket.shard, placement.shard_memory)
+        for low, high in pieces(bucket.shard.tile, 0, bucket.shard.numel):
+            _fill(bucket, target, low, bucket.shard.read(low, high), placement.shard_memory)
         bucket.master = CopyMaster(bucket.shard, copy, StoreHome(placement, bucket.name))
 
 

@@ -28,8 +28,8 @@ from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.sharding.pending import end_pending, mark_pending
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.sharding.rounded import mark_rounded
-from lightning_zero.storage import DONE, Memory, Ticket
-from lightning_zero.storage.rested import pieces
+from lightning_zero.storage import DONE, Memory, Rested, Ticket
+from lightning_zero.storage.rested import changing, pieces
 from lightning_zero.storage.timers import Phase, timed
 from lightning_zero.torch_private import version_of
 
@@ -101,7 +101,7 @@ class Bucket:
         self._full: Tensor | None = None  # 1-D, Ψ, the master's dtype: see `unshard_full_precision`
         self._flat_views: list[Tensor] = []  # that parameters were before it
         self.flat: Tensor
-        self.shard: Tensor
+        self.shard: Rested
         self.master: Master
         self.rounded: set[int] = set()  # parameters of which a cast has lost digits: no master was there to keep them
         self.moving: Ticket = DONE  # the last work on its tensors in host memory that may go on beside the training
@@ -113,7 +113,7 @@ class Bucket:
         self._await_shards: Callable[[], None]  # ends the gather that has begun
 
     @torch.no_grad()
-    def begin(self, flat: Tensor, shard: Tensor, master: Master) -> None:
+    def begin(self, flat: Tensor, shard: Rested, master: Master) -> None:
         """Make the parameters views of ``flat``, which holds their values, or has them in ``shard`` only at stage 3."""
         self.flat, self.shard, self.master = flat, shard, master
         for view, parameter in zip(self.views(flat), self.parameters, strict=True):
@@ -136,7 +136,7 @@ class Bucket:
         """Whether the parameters are freed outside the forward and backward of their unit."""
         return self.placement.sharding.shard_params
 
-    def range_of(self, segment: Segment) -> slice:
+    def _range_of(self, segment: Segment) -> slice:
         """The segment's elements in the flat buffer."""
         start = self.layout.offsets[segment.param] + segment.param_start
         return slice(start, start + segment.numel)
@@ -165,15 +165,40 @@ class Bucket:
             self._await_shards = self._begin_gather()
         self.state = BucketState.GATHERING
 
+    def expect_shard(self) -> None:
+        """Begin to fetch the shard from where it rests, as far as memory in passing has room beside an update's."""
+        if self.state is BucketState.SHARDED and not self.updating:
+            tiles = self._tiles[: self.placement.tiles_ahead(self.dtype)]
+            if tiles:
+                self.placement.await_host(self.reading)
+            for tile in tiles:
+                self.shard.expect(*tile)
+
     def _fetch_shard(self) -> Ticket:
         """Have the current stream wait until this rank's part of ``flat`` is the shard, which nobody updates now."""
-        start, stop = self.layout.shard_range(self.placement.mesh.shard.rank)
-        if self.shard.data_ptr() == self.flat.data_ptr() + start * self.dtype.itemsize:
+        if not self.shards_params:  # it is a part of `flat`
             return DONE
+        if self.shard.tile is not None:  # what is fetched would be let go while another thread reads it
+            self.placement.await_host(self.reading)
         memories: tuple[Memory, Memory] = self.placement.shard_memory, "device"
-        fetched = self.placement.move(self.flat[start:stop], self.shard, memories, self.name)
-        fetched.wait()
+        first, stop = self.layout.shard_range(self.placement.mesh.shard.rank)
+        target, tiles, fetched = self.flat[first:stop], self._tiles, DONE
+        for number, (low, high) in enumerate(tiles):
+            for tile in tiles[number : number + 2]:  # one arrives while another moves on
+                self.shard.expect(*tile)
+            source = self.shard.view(low, high)
+            fetched = self.placement.move(target[low:high], source, memories, self.name)
+            fetched.wait()
+            self.shard.drop(low, high, after=fetched)
         return fetched
+
+    @property
+    def _tiles(self) -> list[tuple[int, int]]:
+        return [*pieces(self.shard.tile, 0, self.shard.numel)]
+
+    def _drop_shard(self) -> None:
+        """Let go of what :meth:`expect_shard` has fetched: it is about to change."""
+        self.shard.drop(0, self.shard.numel)
 
     def _begin_gather(self) -> Callable[[], None]:
         return self.placement.mesh.shard.begin_all_gather_(self.flat, f"gather {self.name}")
@@ -255,6 +280,7 @@ class Bucket:
         """
         if self.state is BucketState.GATHERING:
             self.unshard()
+        self._drop_shard()
         lane, what = self.placement.update_lane, f"the update of {self.name}"
         self.moving = self.placement.executor.submit(update, lane, what, after=[self.moving])
         self.updating = self.moving is not DONE
@@ -300,11 +326,14 @@ class Bucket:
         watched = self._detect_data_edits and not isinstance(self.master, NoMaster) and not self.shards_params
         if watched:
             self.await_update()
-        self._checksum = checksum(self.shard) if watched else None
+        self._checksum = checksum(self._own_part()) if watched else None
 
     def hidden_edit(self) -> Tensor | None:
         """Tell whether the shard has other bits than were noted (0-dim bool on the device); ``None``: nobody asks."""
-        return None if self._checksum is None else checksum(self.shard) != self._checksum
+        return None if self._checksum is None else checksum(self._own_part()) != self._checksum
+
+    def _own_part(self) -> Tensor:
+        return self.shard.read(0, self.shard.numel)  # of `flat`
 
     @torch.no_grad()
     def absorb_edits(self, everything: bool = False) -> None:
@@ -326,11 +355,16 @@ class Bucket:
         for segment in self.segments:
             if segment.param in edited:
                 if self.shards_params:  # else it is the same memory
-                    target, source = self.shard[segment.start : segment.stop], self.flat[self.range_of(segment)]
-                    memories: tuple[Memory, Memory] = "device", self.placement.shard_memory
-                    self.placement.copy(target, source, memories, self.name)
+                    self._take_edit(segment)
                 self.master.derive(segment.start, segment.stop)
         self._remember()
+
+    def _take_edit(self, segment: Segment) -> None:
+        memories: tuple[Memory, Memory] = "device", self.placement.shard_memory
+        source = self.flat[self._range_of(segment)]
+        for low, high in pieces(self.shard.tile, segment.start, segment.stop):
+            with changing(self.shard, low, high) as target:
+                self.placement.copy(target, source[low - segment.start : high - segment.start], memories, self.name)
 
     def _reattach(self, flat: Tensor, index: int) -> bool:
         """Make a parameter a view of ``flat`` again where ``data`` was assigned (``module.double()``); True if so."""
@@ -395,6 +429,7 @@ class Bucket:
         self.placement.await_host(self.moving)
         self.placement.await_host(self.reading)
         self.moving = self.reading = DONE
+        self._drop_shard()
 
     def publish(self, start: int, stop: int) -> None:
         """Derive elements ``[start, stop)`` of the parameter shard from the master, which was changed."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_zero import ops
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.storage import DONE, Memory, Rested, Ticket
-from lightning_zero.storage.rested import Resident, changing, keep, nbytes_of, pieces
+from lightning_zero.storage.rested import changing, keep, nbytes_of, pieces
 
 
 def _nothing() -> None:
@@ -158,14 +158,13 @@ class NoMaster:
     """The parameter shard is its own master: nothing is copied.
 
     Args:
-        shard: the parameter shard, 1-D.
-        memory: in which it rests.
+        shard: the parameter shard.
+        memory: in which its values are read.
     """
 
     nbytes = 0
-    tile: int | None = None
 
-    def __init__(self, shard: Tensor, memory: Memory) -> None:
+    def __init__(self, shard: Rested, memory: Memory) -> None:
         self._shard = shard
         self.memory = memory
 
@@ -177,24 +176,28 @@ class NoMaster:
     def device(self) -> torch.device:
         return self._shard.device
 
+    @property
+    def tile(self) -> int | None:
+        return self._shard.tile
+
     def expect(self, start: int, stop: int) -> None:
-        """Nothing to fetch."""
+        self._shard.expect(start, stop)
 
     def commit(self, start: int, stop: int) -> None:
-        """Nothing to put back."""
+        self._shard.commit(start, stop)
 
     def read(self, start: int, stop: int) -> Tensor:
-        return self._shard[start:stop]
+        return self._shard.read(start, stop)
 
     def keep(self, start: int, values: Tensor) -> None:
-        """Nothing to keep: the values are the shard's."""
+        keep(self._shard, start, values)
 
     def write(self, start: int, stop: int) -> Ticket:
         """Nothing to publish: the values are the shard's."""
         return DONE
 
     def tensors(self, start: int, stop: int) -> KernelTensors:
-        return KernelTensors(self._shard[start:stop])
+        return KernelTensors(self._shard.view(start, stop))
 
     def derive(self, start: int, stop: int) -> None:
         """Nothing to take over: the values are the shard's."""
@@ -224,12 +227,12 @@ class _RestedMaster:
         rested: the tensors, laid out as the shard.
 
     Args:
-        shard: the parameter shard, 1-D.
+        shard: the parameter shard; where it rests on a disk, too, its tiles are those of ``rested``.
         rested: as above.
         home: how values move between the store and the shard.
     """
 
-    def __init__(self, shard: Tensor, rested: Sequence[Rested], home: Home | None) -> None:
+    def __init__(self, shard: Rested, rested: Sequence[Rested], home: Home | None) -> None:
         self._shard = shard
         self.rested = tuple(rested)
         self._home = home or Home()
@@ -249,15 +252,16 @@ class _RestedMaster:
         return self.rested[0].tile
 
     def expect(self, start: int, stop: int) -> None:
-        for tensor in self.rested:
+        for tensor in (*self.rested, self._shard):
             tensor.expect(start, stop)
 
     def commit(self, start: int, stop: int) -> None:
-        for tensor in self.rested:
+        for tensor in (*self.rested, self._shard):
             tensor.commit(start, stop, after=(self._publishing,))
 
     def _publish(self, start: int, values: Tensor) -> Ticket:
-        self._publishing = self._home.publish(self._shard[start : start + values.numel()], values)
+        with changing(self._shard, start, start + values.numel()) as shard:
+            self._publishing = self._home.publish(shard, values)
         return self._publishing
 
 
@@ -265,13 +269,13 @@ class CopyMaster(_RestedMaster):
     """Values in a tensor of their own: in another dtype, in another store, or both.
 
     Args:
-        shard: the parameter shard, 1-D.
+        shard: the parameter shard.
         values: at full precision (never made from the shard's rounded ones); kept, not copied.
         home: how values move between the store and the shard.
         ties: where a bf16 shard goes from halfway.
     """
 
-    def __init__(self, shard: Tensor, values: Rested, home: Home | None = None, ties: ops.Ties = "even") -> None:
+    def __init__(self, shard: Rested, values: Rested, home: Home | None = None, ties: ops.Ties = "even") -> None:
         super().__init__(shard, [values], home)
         self.values = values
         self.ties = ties
@@ -301,18 +305,18 @@ class CopyMaster(_RestedMaster):
 
     def tensors(self, start: int, stop: int) -> KernelTensors:
         self._updated.forget()
-        values, shard = self.values.view(start, stop), self._shard[start:stop]
-        if shard.dtype.itemsize != 2 or not ops.runs_on(values.device):
+        values = self.values.view(start, stop)
+        if self._shard.dtype.itemsize != 2 or not ops.runs_on(values.device):
             return KernelTensors(values, finish=lambda: self.write(start, stop))
         # The kernel writes the 16-bit shard in the same pass: where it is, or what is copied there.
         filling = ExitStack()
-        copy_out = filling.enter_context(self._home.filling(shard))
+        copy_out = filling.enter_context(self._home.filling(self._shard.view(start, stop)))
         return KernelTensors(values, copy_out=copy_out, copy_ties=self.ties, finish=filling.close)
 
     def derive(self, start: int, stop: int) -> None:
         for low, high in pieces(self.tile, start, stop):
             with changing(self.values, low, high) as master:
-                self._derive(low, master, self._home.taken(self._shard[low:high]))
+                self._derive(low, master, self._home.taken(self._shard.read(low, high)))
 
     def _derive(self, start: int, master: Tensor, shard: Tensor) -> None:
         # Only what changed: a master holds more digits than the shard.
@@ -329,7 +333,7 @@ class SplitMaster(_RestedMaster):
     See :func:`lightning_zero.ops.split_`. The values are on the host; where the shard is, it is the high part.
 
     Args:
-        shard: the parameter shard, 1-D, bf16 or fp16 (bf16 with ties away from zero).
+        shard: the parameter shard, bf16 or fp16 (bf16 with ties away from zero).
         high: where the high part rests; ``None``: in the shard itself, which is on the host.
         remainder: [n] int16.
         home: how values move between the store and the shard.
@@ -338,10 +342,10 @@ class SplitMaster(_RestedMaster):
     dtype = torch.float32
     device = torch.device("cpu")
 
-    def __init__(self, shard: Tensor, high: Rested | None, remainder: Rested, home: Home | None = None) -> None:
+    def __init__(self, shard: Rested, high: Rested | None, remainder: Rested, home: Home | None = None) -> None:
         super().__init__(shard, [remainder] if high is None else [remainder, high], home)
         self._own_high = high
-        self._high: Rested = Resident(shard) if high is None else high
+        self._high = shard if high is None else high
         self._remainder = remainder
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -378,7 +382,7 @@ class SplitMaster(_RestedMaster):
         if self._own_high is None:
             return
         for low, high in pieces(self.tile, start, stop):
-            values = self._home.taken(self._shard[low:high])
+            values = self._home.taken(self._shard.read(low, high))
             with self._changing(low, high) as (upper, remainder):
                 was_high, was_remainder = self._updated.of(low, upper, remainder)
                 remainder.copy_(was_remainder.masked_fill(values.ne(was_high), 0))

@@ -129,9 +129,15 @@ class BucketPlacement(NamedTuple):
     def _copying(self, memories: tuple[Memory, Memory]) -> AbstractContextManager[None]:
         return self.mesh.timers.phase(Phase.HOST_COPY) if "host" in memories else nullcontext()
 
+    def tiles_ahead(self, dtype: torch.dtype) -> int:
+        """Tiles of a parameter shard of ``dtype`` that are fetched from a disk long before they are gathered."""
+        store = self.param_store
+        # The other half is left to updates, and to the shard that is gathered meanwhile.
+        return 0 if store.tile is None else store.passing_bytes // 2 // (store.tile * dtype.itemsize)
+
     @property
     def shard_memory(self) -> Memory:
-        """The memory in which parameter shards rest."""
+        """The memory in which parameter shards are read and written."""
         return self.param_store.memory if self.sharding.shard_params else "device"
 
     @property

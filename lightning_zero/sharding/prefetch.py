@@ -1,4 +1,4 @@
-"""Stage 3's look-ahead: units that come next are gathered while one computes."""
+"""Stage 3's look-ahead: units that come next are gathered while one computes, the one after read from a disk."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ class Gatherable(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """Of the parameters."""
+        ...
+
+    def expect_shard(self) -> None:
+        """Begins to fetch this rank's part from a disk, where it rests on one."""
         ...
 
     def begin_unshard(self) -> None:
@@ -101,6 +105,7 @@ class Prefetcher:
             self._seen.append(unit)
             self._move_to(unit)
             self._begin_next()
+            self._expect_later()
 
     def _move_to(self, unit: int) -> None:
         """Go on after the next place where ``unit`` is expected; at an unexpected one stay."""
@@ -123,6 +128,14 @@ class Prefetcher:
             for bucket in buckets:
                 bucket.begin_unshard()
             self._ahead.append(unit)
+
+    def _expect_later(self) -> None:
+        """Begin to read the unit after those that are gathered ahead."""
+        assert self._kind is not None
+        later = self._next + len(self._ahead)
+        for unit in self._expected[self._kind][later : later + 1]:
+            for bucket in self._units[unit]:
+                bucket.expect_shard()
 
     def _nbytes(self, unit: int) -> int:
         return sum(bucket.layout.padded_numel * bucket.dtype.itemsize for bucket in self._units[unit])

@@ -225,6 +225,7 @@ class _Window:
     staged: Staged
     values: Tensor  # 1-D, the elements of the tiles
     arrived: Ticket
+    seen: bool = False  # by someone who may have changed them
 
 
 class DiskTensor:
@@ -267,6 +268,7 @@ class DiskTensor:
     def view(self, start: int, stop: int) -> Tensor:
         window = self._window(start, stop)
         window.arrived.synchronize()
+        window.seen = True
         begin = window.first * self.tile
         return window.values[start - begin : stop - begin]
 
@@ -276,9 +278,21 @@ class DiskTensor:
             written = self._store.keep(self, window.first, window.staged.tensor, (window.arrived, *after))
             self._store.give(window.staged, written)
 
+    def drop(self, start: int, stop: int, after: Ticket | None = None) -> None:
+        for window in self._overlapping(start, stop):
+            self._windows.remove(window)
+            self._store.give(window.staged, after or window.arrived)  # who reads it has waited for its arrival
+
+    def _forget_unseen(self, start: int, stop: int) -> None:
+        """Let go of what was expected, and did not come to be used."""
+        for window in self._overlapping(start, stop):
+            if not window.seen:
+                self.drop(window.first * self.tile, min(window.last * self.tile, self.numel))
+
     def read(self, start: int, stop: int) -> Tensor:
         if self.holds(start, stop):
             return self.view(start, stop)
+        self._forget_unseen(start, stop)
         assert not self._overlapping(start, stop), f"{self.what} is read while a part of it is changed"
         first, last = start // self.tile, -(-stop // self.tile)
         memory = self._store.copy_for(self._bytes(first, last))
@@ -299,6 +313,7 @@ class DiskTensor:
     def _window(self, start: int, stop: int) -> _Window:
         if (held := self._held(start, stop)) is not None:
             return held
+        self._forget_unseen(start, stop)
         self.commit(start, stop)  # what overlaps; the lane fetches after that
         first, last = start // self.tile, -(-stop // self.tile)
         staged = self._store.take(self._bytes(first, last))

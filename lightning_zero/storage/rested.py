@@ -67,6 +67,16 @@ class Rested(Protocol):
         """
         ...
 
+    def drop(self, start: int, stop: int, after: Ticket | None = None) -> None:
+        """Let go of what was fetched of ``[start, stop)``, with the whole tiles around, and was not changed.
+
+        Args:
+            start: first element.
+            stop: the one after the last.
+            after: work that still reads the views.
+        """
+        ...
+
     def read(self, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)``, to be read: a view of what is in memory, or a copy of what is not."""
         ...
@@ -109,6 +119,9 @@ class Resident:
 
     def commit(self, start: int, stop: int, after: Sequence[Ticket] = ()) -> None:
         """Nothing to keep: views are the values."""
+
+    def drop(self, start: int, stop: int, after: Ticket | None = None) -> None:
+        """Nothing was fetched."""
 
     def read(self, start: int, stop: int) -> Tensor:
         return self._values[start:stop]

@@ -153,11 +153,11 @@ class CPUOptimizer(Optimizer):
         if self.numbers.master_layout == "split":
             if "remainder" not in state:
                 state["remainder"] = _zeros(parameter.shape, torch.int16)
-            master = SplitMaster(flat, None, Resident(state["remainder"].view(-1)))
+            master = SplitMaster(Resident(flat), None, Resident(state["remainder"].view(-1)))
         else:
             if "master" not in state:
                 state["master"] = _zeros(parameter.shape, torch.float32).copy_(parameter)
-            master = CopyMaster(flat, Resident(state["master"].view(-1)), ties="away")
+            master = CopyMaster(Resident(flat), Resident(state["master"].view(-1)), ties="away")
         if parameter not in self._seen or not self._seen[parameter].still(parameter):
             master.derive(0, flat.numel())
         return master.tensors(0, flat.numel())

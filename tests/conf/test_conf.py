@@ -157,7 +157,7 @@ def test_every_strategy_builds_and_its_name_means_what_it_says(
         "zero3_offload": (3, "cpu", "cpu"),
         "zero1_nvme": (1, "nvme", "none"),
         "zero2_nvme": (2, "nvme", "none"),
-        "zero3_nvme": (3, "nvme", "cpu"),
+        "zero3_nvme": (3, "nvme", "nvme"),
     }
     monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", "/local")
     for option in options("strategy"):

@@ -229,7 +229,7 @@ def train(case: Case, executor: Executor, device: torch.device) -> list[Tensor]:
 def left_by(session: Session) -> list[Tensor]:
     left = []
     for bucket in session.engine.buckets:
-        left += [bucket.master.read(0, bucket.layout.shard_numel), bucket.shard]
+        left += [bucket.master.read(0, bucket.layout.shard_numel), bucket.shard.read(0, bucket.shard.numel)]
         for updater in session.engine.updaters:
             left += [flat.read(0, flat.numel) for flat in updater.state_of(bucket).flat.values()]
     with session.engine.gathered(session.model.parameters()):

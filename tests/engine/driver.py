@@ -52,6 +52,7 @@ class Setup:
     detect_data_edits: bool = False
     whole: bool = False  # each parameter lies whole in one shard
     disk: str | None = None  # with `offload`, a folder to rest the optimizer's state in instead
+    disk_params: bool = False  # at stage 3 parameters rest there, too
     overlap: bool = True
     direct: bool = True
 
@@ -90,7 +91,7 @@ def make_placement(setup: Setup, mesh: Mesh | None = None) -> BucketPlacement:
         setup.precision,
         CPU,
         optimizer_store,
-        host if shared else DeviceStore(CPU),
+        DeviceStore(CPU) if not shared else optimizer_store if setup.disk_params else host,
         executor,
         whole=setup.whole,
     )

@@ -40,6 +40,9 @@ PURE_FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, keep_norms=False)
 SETUP = Setup(2, offload=True, native="auto", bucket_size_mb=0.08)
 
 
+STAGE3 = dataclasses.replace(SETUP, stage=3, units=("blocks.*",), disk_params=True)
+
+
 class Blocks(nn.Module):
     """Parameters longer and shorter than a tile; one block is left out of some steps."""
 
@@ -109,6 +112,11 @@ CASES = (
     Case(dataclasses.replace(SETUP, native="off"), "rmsprop"),
     Case(dataclasses.replace(SETUP, native="off", precision=PURE_BF16), "sgd"),
     Case(SETUP, "fused"),
+    Case(STAGE3, "adamw", micro=2, clip=0.1),
+    Case(dataclasses.replace(STAGE3, precision=PURE_BF16), "split", overflow=True),
+    Case(dataclasses.replace(STAGE3, precision=PURE_BF16), "copy"),
+    Case(dataclasses.replace(STAGE3, native="off", precision=PURE_FP16), "adamw", overflow=True),
+    Case(dataclasses.replace(STAGE3, persistence_numel=200), "sgd"),
 )
 
 
@@ -161,8 +169,8 @@ def compare(cases: Sequence[Case], folder: str) -> list[str]:
 @pytest.mark.parametrize(
     ("pool", "cases"),
     [
-        pytest.param(2, CASES[:4], id="2ranks"),
-        pytest.param(1, CASES[5:8:2], id="1rank"),
+        pytest.param(2, [*CASES[:4], CASES[12]], id="2ranks"),
+        pytest.param(1, [*CASES[5:8:2], CASES[11]], id="1rank"),
         pytest.param(2, CASES, id="2ranks-all", marks=pytest.mark.slow),
         pytest.param(1, CASES, id="1rank-all", marks=pytest.mark.slow),
     ],
@@ -174,7 +182,9 @@ def test_the_disk_gives_the_bits_of_host_memory(pool: RankPool, cases: Sequence[
     assert not [*tmp_path.iterdir()], "folders are left over"
 
 
-def test_what_does_not_change_is_neither_read_nor_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def touched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Bytes that are read and written from here on, by direction and what they are."""
     touched: Counter[str] = Counter()
     for name in ("_keep", "_load"):
 
@@ -187,6 +197,10 @@ def test_what_does_not_change_is_neither_read_nor_written(tmp_path: Path, monkey
             name,
             functools.partialmethod(noted, do=getattr(DiskStore, name), name=name),  # type: ignore[arg-type]
         )
+    return touched
+
+
+def test_what_does_not_change_is_neither_read_nor_written(tmp_path: Path, touched: Counter[str]) -> None:
     case = Case(dataclasses.replace(SETUP, stage=3, offload_params=False, units=("blocks.*",)), overflow=True)
     session = start(case.on_disk(str(tmp_path), overlap=False), Mesh.single())
     run_steps(session, case, [0])
@@ -205,6 +219,19 @@ def test_what_does_not_change_is_neither_read_nor_written(tmp_path: Path, monkey
     rested = [tensor for b in buckets for tensor in (*b.master.rested, *session.updater.state_of(b).flat.values())]
     names = itertools.product(("_keep", "_load"), rested)
     assert touched == {f"{name} {tensor.what}": aligned(nbytes_of(tensor)) for name, tensor in names}
+
+
+def test_parameters_are_read_by_each_pass_and_their_update(tmp_path: Path, touched: Counter[str]) -> None:
+    """What is fetched ahead of its unit is fetched once; units are freed after forward, the rest is not."""
+    case = Case(STAGE3)
+    session = start(case.on_disk(str(tmp_path)), Mesh.single())
+    run_steps(session, case, [0])
+    touched.clear()
+    run_steps(session, case, [0])
+    for bucket in session.engine.buckets:
+        what, nbytes = f"the parameters of {bucket.name}", aligned(nbytes_of(bucket.shard))
+        reads = 3 if bucket.name.startswith("blocks") else 2
+        assert (touched[f"_load {what}"], touched[f"_keep {what}"]) == (reads * nbytes, nbytes), what
 
 
 def state_dicts(session: driver.Session) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -195,7 +195,7 @@ def snapshot(session: Session) -> dict[str, Tensor]:
     """Everything that a step may change on this rank, without a collective: parameters, masters, state."""
     values: dict[str, Tensor] = {}
     for bucket in session.engine.buckets:
-        values[f"{bucket.names}.shard"] = bucket.shard.clone()
+        values[f"{bucket.names}.shard"] = bucket.shard.read(0, bucket.shard.numel).clone()
         values[f"{bucket.names}.master"] = bucket.master.read(0, bucket.layout.shard_numel).clone()
     for piece in driver.state_pieces(session.engine, session.updater):
         for key, value in (piece.elements | piece.scalars).items():

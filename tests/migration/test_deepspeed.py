@@ -240,9 +240,15 @@ def test_stage_and_stores(zero: Any, group: str, settings: dict[str, Any]) -> No
             {"nvme_path": "/x"},
         ),
         (3, {"optimizer": {"device": "cpu"}, "param": {"device": "nvme", "nvme_path": "/y"}}, "zero3_offload", {}),
+        (
+            3,
+            {"optimizer": {"device": "nvme"}, "param": {"device": "cpu"}},
+            "zero3",
+            {"offload_optimizer": "nvme", "offload_params": "cpu"},
+        ),
     ],
 )
-def test_nvme_is_a_disk_for_state_and_host_memory_for_parameters(
+def test_nvme_is_a_disk_for_state_and_for_parameters_beside_it(
     stage: int, stores: dict[str, Any], group: str, settings: dict[str, Any]
 ) -> None:
     zero = {"stage": stage, **{f"offload_{name}": store for name, store in stores.items()}}
@@ -251,7 +257,7 @@ def test_nvme_is_a_disk_for_state_and_host_memory_for_parameters(
     assert imported.below("strategy") == settings
     rows = {row.key.removeprefix("zero_optimization.offload_"): row for row in imported.rows}
     for name, store in stores.items():
-        supported = (name, store["device"]) != ("param", "nvme")
+        supported = (name, store["device"]) != ("param", "nvme") or stores["optimizer"]["device"] == "nvme"
         assert rows[f"{name}.device"].status is (Status.kept if supported else Status.unsupported)
     path = rows.get("optimizer.nvme_path")
     if stores["optimizer"]["device"] == "nvme":

@@ -538,7 +538,7 @@ VALUES = (1.0, -1.5, 1 + 2.0**-9 + 2.0**-20, 3.1415927, 2.0**-24 * 0.7, -(2.0**-
 def split_master(dtype: torch.dtype, apart: bool) -> tuple[SplitMaster, Tensor]:
     shard = torch.zeros(len(VALUES), dtype=dtype)
     high = Resident(torch.zeros_like(shard)) if apart else None
-    master = SplitMaster(shard, high, Resident(torch.zeros(len(VALUES), dtype=torch.int16)))
+    master = SplitMaster(Resident(shard), high, Resident(torch.zeros(len(VALUES), dtype=torch.int16)))
     master.keep(0, torch.tensor(VALUES))
     master.write(0, len(VALUES))
     return master, shard

@@ -347,7 +347,7 @@ def test_torchs_updates_round_halves_as_the_kernels_do() -> None:
     bits = (highs[:, None] << 16) + torch.tensor([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     values = bits.flatten().to(torch.int32).view(torch.float32)
     shard, high = (torch.empty(values.numel(), dtype=torch.bfloat16) for _ in range(2))
-    master = CopyMaster(shard, Resident(values.clone()), ties="away")
+    master = CopyMaster(Resident(shard), Resident(values.clone()), ties="away")
     master.write(0, values.numel())
     ops.split_(values, high, torch.empty_like(high, dtype=torch.int16))
     assert torch.equal(shard.view(torch.int16), high.view(torch.int16))
@@ -357,7 +357,7 @@ def test_torchs_updates_round_halves_as_the_kernels_do() -> None:
         master.derive(0, values.numel())
         assert torch.equal(master.read(0, values.numel()).view(torch.int32), values.view(torch.int32))
     nan = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
-    CopyMaster(shard[:3], Resident(nan), ties="away").write(0, 3)
+    CopyMaster(Resident(shard[:3]), Resident(nan), ties="away").write(0, 3)
     assert shard[:3].isnan().all()
 
 

@@ -106,20 +106,21 @@ class Look(Callback):
             self.folder = store.opened.path.parent
 
 
-def look(path: Path) -> tuple[dict[str, Bytes], dict[str, Bytes], int, str, str]:
+def look(name: str, path: Path) -> tuple[dict[str, Bytes], dict[str, Bytes], int, str, str]:
     look = Look()
-    trainer = make_trainer(nvme("zero2_nvme", path), accumulate_grad_batches=RECIPE.micro, callbacks=[look])
+    trainer = make_trainer(nvme(name, path), accumulate_grad_batches=RECIPE.micro, callbacks=[look])
     trainer.fit(Lit(RECIPE))
     assert look.folder.is_dir()  # for checkpoints, a test or another fit
     trainer.strategy.release()  # type: ignore[attr-defined]
     return look.held, look.planned, look.size, look.report, look.folder.relative_to(path).as_posix()
 
 
-def test_a_plan_knows_the_bytes_on_the_disk(pool2: RankPool, tmp_path: Path) -> None:
-    for rank, (held, planned, size, report, folder) in enumerate(pool2.run(look, tmp_path)):
-        for name in ("masters", "optimizer_state", "sharded_gradient"):
-            assert held[name] == planned[name], name
-        assert held["optimizer_state"].disk == 2 * held["masters"].disk > 0
+@pytest.mark.parametrize(("name", "values"), [("zero2_nvme", "masters"), ("zero3_nvme", "param_shards")])
+def test_a_plan_knows_the_bytes_on_the_disk(pool2: RankPool, tmp_path: Path, name: str, values: str) -> None:
+    for rank, (held, planned, size, report, folder) in enumerate(pool2.run(look, name, tmp_path)):
+        for part in ("param_shards", "masters", "optimizer_state", "sharded_gradient"):
+            assert held[part] == planned[part], part
+        assert held["optimizer_state"].disk == 2 * held[values].disk > 0
         assert held["sharded_gradient"].host > 0
         assert 0 < held["staging"].host <= planned["staging"].host <= BUFFER_GB * 2**30
         disk = sum(part.disk for part in planned.values())
@@ -175,7 +176,7 @@ def test_options_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", "/local")
     strategy = Trainer(strategy="zero3_nvme", accelerator="cpu", logger=False, enable_checkpointing=False).strategy
     assert isinstance(strategy, ZeroStrategy)
-    assert (strategy.stage, strategy.nvme_path, strategy.offload_params) == (3, "/local", "cpu")
+    assert (strategy.stage, strategy.nvme_path, strategy.offload_params) == (3, "/local", "nvme")
 
 
 def test_what_makes_a_disk_a_bad_place_is_said() -> None:
