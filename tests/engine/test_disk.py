@@ -173,6 +173,7 @@ def compare(cases: Sequence[Case], folder: str) -> list[str]:
         pytest.param(1, [*CASES[5:8:2], CASES[11]], id="1rank"),
         pytest.param(2, CASES, id="2ranks-all", marks=pytest.mark.slow),
         pytest.param(1, CASES, id="1rank-all", marks=pytest.mark.slow),
+        pytest.param(4, [CASES[0], CASES[3], *CASES[11:13]], id="4ranks", marks=pytest.mark.slow),
     ],
     indirect=["pool"],
 )

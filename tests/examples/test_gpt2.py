@@ -861,6 +861,16 @@ def test_every_strategy_trains_and_samples_as_ddp_does(
     assert (runs / strategy / "sample.txt").read_text() == (ddp_run / "sample.txt").read_text()
 
 
+@pytest.mark.slow
+def test_a_disk_trains_to_the_loss_of_device_memory(pool2: RankPool, runs: Path) -> None:
+    """Bit for bit in fp32, with torch's kernels in both places."""
+    disk = ("strategy=zero3_nvme", f"strategy.nvme_path={runs}", "strategy.native_optimizer='off'")
+    pool2.run(train_briefly, str(runs / "disk"), 2, *disk)
+    pool2.run(train_briefly, str(runs / "device"), 2, "strategy=zero3")
+    found, expected = results(runs / "disk"), results(runs / "device")
+    assert (found[0]["val_loss"], found[1]) == (expected[0]["val_loss"], expected[1])
+
+
 def test_the_loop_of_fabric_ends_with_the_weights_of_the_trainer(pool2: RankPool, runs: Path) -> None:
     """Bit for bit; also in two halves, the second from the checkpoint of the first."""
     options = ("strategy=zero3", "strategy.persistence_numel=0", "scheduler.total_steps=4")

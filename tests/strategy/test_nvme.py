@@ -53,9 +53,9 @@ def test_every_name_trains_as_with_state_in_host_memory(pool2: RankPool, tmp_pat
         torch.testing.assert_close(disk, host, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def save_and_resume(names: tuple[str, str], path: Path, container: str) -> dict[str, torch.Tensor]:
+def save_and_resume(names: tuple[str, str], path: Path, container: str, **changes: Any) -> dict[str, torch.Tensor]:
     """A checkpoint written with the first, and resumed with the second."""
-    first, second = ({**options_of(name, path), "checkpoint_format": container} for name in names)
+    first, second = ({**options_of(name, path), "checkpoint_format": container, **changes} for name in names)
     trainer, lit = make_trainer(first, accumulate_grad_batches=2), Lit(RECIPE)
     trainer.fit(lit)
     trainer.save_checkpoint(checkpoint := str(path / f"{'-'.join(names)}.ckpt"))
@@ -90,6 +90,15 @@ def test_ranks_of_a_machine_take_the_way_that_one_has_found(pool2: RankPool, tmp
     assert made == theirs == [Way(), Way(2, 4096)]
     expected = pool2.run(fit, nvme("zero2_nvme", tmp_path), RECIPE)[0]
     assert_same(weights, expected.weights)
+
+
+@pytest.mark.slow
+def test_checkpoints_move_between_a_disk_and_the_device(pool2: RankPool, tmp_path: Path) -> None:
+    """With torch's kernels in both places."""
+    pairs = [("zero2", "zero3_nvme"), ("zero3_nvme", "zero2"), ("zero2", "zero2")]
+    results = [pool2.run(save_and_resume, names, tmp_path, "full", native_optimizer="off")[0] for names in pairs]
+    for weights in results[:2]:
+        assert_same(weights, results[2])
 
 
 class Look(Callback):
