@@ -1,0 +1,98 @@
+"""Memory of a training whose state and parameters rest on a disk, measured."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import RankPool
+from lightning import Callback, LightningModule, Trainer
+from strategy.fits import make_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_zero import limits
+from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.storage import note_freed
+
+LAYERS, WIDTH = 288, 1024  # 302M parameters; of large units the C allocator keeps more that was freed
+
+
+class Block(nn.Sequential):
+    """A unit."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH, bias=False))
+
+
+class Large(LightningModule):
+    """Many weights, little to compute."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.ones(4, WIDTH), batch_size=1)  # type: ignore[arg-type]
+
+
+def settle_resident() -> int:
+    """Give freed memory back, and begin to note the peak; returns what is resident."""
+    gc.collect()
+    note_freed(torch.empty(0), 1 << 40)
+    Path("/proc/self/clear_refs").write_text("5")
+    return limits.process_memory()["VmRSS"]
+
+
+class Training(Callback):
+    """Notes the most that is resident from the first step on."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        settle_resident()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.peak = limits.process_memory()["VmHWM"]
+
+
+def train(strategy: dict[str, Any], layers: int = LAYERS, **flags: Any) -> int:
+    """The peak of two steps above what is resident without the model."""
+    before, noted = settle_resident(), Training()
+    trainer = make_trainer(strategy, max_epochs=-1, max_steps=2, callbacks=[noted], **flags)
+    with trainer.init_module(empty_init=False):
+        module = Large(layers)
+    trainer.fit(module)
+    trainer.strategy.release()  # type: ignore[attr-defined]
+    return noted.peak - before
+
+
+def train_again(strategy: dict[str, Any], **flags: Any) -> int:
+    """The same, beside what the first training of a process leaves: code, threads and their memory."""
+    train(strategy, 1, **flags)
+    return train(strategy, **flags)
+
+
+def on_disk(path: Path) -> dict[str, Any]:
+    return STRATEGIES["zero3_nvme"] | {"nvme_path": str(path), "nvme_buffer_gb": 0.1}
+
+
+@pytest.mark.slow
+def test_a_disk_takes_a_quarter_of_the_memory(pool2: RankPool, tmp_path: Path) -> None:
+    """Of bf16 parameters: gradients stay in host memory, 2 of the 16 bytes that an element takes with offloading."""
+    disk, host = (
+        pool2.run_within(280, train_again, strategy, precision="bf16-mixed")
+        for strategy in (on_disk(tmp_path), STRATEGIES["zero3_offload"])
+    )
+    print(f"MiB: disk {[n >> 20 for n in disk]}, host {[n >> 20 for n in host]}")
+    assert min(host) >= LAYERS * WIDTH**2 * 16 // 2, "not all of it was seen"
+    assert max(disk) <= 0.25 * min(host)
