@@ -456,6 +456,9 @@ def test_frozen_parts_and_recomputation(pool: RankPool, model: str) -> None:
 # ---------------------------------------------------------------------------------------------------- whole parameters
 
 
+MORE_WHOLE = ("muon_and_adamw", "lamb")  # the first has parameters of both layouts
+
+
 def held_and_sent(stage: int, optimizer: str) -> list[tuple[str, Any, Any]]:
     """What is planned and what is: state, masters and shards, and bytes by collective."""
     setup = Setup(stage, offload=stage == 2, bucket_size_mb=BUCKET_SIZE_MB)
@@ -478,9 +481,12 @@ def held_and_sent(stage: int, optimizer: str) -> list[tuple[str, Any, Any]]:
 
 
 @ranks(2)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_state_and_traffic_of_whole_parameters_follow_the_plan(pool: RankPool, stage: int) -> None:
-    for rank in pool.run(held_and_sent, stage, "adafactor"):
+@pytest.mark.parametrize(
+    ("stage", "optimizer"),
+    [(2, "adafactor"), (3, "adafactor"), *(pytest.param(3, name, marks=pytest.mark.slow) for name in MORE_WHOLE)],
+)
+def test_state_and_traffic_of_whole_parameters_follow_the_plan(pool: RankPool, stage: int, optimizer: str) -> None:
+    for rank in pool.run(held_and_sent, stage, optimizer):
         for name, expected, found in rank:
             assert expected == found, name
 
