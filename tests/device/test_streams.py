@@ -123,6 +123,19 @@ def test_a_copy_in_one_memory_follows_what_it_comes_after(device: torch.device) 
 
 
 @pytest.mark.device("lazy", "random1", "random4")
+def test_collectives_of_a_thread_follow_the_stream_that_submitted_them(device: torch.device) -> None:
+    """Read by a third stream, which waits for them alone."""
+    executor, side, values = StreamExecutor(device), torch.Stream(device=device), torch.zeros(N, device=device)
+    torch.accelerator.synchronize()
+    values.fill_(2)
+    doubled = executor.submit(lambda: values.mul_(2), Lane.COMM, "a")
+    with side:
+        doubled.wait()
+        host = values.cpu()
+    assert host.eq(4).all()
+
+
+@pytest.mark.device("lazy", "random1", "random4")
 def test_memory_that_leaves_is_bounded_without_a_wait_of_the_host(device: torch.device) -> None:
     gc.collect()
     torch.accelerator.synchronize()
