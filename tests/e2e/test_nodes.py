@@ -41,7 +41,7 @@ from lightning_zero import CheckpointError
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT = 5.0  # seconds that a rank waits for others
+TIMEOUT = 10.0  # seconds that a rank waits for others, also for those that import for the first time
 MARGIN = 10.0  # more, after which every rank must have ended
 LAUNCH = 150.0  # seconds of a real launch, most of which are imports
 OVERHEAD = 1.15  # bytes on a link for each that a rank sends: headers and acknowledgements, and the norm's sum
