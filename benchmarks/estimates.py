@@ -395,6 +395,13 @@ def environment_of(rank: int, ranks: int, port: str) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()} | named
 
 
+def replanned(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with the plan of today."""
+    os.environ["RANK"] = str(row["rank"])
+    plan = plan_of(row["model"], row["name"], PRECISIONS[row["precision"]], row["ranks"])
+    return row | {"held_planned": plan.held.total, "growth_planned": plan.peak.total - plan.held.total}
+
+
 def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Adds how far what was measured is from what was planned."""
     return [
@@ -431,10 +438,18 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/estimates.json")
+    parser.add_argument("--measured", type=Path, help="plan again for what a file of results measured, and run nothing")
     options = parser.parse_args()
 
+    if options.measured:
+        result = json.loads(options.measured.read_text())
+        rows = ratios([replanned(row) for row in result["rows"]])
+        again = {"planned_again": describe()["date"], "command_of_plans": describe()["command"]}
+        options.out.write_text(json.dumps(result | again | summary(rows) | {"rows": rows}, indent=1) + "\n")
+        print(json.dumps(summary(rows), indent=2))
+        return
     start = time.monotonic()
-    rows: list[dict[str, Any]] = []
+    rows = []
     for ranks in options.ranks:
         rows += ratios(run_ranks(list(cases(options.models, options.names, options.precisions, ranks)), ranks))
         result = {"environment": describe(), "seconds": round(time.monotonic() - start), **summary(rows), "rows": rows}

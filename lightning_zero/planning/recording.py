@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.nn import Parameter
@@ -55,6 +55,12 @@ class TracedParameters:
     def backward(self, parameter: Parameter) -> Bytes:
         """The most at a time before the gradient of a parameter."""
         return Bytes(device=self._trace.backward.get(self._names[id(parameter)], 0))
+
+    def left(self, parameters: Iterable[Parameter]) -> Bytes:
+        """What lives on beside the gradients of all of these parameters."""
+        names = [self._names[id(p)] for p in parameters if self._names[id(p)] in self._order]
+        last = max(names, key=self._order.__getitem__, default=None)
+        return NOTHING if last is None else Bytes(device=self._trace.left.get(last, 0))
 
     def in_order(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         """Parameters in the order of their gradients; those that got none are not among them."""
@@ -421,7 +427,8 @@ class RecordedRun:
                 self._prefetcher.gather(number)
             self._run_backward(list(reversed(self._parameters[number])))
             if self._placement.sharding.shard_params:
-                self._reducer.end_unit([bucket.gradients for bucket in self._own[number]])
+                with self._beside(self._parameters[number]):
+                    self._reducer.end_unit([bucket.gradients for bucket in self._own[number]])
                 for bucket in self._own[number]:
                     bucket.reshard()
         self._run_backward(self._last_root)
@@ -440,7 +447,15 @@ class RecordedRun:
                     self._account.touch(self._traced.backward(parameter))
                 gradients, index = self._bucket_of[id(parameter)].gradients, self._index_of[id(parameter)]
                 gradients.arrive(index)
-                self._reducer.mark_ready(gradients, index)
+                with self._beside([parameter]):
+                    self._reducer.mark_ready(gradients, index)
+
+    @contextlib.contextmanager
+    def _beside(self, parameters: Iterable[Parameter]) -> Iterator[None]:
+        """What runs inside takes memory beside the activations that have not been used yet."""
+        left = self._account.take(NOTHING if self._traced is None else self._traced.left(parameters))
+        yield
+        self._account.give(left)
 
     def _sum_norms(self, optimizers: int) -> None:
         """The one small all-reduce of a step; see :class:`~lightning_zero.update.clipping.GradientClipping`."""

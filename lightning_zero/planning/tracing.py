@@ -52,12 +52,14 @@ class Trace:
             :data:`~lightning_zero.sharding.partition.ROOT` while none did.
         backward: the most bytes in backward after the gradient before, until that of a parameter was accumulated, by
             the parameter's name, in the order in which gradients are accumulated.
+        left: the bytes that lived on when the gradient of a parameter had been accumulated, by the parameter's name.
         recomputed: whether units run under reentrant checkpointing.
     """
 
     flops: int = 0
     forward: Mapping[str, int] = field(default_factory=dict)
     backward: Mapping[str, int] = field(default_factory=dict)
+    left: Mapping[str, int] = field(default_factory=dict)
     recomputed: bool = False
 
     @property
@@ -119,6 +121,7 @@ class _Run:
         self._live = _Live([*module.parameters(), *module.buffers()])
         self._forward: dict[str, int] = {}
         self._backward: dict[str, int] = {}
+        self._left: dict[str, int] = {}
         self._in_backward = self._recomputed = False
         self._flops = FlopCounterMode(display=False, custom_mapping=_FLOPS)
 
@@ -149,7 +152,7 @@ class _Run:
         loss.backward()
 
     def result(self) -> Trace:
-        return Trace(self._flops.get_total_flops(), self._forward, self._backward, self._recomputed)
+        return Trace(self._flops.get_total_flops(), self._forward, self._backward, self._left, self._recomputed)
 
     def _note(self, where: str) -> None:
         if not self._in_backward:
@@ -170,6 +173,7 @@ class _Run:
             if parameter.grad is not None:
                 self._live.disown(parameter.grad)
                 parameter.grad = None
+            self._left[name] = self._live.now
 
         return hook
 
@@ -186,6 +190,11 @@ class _Live(TorchDispatchMode):
         self._known = {id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in known}
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._now = self._most = 0
+
+    @property
+    def now(self) -> int:
+        """The bytes that live."""
+        return self._now
 
     def most_since(self) -> int:
         """The most bytes since this was asked last."""
