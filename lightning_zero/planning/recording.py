@@ -57,7 +57,7 @@ class TracedParameters:
         return Bytes(device=self._trace.backward.get(self._names[id(parameter)], 0))
 
     def left(self, parameters: Iterable[Parameter]) -> Bytes:
-        """What lives on beside the gradients of all of these parameters."""
+        """The bytes that live on beside the gradients of all of these parameters."""
         names = [self._names[id(p)] for p in parameters if self._names[id(p)] in self._order]
         last = max(names, key=self._order.__getitem__, default=None)
         return NOTHING if last is None else Bytes(device=self._trace.left.get(last, 0))
@@ -452,7 +452,7 @@ class RecordedRun:
 
     @contextlib.contextmanager
     def _beside(self, parameters: Iterable[Parameter]) -> Iterator[None]:
-        """What runs inside takes memory beside the activations that have not been used yet."""
+        """Keeps the activations that have not been used yet on the account, for what runs inside."""
         left = self._account.take(NOTHING if self._traced is None else self._traced.left(parameters))
         yield
         self._account.give(left)
