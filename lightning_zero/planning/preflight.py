@@ -30,7 +30,8 @@ Side = Literal["device", "host", "locked"]
 _GIB = 2**30
 # Bytes per element that no plan takes: in fp64, parameters, gradients, masters, their sums and eight states are 96.
 _CEILING, _MORE = 128, 2**28
-_RESERVED = 2**27  # of addresses: stacks of 8 MiB, and arenas of 64 MiB of the C library, of a few threads
+# Of addresses: stacks of 8 MiB, and arenas of 64 MiB of the C library, of a few threads. What is freed stays mapped.
+_RESERVED = 2**27
 _TRIAL = 2**30  # bytes that are pinned for a trial at most
 
 
@@ -120,7 +121,9 @@ def claims(
         name, limit = group
         found.append((Pool(f"{name} {boot}", "the control group (container)", "host", limit + swap), resident))
     if isinstance(space := limits.address_space(), int) and "VmSize" in sizes:
-        pool = Pool(f"address space {own}", "the address space of a process (ulimit -v)", "host", space, _RESERVED)
+        pool = Pool(
+            f"address space {own}", "the address space of a process (ulimit -v)", "host", space, _RESERVED + mine
+        )
         found.append((pool, max(0, sizes["VmSize"] - mine)))
     if (size := kind.total_bytes(device)) is not None:
         pool = Pool(f"device {own}", f"the device {device}", "device", size)
