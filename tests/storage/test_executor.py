@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,11 +45,41 @@ class Recorder(InlineExecutor):
             self.depth -= 1
 
 
-class Deferred(InlineExecutor):
+class Nesting(InlineExecutor):
+    """A job has ended when all that it submitted has."""
+
+    def __init__(self) -> None:
+        self._job = threading.local()
+
+    def nest(self, job: Callable[[], object]) -> Callable[[], None]:
+        def whole() -> None:
+            outer, inner = self._submitted, list[Ticket]()
+            self._job.submitted = inner
+            try:
+                job()
+            finally:
+                self._job.submitted = outer
+            for ticket in inner:
+                ticket.wait()
+
+        return whole
+
+    def note(self, ticket: Ticket) -> Ticket:
+        self._submitted.append(ticket)
+        return ticket
+
+    @property
+    def _submitted(self) -> list[Ticket]:
+        """What the job of this thread has submitted so far."""
+        submitted: list[Ticket] = getattr(self._job, "submitted", [])
+        return submitted
+
+
+class Deferred(Nesting):
     """Works as late as it may: when a ticket is waited for."""
 
     def submit(self, job: Callable[[], object], lane: Lane, what: str, after: Sequence[Ticket] = ()) -> Ticket:
-        begin = super().submit
+        begin, whole = super().submit, self.nest(job)
 
         class Work:
             ended = False
@@ -56,24 +87,25 @@ class Deferred(InlineExecutor):
             def wait(self) -> None:
                 if not self.ended:
                     self.ended = True
-                    begin(job, lane, what, after)
+                    begin(whole, lane, what, after)
 
             def done(self) -> bool:
                 return self.ended
 
             synchronize = wait
 
-        return Work()
+        return self.note(Work())
 
 
-class Threaded(InlineExecutor):
+class Threaded(Nesting):
     """Every lane is a thread."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.threads = {lane: ThreadPoolExecutor(1) for lane in Lane}
 
     def submit(self, job: Callable[[], object], lane: Lane, what: str, after: Sequence[Ticket] = ()) -> Ticket:
-        begun: Future[Ticket] = self.threads[lane].submit(super().submit, job, lane, what, after)
+        begun: Future[Ticket] = self.threads[lane].submit(super().submit, self.nest(job), lane, what, after)
 
         class Work:
             def wait(self) -> None:
@@ -84,7 +116,7 @@ class Threaded(InlineExecutor):
 
             synchronize = wait
 
-        return Work()
+        return self.note(Work())
 
 
 class Watch(TorchDispatchMode):
