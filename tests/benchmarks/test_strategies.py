@@ -1,4 +1,4 @@
-"""The benchmarks of the strategies: short runs, whose scripts run in the ranks of a pool."""
+"""The benchmarks that train the examples: short runs, whose scripts run in the ranks of a pool."""
 
 from __future__ import annotations
 
@@ -50,6 +50,19 @@ def test_gpt2(benchmark: Callable[..., Any], tmp_path: Path, capsys: pytest.Capt
     assert runs["zero2 fp32"]["val_loss"] == pytest.approx(runs["ddp fp32"]["val_loss"], rel=1e-5)
     assert {run["steps"] for run in runs.values()} == {STEPS}
     assert f"| `zero2` | {runs['zero2 fp32']['val_loss']:.5f} |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_muon(benchmark: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 10)
+    result = benchmark("muon", "--data", f"{tmp_path}/text", "--adamw", "1e-3", "--muon", "2e-3", "4e-3")
+    assert {name: list(rates) for name, rates in result["val_loss"].items()} == {
+        "adamw": ["0.001"],
+        "muon": ["0.002", "0.004"],
+    }
+    losses = [found["1"] for rates in result["val_loss"].values() for found in rates.values()]
+    assert len({*losses}) == 3  # each has trained otherwise
+    assert result["best"]["muon"]["val_loss"] == min(losses[1:])
 
 
 @pytest.mark.slow
