@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_zero import checkpoint as _checkpoint
 from lightning_zero.engine import gathered_parameters
 from lightning_zero.integration import private
-from lightning_zero.sharding import Board, CollectiveError, Subject, is_communication_error
+from lightning_zero.sharding import Board, CollectiveError, Subject, is_communication_error, tells_an_end
 
 _SECONDS_TO_END = 1.0
 _KILLED = ", nearly always because host memory ran out: see `dmesg`, the container's log and `lightning-zero doctor`"
@@ -71,16 +71,17 @@ def tell_why(exception: BaseException, board: Board, launcher: object) -> None:
     if not is_communication_error(exception):
         board.put(Subject.FAILURE, " ".join(f"{type(exception).__name__}: {exception}".split()))
         return
-    if not isinstance(exception, CollectiveError) and (cause := _cause(board)):  # Lightning's own collectives
+    # Those of Lightning's own collectives do not say it.
+    if not isinstance(exception, CollectiveError) and (cause := _cause(exception, board)):
         exception.add_note(cause)
     if isinstance(launcher, ScriptLauncher) and (ended := launcher.ended_by_signal()):
         exception.add_note(ended)
 
 
-def _cause(board: Board) -> str:
+def _cause(exception: BaseException, board: Board) -> str:
     if cause := board.explain():
         return cause
-    missing = board.describe(board.find_missing(None))
+    missing = board.describe(board.find_missing(None, tells_an_end(str(exception))))
     late = f"{missing} did not come: killed, say, or the node or the network to it is down" if missing else ""
     return board.explain() or late
 

@@ -37,7 +37,7 @@ lane, ticket
 
 from lightning_zero.sharding.board import Board, Subject
 from lightning_zero.sharding.bucket import Bucket, BucketState, ParameterSpec
-from lightning_zero.sharding.collectives import CollectiveError, Group, is_communication_error
+from lightning_zero.sharding.collectives import CollectiveError, Group, is_communication_error, tells_an_end
 from lightning_zero.sharding.forms import BucketForm
 from lightning_zero.sharding.freed import FreedParameter
 from lightning_zero.sharding.gradients import BucketGradients, ShardedGradient
@@ -82,6 +82,7 @@ __all__ = [
     "is_communication_error",
     "runs",
     "sharded_init",
+    "tells_an_end",
     "tiles",
     "unshard_parameters",
     "values_held",

@@ -14,6 +14,7 @@ from lightning_zero.advice import Case, advice
 
 _SECONDS_TO_ANSWER = 3.0  # of the store; after it the store counts as gone
 _SECONDS_TO_NOTE = 1.0  # of other ranks whose collectives fail at about the same time as this one's
+_SECONDS_TO_END = 0.1  # of a rank that has closed its connections
 _SECONDS_BETWEEN = 0.05  # two looks at their notes
 _ANYONE = "-"  # the note of a rank that cannot say for whom it has waited
 
@@ -127,7 +128,7 @@ class Board:
             return "; ".join(f"{self.describe([rank])} failed: {text}" for rank, text in failures.items())
         return uneven_loaders(self.read(Subject.LOADER), self.size)
 
-    def find_missing(self, awaited: int | None) -> list[int]:
+    def find_missing(self, awaited: int | None, ended: bool = False) -> list[int]:
         """The ranks because of which this one has waited in vain; none where that cannot be said.
 
         A rank for which others wait may itself wait for one; who does so notes it, and of those that do not the first
@@ -135,8 +136,11 @@ class Board:
 
         Args:
             awaited: the rank for which this one has waited; ``None``: any of the others.
+            ended: whether it has closed its connections, and so notes what it will about now: this rank then goes on
+                soon, before a launcher that has seen another one end ends this one, too.
         """
-        deadline = time.monotonic() + _SECONDS_TO_NOTE
+        certain = ended and (awaited is not None or self.size == 2)
+        deadline = time.monotonic() + (_SECONDS_TO_END if certain else _SECONDS_TO_NOTE)
         self.put(Subject.WAIT, _ANYONE if awaited is None else str(awaited))
         try:
             while True:

@@ -271,11 +271,12 @@ class Group:
         failed = f"rank {own} of {dist.get_world_size()}{board.place(own)} could not {what}"
         cause, missing = board.explain(), ""
         if not cause:
-            missing = board.describe(board.find_missing(None if awaited is None else ranks[awaited]))
+            waited = None if awaited is None else ranks[awaited]
+            missing = board.describe(board.find_missing(waited, tells_an_end(error)))
             cause = board.explain()  # noted meanwhile
         if cause:
             return f"{failed}, because {cause}"
-        if any(words in error for words in _CLOSED):
+        if tells_an_end(error):
             return (
                 f"{failed}, because {missing or 'another rank'} has ended without a Python error: it was killed, say, "
                 f"or its node is down ({error})"
@@ -423,6 +424,11 @@ def is_communication_error(error: BaseException) -> bool:
     return isinstance(error, CollectiveError | dist.DistError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_GLOO)
     )
+
+
+def tells_an_end(error: str) -> bool:
+    """Whether an error says that another rank has closed its connections."""
+    return any(words in error for words in _CLOSED)
 
 
 # Its errors are plain `RuntimeError`s. The second is of those whose connection another one's timeout has closed.

@@ -61,11 +61,12 @@ class Planned(Callback):
 
 def measure(accelerator: str, cases: Sequence[Case]) -> dict[Case, dict[str, float]]:
     """What is held after two steps, and the peak from before the set-up on, in units of what is planned."""
-    figures = {}
+    figures: dict[Case, dict[str, float]] = {}
+    gc.collect()
+    torch.accelerator.synchronize()
+    before = torch.accelerator.memory_allocated()
     for name, precision, overlap in cases:
-        gc.collect()
-        torch.accelerator.synchronize()
-        before = torch.accelerator.memory_allocated()
+        before = _held(before)
         torch.accelerator.reset_peak_memory_stats()
         planned = Planned()
         strategy = ZeroStrategy(**STRATEGIES[name], bucket_size_mb=2.0, prefetch_mb=2.1, check_steps=1, overlap=overlap)
@@ -88,12 +89,14 @@ def make_late(device: torch.device, overlap: bool) -> Executor:
 
 
 def _held(expected: int) -> int:
-    """Bytes on the device, once garbage is collected and threads have let go of what they had last."""
-    gc.collect()
+    """Bytes on the device, once threads have let go of what they had last and garbage, that too, is collected."""
     end = time.monotonic() + 5.0
-    while torch.accelerator.memory_allocated() > expected and time.monotonic() < end:
+    while True:
+        gc.collect()
+        held = torch.accelerator.memory_allocated()
+        if held <= expected or time.monotonic() > end:
+            return held
         time.sleep(0.01)
-    return torch.accelerator.memory_allocated()
 
 
 def both(name: str, precision: str) -> list[Case]:
