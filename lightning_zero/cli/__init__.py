@@ -43,6 +43,25 @@ class _Dtype(StrEnum):
 
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 _Checkpoint = Annotated[Path, typer.Argument(metavar="CKPT", help="A checkpoint file or folder.", show_default=False)]
+# Of estimate and config.
+_Model = Annotated[str | None, typer.Option(metavar="MODULE:CLASS", help="A model's class.")]
+_Hf = Annotated[Path | None, typer.Option(help="The folder of a model of transformers; its config.json.")]
+_Params = Annotated[float | None, typer.Option(help="Parameters of a transformer, such as 7e9.")]
+_Layers = Annotated[int | None, typer.Option(min=1, help="Its layers.")]
+_Hidden = Annotated[int | None, typer.Option(min=1, help="Its width.")]
+_Accumulate = Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")]
+_Changes = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="An argument of its constructor.")
+]
+_Nvme = Annotated[Path | None, typer.Option(help="A folder on a disk for state: names that end in _nvme count, too.")]
+_Disk = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Bytes that may rest there.", show_default="what is free in --nvme, or none"),
+]
+_DiskRate = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Bytes that it reads or writes in a second.", show_default="2GB"),
+]
 
 
 def _print_version(asked: bool) -> None:
@@ -94,13 +113,11 @@ def _doctor(
 
 @app.command("estimate", rich_help_panel=_BEFORE)
 def _estimate(
-    model: Annotated[str | None, typer.Option(metavar="MODULE:CLASS", help="A model's class.")] = None,
+    model: _Model = None,
     config: Annotated[
         Path | None, typer.Option(help="YAML or JSON: the arguments of its constructor; _target_ names the class.")
     ] = None,
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="An argument of its constructor.")
-    ] = None,
+    changes: _Changes = None,
     inputs: Annotated[
         list[str] | None,
         typer.Option(
@@ -109,16 +126,16 @@ def _estimate(
             help="A tensor of the batch, such as long:BxT or float:Bx3x224x224; B is --batch, T is --seq.",
         ),
     ] = None,
-    hf: Annotated[Path | None, typer.Option(help="The folder of a model of transformers; its config.json.")] = None,
-    params: Annotated[float | None, typer.Option(help="Parameters of a transformer, such as 7e9.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Its layers.")] = None,
-    hidden: Annotated[int | None, typer.Option(min=1, help="Its width.")] = None,
+    hf: _Hf = None,
+    params: _Params = None,
+    layers: _Layers = None,
+    hidden: _Hidden = None,
     vocabulary: Annotated[int, typer.Option("--vocab", min=1, help="Its different tokens.")] = 50257,
     batch: Annotated[int, typer.Option(min=1, help="Examples of a micro-batch of a rank.")] = 1,
     sequence: Annotated[
         int | None, typer.Option("--seq", min=1, help="Tokens of an example.", show_default="the model's, or 2048")
     ] = None,
-    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
+    accumulate: _Accumulate = 1,
     precision: Annotated[_Precision, typer.Option(help="The Trainer's flag.")] = _Precision.bf16,
     recompute: Annotated[
         bool, typer.Option("--checkpointing", help="Compute layers again in backward, with --hf and --params.")
@@ -144,17 +161,9 @@ def _estimate(
         str | None,
         typer.Option(metavar="SIZE", help="Bytes that a machine sends in a second.", show_default="12.5GB"),
     ] = None,
-    nvme: Annotated[
-        Path | None, typer.Option(help="A folder on a disk for optimizer state: names that end in _nvme count, too.")
-    ] = None,
-    disk: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Bytes that may rest there.", show_default="what is free in --nvme, or none"),
-    ] = None,
-    disk_rate: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Bytes that it reads or writes in a second.", show_default="2GB"),
-    ] = None,
+    nvme: _Nvme = None,
+    disk: _Disk = None,
+    disk_rate: _DiskRate = None,
     as_json: _Json = False,
 ) -> None:
     """Tell which strategies fit a model onto a machine, and which is the fastest.
@@ -197,21 +206,19 @@ def _estimate(
 
 @app.command("config", rich_help_panel=_BEFORE)
 def _config(
-    model: Annotated[str | None, typer.Option(metavar="MODULE:CLASS", help="A model's class.")] = None,
+    model: _Model = None,
     config: Annotated[Path | None, typer.Option(help="YAML or JSON: the arguments of its constructor.")] = None,
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="An argument of its constructor.")
-    ] = None,
+    changes: _Changes = None,
     inputs: Annotated[
         list[str] | None, typer.Option("--input", metavar="FORM", help="A tensor of the batch, such as long:BxT.")
     ] = None,
-    hf: Annotated[Path | None, typer.Option(help="The folder of a model of transformers; its config.json.")] = None,
-    params: Annotated[float | None, typer.Option(help="Parameters of a transformer, such as 7e9.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Its layers.")] = None,
-    hidden: Annotated[int | None, typer.Option(min=1, help="Its width.")] = None,
+    hf: _Hf = None,
+    params: _Params = None,
+    layers: _Layers = None,
+    hidden: _Hidden = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Examples of a micro-batch of a rank.")] = None,
     sequence: Annotated[int | None, typer.Option("--seq", min=1, help="Tokens of an example.")] = None,
-    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
+    accumulate: _Accumulate = 1,
     precision: Annotated[_Precision | None, typer.Option(help="The Trainer's flag.")] = None,
     recompute: Annotated[
         bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Compute layers again in backward.")
@@ -220,17 +227,9 @@ def _config(
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of a machine.")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Machines.")] = None,
     host: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of a machine for training.")] = None,
-    nvme: Annotated[
-        Path | None, typer.Option(help="A folder on a disk for optimizer state: names that end in _nvme count, too.")
-    ] = None,
-    disk: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Bytes that may rest there.", show_default="what is free in --nvme, or none"),
-    ] = None,
-    disk_rate: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Bytes that it reads or writes in a second.", show_default="2GB"),
-    ] = None,
+    nvme: _Nvme = None,
+    disk: _Disk = None,
+    disk_rate: _DiskRate = None,
     strategy: Annotated[str | None, typer.Option(metavar="NAME", help="Another one than the fastest.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="The file to write.")] = None,
     python: Annotated[bool, typer.Option("--python", help="Print lines of Python, and write no file.")] = False,
