@@ -223,7 +223,7 @@ def _config(
     recompute: Annotated[
         bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Compute layers again in backward.")
     ] = None,
-    gpu: Annotated[str | None, typer.Option(help="A GPU, such as 4090, or its memory, such as 24GB.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="A GPU, such as 4090, its memory, such as 24GB, or this.")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of a machine.")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Machines.")] = None,
     host: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of a machine for training.")] = None,

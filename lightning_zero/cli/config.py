@@ -28,7 +28,7 @@ from lightning_zero.cgroups import memory_limit
 from lightning_zero.cli.estimate import choice_as_json, estimate_all, model_as_json, render, short
 from lightning_zero.cli.imagined import EstimateError, Imagined, parse_input
 from lightning_zero.cli.questions import Answers, Question, TerminalAnswers, whole
-from lightning_zero.cli.request import Request
+from lightning_zero.cli.request import THIS, Request
 from lightning_zero.cli.text import complain, number, print_json, size, wide_console
 from lightning_zero.config.files import to_yaml
 from lightning_zero.integration.choices import PRECISIONS
@@ -172,7 +172,8 @@ def _model(answers: Answers, fixed: Mapping[str, Any]) -> tuple[Request, Imagine
 
 def _machine(answers: Answers, here: Here, fixed: Mapping[str, Any]) -> dict[str, Any]:
     gpu = answers.ask(_gpu(here))
-    default = "16-mixed" if parse_gpu(gpu).name.startswith(("t4", "v100")) else "bf16-mixed"
+    old = gpu != THIS and parse_gpu(gpu).name.startswith(("t4", "v100"))
+    default = "16-mixed" if old else "bf16-mixed"
     flags = {str(flag): f"{flag}: {name}" for flag, name in PRECISIONS.items()}
     return {
         "gpu": gpu,
@@ -198,6 +199,7 @@ def _gpu(here: Here) -> Question[str]:
     sizes = dict.fromkeys([here.gpu, *GPUS])
     titles = {name: f"{name}: {GPUS[name].memory / _GIB:g} GiB" if name in GPUS else name for name in sizes}
     titles[here.gpu] = f"{here.gpu}, as in this machine" if torch.accelerator.is_available() else here.gpu
+    titles[THIS] = f"{THIS}: this machine's devices or processors, with the rates that doctor --measure has found"
     return Question("--gpu", "Which GPU?", _gpu_as_text, here.gpu, titles)
 
 
@@ -286,7 +288,8 @@ def _file(overwrite: bool) -> Question[Path]:
 
 
 def _gpu_as_text(answer: str) -> str:
-    parse_gpu(answer)
+    if answer != THIS:
+        parse_gpu(answer)
     return answer
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.ranks import RankPool
 from helpers.terminal import CLEAR, DOWN, ENTER, Terminal
 from hydra import compose, initialize_config_dir
@@ -16,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from lightning_zero.cli import app
 from lightning_zero.config import build_trainer
+from lightning_zero.planning.machine import this_machine
 
 LARGE = "--params 1.52e9 --layers 4 --hidden 5120 --gpu 16GB --host 64GB --precision bf16-true"
 SMALL = "--params 2e6 --layers 2 --hidden 128 --gpu 24GB --host 16GB"
@@ -63,6 +65,9 @@ def test_another_name_as_an_experiment_and_in_python(tmp_path: Path, monkeypatch
     assert other["groups"] == {"strategy": "zero3_offload", "precision": "bf16_true"}
     assert other["python"][-1] == 'trainer = L.Trainer(strategy="zero3_offload", precision="bf16-true", devices=1)'
     assert (tmp_path / "mine.yaml").read_text().startswith("# @package _global_\n")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # without rates that were measured
+    this = json.loads(invoke("--params 7e6 --layers 2 --hidden 128 --gpu this --python --json").stdout)
+    assert this["machine"]["gpu"]["memory"] == this_machine(torch.device("cpu"), 1, 1).gpu.memory
     lines = invoke(f"{LARGE} --strategy zero2_offload --python").stdout.splitlines()
     assert lines[-1] == 'trainer = L.Trainer(strategy="zero2_offload", precision="bf16-true", devices=1)'
 
