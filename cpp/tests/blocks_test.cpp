@@ -90,6 +90,20 @@ TEST_P(BlocksTest, EveryCodeHasItsValueAndIsStoredAgain) {
   }
 }
 
+TEST_P(BlocksTest, WithoutASignNumbersHaveTheCodesOfTheirMagnitudes) {
+  constexpr std::size_t count = 2 * kBlockLength + 40;
+  Converted positive(3, count), negative(3, count);
+  for (std::size_t i = 0; i < count; ++i) {
+    const float x = std::ldexp(1.0F + static_cast<float>(i % 19) / 19, static_cast<int>(i % 23) - 30);
+    positive.whole.as<float>()[i] = x;
+    negative.whole.as<float>()[i] = -x;
+  }
+  kernels().quantize(positive.view(false, 3));
+  kernels().quantize(negative.view(false, 3));
+  ASSERT_TRUE(same_bytes(positive.codes, negative.codes));
+  ASSERT_TRUE(same_bytes(positive.scales, negative.scales));
+}
+
 // A step of state in blocks, filled with samples: equal ones for equal arguments.
 class BlockState {
  public:

@@ -13,48 +13,72 @@
 namespace lightning_zero {
 namespace {
 
+template <class V>
+KERNEL_INLINE V magnitude(V x) {
+  return V::from_bits(x.bits() & V::Bits::broadcast(0x7FFFFFFF));
+}
+
 // A number as a multiple of the block's scale, which is below 2: `kExponentBits` and 4 bits of significand.
 template <int kExponentBits, bool kSigned>
 struct SmallFloat {
-  static constexpr std::uint32_t top = (1U << kExponentBits) - 1;      // the exponent of numbers from 1 to 2
-  static constexpr int dropped = 19;                                   // bits of an fp32 significand
-  static constexpr std::uint32_t base = (127U - top) << 23;            // from its exponent to that of fp32
-  static constexpr std::uint32_t smallest_normal = base + (1U << 23);  // as fp32 bits
+  static constexpr bool is_signed = kSigned;
+  static constexpr std::uint32_t top = (1U << kExponentBits) - 1;       // the exponent of numbers from 1 to 2
+  static constexpr int dropped = 19;                                    // bits of an fp32 significand
+  static constexpr std::uint32_t smallest_normal = (128U - top) << 23;  // as fp32 bits
 
-  // From codes in the lower 8 bits of lanes.
+  // As fp16 numbers, codes have their bits of significand and exponent, and gradual underflow, too.
   template <class V>
-  KERNEL_INLINE static V decode(typename V::Bits code, V scale) {
-    using Bits = typename V::Bits;
-    const V smallest = V::from_bits(Bits::broadcast(smallest_normal));
-    const Bits magnitude = kSigned ? code & Bits::broadcast(0x7F) : code;
-    const V normal = V::from_bits((magnitude << dropped) + Bits::broadcast(base));
-    // Below the smallest normal number the significand has no leading one; from there on this is larger.
-    const V subnormal = (normal - smallest) + normal;
-    const V x = V::from_bits(minimum(normal.bits(), subnormal.bits())) * scale;
-    return kSigned ? V::from_bits(x.bits() | ((code & Bits::broadcast(0x80)) << 24)) : x;
+  KERNEL_INLINE static Pair<V> decode(const std::uint8_t* from, V scale) {
+    Pair<V> x;
+    V::load_halves(from, kSigned, x.first, x.second);
+    if (kSigned) {  // not a factor of the scale, which it may make infinite
+      const V bias = V::broadcast(static_cast<float>(1U << (15 - top)));
+      x = {x.first * bias, x.second * bias};
+    }
+    return {x.first * scale, x.second * scale};
   }
 
-  // To codes in the lower 8 bits of lanes. `bias` is added to the bits of the significand that are dropped.
+  // To codes in the lower 8 bits of both halves of lanes, from numbers that are not negative where the format
+  // has no sign. What is dropped of a number is rounded up if it and 16 bits of `random`, at their upper end,
+  // are one or more: kToNearest rounds to nearest, halfway away from zero.
   template <class V>
-  KERNEL_INLINE static typename V::Bits encode(V x, V inverse_scale, typename V::Bits bias) {
+  KERNEL_INLINE static typename V::Bits encode(Pair<V> x, V inverse_scale, typename V::Bits random) {
     using Bits = typename V::Bits;
-    const V smallest = V::from_bits(Bits::broadcast(smallest_normal));
-    const Bits bits = x.bits() & Bits::broadcast(0x7FFFFFFF);
-    const V y = V::from_bits(bits) * inverse_scale;
-    const Bits normal = ((y.bits() + bias) >> dropped) - Bits::broadcast(base >> dropped);
-    // Of numbers below the smallest normal one this is larger, of others it is not.
-    const Bits subnormal =
-        (((y + smallest).bits() + bias) >> dropped) - Bits::broadcast(smallest_normal >> dropped);
-    const Bits code = maximum(normal, subnormal);
-    if (kSigned) return code | ((x.bits() >> 24) & Bits::broadcast(0x80));
+    const Bits bits = Bits::broadcast(0xFFFFU << (dropped - 16));
+    const Bits base_of_codes = Bits::broadcast(0U - smallest_normal);
+    const Bits even =
+        scaled(x.first, inverse_scale) + masked_or(random << (dropped - 16), bits, base_of_codes);
+    const Bits odd =
+        scaled(x.second, inverse_scale) + masked_or(random >> (32 - dropped), bits, base_of_codes);
+    if constexpr (kSigned) {
+      const Bits sign = join_halves(x.first.bits() >> 24, x.second.bits() >> 8);
+      return masked_or(sign, Bits::broadcast(0x00800080),
+                       join_halves(even >> dropped, odd >> (dropped - 16)));
+    }
     // What is divided by never becomes zero.
-    return maximum(code, minimum(bits, Bits::broadcast(1)));
+    const Bits one = Bits::broadcast(1);
+    return maximum(even >> dropped, minimum(x.first.bits(), one)) |
+           (maximum(odd >> dropped, minimum(x.second.bits(), one)) << 16);
+  }
+
+ private:
+  // The bits of a number whose upper ones, less those of the smallest normal number, are the code.
+  template <class V>
+  KERNEL_INLINE static typename V::Bits scaled(V x, V inverse_scale) {
+    using Bits = typename V::Bits;
+    if (kSigned) x = magnitude(x);
+    // Below the smallest normal number the first of these, in which the code is the significand, is the
+    // larger; from there on it is the second, whose exponent is one more than that of the number.
+    const V subnormal = fma(x, inverse_scale, V::from_bits(Bits::broadcast(smallest_normal)));
+    const V normal = x * (inverse_scale + inverse_scale);
+    return maximum(subnormal.bits(), normal.bits());
   }
 };
 
 using SignedSmallFloat = SmallFloat<3, true>;
 using UnsignedSmallFloat = SmallFloat<4, false>;
 
+constexpr std::uint32_t kToNearest = 0x80008000;
 constexpr std::uint32_t kNotFinite = 255;  // the scale of a block with such a number: all of them are NaN
 
 // The scale of a block whose largest magnitude has these bits: none of its numbers is rounded up to 2.
@@ -75,25 +99,9 @@ inline std::uint32_t bits_of_inverse(std::uint32_t scale) {
   return (254 - (scale == 0 ? 1 : scale)) << 23;
 }
 
-// Two codes in each lane, of an even and an odd element.
-template <class Format, class V>
-KERNEL_INLINE Pair<V> decode_pair(const std::uint8_t* from, V scale) {
-  using Bits = typename V::Bits;
-  const Bits raw = Bits::load_raw(from);
-  return {Format::decode(raw & Bits::broadcast(0xFF), scale), Format::decode(raw >> 16, scale)};
-}
-template <class Format, class V>
-KERNEL_INLINE void encode_pair(Pair<V> x, V inverse_scale, Pair<typename V::Bits> bias, std::uint8_t* to) {
-  const auto even = Format::encode(x.first, inverse_scale, bias.first);
-  const auto odd = Format::encode(x.second, inverse_scale, bias.second);
-  (even | (odd << 16)).store_raw(to);
-}
-
 template <class V>
 KERNEL_INLINE typename V::Bits larger_magnitude(typename V::Bits largest, Pair<V> x) {
-  using Bits = typename V::Bits;
-  const Bits all_but_sign = Bits::broadcast(0x7FFFFFFF);
-  return maximum(largest, maximum(x.first.bits() & all_but_sign, x.second.bits() & all_but_sign));
+  return maximum(largest, maximum(magnitude(x.first).bits(), magnitude(x.second).bits()));
 }
 
 template <class V>
@@ -125,9 +133,10 @@ void quantize_block(const float* whole, std::uint8_t* codes, std::uint8_t* scale
     return;
   }
   const V inverse = V::from_bits(Bits::broadcast(bits_of_inverse(found)));
-  const Bits half = Bits::broadcast(1U << (Format::dropped - 1));
   for (std::size_t i = 0; i < kBlockLength; i += 2 * V::width) {
-    encode_pair<Format>(load<V, Order::interleaved>(whole + i), inverse, {half, half}, codes + i);
+    Pair<V> x = load<V, Order::interleaved>(whole + i);
+    if (!Format::is_signed) x = {magnitude(x.first), magnitude(x.second)};
+    Format::encode(x, inverse, Bits::broadcast(kToNearest)).store_raw(codes + i);
   }
 }
 
@@ -135,7 +144,7 @@ template <class V, class Format>
 void dequantize_block(float* whole, const std::uint8_t* codes, const std::uint8_t* scale) {
   const V factor = V::from_bits(V::Bits::broadcast(bits_of_scale(*scale)));
   for (std::size_t i = 0; i < kBlockLength; i += 2 * V::width) {
-    store<Order::interleaved>(decode_pair<Format>(codes + i, factor), whole + i);
+    store<Order::interleaved>(Format::decode(codes + i, factor), whole + i);
   }
 }
 
@@ -264,11 +273,11 @@ class BlockUpdate {
       const Pair<V> grad = load<V, kOrder>(at.grad + i);
       V first[kMaxStates];
       V second[kMaxStates];
-      const Pair<V> m = decode_pair<SignedSmallFloat>(at.codes[0] + i, scales[0]);
+      const Pair<V> m = SignedSmallFloat::decode(at.codes[0] + i, scales[0]);
       first[0] = m.first;
       second[0] = m.second;
       if (kStates > 1) {
-        const Pair<V> v = decode_pair<UnsignedSmallFloat>(at.codes[kStates - 1] + i, scales[kStates - 1]);
+        const Pair<V> v = UnsignedSmallFloat::decode(at.codes[kStates - 1] + i, scales[kStates - 1]);
         first[kStates - 1] = v.first;
         second[kStates - 1] = v.second;
       }
@@ -294,22 +303,15 @@ class BlockUpdate {
     if (unlikely(!finite)) return poison(at);
     for (std::size_t i = 0; i < kBlockLength; i += kPair) {
       const Pair<Bits> random = random_.at(index + i);
-      encode_pair<SignedSmallFloat>(Pair<V>{V::load(states[0] + i), V::load(states[0] + i + V::width)},
-                                    inverse[0], biases(random.first), at.codes[0] + i);
+      const Pair<V> m = {V::load(states[0] + i), V::load(states[0] + i + V::width)};
+      SignedSmallFloat::encode(m, inverse[0], random.first).store_raw(at.codes[0] + i);
       if (kStates > 1) {
         const float* const from = states[kStates - 1] + i;
-        encode_pair<UnsignedSmallFloat>(Pair<V>{V::load(from), V::load(from + V::width)},
-                                        inverse[kStates - 1], biases(random.second),
-                                        at.codes[kStates - 1] + i);
+        const Pair<V> v = {V::load(from), V::load(from + V::width)};
+        UnsignedSmallFloat::encode(v, inverse[kStates - 1], random.second)
+            .store_raw(at.codes[kStates - 1] + i);
       }
     }
-  }
-
-  // What is rounded up with the probability that the dropped bits give: 16 random bits for each element, at
-  // the upper end of those.
-  KERNEL_INLINE static Pair<Bits> biases(Bits random) {
-    constexpr int kShift = SignedSmallFloat::dropped - 16;
-    return {(random & Bits::broadcast(0xFFFF)) << kShift, (random >> 16) << kShift};
   }
 
   // A number that is not finite spoils all the state of its block.

@@ -29,10 +29,7 @@ struct Avx2Bits {
     return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))};
   }
 
-  // Sixteen 8-bit elements, two to a lane, in its lower and its upper half.
-  static Avx2Bits load_raw(const std::uint8_t* from) {
-    return {_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))};
-  }
+  // To sixteen 8-bit elements, two to a lane, in its lower and its upper half.
   void store_raw(std::uint8_t* to) const {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
                      _mm_packus_epi16(_mm256_castsi256_si128(value), _mm256_extracti128_si256(value, 1)));
@@ -63,6 +60,8 @@ struct Avx2Bits {
   friend Avx2Bits minimum(Avx2Bits a, Avx2Bits b) { return {_mm256_min_epi32(a.value, b.value)}; }
   friend Avx2Bits maximum(Avx2Bits a, Avx2Bits b) { return {_mm256_max_epi32(a.value, b.value)}; }
   friend Avx2Bits shift_right_signed(Avx2Bits a, int n) { return {_mm256_srai_epi32(a.value, n)}; }
+  // (a & mask) | b
+  friend Avx2Bits masked_or(Avx2Bits a, Avx2Bits mask, Avx2Bits b) { return (a & mask) | b; }
   // The lower half of each lane of `low` beside the upper half of that of `high`.
   friend Avx2Bits join_halves(Avx2Bits low, Avx2Bits high) {
     return {_mm256_blend_epi16(low.value, high.value, 0xAA)};
@@ -79,6 +78,16 @@ struct Avx2Float {
   static Avx2Float load(const float* from) { return {_mm256_loadu_ps(from)}; }
   static Avx2Float load(const Float16* from) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))};
+  }
+
+  // Of sixteen 8-bit elements the even and the odd ones, each as the fp16 number that has its bits at 2^6.
+  static void load_halves(const std::uint8_t* from, bool is_signed, Avx2Float& even, Avx2Float& odd) {
+    const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    const __m128i mask = _mm_set1_epi16(static_cast<short>(is_signed ? 0x9FC0 : 0x3FC0));
+    const __m128i first = is_signed ? _mm_srai_epi16(_mm_slli_epi16(raw, 8), 2) : _mm_slli_epi16(raw, 6);
+    const __m128i second = is_signed ? _mm_srai_epi16(raw, 2) : _mm_srli_epi16(raw, 2);
+    even = {_mm256_cvtph_ps(_mm_and_si128(first, mask))};
+    odd = {_mm256_cvtph_ps(_mm_and_si128(second, mask))};
   }
 
   Bits bits() const { return {_mm256_castps_si256(value)}; }

@@ -29,10 +29,7 @@ struct Avx512Bits {
   // Thirty-two 16-bit elements, two to a lane.
   static Avx512Bits load_raw(const std::uint16_t* from) { return {_mm512_loadu_si512(from)}; }
 
-  // Thirty-two 8-bit elements, two to a lane, in its lower and its upper half.
-  static Avx512Bits load_raw(const std::uint8_t* from) {
-    return {_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))};
-  }
+  // To thirty-two 8-bit elements, two to a lane, in its lower and its upper half.
   void store_raw(std::uint8_t* to) const {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi16_epi8(value));
   }
@@ -62,6 +59,10 @@ struct Avx512Bits {
   friend Avx512Bits minimum(Avx512Bits a, Avx512Bits b) { return {_mm512_min_epi32(a.value, b.value)}; }
   friend Avx512Bits maximum(Avx512Bits a, Avx512Bits b) { return {_mm512_max_epi32(a.value, b.value)}; }
   friend Avx512Bits shift_right_signed(Avx512Bits a, unsigned n) { return {_mm512_srai_epi32(a.value, n)}; }
+  // (a & mask) | b
+  friend Avx512Bits masked_or(Avx512Bits a, Avx512Bits mask, Avx512Bits b) {
+    return {_mm512_ternarylogic_epi32(a.value, mask.value, b.value, 0xEA)};
+  }
   // The lower half of each lane of `low` beside the upper half of that of `high`.
   friend Avx512Bits join_halves(Avx512Bits low, Avx512Bits high) {
     constexpr int kSelect = 0xCA;  // the first operand chooses, bit by bit
@@ -79,6 +80,17 @@ struct Avx512Float {
   static Avx512Float load(const float* from) { return {_mm512_loadu_ps(from)}; }
   static Avx512Float load(const Float16* from) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))};
+  }
+
+  // Of thirty-two 8-bit elements the even and the odd ones, each as the fp16 number that has its bits at 2^6.
+  static void load_halves(const std::uint8_t* from, bool is_signed, Avx512Float& even, Avx512Float& odd) {
+    const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    const __m256i mask = _mm256_set1_epi16(static_cast<short>(is_signed ? 0x9FC0 : 0x3FC0));
+    const __m256i first =
+        is_signed ? _mm256_srai_epi16(_mm256_slli_epi16(raw, 8), 2) : _mm256_slli_epi16(raw, 6);
+    const __m256i second = is_signed ? _mm256_srai_epi16(raw, 2) : _mm256_srli_epi16(raw, 2);
+    even = {_mm512_cvtph_ps(_mm256_and_si256(first, mask))};
+    odd = {_mm512_cvtph_ps(_mm256_and_si256(second, mask))};
   }
 
   Bits bits() const { return {_mm512_castps_si512(value)}; }

@@ -87,6 +87,12 @@ inline std::uint16_t float_to_float16(float x) {
   return static_cast<std::uint16_t>(sign | half);
 }
 
+// The fp16 number that has the bits of a code at 2^6, and its sign, which is then the highest bit.
+inline std::uint16_t half_of_code(std::uint32_t code, bool is_signed) {
+  const std::uint32_t sign = is_signed ? code & 0x80U : 0U;
+  return static_cast<std::uint16_t>((sign << 8) | ((code - sign) << 6));
+}
+
 struct ScalarBits {
   std::uint32_t value;
 
@@ -102,10 +108,7 @@ struct ScalarBits {
     return {from[0] | (static_cast<std::uint32_t>(from[1]) << 16)};
   }
 
-  // Two 8-bit elements, in the lower and the upper half.
-  static ScalarBits load_raw(const std::uint8_t* from) {
-    return {from[0] | (static_cast<std::uint32_t>(from[1]) << 16)};
-  }
+  // To two 8-bit elements, from the lower and the upper half.
   void store_raw(std::uint8_t* to) const {
     to[0] = static_cast<std::uint8_t>(value);
     to[1] = static_cast<std::uint8_t>(value >> 16);
@@ -139,6 +142,8 @@ struct ScalarBits {
   friend ScalarBits shift_right_signed(ScalarBits a, int n) {
     return {static_cast<std::uint32_t>(static_cast<std::int32_t>(a.value) >> n)};
   }
+  // (a & mask) | b
+  friend ScalarBits masked_or(ScalarBits a, ScalarBits mask, ScalarBits b) { return (a & mask) | b; }
   // The lower half of `low` beside the upper half of `high`.
   friend ScalarBits join_halves(ScalarBits low, ScalarBits high) {
     return {(low.value & 0xFFFFU) | (high.value & 0xFFFF0000U)};
@@ -154,6 +159,12 @@ struct ScalarFloat {
   static ScalarFloat from_bits(Bits bits) { return {lightning_zero::from_bits(bits.value)}; }
   static ScalarFloat load(const float* from) { return {*from}; }
   static ScalarFloat load(const Float16* from) { return {float16_to_float(from->bits)}; }
+
+  // Of two 8-bit elements the even and the odd one, each as the fp16 number that has its bits at 2^6.
+  static void load_halves(const std::uint8_t* from, bool is_signed, ScalarFloat& even, ScalarFloat& odd) {
+    even = {float16_to_float(half_of_code(from[0], is_signed))};
+    odd = {float16_to_float(half_of_code(from[1], is_signed))};
+  }
 
   Bits bits() const { return {to_bits(value)}; }
   void store(float* to) const { *to = value; }
