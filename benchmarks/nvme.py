@@ -4,9 +4,9 @@
 
 Two questions, each in rounds that are interleaved:
 
-- throughput: tiles read, written, and by turns, as the engine moves them (`lightning_zero.storage.disk_speed`), and
-  the same part of the same file by fio, with as many threads, blocks of the same size and `O_DIRECT`, where that is
-  installed;
+- throughput: tiles read, written, and both at the same time, as the engine moves them
+  (`lightning_zero.storage.disk_speed`), and the same part of the same file by fio, with as many threads, blocks of the
+  same size and `O_DIRECT`, where that is installed;
 - step: the update of AdamW in fp32 on one CPU rank, its state in host memory (`zero2_offload`) and on the disk
   (`zero2_nvme`), beside the time that the disk takes for the bytes of that state at the rate that was measured. The
   update includes the last writes.
@@ -37,6 +37,7 @@ from torch.utils.data import DataLoader
 from benchmarks.environment import describe
 from benchmarks.examples import ROOT
 from lightning_zero import ZeroStrategy
+from lightning_zero.storage import Lane
 from lightning_zero.storage.disk_file import DiskFile
 from lightning_zero.storage.disk_speed import DiskSpeed, Way, choose_way, measure
 from lightning_zero.storage.nvme import transfer_bytes
@@ -122,8 +123,8 @@ class Updates(Callback):
         assert isinstance(strategy, ZeroStrategy)
         assert strategy.memory is not None
         strategy.engine.settle()
-        bucket, *_ = strategy.engine.buckets
-        bucket.master.read(0, 1)  # behind all writes in the disk's lane
+        # Behind all writes in their lane.
+        strategy.engine.placement.executor.submit(lambda: None, Lane.WRITE, "the end of an update").synchronize()
         self.seconds.append(time.perf_counter() - self._start)
         self.resting = strategy.memory.plan.held.disk
 

@@ -61,7 +61,7 @@ class Disk:
         tile_bytes: of a transfer.
         read_bytes_per_second: of one tile after the other.
         write_bytes_per_second: likewise.
-        mixed_bytes_per_second: of tiles that are read and written by turns; both count.
+        mixed_bytes_per_second: of tiles that are read and written at the same time; both count.
         params: of the model that was asked about.
         steps: what its steps take.
     """

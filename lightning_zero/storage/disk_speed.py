@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ class DiskSpeed(NamedTuple):
     Attributes:
         read: one tile after the other.
         write: likewise, over what was written before.
-        mixed: read and written by turns, as an update does; both count.
+        mixed: read and written at the same time, as an update does; both count.
     """
 
     read: float
@@ -52,7 +53,7 @@ class DiskSpeed(NamedTuple):
     mixed: float
 
     def seconds(self, read: int, written: int) -> float:
-        """The time that so many bytes take, of which as many as possible are read and written by turns."""
+        """The time that so many bytes take, of which as many as possible are read and written at the same time."""
         both = min(read, written)
         return 2 * both / self.mixed + (read - both) / self.read + (written - both) / self.write
 
@@ -88,26 +89,33 @@ class _Region:
     def read(self, offset: int) -> None:
         self.file.read(self._other, offset, "a measurement")
 
-    def offsets(self) -> Iterator[int]:
-        """Of one tile after the other, over and over."""
-        return itertools.cycle(range(0, self._tiles * self.tile, self.tile))
-
     def rate(self, seconds: float, *transfers: Callable[[int], None]) -> float:
-        """Bytes per second of these transfers by turns, for about so long.
+        """Bytes per second of these transfers at the same time, for about so long.
 
         What passes through the page cache is written to the disk inside, and read from there.
         """
         self.file.settle()
-        offsets, moved, start = self.offsets(), 0, time.perf_counter()
-        while time.perf_counter() - start < seconds or moved < _LEAST_TILES * self.tile:
-            for transfer in transfers:
-                transfer(next(offsets))
-                moved += self.tile
-            if not self.file.direct and moved % (self._tiles * self.tile) < self.tile * len(transfers):
-                self.file.settle()
+        start = time.perf_counter()
+        with ThreadPoolExecutor(len(transfers)) as threads:
+            apart = self._tiles // len(transfers)  # tiles, between what is read and what is written
+            moving = [
+                threads.submit(self._move, transfer, number * apart, start + seconds)
+                for number, transfer in enumerate(transfers)
+            ]
+            moved = sum(each.result() for each in moving)
         if self.write in transfers:
             self.file.settle()
         return moved / (time.perf_counter() - start)
+
+    def _move(self, transfer: Callable[[int], None], first: int, end: float) -> int:
+        """Transfers one tile after the other, over and over, until then; returns the bytes."""
+        for number in itertools.count():
+            if time.perf_counter() >= end and number >= _LEAST_TILES:
+                break
+            transfer((first + number) % self._tiles * self.tile)
+            if not self.file.direct and (number + 1) % self._tiles == 0:
+                self.file.settle()
+        return number * self.tile
 
 
 def measure(file: DiskFile, tile: int, seconds: float, limit: int = _REGION) -> DiskSpeed:
@@ -131,7 +139,7 @@ def measure(file: DiskFile, tile: int, seconds: float, limit: int = _REGION) -> 
 
 
 def choose_way(file: DiskFile, tile: int, limit: int, seconds: float = 1.0) -> Way:
-    """Find out in how many blocks a disk reads and writes tiles by turns the fastest. No result depends on it.
+    """Find out in how many blocks a disk reads and writes tiles at the same time the fastest. No result depends on it.
 
     Args:
         file: whose first ``limit`` bytes are lost. It moves what follows in the way that was found.

@@ -30,7 +30,8 @@ class Lane(Enum):
     H2D = auto()  # copies from host memory to the device
     D2H = auto()  # copies from the device to host memory
     HOST = auto()  # computations on host memory
-    DISK = auto()  # reads and writes of files
+    READ = auto()  # reads of files
+    WRITE = auto()  # writes of files
     COMM = auto()  # collectives that wait for other lanes, issued beside the training
 
 

@@ -1,8 +1,8 @@
 """Tensors on a disk, fetched a tile at a time into host memory in passing, and committed when they were changed.
 
-Reads and writes are jobs in the executor's lane of the disk, so that they are done in the order in which they are
-submitted: a tile that is fetched again finds what was committed. A CRC-32 of each tile is known from when it was
-written, and verified when it is fetched. What was never written is zeros and is not read.
+Reads and writes are jobs in lanes of their own, so that one tile is fetched while another is written. A tile that is
+fetched again waits for the write that was to keep it; one is written after its fetch. A CRC-32 of each tile is known
+from when it was written, and verified when it is fetched. What was never written is zeros and is not read.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DiskStore:
 
     Args:
         file: as above.
-        executor: does the work of its lane of the disk.
+        executor: does the reads and writes.
         buffer_bytes: of host memory that tiles pass through.
         pin_for: see :class:`~lightning_zero.storage.host.HostStore`.
         checksums: verify tiles when they are fetched.
@@ -162,18 +162,18 @@ class DiskStore:
         """Memory for a copy that someone reads; 1-D, bytes."""
         return HostStore().zeros(nbytes, torch.uint8)
 
-    def load(self, tensor: DiskTensor, first: int, memory: Tensor) -> Ticket:
-        """Begin to read tiles from ``first`` on."""
+    def load(self, tensor: DiskTensor, first: int, memory: Tensor, after: Sequence[Ticket]) -> Ticket:
+        """Begin to read tiles from ``first`` on, after writes of them."""
         self.check()
-        return self._executor.submit(partial(self._load, tensor, first, memory), Lane.DISK, tensor.what)
+        return self._executor.submit(partial(self._load, tensor, first, memory), Lane.READ, tensor.what, after)
 
     def keep(self, tensor: DiskTensor, first: int, memory: Tensor, after: Sequence[Ticket]) -> Ticket:
         """Begin to write tiles from ``first`` on."""
         self.check()
-        return self._executor.submit(partial(self._keep, tensor, first, memory), Lane.DISK, tensor.what, after)
+        return self._executor.submit(partial(self._keep, tensor, first, memory), Lane.WRITE, tensor.what, after)
 
     def _load(self, tensor: DiskTensor, first: int, memory: Tensor) -> None:
-        self.check()  # in the lane, after all that was submitted before
+        self.check()  # again: it may have waited for long
         tiles = list(tensor.tiles_in(first, memory))
         for start, stop in _written(tensor, first, len(tiles)):
             begin, end = tensor.offset_of(first + start), start * tensor.tile_bytes
@@ -257,6 +257,7 @@ class DiskTensor:
         self._store = store
         self._offset = store.opened.allocate(numel * dtype.itemsize, what)
         self._windows: list[_Window] = []
+        self._writes: dict[int, Ticket] = {}  # by tile: the last one, unless it was seen to have ended
         weakref.finalize(self, store.opened.free, self._offset, numel * dtype.itemsize)
 
     def expect(self, start: int, stop: int) -> None:
@@ -276,6 +277,7 @@ class DiskTensor:
         for window in self._overlapping(start, stop):
             self._windows.remove(window)
             written = self._store.keep(self, window.first, window.staged.tensor, (window.arrived, *after))
+            self._writes |= dict.fromkeys(range(window.first, window.last), written)
             self._store.give(window.staged, written)
 
     def drop(self, start: int, stop: int, after: Ticket | None = None) -> None:
@@ -296,7 +298,7 @@ class DiskTensor:
         assert not self._overlapping(start, stop), f"{self.what} is read while a part of it is changed"
         first, last = start // self.tile, -(-stop // self.tile)
         memory = self._store.copy_for(self._bytes(first, last))
-        self._store.load(self, first, memory).synchronize()
+        self._load(first, last, memory).synchronize()
         begin = first * self.tile
         return self._elements(first, last, memory)[start - begin : stop - begin]
 
@@ -314,13 +316,18 @@ class DiskTensor:
         if (held := self._held(start, stop)) is not None:
             return held
         self._forget_unseen(start, stop)
-        self.commit(start, stop)  # what overlaps; the lane fetches after that
+        self.commit(start, stop)  # what overlaps; the fetch waits for that
         first, last = start // self.tile, -(-stop // self.tile)
         staged = self._store.take(self._bytes(first, last))
         values = self._elements(first, last, staged.tensor)
-        window = _Window(first, last, staged, values, self._store.load(self, first, staged.tensor))
+        window = _Window(first, last, staged, values, self._load(first, last, staged.tensor))
         self._windows.append(window)
         return window
+
+    def _load(self, first: int, last: int, memory: Tensor) -> Ticket:
+        """Begin to read tiles ``[first, last)``, as they are when all that was committed is written."""
+        writes = [self._writes.pop(tile) for tile in range(first, last) if tile in self._writes]
+        return self._store.load(self, first, memory, [*dict.fromkeys(writes)])
 
     def _held(self, start: int, stop: int) -> _Window | None:
         inside = (w for w in self._windows if w.first * self.tile <= start and stop <= w.last * self.tile)

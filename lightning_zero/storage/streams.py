@@ -29,7 +29,7 @@ from lightning_zero.storage.staging import Staging
 from lightning_zero.storage.threads import ThreadExecutor
 
 DEFAULT_BYTES = 64 << 20  # of gradients on their way to the host, and of staging memory
-_STREAMS, _THREADS = frozenset({Lane.H2D, Lane.D2H}), frozenset({Lane.HOST, Lane.DISK, Lane.COMM})
+_STREAMS, _THREADS = frozenset({Lane.H2D, Lane.D2H}), frozenset({Lane.HOST, Lane.READ, Lane.WRITE, Lane.COMM})
 
 
 class _Job:

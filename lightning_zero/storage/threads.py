@@ -14,6 +14,7 @@ import torch
 from lightning_zero.storage.executor import InlineExecutor, Lane, Ticket
 
 _Jobs = queue.SimpleQueue[Callable[[], None] | None]
+_THREADS = frozenset({Lane.READ, Lane.WRITE})
 
 
 class _Work:
@@ -35,28 +36,29 @@ class _Work:
 
 
 class ThreadExecutor(InlineExecutor):
-    """Finishes all work when it is submitted, but that of the disk: a thread does it, in order, from its first job on.
+    """Finishes all work when it is submitted, but reads and writes of files: each have a thread, from the first job on.
 
     Host memory is all the memory there is, and its cores are those that train.
     """
 
     def __init__(self) -> None:
-        self._jobs: _Jobs | None = None
+        self._threads: dict[Lane, _Jobs] = {}
 
     def submit(self, job: Callable[[], object], lane: Lane, what: str, after: Sequence[Ticket] = ()) -> Ticket:
-        if lane is not Lane.DISK:
+        if lane not in _THREADS:
             return super().submit(job, lane, what, after)
         ended: Future[None] = Future()
-        self._thread().put(partial(_run, partial(super().submit, job, lane, what, tuple(after)), ended))
+        self._thread(lane).put(partial(_run, partial(super().submit, job, lane, what, tuple(after)), ended))
         return _Work(ended)
 
-    def _thread(self) -> _Jobs:
-        if self._jobs is None:
-            self._jobs = queue.SimpleQueue()
+    def _thread(self, lane: Lane) -> _Jobs:
+        if lane not in self._threads:
+            jobs: _Jobs = queue.SimpleQueue()
+            self._threads[lane] = jobs
             # A daemon: one that hangs holds up neither teardown nor the end of the process.
-            threading.Thread(target=_work, args=(self._jobs,), name=f"lane {Lane.DISK.name}", daemon=True).start()
-            weakref.finalize(self, self._jobs.put, None)
-        return self._jobs
+            threading.Thread(target=_work, args=(jobs,), name=f"lane {lane.name}", daemon=True).start()
+            weakref.finalize(self, jobs.put, None)
+        return self._threads[lane]
 
 
 def _work(jobs: _Jobs) -> None:

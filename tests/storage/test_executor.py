@@ -215,7 +215,7 @@ def test_all_copies_and_updates_go_through_it(setup: Setup) -> None:
         assert executor.lanes[Lane.H2D] > MICRO * STEPS * len(buckets)
     else:
         assert (executor.lanes[Lane.H2D] == 0) == kernel_writes
-    assert executor.lanes[Lane.COMPUTE] == executor.lanes[Lane.DISK] == 0
+    assert executor.lanes[Lane.COMPUTE] == executor.lanes[Lane.READ] == executor.lanes[Lane.WRITE] == 0
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

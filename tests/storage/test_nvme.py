@@ -10,8 +10,10 @@ import random
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +77,65 @@ def test_a_tensor_on_a_disk_is_one_in_memory(tmp_path: Path, executor: type[Inli
                     keep(tensor, start, values)
             assert torch.equal(disk.read(start, stop), memory.read(start, stop))
         assert torch.equal(contents(disk), memory.read(0, numel))
+
+
+class Held:
+    """Transfers in one direction, each of which begins when one in the other was done, or does not come for a while."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, name: str, until: str, seconds: float) -> None:
+        self.other, self.came = threading.Event(), list[bool]()
+        held, free = getattr(DiskFile, name), getattr(DiskFile, until)
+
+        def late(file: DiskFile, *transfer: Any) -> None:
+            self.came.append(self.other.wait(seconds))
+            held(file, *transfer)
+
+        def noted(file: DiskFile, *transfer: Any) -> None:
+            free(file, *transfer)
+            self.other.set()
+
+        patch.setattr(DiskFile, name, late)
+        patch.setattr(DiskFile, until, noted)
+
+
+def test_a_tile_is_fetched_while_another_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(tmp_path)
+    tensor, values = filled(store)
+    contents(tensor)
+    held = Held(monkeypatch, "write", "read", 60.0)
+    tensor.view(0, TILE).fill_(1.0)
+    held.other.clear()
+    tensor.commit(0, TILE)
+    assert torch.equal(tensor.view(TILE, 2 * TILE), values[TILE : 2 * TILE])
+    assert contents(tensor)[:TILE].eq(1.0).all()
+    assert held.came == [True]
+
+
+def test_a_tile_is_fetched_again_after_its_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(tmp_path)
+    tensor, values = filled(store)
+    contents(tensor)
+    for read in (tensor.read, tensor.view):
+        values[: 2 * TILE] += 1.0
+        tensor.view(0, 2 * TILE).copy_(values[: 2 * TILE])
+        with monkeypatch.context() as patch:
+            held = Held(patch, "write", "read", 0.2)
+            tensor.commit(0, TILE)
+            assert torch.equal(read(0, TILE), values[:TILE])
+        assert held.came == [False]
+
+
+def test_a_tile_is_written_after_its_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nobody has waited for that to see it."""
+    store = make_store(tmp_path)
+    tensor, values = filled(store)
+    contents(tensor)
+    with monkeypatch.context() as patch:
+        held = Held(patch, "read", "write", 0.2)
+        tensor.expect(0, TILE)
+        tensor.commit(0, TILE)
+        assert torch.equal(contents(tensor), values)
+    assert held.came[0] is False
 
 
 def test_what_was_never_written_is_zeros_and_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
