@@ -232,9 +232,9 @@ def held_by(engine: Engine) -> dict[str, Bytes]:
         for updater in engine.updaters:
             assert isinstance(updater, ShardUpdater)
             if bucket in map(engine.bucket_of, parameters_of(updater.optimizer)):
-                held["optimizer_state"] += Bytes.of(
-                    updater.state_of(bucket).resting_memory, updater.state_of(bucket).nbytes
-                )
+                state = updater.state_of(bucket)
+                held["optimizer_state"] += Bytes.of(state.resting_memory, state.nbytes - state.resident_nbytes)
+                held["optimizer_state"] += Bytes.of(state.memory, state.resident_nbytes)
         for name, part in parts.items():
             held[name] += part
     buffers = {id(buffer): buffer.numel() * buffer.element_size() for buffer in engine.module.buffers()}  # sparse, too

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_zero import ops
 from lightning_zero.sharding import Bucket, BucketForm, Run, Segment
+from lightning_zero.storage.rested import changing, pieces
 from lightning_zero.update.state import ShardState, State
 
 
@@ -22,7 +23,8 @@ class BlockShardState(ShardState):
     """State of one bucket's segments in blocks (:class:`lightning_zero.ops.Quantized`).
 
     Blocks are counted from the beginning of a parameter, as it lies in memory. Where a segment begins or ends inside a
-    block, each of the two ranks keeps its part of it with a scale of its own.
+    block, each of the two ranks keeps its part of it with a scale of its own. Where state rests on a disk, tiles end
+    where blocks do, and scales, one byte for a block, stay in memory.
 
     Args:
         bucket: the bucket.
@@ -44,16 +46,14 @@ class BlockShardState(ShardState):
 
     def parts(self, name: str, dtype: torch.dtype, run: Run) -> ops.Quantized:
         (segment,) = run.segments
-        return self._part(name, segment, run.start, run.stop)
+        codes = self.ensure(name, torch.int8).view(run.start, run.stop)
+        return ops.Quantized(codes, self._scales_of(name, segment, run.start, run.stop))
 
     def put_slice(self, segment: Segment, state: State, dtype: torch.dtype, own_dtype: frozenset[str]) -> None:
         names, scalars = [], {}
         for name, value in state.items():
             if name in self._signed and isinstance(value, Tensor):
-                values = torch.empty(segment.numel, dtype=torch.float32)
-                self._formats[segment.param].read(value, segment.param_start, values)
-                part = self._part(name, segment, segment.start, segment.stop)
-                ops.quantize_(values, part, signed=self._signed[name], index=segment.param_start)
+                self._fill_blocks(name, segment, value)
                 names.append(name)
             else:
                 scalars[name] = value.detach().clone() if isinstance(value, Tensor) else value
@@ -62,11 +62,21 @@ class BlockShardState(ShardState):
     def read(self, name: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
         values = torch.zeros(stop - start, dtype=torch.float32)
         for segment in self._segments if name in self.flat else ():
-            low, high = max(segment.start, start), min(segment.stop, stop)
-            if low < high:
-                part, index = self._part(name, segment, low, high), segment.param_start + low - segment.start
+            # Of what rests elsewhere a tile at a time.
+            for low, high in pieces(self.flat[name].tile, max(segment.start, start), min(segment.stop, stop)):
+                part = ops.Quantized(self.flat[name].read(low, high), self._scales_of(name, segment, low, high))
+                index = segment.param_start + low - segment.start
                 ops.dequantize_(values[low - start : high - start], part, signed=self._signed[name], index=index)
         return values
+
+    def _fill_blocks(self, name: str, segment: Segment, full: Tensor) -> None:
+        codes = self.ensure(name, torch.int8)
+        for low, high in pieces(codes.tile, segment.start, segment.stop):
+            index, values = segment.param_start + low - segment.start, torch.empty(high - low, dtype=torch.float32)
+            self._formats[segment.param].read(full, index, values)
+            with changing(codes, low, high) as changed:
+                part = ops.Quantized(changed, self._scales_of(name, segment, low, high))
+                ops.quantize_(values, part, signed=self._signed[name], index=index)
 
     def clear(self) -> None:
         super().clear()
@@ -74,14 +84,16 @@ class BlockShardState(ShardState):
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + sum(scales.nbytes for scales in self._scales.values())
+        return super().nbytes + self.resident_nbytes
 
-    def _part(self, name: str, segment: Segment, start: int, stop: int) -> ops.Quantized:
-        """Elements ``[start, stop)`` of the shard, which lie in the segment; made on first use."""
-        codes = self.ensure(name, torch.int8)
+    @property
+    def resident_nbytes(self) -> int:
+        return sum(scales.nbytes for scales in self._scales.values())
+
+    def _scales_of(self, name: str, segment: Segment, start: int, stop: int) -> Tensor:
+        """Scales of elements ``[start, stop)`` of the shard, which lie in the segment; made on first use."""
         if name not in self._scales:
             self._scales[name] = self._store.zeros(self._scale_count, torch.uint8)
         index = segment.param_start + start - segment.start
         first = self._first_scale[segment] + index // ops.BLOCK - segment.param_start // ops.BLOCK
-        scales = self._scales[name][first : first + ops.count_blocks(index, stop - start)]
-        return ops.Quantized(codes.view(start, stop), scales)
+        return self._scales[name][first : first + ops.count_blocks(index, stop - start)]

@@ -87,10 +87,12 @@ def choose_updater(
                 f"{type(optimizer).__name__} has a step of its own, which does not run over shards; derive it from a "
                 f"torch optimizer{advice(Case.STEP_OF_ITS_OWN, ', ')}"
             )
-        if optimizer.numbers.in_blocks and store.tile is not None:
+        if store.tile is not None and placement.block % optimizer.numbers.block:
             raise ValueError(
-                f"{type(optimizer).__name__} has state in 8 bits, whose blocks cannot be cut where tiles of a disk do; "
-                "give it state_dtype=torch.bfloat16, or rest its state in host memory"
+                f"{type(optimizer).__name__} has state in blocks of {optimizer.numbers.block} elements, and parameters "
+                f"were laid out on the disk in blocks of {placement.block} before it was known: tiles would cut its "
+                "blocks. Give it when the module is set up, rest its state in host memory, or give it another "
+                "state_dtype, such as torch.bfloat16"
             )
         return NativeUpdater(optimizer, optimizer.rule, optimizer.numbers)
     rule = rule_of_torch(optimizer)

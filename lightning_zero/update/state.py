@@ -95,6 +95,11 @@ class OptimizerState(ABC):
     def nbytes(self) -> int:
         """Bytes of tensors with several elements."""
 
+    @property
+    def resident_nbytes(self) -> int:
+        """Those that stay in :attr:`memory` wherever the others rest."""
+        return 0
+
 
 class ShardState(OptimizerState):
     """State of segments that may be parts of parameters.

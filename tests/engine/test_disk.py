@@ -27,6 +27,8 @@ from lightning_zero.checkpoint.state import (
     module_state_dict,
     optimizer_state_dict,
 )
+from lightning_zero.planning import plan
+from lightning_zero.planning.memory import held_by, planned_parts
 from lightning_zero.sharding import Mesh, MixedPrecisionPolicy
 from lightning_zero.storage import DiskStore, Lane
 from lightning_zero.storage.disk_file import aligned
@@ -84,6 +86,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "rmsprop": lambda m: torch.optim.RMSprop(two_groups(m), lr=0.01),
     "fused": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, fused=True),
     "split": lambda m: CPUAdamW(two_groups(m), lr=0.01, master_layout="split", state_dtype=torch.bfloat16),
+    "blocks": lambda m: CPUAdamW(two_groups(m), lr=0.01, master_layout="split", state_dtype=torch.int8),
     "copy": lambda m: CPUSGD(m.parameters(), lr=0.1, momentum=0.9, state_dtype=torch.bfloat16),
 }
 
@@ -117,6 +120,8 @@ CASES = (
     Case(dataclasses.replace(STAGE3, precision=PURE_BF16), "copy"),
     Case(dataclasses.replace(STAGE3, native="off", precision=PURE_FP16), "adamw", overflow=True),
     Case(dataclasses.replace(STAGE3, persistence_numel=200), "sgd"),
+    Case(dataclasses.replace(SETUP, precision=PURE_BF16), "blocks", micro=2),
+    Case(dataclasses.replace(STAGE3, precision=PURE_BF16), "blocks", clip=0.1),
 )
 
 
@@ -169,7 +174,7 @@ def compare(cases: Sequence[Case], folder: str) -> list[str]:
 @pytest.mark.parametrize(
     ("pool", "cases"),
     [
-        pytest.param(2, [*CASES[:4], CASES[12]], id="2ranks"),
+        pytest.param(2, [*CASES[:4], CASES[12], CASES[-1]], id="2ranks"),
         pytest.param(1, [*CASES[5:8:2], CASES[11]], id="1rank"),
         pytest.param(2, CASES, id="2ranks-all", marks=pytest.mark.slow),
         pytest.param(1, CASES, id="1rank-all", marks=pytest.mark.slow),
@@ -237,6 +242,23 @@ def test_parameters_are_read_by_each_pass_and_their_update(tmp_path: Path, touch
         assert (touched[f"_load {what}"], touched[f"_keep {what}"]) == (reads * nbytes, nbytes), what
 
 
+def test_a_plan_knows_state_in_blocks(tmp_path: Path) -> None:
+    """Whose scales stay in memory."""
+    case = Case(dataclasses.replace(SETUP, precision=PURE_BF16), "blocks").on_disk(str(tmp_path))
+    model = Blocks()
+    expected = plan(
+        model,
+        driver.make_placement(case.setup, Mesh.single()),
+        [OPTIMIZERS["blocks"](model)],
+        bucket_size_mb=case.setup.bucket_size_mb,
+    )
+    session = start(case, Mesh.single())
+    run_steps(session, case, [0])
+    held, planned = held_by(session.engine)["optimizer_state"], planned_parts(expected)["optimizer_state"]
+    assert held == planned
+    assert 0 < held.host < held.disk / 200
+
+
 def state_dicts(session: driver.Session) -> tuple[dict[str, Any], dict[str, Any]]:
     weights, state = module_state_dict(session.engine), optimizer_state_dict(session.engine, session.updater)
     return tree_map(values_of, weights), tree_map(values_of, state)
@@ -260,7 +282,8 @@ def resume(case: Case, first: Case) -> list[dict[str, Tensor]]:
 
 
 def resume_both_ways(folder: str) -> None:
-    for host in (Case(SETUP), Case(dataclasses.replace(SETUP, precision=PURE_BF16), "split")):
+    bf16 = dataclasses.replace(SETUP, precision=PURE_BF16)
+    for host in (Case(SETUP), Case(bf16, "split"), Case(bf16, "blocks")):
         disk = host.on_disk(folder)
         assert_equal(*resume(host, disk))
         assert_equal(*resume(disk, host))
