@@ -46,6 +46,11 @@ def address_space() -> int | Unlimited | None:
     return _limit("RLIMIT_AS")
 
 
+def data_size() -> int | Unlimited | None:
+    """Reads how many bytes this process may map for its own data, to be written (RLIMIT_DATA, the soft limit)."""
+    return _limit("RLIMIT_DATA")
+
+
 def _limit(name: str) -> int | Unlimited | None:
     try:
         import resource

@@ -120,11 +120,12 @@ def claims(
     if (group := cgroups.memory_group(root)) is not None:
         name, limit = group
         found.append((Pool(f"{name} {boot}", "the control group (container)", "host", limit + swap), resident))
-    if isinstance(space := limits.address_space(), int) and "VmSize" in sizes:
-        pool = Pool(
-            f"address space {own}", "the address space of a process (ulimit -v)", "host", space, _RESERVED + mine
-        )
-        found.append((pool, max(0, sizes["VmSize"] - mine)))
+    for key, name, most, taken in (
+        ("address space", "the address space of a process (ulimit -v)", limits.address_space(), "VmSize"),
+        ("data", "the data of a process (ulimit -d)", limits.data_size(), "VmData"),
+    ):
+        if isinstance(most, int) and taken in sizes:
+            found.append((Pool(f"{key} {own}", name, "host", most, _RESERVED + mine), max(0, sizes[taken] - mine)))
     if (size := kind.total_bytes(device)) is not None:
         pool = Pool(f"device {own}", f"the device {device}", "device", size)
         used = kind.used_bytes(device) - held.device

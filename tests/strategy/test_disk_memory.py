@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import limits
 from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.integration.preflight import DoesNotFitError
 from lightning_zero.storage import note_freed
 
 LAYERS, WIDTH = 288, 1024  # 302M parameters
@@ -96,3 +99,36 @@ def test_a_disk_takes_a_quarter_of_the_memory(pool2: RankPool, tmp_path: Path) -
     print(f"MiB: disk {[n >> 20 for n in disk]}, host {[n >> 20 for n in host]}")
     assert min(host) >= LAYERS * WIDTH**2 * 16 // 2, "not all of it was seen"
     assert max(disk) <= 0.25 * min(host)
+
+
+ROOM, FITTING = 640 << 20, 72  # bytes; layers whose masters and moments alone take 864 MiB
+
+
+def train_with_little_memory(strategy: dict[str, Any]) -> tuple[int, str]:
+    """Steps that were done, and what was said, where the process may take so much more data of its own."""
+    train(strategy, 1, precision="bf16-mixed")  # with room: threads and libraries take theirs
+    gc.collect()
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (limits.process_memory()["VmData"] + ROOM, hard))
+    trainer = make_trainer(strategy, max_epochs=-1, max_steps=2, precision="bf16-mixed")
+    try:
+        with trainer.init_module(empty_init=False):
+            module = Large(FITTING)
+        trainer.fit(module)
+    except DoesNotFitError as error:
+        return trainer.global_step, str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        trainer.strategy.release()  # type: ignore[attr-defined]
+    return trainer.global_step, ""
+
+
+@pytest.mark.slow
+def test_a_disk_trains_what_does_not_fit_the_memory(pool1: RankPool, tmp_path: Path) -> None:
+    """And without it the plan says so, before anything is taken."""
+    pool1.kill()
+    (done, said), *_ = pool1.run_within(120, train_with_little_memory, on_disk(tmp_path))
+    assert (done, said) == (2, "")
+    (done, said), *_ = pool1.run_within(120, train_with_little_memory, STRATEGIES["zero3_offload"])
+    assert done == 0
+    assert re.search(r"data of a process \(ulimit -d\) has .*: rank 0 takes 1\.\d GiB beside", said), said
