@@ -12,7 +12,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.autograd.graph import Node
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -32,6 +37,7 @@ __all__ = [
     "ORIGINAL",
     "READS_NUMBER",
     "SCHEDULE_OF_ONE_CYCLE",
+    "FakeTensor",
     "FakeTensorMode",
     "StorageInfo",
     "TorchDispatchMode",
@@ -65,6 +71,7 @@ __all__ = [
     "tree_map",
     "users_of_storage",
     "users_of_tensor",
+    "version_counter",
     "version_of",
     "without_modes",
 ]
@@ -77,8 +84,9 @@ T = TypeVar("T", bound=Tensor)
 # torch's functions; `is_traceable_wrapper_subclass` tells tensors that consist of others (DTensor, quantized weights);
 # a `TorchDispatchMode` sees every operator that runs. None of the four has a public counterpart.
 
-# Inside a `FakeTensorMode` tensors have shapes and no memory, and operators choose what they would choose on the
-# tensors' device ("meta" is none). These errors say that a shape depends on values, which are not there.
+# Inside a `FakeTensorMode` tensors, of the class `FakeTensor`, have shapes and no memory, and operators choose what
+# they would choose on the tensors' device ("meta" is none). These errors say that a shape depends on values, which are
+# not there.
 DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 # Flash attention on a CPU and its backward, of which torch's counter of operations knows nothing.
@@ -122,6 +130,13 @@ def changes_arguments(operator: Any) -> bool:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was changed in place: ``torch.autograd.graph`` can increment the count, not read it."""
     return tensor._version
+
+
+def version_counter(tensor: Tensor) -> Tensor:
+    """A tensor without memory whose :func:`version_of` is that of ``tensor``, now and later."""
+    counter = tensor.detach()  # shares the count, which the assignment keeps
+    counter.data = tensor.new_empty(0)
+    return counter
 
 
 def base_of(tensor: Tensor) -> Tensor:

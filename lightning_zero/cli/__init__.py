@@ -140,6 +140,9 @@ def _estimate(
     recompute: Annotated[
         bool, typer.Option("--checkpointing", help="Compute layers again in backward, with --hf and --params.")
     ] = False,
+    activation_offload: Annotated[
+        bool, typer.Option("--activation-offload", help="Let activations rest in host memory until backward.")
+    ] = False,
     gpu: Annotated[
         str,
         typer.Option(
@@ -191,6 +194,7 @@ def _estimate(
         accumulate=accumulate,
         precision=precision.value,
         recompute=recompute,
+        activation_offload=activation_offload,
         gpu=gpu,
         gpus=gpus,
         nodes=nodes,

@@ -59,7 +59,8 @@ def estimate_all(imagined: Imagined, machine: Machine, request: Request) -> list
     wide = ZeroPrecision(request.precision).policy.param_dtype not in (torch.bfloat16, torch.float16)
     flops = 0 if imagined.trace is None else micro_batches * imagined.trace.flops
     found = []
-    for choice in choices(machine.gpus, machine.nodes, request.precision, request.nvme_path):
+    fixed = {"activation_offload": True} if request.activation_offload else {}
+    for choice in choices(machine.gpus, machine.nodes, request.precision, request.nvme_path, fixed):
         memory = _memory(imagined, choice, machine, micro_batches)
         found.append(estimate(choice, memory.plan, flops, wide, machine))
     return ranked(found)
@@ -180,8 +181,8 @@ def _recommendation(estimates: Sequence[Estimate]) -> RenderableType:
     best = estimates[0]
     if not best.fits:
         return Text(
-            "Nothing fits. Recomputation (--checkpointing), a smaller --batch, more GPUs, more host memory, or a disk "
-            "(--disk) take or have what is missing."
+            "Nothing fits. Recomputation (--checkpointing), activations in host memory (--activation-offload), a "
+            "smaller --batch, more GPUs, more host memory, or a disk (--disk) take or have what is missing."
         )
     stands = SOME_FOLDER in best.choice.hydra
     return Group(

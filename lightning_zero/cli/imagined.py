@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.engine import ActivationLimits
 from lightning_zero.integration.precision import ZeroPrecision
 from lightning_zero.planning.tracing import Loss, Trace, TraceError, trace
 from lightning_zero.planning.transformer import Sizes, trace_of
@@ -58,6 +59,7 @@ def from_sizes(
     sequence: int | None,
     precision: ZeroPrecision,
     recompute: bool,
+    activations: ActivationLimits | None = None,
 ) -> Imagined:
     """Makes a transformer of which only sizes are known.
 
@@ -74,13 +76,18 @@ def from_sizes(
     return Imagined(
         f"a transformer of {sum(p.numel() for p in module.parameters()):.3g} parameters",
         module,
-        trace_of(module, batch, sequence, wide, recompute),
+        trace_of(module, batch, sequence, wide, recompute, activations),
         f"an estimate for {batch} x {sequence} tokens, by the formula of Korthikanti et al., 2022",
     )
 
 
 def from_transformers(
-    path: Path, batch: int, sequence: int | None, precision: ZeroPrecision, recompute: bool
+    path: Path,
+    batch: int,
+    sequence: int | None,
+    precision: ZeroPrecision,
+    recompute: bool,
+    activations: ActivationLimits | None = None,
 ) -> Imagined:
     """Makes the model of a `config.json`.
 
@@ -109,7 +116,7 @@ def from_transformers(
     except (ValueError, AttributeError, TypeError) as error:
         raise EstimateError(f"{kind.__name__} cannot be made of {folder}: {error}") from error
     sizes, loss = _loss_of_transformers(config, batch, sequence)
-    return _traced(kind.__name__, module, loss, sizes, precision)
+    return _traced(kind.__name__, module, loss, sizes, precision, activations)
 
 
 def _recompute(module: Any) -> None:
@@ -148,6 +155,7 @@ def from_class(
     batch: int,
     sequence: int | None,
     precision: ZeroPrecision,
+    activations: ActivationLimits | None = None,
 ) -> Imagined:
     """Makes a model of a class, which a batch of a given form is for.
 
@@ -158,6 +166,7 @@ def from_class(
         batch: for B in a form.
         sequence: for T in a form.
         precision: of the run.
+        activations: that rest in host memory; None: none.
 
     Raises:
         EstimateError: where there is no such class, or it cannot be made.
@@ -187,7 +196,7 @@ def from_class(
         note = "without activations: no --input says what a batch is, and the module has no example_input_array"
         return Imagined(dotted, module, None, note)
     sizes = ", ".join("x".join(map(str, made().shape)) for made in makers)
-    return _traced(dotted, module.train(), _loss_of_class(makers), sizes, precision)
+    return _traced(dotted, module.train(), _loss_of_class(makers), sizes, precision, activations)
 
 
 def parse_input(text: str, batch: int, sequence: int | None) -> Callable[[], Tensor]:
@@ -229,7 +238,14 @@ def _scalar(output: Any) -> Tensor:
     return value if value.ndim == 0 else value.float().mean()
 
 
-def _traced(name: str, module: nn.Module, loss: Loss, sizes: str, precision: ZeroPrecision) -> Imagined:
+def _traced(
+    name: str,
+    module: nn.Module,
+    loss: Loss,
+    sizes: str,
+    precision: ZeroPrecision,
+    activations: ActivationLimits | None,
+) -> Imagined:
     def in_precision(twin: nn.Module) -> Tensor:
         with precision.computing_on("cpu"):
             return loss(twin)
@@ -237,7 +253,7 @@ def _traced(name: str, module: nn.Module, loss: Loss, sizes: str, precision: Zer
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a Trainer that is not there, and the like
-            made = trace(module, in_precision, precision.policy)
+            made = trace(module, in_precision, precision.policy, activations=activations)
     except (TraceError, RuntimeError, TypeError) as error:
         raise EstimateError(f"{name} cannot run on {sizes} without values: {error}") from error
     return Imagined(name, module, made, f"traced on {sizes}")

@@ -12,6 +12,8 @@ import torch
 
 from lightning_zero.cgroups import memory_limit
 from lightning_zero.cli.imagined import EstimateError, Imagined, from_class, from_sizes, from_transformers
+from lightning_zero.integration.engines import activation_limits
+from lightning_zero.integration.options import StrategyOptions
 from lightning_zero.integration.precision import PrecisionName, ZeroPrecision
 from lightning_zero.planning.calibration import calibrated, read
 from lightning_zero.planning.devices import DRAM, NETWORK, Machine, parse_gpu, parse_size
@@ -41,6 +43,7 @@ class Request:
         accumulate: micro-batches of a step.
         precision: flag of the Trainer.
         recompute: whether layers are computed again in backward.
+        activation_offload: whether activations rest in host memory, where there is a GPU.
         gpu: name or memory of a GPU; "this": those of this machine, with the rates that were measured on it.
         gpus: of a machine.
         nodes: machines.
@@ -66,6 +69,7 @@ class Request:
     accumulate: int = 1
     precision: PrecisionName = "bf16-mixed"
     recompute: bool = False
+    activation_offload: bool = False
     gpu: str = "24GB"
     gpus: int = 1
     nodes: int = 1
@@ -113,14 +117,16 @@ class Request:
             EstimateError: for answers that make none.
         """
         plugin = ZeroPrecision(self.precision)
+        offloads = self.activation_offload and not self.machine().gpu.shares_host
+        moved = activation_limits(StrategyOptions(activation_offload=offloads))
         if self.params is not None:
             if self.layers is None or self.hidden is None:
                 raise EstimateError("--params needs --layers and --hidden")
             sizes = int(self.params), self.layers, self.hidden, self.vocabulary
-            return from_sizes(*sizes, self.batch, self.sequence, plugin, self.recompute)
+            return from_sizes(*sizes, self.batch, self.sequence, plugin, self.recompute, moved)
         if self.hf is not None:
-            return from_transformers(self.hf, self.batch, self.sequence, plugin, self.recompute)
-        return from_class(self.model, self._arguments(), self.inputs, self.batch, self.sequence, plugin)
+            return from_transformers(self.hf, self.batch, self.sequence, plugin, self.recompute, moved)
+        return from_class(self.model, self._arguments(), self.inputs, self.batch, self.sequence, plugin, moved)
 
     def _arguments(self) -> dict[str, Any]:
         """Reads the arguments of the model's constructor: a YAML or JSON file, and the changes after it."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_zero.engine.activations import ActivationLimits, make_activations
 from lightning_zero.engine.shadow import Shadow
 from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.bucket_map import BucketMap
@@ -39,13 +40,7 @@ from lightning_zero.sharding.reducer import Reducer
 from lightning_zero.storage import TensorStore
 from lightning_zero.storage.timers import Phase, Timers, timed
 from lightning_zero.torch_private import has_post_step_hooks, note_step
-from lightning_zero.update.attached import (
-    AttachedOptimizers,
-    Updater,
-    attach_module,
-    detach_module,
-    parameters_of,
-)
+from lightning_zero.update.attached import AttachedOptimizers, Updater, attach_module, detach_module, parameters_of
 from lightning_zero.update.clipping import GradientClipping, GradientStats
 from lightning_zero.update.gradient_scale import GradientScale
 from lightning_zero.update.loss_scaler import LossScaler
@@ -90,6 +85,7 @@ class Engine:
             2, at the cost of two passes over the shard and a wait for the device in every step.
         whole: parameters that must each lie whole on one rank of the shard group, see
             :func:`~lightning_zero.update.kept_whole`.
+        activations: which tensors that autograd saves in forward rest in host memory until backward; ``None``: none.
 
     Raises:
         CollectiveError: where the ranks hold different modules.
@@ -112,6 +108,7 @@ class Engine:
         check_steps: int = 10,
         detect_data_edits: bool = False,
         whole: Iterable[Parameter] = (),
+        activations: ActivationLimits | None = None,
     ) -> None:
         self.module = module
         self.placement = placement
@@ -139,6 +136,7 @@ class Engine:
         self._visible = VisibleGradients(self._map, self._reducer, self._clipping, self.zero_grad)
         answer_for((p for bucket in self.buckets for p in bucket.parameters), self._visible)
         self._prefetcher = Prefetcher([self._map.own(unit) for unit in unit_list], max_live_numel, prefetch_mb)
+        self._activations = make_activations(placement.device, placement.executor, activations, self._map.tensors)
         self._gradient_hooks = GradientHooks(self._map, self._on_gradient)
         self._refresh_hooks: list[Handle] = []
         self._unshard_hooks: list[UnshardHooks] = []
@@ -164,7 +162,7 @@ class Engine:
 
         With gradients enabled they stay so until the flush after backward, else they are freed at the end.
         """
-        with self._map.refresher.reading():
+        with self._map.refresher.reading(), self._activations.saving():
             for bucket in self._map.root:
                 bucket.unshard()
             self._prefetcher.begin_pass()
@@ -230,6 +228,7 @@ class Engine:
             self.begin_backward(eager=False)
         self._reducer.flush()
         self._scale.end_backward()
+        self._activations.end_backward()
         for hooks in self._unshard_hooks:
             hooks.end_backward()
         self._reshard()

@@ -274,7 +274,9 @@ class ZeroAutoStrategy(ZeroStrategy):
                 return _mean(_call(twin, precision.convert_input(_zeros(example))))
 
         try:
-            return trace(module, loss, precision.policy, self.options.units)
+            stay = device_type(self.root_device).shares_host_memory
+            moved = None if stay else engines.activation_limits(self.options)
+            return trace(module, loss, precision.policy, self.options.units, moved)
         except (TraceError, RuntimeError, TypeError, ValueError) as error:
             rank_zero_warn(
                 f"{AUTO} does not know activations: forward of {type(module).__name__} cannot run on its "

@@ -79,6 +79,8 @@ class EngineStrategy(DDPStrategy):
     persistence_numel = _Option(lambda options: options.persistence_numel)
     max_live_numel = _Option(lambda options: options.max_live_numel)
     prefetch_mb = _Option(lambda options: options.prefetch_mb)
+    activation_offload = _Option(lambda options: options.activation_offload)
+    activation_offload_mb = _Option(lambda options: options.activation_offload_mb)
     check_steps = _Option(lambda options: options.check_steps)
     detect_data_edits = _Option(lambda options: options.detect_data_edits)
     overlap = _Option(lambda options: options.overlap)

@@ -103,7 +103,13 @@ def fine_ways(gpus: int, nodes: int, disk: bool, fixed: Mapping[str, Any]) -> li
     return [way for way in found if way.options["stage"] or fixed.get("shard_size", 1) == 1]
 
 
-def choices(gpus: int, nodes: int, precision: PrecisionName, nvme_path: str | None = None) -> Iterator[Choice]:
+def choices(
+    gpus: int,
+    nodes: int,
+    precision: PrecisionName,
+    nvme_path: str | None = None,
+    fixed: Mapping[str, Any] | None = None,
+) -> Iterator[Choice]:
     """Yields all ways, the simplest first.
 
     Args:
@@ -111,6 +117,7 @@ def choices(gpus: int, nodes: int, precision: PrecisionName, nvme_path: str | No
         nodes: machines.
         precision: flag of the Trainer.
         nvme_path: folder on a disk, where state may rest; None: there is none.
+        fixed: options that every way has.
     """
     policy = ZeroPrecision(precision).policy
     tail = f"precision={PRECISIONS[precision]} trainer.devices={gpus}" + f" trainer.num_nodes={nodes}" * (nodes > 1)
@@ -118,6 +125,7 @@ def choices(gpus: int, nodes: int, precision: PrecisionName, nvme_path: str | No
     known = [name for name, arguments in STRATEGIES.items() if "nvme" not in arguments.values()]
     on_disk = [] if nvme_path is None else [(n, {"nvme_path": nvme_path}) for n in STRATEGIES if n not in known]
     for way in ways(known, (*_VARIANTS, *on_disk), gpus, nodes):
+        way = Way(way.name, {**way.changed, **(fixed or {})})
         options = StrategyOptions(**way.options)
         setting = setting_of(options, engines.shard_size(options, nodes, gpus), policy)
         hydra = f"{way.hydra} {tail}"

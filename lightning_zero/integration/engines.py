@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero import ops
-from lightning_zero.engine import Engine
+from lightning_zero.engine import ActivationLimits, Engine
 from lightning_zero.integration import remedies
 from lightning_zero.integration.disk import make_disk_store
 from lightning_zero.integration.options import StrategyOptions
@@ -132,6 +132,7 @@ def make_engine(
         skip_nonfinite=options.skip_nonfinite,
         max_consecutive_skips=options.max_consecutive_skips,
         whole=whole,
+        activations=activation_limits(options),
     )
     if (uneven := imbalance_of(bucket.layout for bucket in engine.buckets)) > MAX_IMBALANCE:
         rank_zero_warn(
@@ -141,6 +142,11 @@ def make_engine(
             "for the largest parameters"
         )
     return engine
+
+
+def activation_limits(options: StrategyOptions) -> ActivationLimits | None:
+    """Which saved tensors rest in host memory; ``None``: none."""
+    return ActivationLimits(int(options.activation_offload_mb * 2**20)) if options.activation_offload else None
 
 
 def parameters_kept_whole(

@@ -49,6 +49,8 @@ class StrategyOptions:
     persistence_numel: int = 10_000
     max_live_numel: int | None = None
     prefetch_mb: float = 0.0
+    activation_offload: bool = False
+    activation_offload_mb: float = 1.0
     check_steps: int = 10
     detect_data_edits: bool = False
     overlap: bool = True
@@ -81,7 +83,7 @@ class StrategyOptions:
         _check_positive("timeout", self.timeout, "a number of seconds greater than 0; the default is 1800")
         for name in (
             *("skip_nonfinite", "detect_data_edits", "overlap", "async_save", "checksums", "evaluation_masters"),
-            "nvme_checksums",
+            *("nvme_checksums", "activation_offload"),
         ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
@@ -91,6 +93,8 @@ class StrategyOptions:
         _check_count("check_steps", self.check_steps, "a number of steps >= 0; the default is 10")
         mib = "a number of MiB >= 0; 0 gathers one unit ahead"
         _check_positive("prefetch_mb", self.prefetch_mb, mib, zero=True)
+        least = "a number of MiB >= 0; 0 moves every saved tensor"
+        _check_positive("activation_offload_mb", self.activation_offload_mb, least, zero=True)
         if self.max_live_numel is not None:
             _check_count("max_live_numel", self.max_live_numel, "a number of elements >= 0, or None for no limit")
         if self.max_consecutive_skips is not None:

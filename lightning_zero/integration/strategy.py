@@ -98,6 +98,10 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             ahead.
         prefetch_mb: at stage 3 more units than the next one are gathered ahead, and fetched from host memory before,
             while all that are ahead take at most so many 2^20 bytes together, and within ``max_live_numel``.
+        activation_offload: let what autograd saves in forward rest in pinned host memory until its backward, with
+            activation checkpointing the inputs of the checkpointed modules; the results are the same bits. On the
+            device stay the newest 64 * 2^20 bytes of it. On CPU ranks it changes nothing.
+        activation_offload_mb: size in 2^20 bytes from which on a saved tensor is moved.
         check_steps: number of first optimizer steps in which ranks compare notes before every collective, so that
             those that do not do the same get an error at once. Afterwards they get it at the end of the step or,
             where a collective waits for a rank that never joins, after ``timeout``.
@@ -156,6 +160,8 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         persistence_numel: int = 10_000,
         max_live_numel: int | None = None,
         prefetch_mb: float = 0.0,
+        activation_offload: bool = False,
+        activation_offload_mb: float = 1.0,
         check_steps: int = 10,
         detect_data_edits: bool = False,
         overlap: bool = True,
@@ -189,6 +195,8 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             persistence_numel=persistence_numel,
             max_live_numel=max_live_numel,
             prefetch_mb=prefetch_mb,
+            activation_offload=activation_offload,
+            activation_offload_mb=activation_offload_mb,
             check_steps=check_steps,
             detect_data_edits=detect_data_edits,
             overlap=overlap,

@@ -301,10 +301,7 @@ _PRECISION = (
     )
 )
 
-_CHECKPOINTS = (
-    "partitioned activations are for model parallelism; "
-    "torch.autograd.graph.save_on_cpu around checkpointed blocks saves device memory"
-)
+_CHECKPOINTS = "partitioned activations are for model parallelism; strategy.activation_offload=true saves device memory"
 _ACTIVATIONS = (
     Key("partition_activations", BOOL, as_here=(False,), remedy=_CHECKPOINTS),
     Key("contiguous_memory_optimization", BOOL, as_here=(False,), remedy=_CHECKPOINTS),
@@ -312,7 +309,7 @@ _ACTIVATIONS = (
         "cpu_checkpointing",
         BOOL,
         as_here=(False,),
-        remedy="torch.autograd.graph.save_on_cpu around checkpointed blocks",
+        remedy="strategy.activation_offload=true, which moves the inputs of checkpointed blocks beside the training",
     ),
     Key("number_checkpoints", COUNT, moot="torch.utils.checkpoint needs no number"),
     Key("synchronize_checkpoint_boundary", BOOL, moot="torch.utils.checkpoint waits for nothing"),

@@ -11,7 +11,7 @@ Per rank, with Ψ the padded elements of a bucket, S the size of the shard group
     reduce_buffer    Ψ in the reduce dtype, and what the collective takes while it runs
     staging          host memory through which gradients and parameters pass, and device memory of gradients that are on
                      their way to the host: as much as the executor may keep, as if no copy ended before its wait; and
-                     host memory of tiles on their way from and to a disk
+                     host memory of tiles on their way from and to a disk, and that of activations which rest there
 
 Sizes come from the functions by which the engine allocates, the peak and the traffic from two steps of the runtime's
 own reducer and prefetcher on paper (``recording.py``). Not counted: activations and what a module's own backward takes
@@ -21,6 +21,7 @@ of NCCL and gloo (whose threads also hold on to the tensors of a collective for 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -184,9 +185,10 @@ def plan(
     rows = [_row(form, prints) for form, prints in zip(forms, footprints, strict=True)]
     buffers = {id(b): b.numel() * placement.precision.buffer_dtype(b.dtype).itemsize for b in module.buffers()}
     buffer_bytes = Bytes(device=sum(buffers.values()))
+    activations = NOTHING if trace is None else Bytes(host=trace.on_host)  # kept from step to step
     account = Account()
     # Optimizer state is there from the first step on, as after a checkpoint was loaded.
-    account.take(sum((row.held for row in rows), buffer_bytes))
+    account.take(sum((row.held for row in rows), buffer_bytes + activations))
     parameters = {
         name: [spec.parameter for spec in specs] for name, specs in parameters_by_unit(module, unit_list).items()
     }
@@ -213,7 +215,10 @@ def plan(
             run.evaluate()
     sent, calls = run.traffic()
     rows = [_with_gradients(row, bucket) for row, bucket in zip(rows, run.buckets, strict=True)]
-    return Plan(tuple(rows), buffer_bytes, run.staging, account.peak, sent, calls, run.copied)
+    copied = Counter(run.copied)
+    if trace is not None and placement.trains:
+        copied.update({direction: micro_batches * nbytes for direction, nbytes in trace.copied.items()})
+    return Plan(tuple(rows), buffer_bytes, run.staging + activations, account.peak, sent, calls, copied)
 
 
 def _footprints(

@@ -3,7 +3,8 @@
 The module runs once on fake tensors of the CPU, whose operators choose the same algorithms as with memory (flash
 attention, checkpointing, saved tensors that are packed). Every storage is counted as long as it lives, whoever holds
 it: autograd, a temporary of the backward, the loss. Parameters, buffers and gradients are left out, since a plan has
-them. What an operator takes and gives back inside itself is not seen, such as workspaces of cuBLAS and cuDNN.
+them. Where activations rest in host memory, the run moves them as a training does, to memory that is only counted. What
+an operator takes and gives back inside itself is not seen, such as workspaces of cuBLAS and cuDNN.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from lightning_zero.engine.activations import ActivationLimits, ActivationOffload, NoOffload
 from lightning_zero.sharding.partition import ROOT, find_units, is_norm
 from lightning_zero.sharding.policies import MixedPrecisionPolicy
+from lightning_zero.storage import DONE, Ticket
+from lightning_zero.storage.staging import staged_size
 from lightning_zero.torch_private import (
     DEPENDS_ON_VALUES,
     FLASH_ATTENTION,
+    FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
     tree_leaves,
@@ -54,6 +59,8 @@ class Trace:
             the parameter's name, in the order in which gradients are accumulated.
         left: the bytes that lived on when the gradient of a parameter had been accumulated, by the parameter's name.
         recomputed: whether units run under reentrant checkpointing.
+        on_host: the most bytes in host memory at a time.
+        copied: bytes between device and host memory, ``"d2h"`` and ``"h2d"``.
     """
 
     flops: int = 0
@@ -61,6 +68,8 @@ class Trace:
     backward: Mapping[str, int] = field(default_factory=dict)
     left: Mapping[str, int] = field(default_factory=dict)
     recomputed: bool = False
+    on_host: int = 0
+    copied: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def peak(self) -> int:
@@ -68,7 +77,13 @@ class Trace:
         return max([*self.forward.values(), *self.backward.values()], default=0)
 
 
-def trace(module: nn.Module, loss: Loss, precision: MixedPrecisionPolicy | None = None, units: Any = None) -> Trace:
+def trace(
+    module: nn.Module,
+    loss: Loss,
+    precision: MixedPrecisionPolicy | None = None,
+    units: Any = None,
+    activations: ActivationLimits | None = None,
+) -> Trace:
     """Runs a forward and a backward on a copy of ``module`` without memory.
 
     Args:
@@ -77,6 +92,7 @@ def trace(module: nn.Module, loss: Loss, precision: MixedPrecisionPolicy | None 
             tensors that it makes are without values.
         precision: by which parameters and buffers are cast; ``None``: they are not.
         units: see :func:`~lightning_zero.sharding.partition.find_units`.
+        activations: which of them rest in host memory; ``None``: none.
 
     Raises:
         TraceError: where the module's forward asks for values, and for a loss that needs no gradient.
@@ -84,7 +100,7 @@ def trace(module: nn.Module, loss: Loss, precision: MixedPrecisionPolicy | None 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     twin = _without_memory(module, precision or MixedPrecisionPolicy(), fake)
     with fake:
-        run = _Run(twin, units)
+        run = _Run(twin, units, activations)
         try:
             with run.watching():
                 run.backward(loss(twin))
@@ -115,8 +131,13 @@ def _without_memory(module: nn.Module, precision: MixedPrecisionPolicy, fake: Fa
 class _Run:
     """One forward and backward of a module, watched."""
 
-    def __init__(self, module: nn.Module, units: Any) -> None:
+    def __init__(self, module: nn.Module, units: Any, activations: ActivationLimits | None) -> None:
         self._module = module
+        self._copies = _CountedCopies()
+        self._offload: ActivationOffload | NoOffload = NoOffload()
+        if activations is not None:
+            stay, cpu = [*module.parameters(), *module.buffers()], torch.device("cpu")
+            self._offload = ActivationOffload(cpu, self._copies, activations, lambda: stay, FakeTensor)
         self._units = {unit.module: unit.name for unit in find_units(module, units)}
         self._live = _Live([*module.parameters(), *module.buffers()])
         self._forward: dict[str, int] = {}
@@ -136,7 +157,7 @@ class _Run:
                 handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated(name)))
         gc.freeze()  # the collector, which is called often, looks at what the run makes
         try:
-            with self._flops, self._live:
+            with self._flops, self._live, self._offload.saving():
                 yield
         finally:
             gc.unfreeze()
@@ -152,7 +173,15 @@ class _Run:
         loss.backward()
 
     def result(self) -> Trace:
-        return Trace(self._flops.get_total_flops(), self._forward, self._backward, self._left, self._recomputed)
+        return Trace(
+            self._flops.get_total_flops(),
+            self._forward,
+            self._backward,
+            self._left,
+            self._recomputed,
+            self._copies.most,
+            self._copies.copied,
+        )
 
     def _note(self, where: str) -> None:
         if not self._in_backward:
@@ -176,6 +205,41 @@ class _Run:
             self._left[name] = self._live.now
 
         return hook
+
+
+class _Counted:
+    """A copy in host memory, of which only the size is known."""
+
+    def __init__(self, nbytes: int, copies: _CountedCopies) -> None:
+        self.nbytes, self._copies = nbytes, copies
+
+    def __del__(self) -> None:
+        self._copies.now -= staged_size(self.nbytes)
+
+
+class _CountedCopies:
+    """Counts copies of storages in host memory instead of making them; see :class:`PinnedCopies`.
+
+    Attributes:
+        now: bytes that are there.
+        most: at any time so far.
+        copied: bytes, by direction.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self.copied = {"d2h": 0, "h2d": 0}
+
+    def save(self, source: Tensor) -> tuple[_Counted, Ticket]:
+        nbytes = source.untyped_storage().nbytes()
+        self.copied["d2h"] += nbytes
+        self.now += staged_size(nbytes)
+        self.most = max(self.most, self.now)
+        return _Counted(nbytes, self), DONE
+
+    def fetch(self, copy: Any) -> tuple[Tensor, Ticket]:
+        self.copied["h2d"] += copy.nbytes
+        return torch.empty(copy.nbytes, dtype=torch.uint8), DONE
 
 
 class _Live(TorchDispatchMode):

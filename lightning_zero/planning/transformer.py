@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
+from lightning_zero.engine import ActivationLimits
 from lightning_zero.planning.tracing import Trace
 from lightning_zero.sharding.partition import ROOT
 
@@ -59,7 +60,9 @@ class _Layer(nn.Module):
         )
 
 
-def trace_of(sizes: Sizes, batch: int, sequence: int, wide: bool, recompute: bool) -> Trace:
+def trace_of(
+    sizes: Sizes, batch: int, sequence: int, wide: bool, recompute: bool, activations: ActivationLimits | None = None
+) -> Trace:
     """The formula's activations of one micro-batch, as a trace.
 
     Args:
@@ -68,6 +71,7 @@ def trace_of(sizes: Sizes, batch: int, sequence: int, wide: bool, recompute: boo
         sequence: tokens of each.
         wide: whether activations are fp32, twice as large.
         recompute: whether layers are computed again in backward.
+        activations: that rest in host memory: what layers keep, but for the newest, or for one layer; ``None``: none.
     """
     layers, hidden = len(sizes.layers), sizes.embedding.shape[1]
     tokens = batch * sequence
@@ -76,12 +80,20 @@ def trace_of(sizes: Sizes, batch: int, sequence: int, wide: bool, recompute: boo
     logits = 4 * tokens * sizes.embedding.shape[0]
     params = sum(p.numel() for p in sizes.parameters())
     flops = tokens * (6 * params + 12 * layers * hidden * sequence)
-    forward = {f"layers.{i}": i * kept + layer for i in range(layers)} | {ROOT: layers * kept + logits}
+
+    def held(before: int) -> int:
+        """Bytes on the device of what so many layers keep."""
+        return before * kept if activations is None else min(before * kept, max(activations.window, kept))
+
+    forward = {f"layers.{i}": held(i) + layer for i in range(layers)} | {ROOT: held(layers) + logits}
     backward: dict[str, int] = {}
     for i in reversed(range(layers)):
         names = [name for name, _ in sizes.layers[i].named_parameters()]
-        backward |= {f"layers.{i}.{name}": i * kept + layer for name in reversed(names)}
+        backward |= {f"layers.{i}.{name}": held(i) + layer for name in reversed(names)}
     # The head is taken to be the embedding: its gradient is complete last. The logits and their gradient are first.
-    backward[f"layers.{layers - 1}.mlp.down.weight"] = max(layers * kept + 2 * logits, (layers - 1) * kept + layer)
+    backward[f"layers.{layers - 1}.mlp.down.weight"] = max(held(layers) + 2 * logits, held(layers - 1) + layer)
     backward["embedding"] = kept
-    return Trace(flops * 4 // 3 if recompute else flops, forward, backward)
+    moved = 0 if activations is None else layers * kept
+    copied = {"d2h": moved, "h2d": moved - held(layers) if moved else 0}
+    flops = flops * 4 // 3 if recompute else flops
+    return Trace(flops, forward, backward, on_host=moved, copied=copied)

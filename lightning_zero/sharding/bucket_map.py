@@ -58,6 +58,10 @@ class BucketMap:
         self._gradients = {id(gradients.bucket): gradients for gradients in self.gradients}
         self._holder = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
 
+    def tensors(self) -> list[Tensor]:
+        """Lists what rests on the device between steps, gathered or freed: flat buffers of parameters, and buffers."""
+        return [*(bucket.flat for bucket in self.buckets), *self.module.buffers()]
+
     def holder(self, parameter: Tensor) -> Bucket | None:
         """The bucket that holds ``parameter``, or ``None``."""
         return self._holder.get(id(parameter))

@@ -122,6 +122,20 @@ def test_without_a_batch_there_are_no_activations(monkeypatch: pytest.MonkeyPatc
     assert "no --input" in report["model"]["note"]
 
 
+def test_activations_that_rest_in_host_memory() -> None:
+    request = f"{SEVEN} --gpu h100 --gpus 2 --host 1TB --batch 4 --accumulate 3"
+    kept, moved = (found(f"{request} {more}") for more in ("", "--activation-offload"))
+    without = {each["hydra"]: each for each in kept["choices"]}
+    layers = 32 * 34 * 4 * 2048 * 4096  # bytes, as the formula has them
+    assert kept["model"]["activation_bytes"] - moved["model"]["activation_bytes"] > 0.9 * layers
+    for each in moved["choices"]:
+        assert "activation_offload=True" in each["python"]
+        before = without[each["hydra"].replace(" strategy.activation_offload=True", "")]
+        assert each["host_peak_bytes"] - before["host_peak_bytes"] == pytest.approx(layers, rel=1e-6)
+        assert each["copied_to_host_bytes"] - before["copied_to_host_bytes"] == 3 * layers
+        assert each["copied_to_device_bytes"] - before["copied_to_device_bytes"] < 3 * layers
+
+
 @pytest.mark.slow
 def test_a_class_that_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])

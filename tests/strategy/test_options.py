@@ -31,6 +31,8 @@ OTHERS: dict[str, Any] = {
     "persistence_numel": 7,
     "max_live_numel": 8,
     "prefetch_mb": 0.5,
+    "activation_offload": True,
+    "activation_offload_mb": 0.25,
     "check_steps": 9,
     "detect_data_edits": True,
     "overlap": False,
