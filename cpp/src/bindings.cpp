@@ -180,6 +180,48 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.def("sgd", &sgd, py::kw_only(), py::arg("isa"), py::arg("arrays"), py::arg("key"), py::arg("threads"),
         py::arg("lr"), py::arg("momentum"), py::arg("dampening"), py::arg("nesterov"),
         py::arg("weight_decay"), py::arg("first"), py::arg("grad_scale"));
+  py::class_<AdamCoefficients>(m, "AdamCoefficients")
+      .def(py::init(&adam_coefficients), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
+           py::arg("eps"), py::arg("weight_decay"), py::arg("step"), py::arg("grad_scale"),
+           py::arg("decoupled"), py::arg("amsgrad"))
+      .def_readonly("grad_scale", &AdamCoefficients::grad_scale)
+      .def_readonly("l2", &AdamCoefficients::l2)
+      .def_readonly("decay", &AdamCoefficients::decay)
+      .def_readonly("lerp_weight", &AdamCoefficients::lerp_weight)
+      .def_readonly("lerp_from_gradient", &AdamCoefficients::lerp_from_gradient)
+      .def_readonly("beta2", &AdamCoefficients::beta2)
+      .def_readonly("one_minus_beta2", &AdamCoefficients::one_minus_beta2)
+      .def_readonly("eps", &AdamCoefficients::eps)
+      .def_readonly("negative_step_size", &AdamCoefficients::negative_step_size);
+  py::class_<AdagradCoefficients>(m, "AdagradCoefficients")
+      .def(py::init(&adagrad_coefficients), py::kw_only(), py::arg("lr"), py::arg("lr_decay"), py::arg("eps"),
+           py::arg("weight_decay"), py::arg("step"), py::arg("grad_scale"))
+      .def_readonly("grad_scale", &AdagradCoefficients::grad_scale)
+      .def_readonly("l2", &AdagradCoefficients::l2)
+      .def_readonly("eps", &AdagradCoefficients::eps)
+      .def_readonly("negative_lr", &AdagradCoefficients::negative_lr);
+  py::class_<LionCoefficients>(m, "LionCoefficients")
+      .def(py::init(&lion_coefficients), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
+           py::arg("weight_decay"), py::arg("grad_scale"))
+      .def_readonly("grad_scale", &LionCoefficients::grad_scale)
+      .def_readonly("decay", &LionCoefficients::decay)
+      .def_readonly("beta1", &LionCoefficients::beta1)
+      .def_readonly("one_minus_beta1", &LionCoefficients::one_minus_beta1)
+      .def_readonly("beta2", &LionCoefficients::beta2)
+      .def_readonly("one_minus_beta2", &LionCoefficients::one_minus_beta2)
+      .def_readonly("negative_lr", &LionCoefficients::negative_lr);
+  py::class_<SgdCoefficients>(m, "SgdCoefficients")
+      .def(py::init(&sgd_coefficients), py::kw_only(), py::arg("lr"), py::arg("momentum"),
+           py::arg("dampening"), py::arg("nesterov"), py::arg("weight_decay"), py::arg("first"),
+           py::arg("grad_scale"))
+      .def_readonly("grad_scale", &SgdCoefficients::grad_scale)
+      .def_readonly("l2", &SgdCoefficients::l2)
+      .def_readonly("momentum", &SgdCoefficients::momentum)
+      .def_readonly("one_minus_dampening", &SgdCoefficients::one_minus_dampening)
+      .def_readonly("negative_lr", &SgdCoefficients::negative_lr)
+      .def_readonly("nesterov", &SgdCoefficients::nesterov)
+      .def_readonly("first", &SgdCoefficients::first);
+
   m.def("sum_of_squares", &sum_of_squares, py::kw_only(), py::arg("isa"), py::arg("values"), py::arg("dtype"),
         py::arg("count"), py::arg("threads"));
 

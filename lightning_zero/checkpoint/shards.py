@@ -161,7 +161,7 @@ class ShardedValues(SharedValues):
             return _Held(bucket.shard.read, bucket.placement.shard_memory)
         if key.shadow is not None:
             shadow = self.engine.shadows[key.shadow]
-            return _Held(lambda start, stop: shadow.shards[key.bucket][start:stop], shadow.memory)
+            return _Held(lambda start, stop: shadow.shards[key.bucket][start:stop], shadow.memory_of(bucket))
         if key.optimizer is None:
             return _Held(bucket.master.read, bucket.master.memory)
         updater = self.engine.updaters[key.optimizer]

@@ -32,7 +32,6 @@ class Shadow:
 
     Attributes:
         number: of the engine's shadows, in the order of their making: the same on all ranks.
-        memory: in which they rest.
         swapped: whether the module has the second values now, and the shadow the module's.
 
     Args:
@@ -51,10 +50,13 @@ class Shadow:
             for bucket in bucket_map.buckets
         ]
         self._store = store
-        self.memory: Memory = (store or bucket_map.placement.optimizer_store).memory
         self._buffers_memory: Memory = store.memory if store else "device"
         self._buffers: dict[str, Tensor] = {}
         self.update(follow)
+
+    def memory_of(self, bucket: Bucket) -> Memory:
+        """The memory in which the second values of a bucket's masters rest."""
+        return (self._store or bucket.placement.optimizer_store).memory
 
     @property
     def shards(self) -> list[Tensor]:
@@ -84,7 +86,7 @@ class Shadow:
         self._map.absorb_edits()
         for bucket, shard in zip(self._map.buckets, self.shards, strict=True):
             job = partial(self._update_shard, bucket, shard, rule)
-            lane, what = _lane(self.memory), f"the second values of {bucket.name}"
+            lane, what = _lane(self.memory_of(bucket)), f"the second values of {bucket.name}"
             work = bucket.placement.executor.submit(job, lane, what, after=[bucket.moving, bucket.reading])
             bucket.reading = work
             if bucket.master.memory == "host":
@@ -108,7 +110,7 @@ class Shadow:
         if live.device.type == second.device.type:
             return live
         copy = torch.empty_like(live, device=second.device)
-        bucket.placement.copy(copy, live, (bucket.master.memory, self.memory), bucket.name)
+        bucket.placement.copy(copy, live, (bucket.master.memory, self.memory_of(bucket)), bucket.name)
         return copy
 
     def _buffer_taken(self, live: Tensor, second: Tensor) -> Tensor:
@@ -129,7 +131,7 @@ class Shadow:
         self._map.absorb_edits()
         for bucket, shard in zip(self._map.buckets, self.shards, strict=True):
             bucket.await_moves()
-            memories = self.memory, bucket.master.memory
+            memories = self.memory_of(bucket), bucket.master.memory
             for second, start, stop in _tiles(shard):
                 live = bucket.master.read(start, stop)
                 before = self._taken(bucket, live, second)

@@ -125,7 +125,7 @@ class ZeroAutoStrategy(ZeroStrategy):
         bucket_size_mb: see there; ``None``: chosen.
         persistence_numel: see there; ``None``: chosen.
         max_live_numel: see there; ``None``: chosen.
-        **options: the others of :class:`ZeroStrategy`, but for ``stage``, ``offload_optimizer`` and ``offload_params``.
+        **options: the others of :class:`ZeroStrategy`, but for ``stage`` and those of offloading, ``offload_...``.
 
     Raises:
         ValueError: for a value that is not one of those described there.

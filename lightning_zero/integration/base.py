@@ -70,6 +70,7 @@ class EngineStrategy(DDPStrategy):
     stage = _Option(lambda options: options.stage)
     offload_optimizer = _Option(lambda options: options.offload_optimizer)
     offload_params = _Option(lambda options: options.offload_params)
+    offload_fraction = _Option(lambda options: options.offload_fraction)
     nvme_path = _Option(lambda options: options.nvme_path)
     nvme_buffer_gb = _Option(lambda options: options.nvme_buffer_gb)
     nvme_checksums = _Option(lambda options: options.nvme_checksums)

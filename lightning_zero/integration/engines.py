@@ -119,6 +119,7 @@ def make_engine(
             executor,
             trains=trains,
             block=block_of(optimizers or ()),
+            offload_fraction=options.offload_fraction,
         ),
         optimized=None if optimizers is None else optimized,
         units=options.units,

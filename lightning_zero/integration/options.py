@@ -40,6 +40,7 @@ class StrategyOptions:
     stage: int = 2
     offload_optimizer: StoreName = "none"
     offload_params: StoreName = "none"
+    offload_fraction: float = 1.0
     nvme_path: str | None = None
     nvme_buffer_gb: float = 0.25
     nvme_checksums: bool = True
@@ -77,6 +78,7 @@ class StrategyOptions:
             # A Hydra configuration gives members of an enum, which a checkpoint that is loaded as data may not hold.
             object.__setattr__(self, name, str(value))
         self._check_stores()
+        self._check_fraction()
         self._check_disk()
         self._check_shard_size()
         _check_positive("bucket_size_mb", self.bucket_size_mb, "a number greater than 0; 25 is a good start")
@@ -117,6 +119,19 @@ class StrategyOptions:
             raise ValueError(
                 f"offload_params='nvme' needs offload_optimizer='nvme', whose state takes more; got {optimizer!r}. "
                 "Rest both on the disk, or parameters in host memory: offload_params='cpu'"
+            )
+
+    def _check_fraction(self) -> None:
+        fraction = self.offload_fraction
+        if not isinstance(fraction, int | float) or isinstance(fraction, bool) or not 0 < fraction <= 1:
+            raise ValueError(
+                f"offload_fraction={fraction!r} must be a number greater than 0 and at most 1; 1 offloads everything, "
+                "and offload_optimizer='none' nothing"
+            )
+        if fraction < 1 and self.offload_optimizer == "none":
+            raise ValueError(
+                f"offload_fraction={fraction!r} is a part of what is offloaded, and offload_optimizer='none' offloads "
+                "nothing; use offload_optimizer='cpu' with it"
             )
 
     def _check_disk(self) -> None:
@@ -185,7 +200,7 @@ class StrategyOptions:
 
 
 # Options of StrategyOptions that `zero_auto` chooses, always and where nobody gives them.
-CHOSEN = ("stage", "offload_optimizer", "offload_params")
+CHOSEN = ("stage", "offload_optimizer", "offload_params", "offload_fraction")
 FREE = ("shard_size", "bucket_size_mb", "persistence_numel", "max_live_numel")
 
 

@@ -39,6 +39,7 @@ def setting_of(options: StrategyOptions, shard_size: int, precision: MixedPrecis
         options.prefetch_mb,
         options.overlap,
         precision,
+        options.offload_fraction,
     )
 
 
@@ -57,17 +58,20 @@ def candidates(
     def changed(shard_size: int = now.shard_size, **changes: Any) -> Setting:
         return setting_of(replace(options, **changes), shard_size, now.precision)
 
-    on_device = {"offload_optimizer": "none", "offload_params": "none"}
+    on_device = {"offload_optimizer": "none", "offload_params": "none", "offload_fraction": 1.0}
     for name, arguments in STRATEGIES.items():
         if "nvme" in arguments.values() and options.nvme_path is None:  # nobody knows where
             continue
         if StrategyOptions(**arguments, nvme_path=options.nvme_path).replicates:  # it takes the most
             continue
-        other = changed(default_size if options.replicates else now.shard_size, **{**on_device, **arguments})
+        part = {"offload_fraction": options.offload_fraction} if "offload_optimizer" in arguments else {}
+        other = changed(default_size if options.replicates else now.shard_size, **{**on_device, **arguments, **part})
         if other != now:
             yield f"strategy={name}", other
     if options.offload_optimizer == "none" and now.sharding.shard_params:
         yield "strategy.offload_optimizer=cpu", changed(offload_optimizer="cpu")
+    if options.offload_fraction < 1:
+        yield "strategy.offload_fraction=1", changed(offload_fraction=1.0)
     if now.shard_size < world_size and not options.replicates:
         yield f"strategy.shard_size={world_size}", changed(world_size)
     if now.sharding.shard_params:

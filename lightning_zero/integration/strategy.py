@@ -79,6 +79,9 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             a tile at a time, while they are updated; gradients in host memory.
         offload_params: where parameter shards rest at stage 3: ``"none"`` (the device), ``"cpu"``, or ``"nvme"``, a
             disk, where optimizer state must rest, too.
+        offload_fraction: of what optimizers update, in (0, 1]: so much is offloaded, in whole buckets. What the engine
+            keeps of the last buckets in forward order stays on the device, and is updated there; for every fraction the
+            results of Adam(W), Adagrad, SGD and the CPU optimizers are the same bits.
         nvme_path: folder on a local disk of every node, for ``"nvme"``; each rank has a file there, for as long as it
             lives. Default: the environment variable ``LIGHTNING_ZERO_NVME_PATH``.
         nvme_buffer_gb: host memory, in 2^30 bytes per rank, that tiles on their way from and to the disk take.
@@ -151,6 +154,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         *,
         offload_optimizer: StoreName = "none",
         offload_params: StoreName = "none",
+        offload_fraction: float = 1.0,
         nvme_path: str | None = None,
         nvme_buffer_gb: float = 0.25,
         nvme_checksums: bool = True,
@@ -186,6 +190,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             stage=stage,
             offload_optimizer=offload_optimizer,
             offload_params=offload_params,
+            offload_fraction=offload_fraction,
             nvme_path=nvme_path,
             nvme_buffer_gb=nvme_buffer_gb,
             nvme_checksums=nvme_checksums,

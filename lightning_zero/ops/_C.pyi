@@ -60,6 +60,77 @@ def resolve_isa(name: str) -> str:
         ValueError: the name is unknown or the machine lacks the instruction set.
     """
 
+class AdamCoefficients:
+    """The scalars of one update, rounded to fp32; see cpp/include/lightning_zero/update.h."""
+
+    grad_scale: float
+    l2: float
+    decay: float
+    lerp_weight: float
+    lerp_from_gradient: bool
+    beta2: float
+    one_minus_beta2: float
+    eps: float
+    negative_step_size: float
+    def __init__(
+        self,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: int,
+        grad_scale: float,
+        decoupled: bool,
+        amsgrad: bool,
+    ) -> None: ...
+
+class AdagradCoefficients:
+    """As `AdamCoefficients`."""
+
+    grad_scale: float
+    l2: float
+    eps: float
+    negative_lr: float
+    def __init__(
+        self, *, lr: float, lr_decay: float, eps: float, weight_decay: float, step: int, grad_scale: float
+    ) -> None: ...
+
+class LionCoefficients:
+    """As `AdamCoefficients`."""
+
+    grad_scale: float
+    decay: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    negative_lr: float
+    def __init__(self, *, lr: float, beta1: float, beta2: float, weight_decay: float, grad_scale: float) -> None: ...
+
+class SgdCoefficients:
+    """As `AdamCoefficients`."""
+
+    grad_scale: float
+    l2: float
+    momentum: float
+    one_minus_dampening: float
+    negative_lr: float
+    nesterov: bool
+    first: bool
+    def __init__(
+        self,
+        *,
+        lr: float,
+        momentum: float,
+        dampening: float,
+        nesterov: bool,
+        weight_decay: float,
+        first: bool,
+        grad_scale: float,
+    ) -> None: ...
+
 def adam(
     *,
     isa: str,

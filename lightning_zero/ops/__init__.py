@@ -22,6 +22,7 @@ from lightning_zero.ops.arguments import runs_on
 from lightning_zero.ops.arrays import join_, split_, sum_of_squares, zero_
 from lightning_zero.ops.blocks import BLOCK, Quantized, count_blocks, dequantize_, quantize_
 from lightning_zero.ops.disk import DiskPool, TransferFailure
+from lightning_zero.ops.formulas import Updates, updates_on
 from lightning_zero.ops.isa import compiled_isas, isa, supported_isas
 from lightning_zero.ops.threads import bind_threads, get_num_threads, set_num_threads, share_cores
 from lightning_zero.ops.updates import Options, Ties, adagrad_, adamw_, lion_, sgd_
@@ -33,6 +34,7 @@ __all__ = [
     "Quantized",
     "Ties",
     "TransferFailure",
+    "Updates",
     "adagrad_",
     "adamw_",
     "bind_threads",
@@ -51,5 +53,6 @@ __all__ = [
     "split_",
     "sum_of_squares",
     "supported_isas",
+    "updates_on",
     "zero_",
 ]

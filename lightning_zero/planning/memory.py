@@ -88,6 +88,7 @@ class Setting:
     prefetch_mb: float
     overlap: bool
     precision: MixedPrecisionPolicy
+    offload_fraction: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -183,6 +184,7 @@ class Memory:
             stores[setting.params_memory],
             executor,
             trains=self.trains,
+            offload_fraction=setting.offload_fraction,
         )
         return plan(
             self.module,

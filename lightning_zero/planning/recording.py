@@ -27,7 +27,7 @@ from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.sharding.prefetch import Prefetcher
 from lightning_zero.sharding.reducer import Reducer
 from lightning_zero.sharding.reduction import Reduction
-from lightning_zero.storage import Lane
+from lightning_zero.storage import Lane, device_type
 from lightning_zero.storage.nvme import passing_bytes
 from lightning_zero.update.clipping import squares_scratch
 from lightning_zero.update.footprint import Footprint
@@ -77,11 +77,13 @@ class RecordedGradients(Reduction[RecordedTensor]):
 
     Attributes:
         reduction: the most bytes that a reduction has taken: of its buffer and of the collective.
+        known_squares: whether the squares of the sharded gradient were noted when it arrived.
     """
 
     def __init__(self, form: BucketForm, account: Account, lanes: RecordedLanes) -> None:
         super().__init__(form.dtype, form.placement)
         self.reduction = 0
+        self.known_squares = False
         self._form = form
         self._account = account
         self._lanes = lanes
@@ -157,6 +159,8 @@ class RecordedGradients(Reduction[RecordedTensor]):
             self._sharded = self._convert(self._sharded, dtype)
         if not self._empty and store.device != self._placement.device:
             self._lanes.stage(Lane.D2H, shard.nbytes)  # moved, then added
+        alone = device_type(self._placement.device).shares_host_memory
+        self.known_squares = self._empty and store.as_on_host and not alone
         self._empty = False
         if store.memory == "host":
             self._lanes.let_go(shard)
@@ -459,10 +463,11 @@ class RecordedRun:
 
     def _sum_norms(self, optimizers: int) -> None:
         """The one small all-reduce of a step; see :class:`~lightning_zero.update.clipping.GradientClipping`."""
-        world, device, store = self._placement.mesh.world, self._placement.device, self._placement.optimizer_store
+        world, device = self._placement.mesh.world, self._placement.device
         for bucket in self.buckets:
-            if bucket.form.trained:
-                self._account.touch(Bytes.of(store.memory, squares_scratch(bucket.layout.shard_numel, store.device)))
+            if bucket.form.trained and not bucket.gradients.known_squares:
+                store = bucket.form.placement.optimizer_store
+                self._account.touch(Bytes.of(store.memory, squares_scratch(bucket.layout.shard_numel, store)))
         flags = sum(len(bucket.form.parameters) + 1 for bucket in self.buckets)
         numbers = 2 * world.size + optimizers + flags + 1  # digests, squares, used, left over; whether buffers changed
         world.count("all_reduce", _SMALL_ITEM * (numbers + world.padding(numbers, device)))

@@ -13,6 +13,7 @@ Everything else would need the values of other ranks, and a function that looks 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol, Self
@@ -370,11 +371,13 @@ def reduce_parts(parts: list[Tensor], order: float, place: Place) -> list[float]
     """The sums of the ranks' parts, with an infinite ``order`` the greatest of them; the same on all. Collective.
 
     Args:
-        parts: 0-dim, float64, of one device; of gradients whose slices the group of ``place`` holds.
+        parts: 0-dim, float64; of gradients whose slices the group of ``place`` holds.
         order: as above.
         place: its name is in messages.
     """
-    group, mine = place.group, device_type(place.device).send(torch.stack(parts), place.device)
+    together = [torch.stack([*those]) for _, those in itertools.groupby(parts, lambda part: part.device)]
+    mine = torch.cat([device_type(place.device).send(those, place.device) for those in together])
+    group = place.group
     if abs(order) != torch.inf:
         total = group.all_reduce_(mine, f"sum up what ranks hold of the gradient of {place.name}")
     else:

@@ -82,7 +82,7 @@ class ShardedGradient:
     Attributes:
         squares: on the device, sums of squares of the values, one for each segment, float64; not finite where a value
             is not. ``None``: nobody knows them without reading the values. They are noted when values leave for host
-            memory, so that nobody waits for their arrival to know the norm.
+            memory, so that nobody waits for their arrival to know the norm, and when others do.
 
     Args:
         name: of the bucket.
@@ -111,7 +111,8 @@ class ShardedGradient:
         held = self._ensure(sharded_gradient_dtype(self._fixed_dtype, values.dtype, again=not self._empty))
         self.squares = None
         if self._empty:
-            if memory == "host" and not device_type(placement.device).shares_host_memory and self._segments:
+            # Alike in all places of an engine: the norm does not depend on which buckets are in which.
+            if self._store.as_on_host and not device_type(placement.device).shares_host_memory and self._segments:
                 kept = values if self._fixed_dtype is None else values.to(self._fixed_dtype)  # the norm is of these
                 parts = [kept[segment.start : segment.stop] for segment in self._segments]
                 self.squares = torch.stack(norms_of_each(parts)).square_()

@@ -64,6 +64,7 @@ class BucketSpec:
         optimized: whether an optimizer may update them.
         persistent: whether they stay unsharded where the stage shards parameters.
         whole: whether each lies whole in one shard.
+        resident: whether what the engine keeps of them stays on the device although that of others is offloaded.
         specs: the parameters in module order.
     """
 
@@ -73,11 +74,16 @@ class BucketSpec:
     optimized: bool
     persistent: bool = False
     whole: bool = False
+    resident: bool = False
     specs: list[ParameterSpec] = field(default_factory=list)
 
     @property
+    def numel(self) -> int:
+        return sum(spec.parameter.numel() for spec in self.specs)
+
+    @property
     def nbytes(self) -> int:
-        return sum(spec.parameter.numel() for spec in self.specs) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
     @property
     def in_root(self) -> bool:
@@ -86,7 +92,8 @@ class BucketSpec:
 
     def placed(self, placement: BucketPlacement) -> BucketPlacement:
         """Its own placement, where ``placement`` is that of all."""
-        own = placement.persistent() if self.persistent else placement
+        own = placement.resident() if self.resident else placement
+        own = own.persistent() if self.persistent else own
         return own._replace(whole=True) if self.whole else own
 
 
@@ -138,7 +145,22 @@ def partition(
 
     rest = placement.sharding, placement.precision, size, persistence_numel, dtypes
     buckets = make_buckets(root, found, chosen, *rest, whole_ids, balanced)
+    keep_last_on_device(buckets, placement.offload_fraction)
     return Partition(found, buckets)
+
+
+def keep_last_on_device(buckets: Iterable[BucketSpec], offloaded: float) -> None:
+    """Mark as resident the last buckets in forward order, beyond a fraction of the elements that are updated.
+
+    Args:
+        buckets: in forward order. The one in which the fraction ends is offloaded, and so the first always is.
+        offloaded: the fraction, in (0, 1].
+    """
+    updated = [spec for spec in buckets if spec.optimized]
+    enough, before = offloaded * sum(spec.numel for spec in updated), 0
+    for spec in updated:
+        spec.resident = 0 < enough <= before
+        before += spec.numel
 
 
 def layout_of(spec: BucketSpec, placement: BucketPlacement) -> FlatLayout:

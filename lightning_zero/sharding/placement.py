@@ -19,7 +19,16 @@ from lightning_zero import ops
 from lightning_zero.sharding.layout import FlatLayout, WholeLayout
 from lightning_zero.sharding.mesh import Mesh
 from lightning_zero.sharding.policies import MixedPrecisionPolicy, ShardingPolicy
-from lightning_zero.storage import DONE, Executor, InlineExecutor, Lane, Memory, TensorStore, Ticket
+from lightning_zero.storage import (
+    DONE,
+    Executor,
+    InlineExecutor,
+    Lane,
+    Memory,
+    ResidentStore,
+    TensorStore,
+    Ticket,
+)
 from lightning_zero.storage.timers import Phase
 
 _CACHE_LINE = 64  # bytes; the alignment of torch's own CPU allocations
@@ -45,7 +54,8 @@ class BucketPlacement(NamedTuple):
 
     Where ``whole``, each parameter lies whole in one shard; a bucket may have that for itself. Until something
     ``trains`` there are no masters: parameters rest in the dtype in which they are computed with, and nowhere else. No
-    shard border cuts a block of ``block`` elements of a parameter: optimizers may keep state by block.
+    shard border cuts a block of ``block`` elements of a parameter: optimizers may keep state by block. Of the elements
+    that optimizers update, ``offload_fraction`` rest in the stores, in whole buckets; the others are resident.
     """
 
     mesh: Mesh
@@ -58,10 +68,16 @@ class BucketPlacement(NamedTuple):
     whole: bool = False
     trains: bool = True
     block: int = 1
+    offload_fraction: float = 1.0
 
     def persistent(self) -> BucketPlacement:
         """The placement of parameters that stay unsharded although the stage shards them."""
         return self._replace(sharding=dataclasses.replace(self.sharding, shard_params=False))
+
+    def resident(self) -> BucketPlacement:
+        """The placement of parameters whose state stays on the device although that of others is offloaded."""
+        store = ResidentStore(self.device)
+        return self._replace(optimizer_store=store, param_store=store)
 
     def layout(self, numels: tuple[int, ...], dtype: torch.dtype) -> FlatLayout:
         """Offsets and padding of parameters with these numbers of elements."""

@@ -10,7 +10,7 @@ from lightning_zero.storage.accelerators import (
     device_type,
     register_device_type,
 )
-from lightning_zero.storage.device import DeviceStore
+from lightning_zero.storage.device import DeviceStore, ResidentStore
 from lightning_zero.storage.disk_file import DiskError
 from lightning_zero.storage.executor import DONE, Executor, InlineExecutor, Lane, Ticket
 from lightning_zero.storage.host import HostStore, note_freed
@@ -35,6 +35,7 @@ __all__ = [
     "Memory",
     "Phase",
     "RandomState",
+    "ResidentStore",
     "Rested",
     "StreamExecutor",
     "TensorStore",

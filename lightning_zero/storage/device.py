@@ -16,6 +16,7 @@ class DeviceStore:
     resting_memory: Memory = "device"
     tile: int | None = None
     passing_bytes = 0
+    as_on_host = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -28,3 +29,12 @@ class DeviceStore:
 
     def rest(self, numel: int, dtype: torch.dtype, what: str) -> Resident:
         return Resident(self.zeros(numel, dtype), self.memory)
+
+
+class ResidentStore(DeviceStore):
+    """State of some buckets rests where the model computes, while that of others rests elsewhere.
+
+    Which of them they are changes no bit.
+    """
+
+    as_on_host = True

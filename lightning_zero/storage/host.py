@@ -37,6 +37,7 @@ class HostStore:
     resting_memory: Memory = "host"
     tile: int | None = None
     passing_bytes = 0
+    as_on_host = True
 
     def __init__(self, pin_for: torch.device | None = None) -> None:
         self._pin_for = pin_for if pin_for is not None and device_type(pin_for).can_pin else None

@@ -75,6 +75,7 @@ class DiskStore:
     exact = True
     memory: Memory = "host"
     resting_memory: Memory = "disk"
+    as_on_host = True
 
     def __init__(
         self,

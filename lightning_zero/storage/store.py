@@ -21,6 +21,7 @@ class TensorStore(Protocol):
         resting_memory: where those of :meth:`rest` rest.
         tile: see :class:`~lightning_zero.storage.rested.Rested`.
         passing_bytes: of host memory through which tiles may pass; 0 where there are none.
+        as_on_host: whether what is computed of its tensors has the bits that the kernels on the host give.
     """
 
     @property
@@ -40,6 +41,9 @@ class TensorStore(Protocol):
 
     @property
     def passing_bytes(self) -> int: ...
+
+    @property
+    def as_on_host(self) -> bool: ...
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A new 1-D tensor of ``numel`` zeros, alive as long as something refers to it."""

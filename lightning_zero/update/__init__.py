@@ -8,10 +8,11 @@ from lightning_zero.update.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CP
 from lightning_zero.update.footprint import Footprint
 from lightning_zero.update.loss_scaler import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
 from lightning_zero.update.muon import Muon
+from lightning_zero.update.native_updater import NativeUpdater
 from lightning_zero.update.outcomes import SkippedStepsError, StepOutcome, StepOutcomes
 from lightning_zero.update.rules import Traits, examine
 from lightning_zero.update.state import OptimizerState, OwnedTensor, ShardState, WholeState
-from lightning_zero.update.updaters import NativeUpdater, ShardUpdater, TorchUpdater
+from lightning_zero.update.updaters import ShardUpdater, TorchUpdater
 from lightning_zero.update.whole import WholeUpdater
 
 __all__ = [

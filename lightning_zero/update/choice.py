@@ -17,8 +17,9 @@ from lightning_zero.sharding.adoption import begin_to_optimize
 from lightning_zero.sharding.masters import Master
 from lightning_zero.update.cpu import CPUOptimizer
 from lightning_zero.update.native import Numbers, rule_of_torch
+from lightning_zero.update.native_updater import NativeUpdater, why_not_native
 from lightning_zero.update.rules import ELEMENT_WISE, examine
-from lightning_zero.update.updaters import NativeOptimizer, NativeUpdater, ShardUpdater, TorchUpdater, why_not_native
+from lightning_zero.update.updaters import NativeOptimizer, ShardUpdater, TorchUpdater
 from lightning_zero.update.whole import WholeUpdater
 
 

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero import ops
+from lightning_zero.ops import formulas
 from lightning_zero.sharding.averaged_gradient import AveragedGradient
 from lightning_zero.sharding.bucket_map import BucketMap
 from lightning_zero.sharding.buffers import BufferWatch
@@ -24,7 +25,7 @@ from lightning_zero.sharding.gradients import BucketGradients
 from lightning_zero.sharding.held import set_local_grad
 from lightning_zero.sharding.layout import Segment, runs
 from lightning_zero.sharding.placement import BucketPlacement
-from lightning_zero.storage.accelerators import device_type
+from lightning_zero.storage import TensorStore, device_type
 from lightning_zero.storage.timers import Phase, timed
 from lightning_zero.update.attached import AttachedOptimizers, parameters_of
 from lightning_zero.update.gradient_scale import GradientScale
@@ -173,10 +174,8 @@ class GradientClipping:
         received = [float(received) for gradients in everything for received in gradients.received]
         left = [float(gradients.left_over) for gradients in everything]
         flags = torch.tensor([*received, *left, self._buffer_watch.has_changed()], dtype=torch.float64)
-        digests, (squares, of_device) = mesh.digests(), self._squares()
+        digests, squares = mesh.digests(), self._squares()
         parts = [device_type(device).send(part, device) for part in (digests, squares, flags)]
-        for number, part in of_device:
-            parts[1][number] += part
         # The one wait of the host for the device in a step.
         sums = mesh.world.all_reduce_(torch.cat(parts), "sum up norms and flags").cpu()
         sizes = [len(digests), len(squares), len(received), len(left), 1]
@@ -194,26 +193,26 @@ class GradientClipping:
         }
         return stats, []
 
-    def _squares(self) -> tuple[Tensor, list[tuple[int, Tensor]]]:
-        """This rank's part of the squared gradient norm of each optimizer; float64, where gradients rest.
+    def _squares(self) -> Tensor:
+        """This rank's part of the squared gradient norm of each optimizer; float64.
 
-        Beside it, what the device knows of gradients that rest on the host: numbers of optimizers, and what to add.
+        They are added in forward order, in whichever memory gradients rest: where that is changes no bit.
         """
         owners: dict[int, tuple[int, ...]] = {}
-        squares: list[Tensor] = []
-        of_device: list[tuple[int, Tensor]] = []
+        optimizers = 0
         for number, optimizer in enumerate(self._optimizers):
-            squares.append(torch.zeros((), dtype=torch.float64, device=self._placement.optimizer_store.device))
+            optimizers += 1
             for parameter in parameters_of(optimizer):
                 owners[id(parameter)] = (*owners.get(id(parameter), ()), number)
+        found: list[tuple[int, Tensor | float]] = []
         # Replicas hold the same slices: one of them speaks for all.
         if self._placement.mesh.replica.rank == 0:
             for gradients in self._map.gradients:
                 if gradients.sharded.squares is not None:
-                    of_device += _known_squares(gradients, gradients.sharded.squares, owners, len(squares))
+                    found += _known_squares(gradients, gradients.sharded.squares, owners, optimizers)
                 elif not gradients.sharded.empty:
-                    _add_squares(gradients, owners, squares)
-        return torch.stack(squares) if squares else torch.zeros(0, dtype=torch.float64), of_device
+                    found += _squares_of(gradients, owners)
+        return _add_up(found, optimizers, self._placement.device)
 
     def norm(self, optimizer: Optimizer) -> float:
         """The global L2 norm of the gradients of ``optimizer``, clipped or not, as they were measured."""
@@ -228,16 +227,19 @@ class GradientClipping:
 
         It costs an all-reduce of one number per parameter, and only where a message is made of it.
         """
-        device, store = self._placement.device, self._placement.optimizer_store.device
+        device, flags = self._placement.device, dict[torch.device, Tensor]()  # by where gradients rest
         numbers = {id(p): n for n, p in enumerate(p for bucket in self._map.buckets for p in bucket.parameters)}
-        flags = torch.zeros(len(numbers), dtype=torch.float64, device=store)
         for bucket, segments in self._map.segments_of(parameters_of(optimizer)):
             sharded = self._map.gradients_of(bucket).sharded
             if not sharded.empty:
                 for s in segments:  # nobody waits for one answer before the next is asked for
                     finite = sharded.read(s.start, s.stop).isfinite().all()
-                    flags[numbers[id(bucket.parameters[s.param])]] += finite.logical_not()
-        vector = device_type(device).send(flags, device)
+                    if finite.device not in flags:
+                        flags[finite.device] = torch.zeros(len(numbers), dtype=torch.float64, device=finite.device)
+                    flags[finite.device][numbers[id(bucket.parameters[s.param])]] += finite.logical_not()
+        vector = torch.zeros(len(numbers), dtype=torch.float64, device=device)
+        for of_place in flags.values():
+            vector += device_type(device).send(of_place, device)
         counts = self._placement.mesh.world.all_reduce_(vector, "name what is not finite").tolist()
         names = [name for bucket in self._map.buckets for name in bucket.names]
         found = [name for name, count in zip(names, counts, strict=True) if count]
@@ -340,25 +342,39 @@ class GradientClipping:
         return wide.mul_(self.factor_of(parameter))
 
 
-def _add_squares(gradients: BucketGradients, owners: dict[int, tuple[int, ...]], squares: list[Tensor]) -> None:
-    """Add the squares of a bucket's sharded gradient to the sum of each optimizer, in float64.
+def _add_up(found: list[tuple[int, Tensor | float]], optimizers: int, device: torch.device) -> Tensor:
+    """The sums of numbers by optimizer, in their order; on the device if some of them are there."""
+    here = torch.tensor([part for _, part in found if not isinstance(part, Tensor)], dtype=torch.float64)
+    on_host = len(here) == len(found)
+    totals = torch.zeros(optimizers, dtype=torch.float64, device="cpu" if on_host else device)
+    arrived = iter(here if on_host or not len(here) else device_type(device).send(here, device))
+    for number, part in found:
+        totals[number] += part if isinstance(part, Tensor) else next(arrived)
+    return totals
+
+
+def _squares_of(gradients: BucketGradients, owners: dict[int, tuple[int, ...]]) -> Iterator[tuple[int, Tensor | float]]:
+    """The squares of a bucket's sharded gradient, each sum with the number of an optimizer that has the gradients.
 
     A non-finite element makes the sum non-finite, and squares of finite fp32 elements cannot overflow float64.
     """
     bucket, sharded = gradients.bucket, gradients.sharded
+    as_on_host = bucket.placement.optimizer_store.as_on_host
 
     def owners_of(segment: Segment) -> tuple[int, ...] | None:
         return owners.get(id(bucket.parameters[segment.param]))
 
     for run in runs(bucket.segments, owners_of, gap=bucket.layout.align - 1):
-        total = _sum_of_squares(sharded.read(run.start, run.stop))
+        total = _sum_of_squares(sharded.read(run.start, run.stop), as_on_host)
         for number in owners_of(run.segments[0]) or ():
-            squares[number] = squares[number] + total
+            yield number, total
 
 
-def squares_scratch(numel: int, device: torch.device) -> int:
-    """Bytes that the sum of the squares of ``numel`` gradients takes on ``device``, for a plan."""
-    return 0 if ops.runs_on(device) else min(numel, _NORM_TILE) * torch.float64.itemsize
+def squares_scratch(numel: int, store: TensorStore) -> int:
+    """Bytes that the sum of the squares of ``numel`` gradients in a store takes beside them, for a plan."""
+    if ops.runs_on(store.device):
+        return 0
+    return formulas.squares_scratch(numel) if store.as_on_host else min(numel, _NORM_TILE) * torch.float64.itemsize
 
 
 def _known_squares(
@@ -376,11 +392,14 @@ def _known_squares(
             yield number, squares.where(mask, 0.0).sum()  # not a product: 0 times inf is nan
 
 
-def _sum_of_squares(values: Tensor) -> Tensor | float:
-    if ops.runs_on(values.device) and values.dtype != torch.float64:
+def _sum_of_squares(values: Tensor, as_on_host: bool) -> Tensor | float:
+    """A number, or 0-dim float64 on the device of the values."""
+    if values.dtype != torch.float64 and ops.runs_on(values.device):
         return ops.sum_of_squares(values)
+    if values.dtype != torch.float64 and as_on_host:
+        return formulas.sum_of_squares(values)
     total = torch.zeros((), dtype=torch.float64, device=values.device)
     for tile in values.split(_NORM_TILE):
         wide = tile.double()
         total += torch.dot(wide, wide)
-    return total
+    return total.item() if ops.runs_on(values.device) else total

@@ -181,7 +181,7 @@ class AdamRule(NativeRule):
         exp_avg, exp_avg_sq, *maximum = states
         options["maximize"] = bool(group["maximize"])
         beta1, beta2 = group["betas"]
-        ops.adamw_(
+        ops.updates_on(param.device).adamw_(
             param,
             exp_avg,
             exp_avg_sq,
@@ -220,7 +220,7 @@ class AdagradRule(NativeRule):
     ) -> None:
         (total,) = states
         options["maximize"] = bool(group["maximize"])
-        ops.adagrad_(
+        ops.updates_on(param.device).adagrad_(
             param,
             total,
             grad,
@@ -255,7 +255,7 @@ class LionRule(NativeRule):
         (exp_avg,) = states
         beta1, beta2 = group["betas"]
         options["maximize"] = bool(group["maximize"])
-        ops.lion_(
+        ops.updates_on(param.device).lion_(
             param,
             exp_avg,
             grad,
@@ -290,7 +290,7 @@ class SgdRule(NativeRule):
         **options: Unpack[ops.Options],
     ) -> None:
         options["maximize"] = bool(group["maximize"])
-        ops.sgd_(
+        ops.updates_on(param.device).sgd_(
             param,
             states[0] if states else None,
             grad,

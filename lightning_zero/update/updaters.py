@@ -13,15 +13,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero import ops
-from lightning_zero.advice import Case, advice
-from lightning_zero.sharding import Bucket, BucketForm, BucketPlacement, MasterForm, Run, Segment, runs, tiles
+from lightning_zero.sharding import Bucket, BucketForm, MasterForm, Run, Segment, runs, tiles
 from lightning_zero.sharding.masters import Master
 from lightning_zero.storage import Memory
 from lightning_zero.torch_private import tree_map
-from lightning_zero.update.block_state import BlockShardState, count_scales
-from lightning_zero.update.cpu import CPUOptimizer
 from lightning_zero.update.footprint import Footprint, passing_bytes
-from lightning_zero.update.native import MasterLayout, NativeRule, Numbers, first_index
+from lightning_zero.update.native import MasterLayout
 from lightning_zero.update.rules import ELEMENT_WISE, Traits, state_dtypes, state_names
 from lightning_zero.update.shell import ShellGroup, StepCall, in_form_for, run_step, steps_together
 from lightning_zero.update.state import OptimizerState, OwnedTensor, ParameterState, ShardState, WholeState
@@ -368,133 +365,3 @@ class _Part(NamedTuple):
 def tile_numel(master: Master | MasterForm) -> int:
     """Elements that are updated at a time, but for larger parameters."""
     return _HOST_TILE if master.device.type == "cpu" else _DEVICE_TILE
-
-
-class NativeUpdater(ShardUpdater):
-    """Runs a rule's kernel on masters in host memory: torch's Adam, AdamW, Adagrad and SGD, and the CPU optimizers.
-
-    Scaling, decay, state, update and the 16-bit copy are one pass over memory. The state is torch's, name for name.
-
-    Args:
-        optimizer: as the user configured it.
-        rule: what it computes.
-        numbers: how its masters and state are stored.
-    """
-
-    def __init__(self, optimizer: Optimizer, rule: NativeRule, numbers: Numbers) -> None:
-        super().__init__(optimizer, Traits((), frozenset(rule.state)), numbers.state_dtype)
-        self._rule = rule
-        self._numbers = numbers
-        self._ordinals: dict[int, int] = {}  # by parameter id: its number, counted through the groups
-
-    def _new_state(self, bucket: Bucket) -> OptimizerState:
-        return BlockShardState(bucket, self._rule.signed) if self._numbers.in_blocks else super()._new_state(bucket)
-
-    def _portable_state(self) -> Iterable[tuple[Tensor, dict[str, Any]]]:
-        found = super()._portable_state()
-        return self.optimizer.portable(found) if isinstance(self.optimizer, CPUOptimizer) else found
-
-    def master_layout(self, bucket: Bucket) -> MasterLayout | None:
-        if (reason := why_not_native([bucket.master], bucket.placement)) is not None:
-            raise ValueError(f"{type(self.optimizer).__name__} cannot update {bucket.name}: {reason}")
-        return self._numbers.master_layout if isinstance(self.optimizer, CPUOptimizer) else None
-
-    def check(self, groups: Iterable[dict[str, Any]]) -> None:
-        for group in groups:
-            self._rule.check(group, self._numbers)
-
-    def state_names(self, group: dict[str, Any], parameter: Tensor) -> frozenset[str]:
-        return frozenset(self._rule.names(group))
-
-    def footprint(self, bucket: BucketForm) -> Footprint:
-        """The kernels update in place, and round what goes to a device on the way. See the base class."""
-        master = bucket.master
-        split = isinstance(self.optimizer, CPUOptimizer) and self._numbers.master_layout == "split"
-        if split and master.pieces and bucket.dtype.itemsize == 2:
-            master = bucket.placement.split_master(bucket.dtype)
-        names = {name for _, group in self._members(bucket) for name in self._rule.names(group)}
-        state = dict.fromkeys(sorted(names), self._numbers.state_dtype)
-        scales = len(state) * count_scales(bucket) if self._numbers.in_blocks else 0
-        return Footprint(master, state, staged=0 if split else staged_bytes(bucket, master), owned=scales)
-
-    def update(self, view: UpdateView) -> None:
-        state, groups = view.state, view.groups
-        assert isinstance(state, ShardState)
-
-        def key(segment: Segment) -> tuple[int, int, bool, int]:
-            group = groups[segment.param]
-            step = int(state.scalars(segment).get("step", 0)) if segment in state else 0
-            fresh = not set(self._rule.names(group)).issubset(state.names(segment))
-            return id(group), step, fresh, segment.param if self._numbers.rounds_randomly else 0
-
-        parts = []  # before any is updated: a segment may be in several
-        # Padding between parameters is updated too: gradient and state are constant there.
-        for run in runs(view.segments, key, gap=view.gap):
-            _, step, fresh, _ = key(run.segments[0])
-            group = groups[run.segments[0].param]
-            parts += [_NativePart(part, group, step + 1, fresh) for part in run.cut_at(view.tile)]
-        for window in in_windows(view, state, parts, lambda part: self._rule.names(part.group)):
-            for part in window:
-                self._update_part(view, state, part)
-
-    def _update_part(self, view: UpdateView, own: ShardState, part: _NativePart) -> None:
-        run, group, step, fresh = part
-        names = self._rule.names(group)
-        states = [own.parts(name, self._numbers.state_dtype, run) for name in names]
-        if fresh and step == 1 and (initial := self._rule.initial(group)):
-            for tensor in states:
-                assert isinstance(tensor, Tensor)  # no rule whose state begins otherwise than with zeros has blocks
-                tensor.fill_(initial)
-        master = view.master.tensors(run.start, run.stop)
-        self._rule.update(
-            master.param,
-            states,
-            view.gradient.read(run.start, run.stop),
-            group,
-            step if self._rule.counts_steps(self._numbers) else 1,
-            fresh,
-            grad_scale=view.grad_scale,
-            remainder=master.remainder,
-            copy_out=master.copy_out,
-            copy_ties=master.copy_ties,
-            seed=self._numbers.seed,
-            index=self._index(view, run) if self._numbers.rounds_randomly else 0,
-        )
-        master.finish()
-        # One scalar for all segments of the run: nobody changes it in place.
-        scalars = self._rule.scalars(step, self._numbers)
-        if names or scalars:  # else the state stays empty, as torch's
-            for segment in run.segments:
-                own.put_scalars(segment, scalars, names)
-
-    def _index(self, view: UpdateView, run: Run) -> int:
-        """The index of the first element of a run of one parameter, for stochastic rounding."""
-        segment = run.segments[0]
-        parameter = view.parameters[segment.param]
-        if id(parameter) not in self._ordinals:  # a group has joined
-            parameters = (p for group in view.optimizer.param_groups for p in group["params"])
-            self._ordinals = {id(p): number for number, p in enumerate(parameters)}
-        return first_index(self._ordinals[id(parameter)]) + segment.param_start + run.start - segment.start
-
-
-class _NativePart(NamedTuple):
-    """A run that a kernel updates at once."""
-
-    run: Run
-    group: dict[str, Any]
-    step: int
-    fresh: bool  # whether it has no state yet
-
-
-def why_not_native(masters: Iterable[Master | MasterForm], placement: BucketPlacement) -> str | None:
-    """Why no kernel can update shards with these masters; ``None`` if one can."""
-    precision = placement.precision
-    for master in masters:
-        if not ops.runs_on(master.device):
-            return f"its masters are not in host memory{advice(Case.MASTERS_NOT_ON_HOST, '; ')}"
-        if master.dtype != torch.float32 or torch.float64 in (precision.reduce_dtype, precision.grad_dtype):
-            return (
-                f"kernels need fp32 masters and gradients of at most fp32; the masters are {master.dtype}"
-                f"{advice(Case.MASTERS_NOT_FP32, '. ')}"
-            )
-    return None

@@ -205,8 +205,8 @@ class VisibleGradients:
         buckets = [bucket for bucket in self._map.buckets if bucket.optimized]
         totals: dict[int, float] = {}
         parts: list[Tensor] = []
-        none = torch.empty(0, device=self._map.placement.optimizer_store.device)
         for bucket in buckets:
+            none = torch.empty(0, device=bucket.placement.optimizer_store.device)
             sharded, segments = self._map.gradients_of(bucket).sharded, {s.param: s for s in bucket.segments}
             for index, parameter in enumerate(bucket.parameters):
                 totals[id(parameter)] = 0.0

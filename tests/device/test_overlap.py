@@ -47,6 +47,7 @@ class Case:
     model: str = "transformer"
     prefetch_mb: float = 0.0
     optimizers: int = 1  # each has a part of the parameters; they step one after another
+    fraction: float = 1.0  # that is offloaded
 
     def __str__(self) -> str:
         dtype = str(self.precision.param_dtype or torch.float32).removeprefix("torch.")
@@ -130,7 +131,9 @@ def start(
     store = HostStore(pin_for=device) if case.host else on_device
     params = store if case.stage == 3 else on_device
     policy = ShardingPolicy.from_stage(case.stage)
-    placement = BucketPlacement(mesh or Mesh.single(), policy, case.precision, device, store, params, executor)
+    placement = BucketPlacement(
+        mesh or Mesh.single(), policy, case.precision, device, store, params, executor, offload_fraction=case.fraction
+    )
     model = model or models.make_model(case.model)
     make = lightning_zero.CPUAdamW if case.split else torch.optim.AdamW
     layout = {"master_layout": "split"} if case.split else {}

@@ -25,7 +25,7 @@ from lightning_zero.storage import Executor, make_executor
 
 WIDTH, DEPTH, MICRO = 512, 6, 2
 PRECISIONS = ("32-true", "bf16-true")
-Case = tuple[str, str, bool]  # name of the strategy, precision, overlap
+Case = tuple[str, str, bool]  # name of the strategy, "0.5 of" it where a fraction is offloaded; precision, overlap
 
 
 class Deep(LightningModule):
@@ -69,7 +69,9 @@ def measure(accelerator: str, cases: Sequence[Case]) -> dict[Case, dict[str, flo
         before = _held(before)
         torch.accelerator.reset_peak_memory_stats()
         planned = Planned()
-        strategy = ZeroStrategy(**STRATEGIES[name], bucket_size_mb=2.0, prefetch_mb=2.1, check_steps=1, overlap=overlap)
+        plain, _, part = name.rpartition(" of ")[::-1]
+        options = STRATEGIES[plain] | ({"offload_fraction": float(part)} if part else {})
+        strategy = ZeroStrategy(**options, bucket_size_mb=2.0, prefetch_mb=2.1, check_steps=1, overlap=overlap)
         # Gradients are clipped in every step: a plan expects it.
         flags: dict[str, Any] = {"accumulate_grad_batches": MICRO, "gradient_clip_val": 1e-6, "precision": precision}
         trainer = make_trainer(strategy, accelerator=accelerator, callbacks=[planned], **flags)
@@ -104,7 +106,10 @@ def both(name: str, precision: str) -> list[Case]:
     return [(name, precision, overlap) for overlap in ((False, True) if "offload" in name else (True,))]
 
 
-FEW = [("zero1", "bf16-true"), ("zero2", "32-true"), ("zero3", "bf16-true"), ("zero3_offload", "32-true")]
+FEW = [
+    *(("zero1", "bf16-true"), ("zero2", "32-true"), ("zero3", "bf16-true"), ("zero3_offload", "32-true")),
+    *(("0.5 of zero2_offload", "bf16-true"), ("0.5 of zero3_offload", "32-true")),
+]
 
 
 @pytest.mark.device

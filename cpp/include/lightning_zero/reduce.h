@@ -7,8 +7,11 @@
 
 namespace lightning_zero {
 
-// Elements i with equal i % kLanes are summed up together, in order, before the lanes are.
+// The order of the additions, in which few of them depend on each other, so that a device can follow it:
+// elements are rows of kLanes lanes; kRows rows are added lane by lane, in order; then as many sums of these,
+// and so on up to a piece, whose lanes are added in order; then the sums of pieces, as the rows.
 constexpr std::size_t kLanes = 16;
+constexpr std::size_t kRows = 16;
 
 // The sum over one piece of `count` elements by one target: products are exact in double, each addition
 // rounds.

@@ -1,4 +1,4 @@
-// Sum of squares in double over sixteen lanes, the same ones for every target.
+// Sum of squares in double over sixteen lanes, the same ones for every target, in the order of reduce.h.
 #pragma once
 
 #include <cstddef>
@@ -10,16 +10,18 @@
 namespace lightning_zero {
 namespace {
 
+// The lanes of up to kRows rows of kLanes elements each, added to `sums` in order.
 template <class Squares, class Element>
-double sum_of_squares_of(const Element* values, std::size_t count) {
+void add_rows(Squares& sums, const Element* values, std::size_t count) {
   using V = typename Squares::Float;
   constexpr std::size_t block = 2 * V::width > kLanes ? 2 * V::width : kLanes;
-  Squares squares;
-  const auto add = [&squares](const Element* from) {
+  static_assert(kRows * kLanes % block == 0, "whole blocks");
+  Squares rows;
+  const auto add = [&rows](const Element* from) {
     for (std::size_t k = 0; k < block; k += 2 * V::width) {
       const Pair<V> x = load<V, Order::consecutive>(from + k);
-      squares.add(x.first, k);
-      squares.add(x.second, k + V::width);
+      rows.add(x.first, k);
+      rows.add(x.second, k + V::width);
     }
   };
   std::size_t i = 0;
@@ -29,8 +31,23 @@ double sum_of_squares_of(const Element* values, std::size_t count) {
     std::memcpy(rest, values + i, (count - i) * sizeof(Element));
     add(rest);
   }
+  sums.add(rows);
+}
+
+template <class Squares, class Element>
+double sum_of_squares_of(const Element* values, std::size_t count) {
+  constexpr std::size_t small = kRows * kLanes, large = kRows * small;
+  Squares total;
+  for (std::size_t i = 0; i < count; i += large) {
+    const std::size_t stop = count - i < large ? count : i + large;
+    Squares sums;
+    for (std::size_t k = i; k < stop; k += small) {
+      add_rows(sums, values + k, stop - k < small ? stop - k : small);
+    }
+    total.add(sums);
+  }
   double lanes[kLanes];
-  squares.store(lanes);
+  total.store(lanes);
   double sum = 0.0;
   for (const double lane : lanes) sum += lane;
   return sum;

@@ -152,6 +152,9 @@ struct Avx2Squares {
     add_half(lanes[i % 16 / 4], _mm256_castps256_ps128(x.value));
     add_half(lanes[i % 16 / 4 + 1], _mm256_extractf128_ps(x.value, 1));
   }
+  void add(const Avx2Squares& other) {
+    for (int k = 0; k < 4; ++k) lanes[k] = _mm256_add_pd(lanes[k], other.lanes[k]);
+  }
   void store(double* to) const {
     for (int k = 0; k < 4; ++k) _mm256_storeu_pd(to + 4 * k, lanes[k]);
   }

@@ -161,6 +161,9 @@ struct Avx512Squares {
     lanes[0] = _mm512_fmadd_pd(low, low, lanes[0]);
     lanes[1] = _mm512_fmadd_pd(high, high, lanes[1]);
   }
+  void add(const Avx512Squares& other) {
+    for (int k = 0; k < 2; ++k) lanes[k] = _mm512_add_pd(lanes[k], other.lanes[k]);
+  }
   void store(double* to) const {
     _mm512_storeu_pd(to, lanes[0]);
     _mm512_storeu_pd(to + 8, lanes[1]);

@@ -207,6 +207,9 @@ struct ScalarSquares {
     const double wide = static_cast<double>(x.value);
     lanes[i % 16] += wide * wide;
   }
+  void add(const ScalarSquares& other) {
+    for (int k = 0; k < 16; ++k) lanes[k] += other.lanes[k];
+  }
   void store(double* to) const {
     for (int k = 0; k < 16; ++k) to[k] = lanes[k];
   }

@@ -1,0 +1,321 @@
+"""The arithmetic of the kernels in torch's operations, for tensors that are not in host memory: the same bits.
+
+Of an optimizer whose state rests partly in host memory and partly on a device, one part is updated by the kernels and
+the other by these functions, and nobody can tell which. Each operation rounds once, in fp32 or fp64, as IEEE 754 has it
+on every device. Square roots are the exception (``_root``), and fused multiply-adds, which torch has on some devices
+(:class:`Fused`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from torch import Tensor
+
+from lightning_zero.ops import _C, updates
+from lightning_zero.ops.arguments import runs_on
+from lightning_zero.ops.updates import Options
+
+TILE = 1 << 20  # elements of which the squares are made at a time; more are not updated at once either
+# See cpp/include/lightning_zero/reduce.h.
+_LANES = _ROWS = 16
+_LEVELS = 3  # of rows in a piece
+_SIZES = (1, 5, 16, 67, 1003)  # of trials: loops over vectors, and what is left at their ends
+
+
+class Fused(NamedTuple):
+    """Fused multiply-adds of fp32 tensors, each rounded once.
+
+    Attributes:
+        add_scaled: ``total += factor * values``, in place; ``factor`` is an fp32 number.
+        add_product: ``total += values * others``, in place.
+    """
+
+    add_scaled: Callable[[Tensor, Tensor, float], object]
+    add_product: Callable[[Tensor, Tensor, Tensor], object]
+
+
+def _add_product(total: Tensor, values: Tensor, others: Tensor | float) -> None:
+    """Add the exact product in fp64, rounded to odd: then rounding it to fp32 is rounding the exact sum.
+
+    Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd"
+    (2008).
+    """
+    product, wide = values.double().mul_(others), total.double()
+    rounded = product + wide
+    # What the sum has lost: Knuth, "The Art of Computer Programming", volume 2, 4.2.2, theorem B.
+    virtual = rounded - product
+    wide -= virtual
+    product -= virtual.neg_().add_(rounded)
+    lost = product.add_(wide).sign_().mul_(virtual.copy_(rounded).sign_()).nan_to_num_(0.0)  # 1: magnitude too small
+    bits, step = rounded.view(torch.int64), lost.to(torch.int64)
+    bits += step.mul_((bits & 1).neg_().add_(1))
+    total.copy_(rounded)
+
+
+def _add_scaled_natively(total: Tensor, values: Tensor, factor: float) -> None:
+    total.add_(values, alpha=factor)
+
+
+def _add_product_natively(total: Tensor, values: Tensor, others: Tensor) -> None:
+    total.addcmul_(values, others)
+
+
+@functools.cache
+def fused_on(device: torch.device) -> Fused:
+    """The fused multiply-adds of a device: torch's own, where a trial finds that they are; the host waits for that."""
+    if device.type == "meta":  # it stands for a device that is not there
+        return Fused(_add_product, _add_product)
+    generator = torch.Generator().manual_seed(0)
+    scaled = product = True
+    for size in _SIZES:
+        total, values, others = (torch.randn(size, generator=generator).to(device) for _ in range(3))
+        scaled &= _is_fused(_add_scaled_natively, total, values, others[0].item())
+        product &= _is_fused(_add_product_natively, total, values, others)
+    return Fused(_add_scaled_natively if scaled else _add_product, _add_product_natively if product else _add_product)
+
+
+def _is_fused(
+    add: Callable[[Tensor, Tensor, Any], None], total: Tensor, values: Tensor, others: Tensor | float
+) -> bool:
+    found, expected = total.clone(), total.clone()
+    add(found, values, others)
+    _add_product(expected, values, others)
+    return torch.equal(found, expected)
+
+
+# ------------------------------------------------------------------------------------------------------------- updates
+
+
+def adamw_(
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    decoupled: bool = True,
+    max_exp_avg_sq: Tensor | None = None,
+    **options: Unpack[Options],
+) -> None:
+    """As :func:`lightning_zero.ops.adamw_`, of fp32 tensors of one device; ``grad`` may have 16 bits.
+
+    Of the options it takes those of the gradient; arguments are not checked.
+    """
+    c = _C.AdamCoefficients(
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=eps,
+        weight_decay=weight_decay,
+        step=step,
+        grad_scale=_factor(options),
+        decoupled=decoupled,
+        amsgrad=max_exp_avg_sq is not None,
+    )
+    fused = fused_on(param.device)
+    g = _gradient(grad, param, c.grad_scale, c.l2, fused)
+    difference = g - exp_avg
+    if c.lerp_from_gradient:
+        exp_avg.copy_(g)
+    fused.add_scaled(exp_avg, difference, c.lerp_weight)
+    torch.mul(g, c.one_minus_beta2, out=difference)
+    fused.add_product(exp_avg_sq.mul_(c.beta2), difference, g)
+    del difference, g
+    squares = exp_avg_sq
+    if max_exp_avg_sq is not None:
+        squares = torch.maximum(max_exp_avg_sq, exp_avg_sq, out=max_exp_avg_sq)
+    update = (exp_avg * c.negative_step_size).div_(_root(squares).add_(c.eps))
+    _add_update(param, update, c.decay, fused)
+
+
+def adagrad_(
+    param: Tensor,
+    sum: Tensor,  # noqa: A002 - torch's name of the state
+    grad: Tensor,
+    *,
+    lr: float,
+    lr_decay: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    **options: Unpack[Options],
+) -> None:
+    """As :func:`lightning_zero.ops.adagrad_`; see :func:`adamw_`."""
+    c = _C.AdagradCoefficients(
+        lr=lr, lr_decay=lr_decay, eps=eps, weight_decay=weight_decay, step=step, grad_scale=_factor(options)
+    )
+    fused = fused_on(param.device)
+    g = _gradient(grad, param, c.grad_scale, c.l2, fused)
+    fused.add_product(sum, g, g)
+    param += g.mul_(c.negative_lr).div_(_root(sum).add_(c.eps))
+
+
+def lion_(
+    param: Tensor,
+    exp_avg: Tensor,
+    grad: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    step: int = 1,
+    **options: Unpack[Options],
+) -> None:
+    """As :func:`lightning_zero.ops.lion_`; see :func:`adamw_`."""
+    c = _C.LionCoefficients(
+        lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, grad_scale=_factor(options)
+    )
+    fused = fused_on(param.device)
+    g = _gradient(grad, param, c.grad_scale, 0.0, fused)
+    update = exp_avg * c.beta1
+    fused.add_scaled(update, g, c.one_minus_beta1)
+    fused.add_scaled(exp_avg.mul_(c.beta2), g, c.one_minus_beta2)
+    del g
+    _add_update(param, update.sign_().mul_(c.negative_lr), c.decay, fused)
+
+
+def sgd_(
+    param: Tensor,
+    momentum_buffer: Tensor | None,
+    grad: Tensor,
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    first: bool = False,
+    step: int = 1,
+    **options: Unpack[Options],
+) -> None:
+    """As :func:`lightning_zero.ops.sgd_`; see :func:`adamw_`."""
+    c = _C.SgdCoefficients(
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        nesterov=nesterov,
+        weight_decay=weight_decay,
+        first=first,
+        grad_scale=_factor(options),
+    )
+    fused = fused_on(param.device)
+    update = _gradient(grad, param, c.grad_scale, c.l2, fused)
+    if momentum_buffer is not None:
+        if c.first:
+            momentum_buffer.copy_(update)
+        else:
+            fused.add_scaled(momentum_buffer.mul_(c.momentum), update, c.one_minus_dampening)
+        if c.nesterov:
+            fused.add_scaled(update, momentum_buffer, c.momentum)
+        else:
+            update = momentum_buffer
+    fused.add_scaled(param, update, c.negative_lr)
+
+
+class Updates(NamedTuple):
+    """The updates of all rules; arguments as in :mod:`lightning_zero.ops.updates`."""
+
+    adamw_: Callable[..., None]
+    adagrad_: Callable[..., None]
+    lion_: Callable[..., None]
+    sgd_: Callable[..., None]
+
+
+_BY_KERNELS = Updates(updates.adamw_, updates.adagrad_, updates.lion_, updates.sgd_)
+_BY_FORMULAS = Updates(adamw_, adagrad_, lion_, sgd_)
+
+
+def updates_on(device: torch.device) -> Updates:
+    """The updates of tensors of ``device``: by kernels in host memory, elsewhere by the functions of this module."""
+    return _BY_KERNELS if runs_on(device) else _BY_FORMULAS
+
+
+def _factor(options: Options) -> float:
+    """The factor of the gradient.
+
+    Raises:
+        ValueError: for a split master, or a copy that a kernel would make.
+    """
+    if given := [name for name in ("remainder", "copy_out") if options.get(name) is not None]:
+        raise ValueError(f"{given[0]} was given for tensors that are not in host memory; only kernels take it")
+    scale = options.get("grad_scale", 1.0)
+    return -scale if options.get("maximize") else scale
+
+
+def _gradient(grad: Tensor, param: Tensor, scale: float, l2: float, fused: Fused) -> Tensor:
+    """The scaled gradient, a new fp32 tensor, with ``l2`` times the parameter."""
+    g = grad.to(torch.float32, copy=True).mul_(scale)
+    if l2 != 0.0:
+        fused.add_scaled(g, param, l2)
+    return g
+
+
+def _root(values: Tensor) -> Tensor:
+    """Square roots of fp32 numbers, rounded once."""
+    # Libraries of torch's have fp32 roots that are off by a unit in the last place. In fp64 that does not matter: no
+    # root of an fp32 number is so near to where the rounding to fp32 changes.
+    return values.double().sqrt_().to(torch.float32)
+
+
+def _add_update(param: Tensor, update: Tensor, decay: float, fused: Fused) -> None:
+    """Add an update, which is overwritten, and a part of the parameter itself."""
+    if decay != 0.0:
+        fused.add_scaled(update, param, decay)
+    param += update
+
+
+# ------------------------------------------------------------------------------------------------------------ squares
+
+
+def sum_of_squares(values: Tensor) -> Tensor:
+    """The sum that :func:`lightning_zero.ops.sum_of_squares` gives; 0-dim, fp64, on the device of ``values``.
+
+    Args:
+        values: 1-D, fp32, bf16 or fp16.
+    """
+    sums = torch.cat([_sums_of_pieces(tile) for tile in values.split(TILE)])
+    while sums.numel() > 1:
+        sums = _add_rows(_padded(sums, _ROWS), 1)
+    return sums.sum()  # of one, or of none
+
+
+def squares_scratch(numel: int) -> int:
+    """Bytes that the sum of the squares of ``numel`` elements takes on their device, for a plan."""
+    rows = -(-min(numel, TILE) // (_ROWS * _LANES))
+    return rows * (_ROWS + 1) * _LANES * torch.float64.itemsize
+
+
+def _sums_of_pieces(tile: Tensor) -> Tensor:
+    sums = _padded(tile, _ROWS * _LANES)
+    sums.mul_(sums)
+    for _ in range(_LEVELS):
+        sums = _add_rows(_padded(sums, _ROWS * _LANES), _LANES)
+    lanes = sums.view(-1, _LANES)
+    return _add_rows(lanes.reshape(-1), 1)
+
+
+def _padded(values: Tensor, multiple: int) -> Tensor:
+    """The values as fp64, followed by zeros up to a multiple of so many elements; itself where it is that."""
+    missing = -values.numel() % multiple
+    if not missing and values.dtype == torch.float64:
+        return values
+    padded = values.new_zeros(values.numel() + missing, dtype=torch.float64)
+    padded[: values.numel()].copy_(values)
+    return padded
+
+
+def _add_rows(values: Tensor, width: int) -> Tensor:
+    """The sums of each ``_ROWS`` rows of ``width`` elements that follow each other, added in order."""
+    table = values.view(-1, _ROWS, width)
+    sums = table[:, 0].clone()
+    for row in range(1, _ROWS):
+        sums += table[:, row]
+    return sums.view(-1)
