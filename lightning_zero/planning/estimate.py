@@ -112,20 +112,23 @@ def times_of(plan: Plan, setting: Setting, flops: float, wide: bool, machine: Ma
     across = {"all_reduce"} if setting.shard_size <= machine.gpus else {"all_gather", "reduce_scatter", "all_reduce"}
     on_network = sum(nbytes for name, nbytes in plan.sent.items() if name in across) if machine.nodes > 1 else 0
     on_links = sum(plan.sent.values()) - on_network
-    update = update_bytes(plan, setting)
-    rate = gpu.bandwidth if setting.optimizer_memory == "device" else machine.dram / machine.gpus
+    on_device, on_host = update_bytes(plan, setting)
     return Times(
         compute=flops / (gpu.matmul_32 if wide else gpu.matmul_16),
         network=on_links / gpu.link + on_network / (machine.network / machine.gpus),
         pcie=max(plan.copied.values(), default=0) / gpu.pcie,
-        update=update / rate,
+        update=max(on_device / gpu.bandwidth, on_host / (machine.dram / machine.gpus)),
         disk=2 * plan.held.disk / (machine.disk / machine.gpus),
     )
 
 
-def update_bytes(plan: Plan, setting: Setting) -> int:
-    """Bytes that an update reads and writes: gradients once, masters and state twice, parameters written."""
-    total = 0
+def update_bytes(plan: Plan, setting: Setting) -> tuple[int, int]:
+    """Bytes that an update reads and writes: gradients once, masters and state twice, parameters written.
+
+    Returns:
+        Of the buckets that are updated on the device, and of those on the host.
+    """
+    on_device = on_host = 0
     for bucket in plan.buckets:
         if not bucket.sharded_gradient.total:
             continue
@@ -133,8 +136,12 @@ def update_bytes(plan: Plan, setting: Setting) -> int:
         # Without a master of their own, or as the high half of one, parameters are read too.
         passes = 1 if _anywhere(bucket.masters) >= _MASTER * numel else 2
         state = _anywhere(bucket.masters) + _anywhere(bucket.optimizer_state)
-        total += bucket.sharded_gradient.total + 2 * state + passes * numel * bucket.dtype.itemsize
-    return total
+        nbytes = bucket.sharded_gradient.total + 2 * state + passes * numel * bucket.dtype.itemsize
+        if bucket.sharded_gradient.device:
+            on_device += nbytes
+        else:
+            on_host += nbytes
+    return on_device, on_host
 
 
 def _anywhere(amount: Bytes) -> int:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
 import torch
 from device import sim
+from device.sim import Schedule
 from device.test_overlap import BF16, FP16, LIMITS, Case, Late, bits, start, train
+from device.test_training import Digests, digests
+from device.where import DevicePool
 from engine import driver
 from helpers import models
+from strategy.fits import Recipe, fit
 
+from lightning_zero import ZeroPrecision
 from lightning_zero.storage import InlineExecutor, StreamExecutor
 
 FRACTIONS = (0.25, 0.5)
@@ -68,3 +74,42 @@ def test_the_norm_is_the_same_number(device: torch.device, micro: int) -> None:
             squares.append(session.engine._clipping._squares().item().hex())
         found.append(squares)
     assert found[1:] == found[:1] * 2
+
+
+def fit_each(accelerator: str, stage: int, precision: str) -> list[tuple[float, bool]]:
+    """Fits of fractions in random schedules: whether each leaves the bits of the first."""
+    params = {"offload_params": "cpu"} if stage == 3 else {}
+    options = {"stage": stage, "offload_optimizer": "cpu", "bucket_size_mb": 0.0003, **params}
+    left: list[tuple[float, Digests]] = []
+    for seed, fraction in enumerate((1.0, 0.5, 0.25)):
+        plugin, recipe = ZeroPrecision(precision), Recipe(steps=3, micro=2)  # type: ignore[arg-type]
+        schedule = contextlib.nullcontext() if accelerator != sim.DEVICE else sim.scheduled(Schedule("random", seed))
+        with schedule:
+            fitted = fit(
+                options | {"offload_fraction": fraction},
+                recipe,
+                accelerator=accelerator,
+                plugins=plugin,
+                gradient_clip_val=0.3,
+            )
+        left.append((fraction, digests(fitted)))
+    return [(fraction, found == left[0][1]) for fraction, found in left]
+
+
+@pytest.mark.device
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [
+        (2, "bf16-true"),
+        (3, "32-true"),
+        *(
+            pytest.param(stage, precision, marks=pytest.mark.slow)
+            for stage, precision in [(1, "16-true"), (2, "16-mixed"), (3, "16-true"), (3, "bf16-mixed")]
+        ),
+    ],
+)
+def test_fits_on_two_ranks_are_the_same_for_every_fraction(
+    device_pool2: DevicePool, stage: int, precision: str
+) -> None:
+    for found in device_pool2.run(fit_each, device_pool2.where.accelerator, stage, precision):
+        assert all(same for _, same in found), found

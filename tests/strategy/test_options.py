@@ -22,6 +22,7 @@ OTHERS: dict[str, Any] = {
     "stage": 3,
     "offload_optimizer": "cpu",
     "offload_params": "cpu",
+    "offload_fraction": 0.5,
     "nvme_path": "/local",
     "nvme_buffer_gb": 0.5,
     "nvme_checksums": False,
@@ -78,6 +79,17 @@ def test_every_word_is_checked() -> None:
 def test_options_cannot_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         StrategyOptions().stage = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("fraction", [0, -0.5, 1.01, float("nan"), True, "half"])
+def test_a_fraction_is_more_than_nothing_and_at_most_everything(fraction: Any) -> None:
+    with pytest.raises(ValueError, match=f"offload_fraction={fraction!r} must be a number greater than 0"):
+        StrategyOptions(offload_optimizer="cpu", offload_fraction=fraction)
+
+
+def test_a_fraction_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"offload_optimizer='none' offloads nothing; use offload_optimizer='cpu'"):
+        StrategyOptions(offload_fraction=0.5)
 
 
 def test_what_is_replaced_is_checked() -> None:
