@@ -63,6 +63,7 @@ __all__ = [
     "norms_of_each",
     "note_step",
     "pickled_tensor",
+    "profiles",
     "registered_modules",
     "set_compiled_call",
     "storage_in",
@@ -175,6 +176,11 @@ def bytes_of_storages(tensors: Iterable[Tensor]) -> int:
     """Bytes of the memory of all tensors, each storage once; the address would not tell storages on ``meta`` apart."""
     with no_subclass_functions():
         return sum({s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}.values())
+
+
+def profiles() -> bool:
+    """Whether a profiler of torch's runs; no public name tells, and a range that nobody sees takes its time, too."""
+    return torch.autograd.profiler._is_profiler_enabled
 
 
 # ------------------------------------------------------------------------------------------------------------- autograd

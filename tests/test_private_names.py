@@ -260,6 +260,7 @@ OWNERS: dict[str, Callable[[], object]] = {
     "torch._foreach_copy_": lambda: torch,
     "torch._foreach_norm": lambda: torch,
     "torch._utils": lambda: torch,
+    "torch.autograd.profiler._is_profiler_enabled": lambda: torch.autograd.profiler,
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": lambda: torch.ops.aten,
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": lambda: torch.ops.aten,
     "torch._utils._rebuild_tensor_v2": lambda: torch._utils,

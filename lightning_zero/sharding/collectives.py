@@ -32,6 +32,7 @@ from lightning_zero.storage import DONE, Ticket
 from lightning_zero.storage.accelerators import device_type
 from lightning_zero.storage.streams import in_lane
 from lightning_zero.storage.timers import Phase, Timers
+from lightning_zero.storage.work_log import named
 
 # torch 2.13 renamed the flat collectives; 2.10 to 2.12 have the old names only.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -253,7 +254,7 @@ class Group:
         """Say in errors of the backend what this rank was about to do, for whom it waited, and what it had done."""
         waiting = _Waiting()
         try:
-            with self.timers.phase(Phase.WAIT):
+            with self.timers.phase(Phase.WAIT), named(what):
                 yield waiting
         except RuntimeError as error:
             raise CollectiveError(self._explanation(what, waiting.rank, str(error))) from error

@@ -20,10 +20,12 @@ from lightning_zero.storage.store import TensorStore
 from lightning_zero.storage.streams import StreamExecutor, make_executor
 from lightning_zero.storage.threads import ThreadExecutor
 from lightning_zero.storage.timers import Phase, Timers, timed
+from lightning_zero.storage.work_log import WORK_LOG, Span
 
 __all__ = [
     "DONE",
     "OUT_OF_MEMORY",
+    "WORK_LOG",
     "DeviceStore",
     "DeviceType",
     "DiskError",
@@ -37,6 +39,7 @@ __all__ = [
     "RandomState",
     "ResidentStore",
     "Rested",
+    "Span",
     "StreamExecutor",
     "TensorStore",
     "ThreadExecutor",

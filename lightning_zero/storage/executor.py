@@ -22,6 +22,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_zero.storage.work_log import WORK_LOG
+
 
 class Lane(Enum):
     """Queues in which work is done in the order in which it is submitted."""
@@ -33,6 +35,9 @@ class Lane(Enum):
     READ = auto()  # reads of files
     WRITE = auto()  # writes of files
     COMM = auto()  # collectives that wait for other lanes, issued beside the training
+
+
+_ON_HOST = frozenset({Lane.HOST, Lane.READ, Lane.WRITE})
 
 
 class Ticket(Protocol):
@@ -172,9 +177,10 @@ class InlineExecutor:
 
 @contextmanager
 def noting_work(lane: Lane, what: str) -> Iterator[None]:
-    """Say in an error of what is done inside which work has failed."""
+    """Say in an error of what is done inside which work has failed, and note the time that it takes."""
     try:
-        yield
+        with WORK_LOG.work(lane.name, what, lane not in _ON_HOST):
+            yield
     except BaseException as error:
         error.add_note(f"The work that failed was {what}, in the lane {lane.name}.")
         raise

@@ -27,6 +27,7 @@ from lightning_zero.storage.accelerators import device_type
 from lightning_zero.storage.executor import DONE, Executor, InlineExecutor, Lane, Ticket, noting_work
 from lightning_zero.storage.staging import Staging
 from lightning_zero.storage.threads import ThreadExecutor
+from lightning_zero.storage.work_log import WORK_LOG
 
 DEFAULT_BYTES = 64 << 20  # of gradients on their way to the host, and of staging memory
 _STREAMS, _THREADS = frozenset({Lane.H2D, Lane.D2H}), frozenset({Lane.HOST, Lane.READ, Lane.WRITE, Lane.COMM})
@@ -96,13 +97,18 @@ class _Work:
         return self._ended.done() and all(event.query() for event in self.events())
 
     def wait(self) -> None:
-        self._owner.follow(self.events())
+        with self._noting_wait():
+            self._owner.follow(self.events())
+
+    def _noting_wait(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if in_lane() else WORK_LOG.wait(self._lane.name, self._what)
 
     def synchronize(self) -> None:
         try:
-            for event in self.events():
-                if not event.query():
-                    event.synchronize()
+            with self._noting_wait():
+                for event in self.events():
+                    if not event.query():
+                        event.synchronize()
         except Exception as error:
             if not self._ended.exception():  # of the device, which does not say what failed
                 error.add_note(f"The host was waiting for {self._what}, in the lane {self._lane.name}.")

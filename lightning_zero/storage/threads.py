@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from lightning_zero.storage.executor import InlineExecutor, Lane, Ticket
+from lightning_zero.storage.work_log import WORK_LOG
 
 _Jobs = queue.SimpleQueue[Callable[[], None] | None]
 _THREADS = frozenset({Lane.READ, Lane.WRITE})
@@ -20,14 +21,17 @@ _THREADS = frozenset({Lane.READ, Lane.WRITE})
 class _Work:
     """The ticket of a job in a thread."""
 
-    def __init__(self, ended: Future[None]) -> None:
+    def __init__(self, lane: Lane, what: str, ended: Future[None]) -> None:
+        self._lane = lane
+        self._what = what
         self._ended = ended
 
     def wait(self) -> None:
-        self._ended.result()
+        self.synchronize()
 
     def synchronize(self) -> None:
-        self._ended.result()
+        with WORK_LOG.wait(self._lane.name, self._what):
+            self._ended.result()
 
     def done(self) -> bool:
         if self._ended.done():
@@ -49,7 +53,7 @@ class ThreadExecutor(InlineExecutor):
             return super().submit(job, lane, what, after)
         ended: Future[None] = Future()
         self._thread(lane).put(partial(_run, partial(super().submit, job, lane, what, tuple(after)), ended))
-        return _Work(ended)
+        return _Work(lane, what, ended)
 
     def _thread(self, lane: Lane) -> _Jobs:
         if lane not in self._threads:

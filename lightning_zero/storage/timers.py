@@ -19,6 +19,7 @@ import torch
 
 from lightning_zero.storage.accelerators import Clock, device_type
 from lightning_zero.storage.streams import in_lane
+from lightning_zero.storage.work_log import WORK_LOG
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,7 +44,7 @@ class Timers:
 
     def __init__(self) -> None:
         self._clock: Clock | None = None
-        self._open: list[Phase | None] = []  # from the outermost on; None: not counted
+        self._open: list[Phase | None] = [Phase.OTHER]  # from the outermost on; None: not counted
         self._marks: list[tuple[Phase | None, Any]] = []  # of the step under way: which phase goes on from when
         self._ended: deque[list[tuple[Phase | None, Any]]] = deque()  # steps that nobody has taken
 
@@ -60,7 +61,11 @@ class Timers:
 
     def phase(self, phase: Phase) -> AbstractContextManager[None]:
         """Around code whose time belongs to ``phase``; that of a lane beside the training belongs to none."""
-        return _UNTIMED if self._clock is None or in_lane() else self._timed(phase)
+        return self._timed(phase) if self._watched and not in_lane() else _UNTIMED
+
+    @property
+    def _watched(self) -> bool:
+        return self._clock is not None or WORK_LOG.on
 
     @contextmanager
     def _timed(self, phase: Phase) -> Iterator[None]:
@@ -74,23 +79,26 @@ class Timers:
 
     def begin(self, phase: Phase | None) -> None:
         """Open a phase that :meth:`end` closes; ``None``: time that belongs to no step, such as a validation's."""
-        if self._clock is not None:
+        if self._watched:
             self._open.append(None if self._open[-1] is None else phase)
-            self._mark(self._clock)
+            self._mark()
 
     def end(self) -> None:
         """Close the phase that was opened last."""
-        if self._clock is not None:
+        if self._watched and len(self._open) > 1:  # else it was opened while nobody watched
             self._open.pop()
-            self._mark(self._clock)
+            self._mark()
 
-    def _mark(self, clock: Clock) -> None:
-        self._marks.append((self._open[-1], clock.now()))
+    def _mark(self) -> None:
+        phase = self._open[-1]
+        WORK_LOG.phase(phase)
+        if self._clock is not None:
+            self._marks.append((phase, self._clock.now()))
 
     def end_step(self) -> None:
         """A step ends, and the next begins."""
         if self._clock is not None:
-            self._mark(self._clock)
+            self._mark()
             self._ended.append(self._marks)
             self._marks = self._marks[-1:]
 

@@ -139,7 +139,7 @@ def test_the_groups_hold_the_promised_options() -> None:
     assert options("scheduler") == ["cosine", "none", "onecycle", "warmup", "warmup_decay"]
     assert options("trainer") == ["cpu", "default", "gpu"]
     assert options("logger") == ["csv", "none", "tensorboard"]
-    assert options("callbacks") == ["breakdown", "default", "ema", "memory", "none"]
+    assert options("callbacks") == ["breakdown", "default", "ema", "memory", "none", "trace"]
 
 
 def test_every_strategy_builds_and_its_name_means_what_it_says(

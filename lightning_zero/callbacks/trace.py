@@ -1,0 +1,149 @@
+"""A trace of lanes, phases and waits for Perfetto and chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_zero.integration.strategy import ZeroStrategy
+from lightning_zero.storage import WORK_LOG, Lane, Phase, Span
+from lightning_zero.storage.work_log import EXPOSED, TRAINING
+from lightning_zero.version import __version__
+
+_TRACKS = (TRAINING, EXPOSED, *(lane.name for lane in Lane))
+
+
+class Trace(pl.Callback):
+    """Writes what a few steps do, and when, to a file for each rank, which https://ui.perfetto.dev shows.
+
+    Each *lane* is a track: copies to the device (``H2D``) and to host memory (``D2H``), work on host memory (``HOST``),
+    reads and writes of a disk, collectives that are issued beside the training (``COMM``); a slice is one piece of
+    work, with the name of its bucket. The track ``training`` has the phases of :class:`Breakdown`, and ``exposed`` what
+    the training has waited for, by its name and lane: what does not appear there, overlaps. Under ``otherData`` a file
+    says for how many seconds each lane was busy, and for how many the training has waited for it.
+
+    On an accelerator times are those of streams, by events; threads on host memory have the host's clock. Where nothing
+    overlaps, as on CPU ranks, lanes work inside of phases, and ``exposed`` has the disk's alone. After the last traced
+    step the host waits for the device once. Under another strategy than :class:`~lightning_zero.ZeroStrategy` the
+    callback only warns.
+
+    In torch's own profiler, whether the callback is used or not, work of lanes and collectives have ranges with these
+    names.
+
+    Args:
+        path: a folder, which is made; rank 0 writes ``rank0.json`` there.
+        first_step: optimizer steps before the first one that is traced: those allocate, compile and compare notes.
+        steps: optimizer steps that are traced.
+
+    Raises:
+        ValueError: ``first_step`` is negative, or ``steps`` is less than 1.
+    """
+
+    def __init__(self, path: str | Path = "trace", first_step: int = 2, steps: int = 3) -> None:
+        if first_step < 0:
+            raise ValueError(f"first_step={first_step} must be a number of steps >= 0")
+        if steps < 1:
+            raise ValueError(f"steps={steps} must be a number of steps >= 1")
+        self.path = Path(path)
+        self.first_step = first_step
+        self.steps = steps
+        self._begin: int | None = None  # the step before the first one of a fit whose trace is still to come
+        self._running = False
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin = trainer.global_step
+        if not isinstance(strategy := trainer.strategy, ZeroStrategy):
+            self._begin = None
+            rank_zero_warn(
+                f"Trace shows nothing under {type(strategy).__name__}; use a strategy of lightning_zero, such as zero0"
+            )
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._begin is not None and not self._running and trainer.global_step >= self._begin + self.first_step:
+            self._begin, self._running = trainer.global_step, True
+            WORK_LOG.start(trainer.strategy.root_device, Phase.OTHER)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._running and self._begin is not None and trainer.global_step >= self._begin + self.steps:
+            self._write(trainer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._running:
+            self._write(trainer)
+        elif self._begin is not None:
+            rank_zero_warn(
+                f"Trace shows nothing: the training has ended after {trainer.global_step - self._begin} steps, before "
+                f"those after first_step={self.first_step}"
+            )
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._running:
+            WORK_LOG.on = self._running = False  # the device may not answer
+
+    def _write(self, trainer: pl.Trainer) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, ZeroStrategy)
+        strategy.engine.await_updates()  # they belong to the last step
+        spans = WORK_LOG.stop()
+        self._running, self._begin = False, None
+        self.path.mkdir(parents=True, exist_ok=True)
+        made = chrome_trace(spans, strategy.global_rank, strategy.world_size)
+        (self.path / f"rank{strategy.global_rank}.json").write_text(json.dumps(made))
+
+
+def chrome_trace(spans: Sequence[Span], rank: int, world_size: int) -> dict[str, Any]:
+    """Makes an object of Chrome's trace event format: a process for the rank, a thread for each track.
+
+    The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+
+    Args:
+        spans: of the rank.
+        rank: its number.
+        world_size: number of ranks.
+    """
+    used = {span.track for span in spans}
+    threads = {track: number for number, track in enumerate(_TRACKS) if track in used}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank} of {world_size}"}},
+        {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}},
+    ]
+    for track, number in threads.items():
+        at = {"ph": "M", "pid": rank, "tid": number}
+        events.append({**at, "name": "thread_name", "args": {"name": track}})
+        events.append({**at, "name": "thread_sort_index", "args": {"sort_index": number}})
+    busy: defaultdict[str, float] = defaultdict(float)
+    exposed: defaultdict[str, float] = defaultdict(float)
+    for span in spans:
+        seconds = max(span.end - span.start, 0.0)  # marks of one moment may be told apart by rounding
+        busy[span.track] += seconds
+        if span.track == EXPOSED:
+            exposed[span.lane] += seconds
+        events.append(
+            {
+                "ph": "X",
+                "pid": rank,
+                "tid": threads[span.track],
+                "cat": span.lane or span.track,
+                "name": span.name,
+                "ts": 1e6 * span.start,
+                "dur": 1e6 * seconds,
+            }
+        )
+    other = {"version": __version__, "busy_seconds": dict(busy), "exposed_seconds": dict(exposed)}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
