@@ -285,6 +285,11 @@ class _Translation(Classification):
             for path in (f"{half}.{half.replace('bfloat16', 'bf16')}_master_weights_and_grads" for half in _HALVES):
                 if self.values.get(path):
                     self._row(path, Status.unsupported, note="Lion's kernel needs fp32 masters, which stay")
+        path = "optimizer.params.bias_correction"
+        if group == "lamb" and path in self.values:
+            corrected = self.values[path]
+            note = "optimizer=lamb corrects no moments; scheduler=warmup makes the first steps small"
+            self._row(path, Status.unsupported if corrected else Status.kept, note=note if corrected else "")
         if name in TORCH_CLASSES:
             self.result.settings["optimizer._target_"] = f"torch.optim.{TORCH_CLASSES[name]}"
         self._params("optimizer", target)
@@ -321,7 +326,9 @@ class _Translation(Classification):
             here = f"{section}={group}" if group else f"{section}._target_=torch.optim.{TORCH_CLASSES[name]}"
             same = group == name and name != "adam"
             note = (
-                "adam_w_mode is true by default: decoupled weight decay" if (name, group) == ("adam", "adamw") else ""
+                "adam_w_mode is true by default: decoupled weight decay"
+                if (name, group) == ("adam", "adamw")
+                else target.note
             )
             self._row(path, Status.kept if same else Status.renamed, here, note)
 

@@ -141,7 +141,7 @@ _ZERO = (
     Key("parameter_alignment", BOOL, moot="updates run at full speed at any address"),
     Key("compute_grad_norm", BOOL, moot="the norm comes with the search for gradients that are not finite"),
     Key("enable_sanity_checks", BOOL, moot="ranks compare notes in the first steps: strategy.check_steps"),
-    Key("save_muon_momentum_buffer_in_memory", BOOL, as_here=(False,), remedy="Muon is not supported"),
+    Key("save_muon_momentum_buffer_in_memory", BOOL, as_here=(False,), remedy="Muon's rests with all state"),
     block("leaf_module", "classes names name_suffixes", switched=False, moot="a repeated block is gathered as a whole"),
     Key("grad_hooks", BOOL, moot="gradients are reduced during backward"),
     Key("verbose", BOOL, moot="there is no such log"),

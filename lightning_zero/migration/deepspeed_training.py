@@ -31,17 +31,23 @@ class Target:
         fields: its arguments that a configuration may give.
         defaults: DeepSpeed's defaults that differ from those here.
         remedy: of what is not supported: what to do instead. `group` is what is written then.
+        note: of what is: how its steps differ.
     """
 
     group: str
     fields: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     remedy: str = ""
+    note: str = ""
 
 
 _ADAM = frozenset({"lr", "betas", "eps", "weight_decay", "amsgrad", "fused"})
+_LAMBS = frozenset({"lr", "betas", "eps", "weight_decay"})
 _COMPRESSED = "the update that it approximates is written, AdamW; traffic is not compressed"
-_WHOLE = "AdamW is written; any torch optimizer that needs whole parameters runs from configure_optimizers"
+_LAMB = (
+    "it needs: pip install pytorch-optimizer. Its ratio has no limits but 10 for the norm of the weight, decay is not "
+    "in the step whose norm counts, and moments are not corrected (DeepSpeed's first steps take about 0.3 lr)"
+)
 _MUON = "AdamW is written; optimizer=muon is torch's Muon, whose rates are others than DeepSpeed's"
 _SCALED = "scale the lr of parameter groups in configure_optimizers"
 
@@ -60,8 +66,8 @@ OPTIMIZERS: dict[str, Target] = {
     "asgd": Target("", frozenset({"lr", "weight_decay"})),
     "onebitadam": Target("adamw", _ADAM, {"weight_decay": 0.0}, remedy=_COMPRESSED),
     "zerooneadam": Target("adamw", _ADAM, {"weight_decay": 0.0}, remedy=_COMPRESSED),
-    "lamb": Target("adamw", remedy=_WHOLE),
-    "onebitlamb": Target("adamw", remedy=_WHOLE),
+    "lamb": Target("lamb", _LAMBS, {"eps": 1e-8}, note=_LAMB),
+    "onebitlamb": Target("lamb", _LAMBS, {"eps": 1e-8}, remedy=_COMPRESSED.replace("AdamW", "LAMB")),
     "muon": Target("adamw", remedy=_MUON),
     "muadam": Target("adamw", _ADAM, remedy=_SCALED),
     "muadamw": Target("adamw", _ADAM, remedy=_SCALED),
@@ -113,6 +119,9 @@ _OPTIMIZER_PARAMS = (
         as_here=(True,),
         remedy="optimizer=cpu_adamw optimizer.state_dtype=bfloat16, with an offloading strategy",
     ),
+    Key("max_coeff", AMOUNT, remedy="LAMB's ratio has no upper limit here, but 10 for the norm of the weight"),
+    Key("min_coeff", AMOUNT, remedy="LAMB's ratio has no lower limit here"),
+    Key("eps_inside_sqrt", BOOL, as_here=(False,), remedy="eps is added to the root"),
     Key("max_grad_norm", AMOUNT, here="trainer.gradient_clip_val"),
     Key("set_grad_none", BOOL, moot="gradients are freed after the step"),
     Key("foreach", BOOL, moot="the update runs bucket by bucket"),
@@ -122,9 +131,8 @@ _OPTIMIZER_PARAMS = (
     *(
         Key(name, ANY, remedy=_OF_OTHERS)
         for name in (
-            "freeze_step cuda_aware comm_backend_name max_coeff min_coeff coeff_beta factor_max factor_min"
-            " factor_threshold var_freeze_step var_update_scaler local_step_scaler local_step_clipper eps_inside_sqrt"
-            " muon_lr adam_lr ns_method"
+            "freeze_step cuda_aware comm_backend_name coeff_beta factor_max factor_min factor_threshold"
+            " var_freeze_step var_update_scaler local_step_scaler local_step_clipper muon_lr adam_lr ns_method"
         ).split()
     ),
 )

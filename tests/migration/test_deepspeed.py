@@ -360,17 +360,29 @@ def test_what_the_file_leaves_out_is_written_where_the_defaults_differ() -> None
 
 
 def test_parameters_of_another_optimizer_are_left_out() -> None:
-    imported = import_deepspeed({"optimizer": {"type": "Lamb", "params": {"lr": 1e-2, "max_coeff": 0.3}}})
+    imported = import_deepspeed({"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "ns_method": "gram"}}})
     assert [row.key for row in imported.of(Status.unsupported)] == [
         "optimizer.type",
         "optimizer.params.lr",
-        "optimizer.params.max_coeff",
+        "optimizer.params.ns_method",
     ]
     assert not imported.below("optimizer")
     rows = rows_of({"optimizer": {"type": "SGD", "params": {"lr": 1, "betas": [0.9, 0.9]}}})
     assert rows["optimizer.params.betas"].note == "optimizer=sgd has no 'betas'"
     assert "AdamW is written" in rows_of({"optimizer": {"type": "Lion"}})["optimizer.type"].note
     assert "did you mean adamw?" in rows_of({"optimizer": {"type": "AdmW"}})["optimizer.type"].note
+
+
+@pytest.mark.parametrize(("name", "status"), [("Lamb", Status.kept), ("OneBitLamb", Status.unsupported)])
+def test_lamb_is_lamb(name: str, status: Status) -> None:
+    params = {"lr": 1e-2, "weight_decay": 0.1, "max_coeff": 0.3, "bias_correction": True, "eps_inside_sqrt": False}
+    imported = import_deepspeed({"optimizer": {"type": name, "params": params}})
+    assert imported.groups["optimizer"] == "lamb"
+    assert imported.below("optimizer") == {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-8}
+    rows = {row.key.rpartition(".")[2]: row.status for row in imported.rows}
+    assert rows["type"] == status
+    assert [rows[key] for key in ("max_coeff", "bias_correction")] == [Status.unsupported] * 2
+    assert rows["eps_inside_sqrt"] == Status.kept
 
 
 @pytest.mark.parametrize(
