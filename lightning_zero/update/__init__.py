@@ -3,6 +3,7 @@
 from lightning_zero.update.attached import Updater
 from lightning_zero.update.choice import choose_updater, kept_whole, make_updater
 from lightning_zero.update.clipping import GradientStats
+from lightning_zero.update.combined import CombinedUpdater
 from lightning_zero.update.cpu import CPUOptimizer, block_of
 from lightning_zero.update.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion
 from lightning_zero.update.footprint import Footprint
@@ -22,6 +23,7 @@ __all__ = [
     "CPUAdamW",
     "CPULion",
     "CPUOptimizer",
+    "CombinedUpdater",
     "DynamicLossScaler",
     "Footprint",
     "GradientStats",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from lightning_zero.advice import Case, advice
 from lightning_zero.sharding import Bucket, BucketPlacement, MasterForm
 from lightning_zero.sharding.adoption import begin_to_optimize
 from lightning_zero.sharding.masters import Master
+from lightning_zero.update.combined import CombinedUpdater, steps_by_rules
 from lightning_zero.update.cpu import CPUOptimizer
 from lightning_zero.update.native import Numbers, rule_of_torch
 from lightning_zero.update.native_updater import NativeUpdater, why_not_native
@@ -57,8 +59,9 @@ def make_updater(optimizer: Optimizer, engine: HoldsBuckets, native: NativeOptim
     Args:
         optimizer: any that updates each parameter by itself; the engine was made with what it needs :func:`kept_whole`.
         engine: holds its parameters.
-        native: ``"auto"`` runs torch's Adam, AdamW, Adagrad and SGD by our kernels where state rests in host memory,
-            ``"off"`` never. The CPU optimizers always run by them.
+        native: ``"auto"`` runs torch's Adam, AdamW, Adagrad and SGD, and the AdamW of
+            :class:`~lightning_zero.update.Muon`, by our kernels where state rests in host memory, ``"off"`` never. The
+            CPU optimizers always run by them.
 
     Raises:
         ValueError: the optimizer can run over shards in no way (see :func:`~lightning_zero.update.rules.examine`), or
@@ -78,8 +81,14 @@ def choose_updater(
     native: NativeOptimizer = "auto",
 ) -> ShardUpdater:
     """As :func:`make_updater`, for shards with these masters, which need not exist yet: for a plan."""
+    return _choose(optimizer, placement, why_not_native(masters, placement), native)
+
+
+def _choose(
+    optimizer: Optimizer, placement: BucketPlacement, unfit: str | None, native: NativeOptimizer
+) -> ShardUpdater:
+    """See :func:`choose_updater`; ``unfit`` is why no kernel can update the shards, if so."""
     store = placement.optimizer_store
-    unfit = why_not_native(masters, placement)
     if isinstance(optimizer, CPUOptimizer):
         if unfit is not None:
             raise ValueError(f"{type(optimizer).__name__} cannot update these shards: {unfit}")
@@ -100,7 +109,13 @@ def choose_updater(
     differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
     if rule is not None and native == "auto" and store.exact and not differentiable and not unfit:
         return NativeUpdater(optimizer, rule, Numbers())
-    traits = examine(optimizer, store.device)
     if type(optimizer) in ELEMENT_WISE:
-        return TorchUpdater(optimizer, traits)
-    return WholeUpdater(optimizer, traits, store.device)
+        return TorchUpdater(optimizer, examine(optimizer, store.device))
+
+    def make_whole() -> WholeUpdater:
+        return WholeUpdater(optimizer, examine(optimizer, store.device), store.device)
+
+    if not steps_by_rules(optimizer):
+        return make_whole()
+    choose = partial(_choose, placement=placement, unfit=unfit, native=native)
+    return CombinedUpdater(optimizer, choose, make_whole)

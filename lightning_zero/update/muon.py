@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.update.shell import ShellGroup, run_step
+from lightning_zero.update.combined import CombinedOptimizer, GroupRule
+from lightning_zero.update.native import Group
 
 _MUON = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 
 
-class Muon(Optimizer):
+class Muon(CombinedOptimizer):
     """:class:`torch.optim.Muon` for matrices, :class:`torch.optim.AdamW` for everything else, to the bit.
 
     Muon orthogonalizes the momentum of each hidden matrix by a Newton-Schulz iteration
@@ -23,7 +24,8 @@ class Muon(Optimizer):
     trained by AdamW: :meth:`groups_of` sorts a module's parameters so. A group without ``use_muon`` is divided by the
     number of dimensions alone: two are a matrix.
 
-    Over shards a matrix lies whole on one rank, which iterates on it; parameters of AdamW's groups are cut as always.
+    Over shards a matrix lies whole on one rank, which iterates on it; parameters of AdamW's groups are cut as always,
+    and where state rests in host memory the native kernel updates them, as :class:`CPUAdamW` does.
 
     Args:
         params: parameters or groups; a group may say ``use_muon``.
@@ -108,20 +110,11 @@ class Muon(Optimizer):
         for part, by_muon in parts:
             super().add_param_group(param_group | {"params": part, "use_muon": by_muon})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient; returns what ``closure`` does."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            members = [parameter for parameter in group["params"] if parameter.grad is not None]
-            state = {parameter: self.state[parameter] for parameter in members if parameter in self.state}
-            rule, hyperparameters = _rule(group)
-            run_step(rule, [ShellGroup(members, hyperparameters)], state)
-            self.state.update(state)
-        return loss
+    def rule_of(self, group: Group) -> GroupRule:
+        if group["use_muon"]:
+            return GroupRule(_muon(), {key: group[key] for key in _MUON})
+        own = {key: group[key] for key in ("lr", "weight_decay", "betas")} | {"eps": group["adamw_eps"]}
+        return GroupRule(_adamw(), {**_adamw().defaults, **own})
 
 
 def _parameter(member: Any) -> Tensor:
@@ -129,14 +122,6 @@ def _parameter(member: Any) -> Tensor:
     parameter = member[1] if isinstance(member, tuple) else member
     assert isinstance(parameter, Tensor)
     return parameter
-
-
-def _rule(group: dict[str, Any]) -> tuple[Optimizer, dict[str, Any]]:
-    """The optimizer of torch that updates a group, and its hyperparameters."""
-    if group["use_muon"]:
-        return _muon(), {key: group[key] for key in _MUON}
-    own = {"lr": group["lr"], "weight_decay": group["weight_decay"], "betas": group["betas"], "eps": group["adamw_eps"]}
-    return _adamw(), {**_adamw().defaults, **own}
 
 
 @functools.cache

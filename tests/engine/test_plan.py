@@ -28,7 +28,7 @@ from lightning_zero.sharding.partition import MAX_IMBALANCE
 from lightning_zero.sharding.prefetch import Prefetcher
 from lightning_zero.sharding.reducer import Reducer
 from lightning_zero.storage import DeviceStore
-from lightning_zero.update import CPUAdamW, make_updater
+from lightning_zero.update import CPUAdamW, Muon, make_updater
 
 STAGES = (0, 1, 2, 3)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -461,7 +461,7 @@ MORE_WHOLE = ("muon_and_adamw", "lamb")  # the first has parameters of both layo
 
 def held_and_sent(stage: int, optimizer: str) -> list[tuple[str, Any, Any]]:
     """What is planned and what is: state, masters and shards, and bytes by collective."""
-    setup = Setup(stage, offload=stage == 2, bucket_size_mb=BUCKET_SIZE_MB)
+    setup = Setup(stage, offload=stage == 2, native="auto", bucket_size_mb=BUCKET_SIZE_MB)
     mesh, make = Meshes().of(setup), models.optimizer_factory(optimizer)
     model = Deep()
     expected = planned(model, setup, mesh, [make(model)])
@@ -483,7 +483,11 @@ def held_and_sent(stage: int, optimizer: str) -> list[tuple[str, Any, Any]]:
 @ranks(2)
 @pytest.mark.parametrize(
     ("stage", "optimizer"),
-    [(2, "adafactor"), (3, "adafactor"), *(pytest.param(3, name, marks=pytest.mark.slow) for name in MORE_WHOLE)],
+    [
+        *((2, "muon_and_adamw"), (3, "adafactor")),  # offloaded, the first has AdamW by the kernel
+        *(pytest.param(3, name, marks=pytest.mark.slow) for name in MORE_WHOLE),
+        pytest.param(2, "adafactor", marks=pytest.mark.slow),
+    ],
 )
 def test_state_and_traffic_of_whole_parameters_follow_the_plan(pool: RankPool, stage: int, optimizer: str) -> None:
     for rank in pool.run(held_and_sent, stage, optimizer):
@@ -500,3 +504,16 @@ def test_a_plan_says_how_unevenly_whole_parameters_lie() -> None:
     assert plans[0].imbalance > MAX_IMBALANCE > plans[1].imbalance == 0
     assert "hold" in str(plans[0])
     assert "hold" not in str(plans[1])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_embedding_that_muon_leaves_to_adamw_is_cut_and_unbalances_nothing(stage: int) -> None:
+    with torch.device("meta"):
+        blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(8)))
+        model = nn.ModuleDict({"tokens": nn.Embedding(50_000, 64), "blocks": blocks})
+    setup, mesh = Setup(stage, bucket_size_mb=BUCKET_SIZE_MB), Mesh.imagined(4)
+    by_use, by_shape = (
+        planned(model, setup, mesh, [Muon(given)]) for given in (Muon.groups_of(model), model.parameters())
+    )
+    assert by_use.imbalance < MAX_IMBALANCE < by_shape.imbalance
+    assert 4 * sum(row.optimizer_state.device for row in by_use.buckets) < 1.1 * 8 * 50_000 * 64

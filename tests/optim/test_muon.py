@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from engine import driver
+from engine.cases import Case, make_model, run_cases
+from engine.driver import Setup, assert_close, assert_equal, run_step, start
 from helpers import models
+from helpers.ranks import RankPool, ranks
+from helpers.reference import Trained, state_by_name, train_reference
 from torch import nn
+from torch.optim import Optimizer
 
-from lightning_zero import Muon
+from lightning_zero import CPUAdamW, Muon
+from lightning_zero.sharding import Mesh
+from lightning_zero.update import ShardState, WholeState
 
 
 def train(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
@@ -60,3 +68,67 @@ def test_groups_are_divided_by_dimensions_unless_they_say_otherwise() -> None:
         Muon(model.parameters(), momentum=-1.0)
     with pytest.raises(ValueError, match="beta"):
         Muon(model.parameters(), betas=(0.9, 1.5))
+
+
+# ------------------------------------------------------------------------------------------------------- over shards
+
+
+class Both(Optimizer):
+    """torch's Muon and `CPUAdamW`, each alone, with the hyperparameters of "muon_and_adamw"."""
+
+    def __init__(self, model: nn.Module) -> None:
+        hidden, rest = (group["params"] for group in Muon.groups_of(model))
+        options: dict[str, Any] = {"lr": 2e-2, "weight_decay": 0.1}
+        muon = torch.optim.Muon(hidden, **options, adjust_lr_fn="match_rms_adamw")
+        self.parts = [muon, CPUAdamW(rest, **options, betas=(0.9, 0.95))]
+        super().__init__(model.parameters(), {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+            self.state.update(part.state)
+
+
+@ranks(2, slow=(1, 4))
+def test_on_the_host_its_adamw_has_the_bits_of_cpu_adamw(pool: RankPool) -> None:
+    cases = [
+        Case(
+            Setup(stage, offload=True, native="auto"),
+            "muon_and_adamw",
+            model=("transformer", "optional")[stage % 2],
+            accumulate=(3, 1, 1, 3)[stage],
+            flagged=models.by_turns,
+        )
+        for stage in range(4)
+    ]
+    for case, trained in zip(cases, run_cases(pool, cases), strict=True):
+        batches, reduce_each = case.batches(pool.world_size), case.setup.stage >= 2
+        expected = train_reference(make_model(case.model), Both, batches, case.loss_fn, reduce_each=reduce_each)
+        driver.assert_trained(trained, expected)
+
+
+@pytest.mark.parametrize("native", ["off", "auto"])
+def test_what_joins_a_bucket_with_another_rule_leaves_its_state(native: driver.NativeOptimizer) -> None:
+    """Vectors first, which one rule updates; then matrices of the same bucket."""
+    model, plain = models.make_model("transformer"), models.make_model("transformer")
+    setup = Setup(2, offload=True, native=native, bucket_size_mb=25.0)
+    session = start(model, lambda m: Muon([m.blocks[0].up.weight], lr=2e-2), setup, Mesh.single())
+    reference = Muon([plain.blocks[0].up.weight], lr=2e-2)
+    bucket = session.engine.bucket_of(model.norm.weight)
+    assert bucket is not None
+    kinds = []
+    for step, ((batch,),) in enumerate(models.make_batches(5, 1, 1)):
+        if step in (1, 3):
+            for own, optimizer in ((model, session.optimizer), (plain, reference)):
+                parts = [own.norm, own.blocks[1].norm1] if step == 1 else [own.blocks[1].up, own.blocks[1].down]
+                optimizer.add_param_group({"params": [p for part in parts for p in part.parameters()]})
+        run_step(session, [batch], settle=True)
+        kinds.append(type(session.updater.state_of(bucket)))
+        reference.zero_grad()
+        models.next_token_loss(plain, batch).backward()
+        reference.step()
+    assert kinds[1:3] == [ShardState] * 2
+    assert kinds[3:] == [WholeState] * 2
+    expected = Trained(plain.state_dict(), state_by_name(plain, reference), [])
+    compare = assert_equal if native == "off" else lambda a, e: assert_close(a, e, rtol=1e-4, atol=1e-6)
+    driver.assert_trained(driver.combine([driver.finish(session)]), expected, compare)

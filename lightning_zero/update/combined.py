@@ -1,0 +1,186 @@
+"""Optimizers that combine several of torch's: each parameter group is updated by one of them."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero.sharding import Bucket, BucketForm
+from lightning_zero.update.footprint import Footprint
+from lightning_zero.update.native import Group, MasterLayout
+from lightning_zero.update.rules import Traits
+from lightning_zero.update.shell import ShellGroup, run_step, snapshot
+from lightning_zero.update.state import OptimizerState
+from lightning_zero.update.updaters import ShardUpdater
+from lightning_zero.update.view import UpdateView
+
+
+class GroupRule(NamedTuple):
+    """The optimizer that updates a parameter group, and its hyperparameters.
+
+    Attributes:
+        optimizer: of the class that does it; its own groups and state are not used.
+        hyperparameters: for that class.
+    """
+
+    optimizer: Optimizer
+    hyperparameters: Group
+
+
+class CombinedOptimizer(Optimizer, ABC):
+    """Base of optimizers each of whose groups is updated by an optimizer of torch's."""
+
+    @abstractmethod
+    def rule_of(self, group: Group) -> GroupRule:
+        """The optimizer that updates a group, and its hyperparameters: a function of ``group`` alone."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient; returns what ``closure`` does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            members = [parameter for parameter in group["params"] if parameter.grad is not None]
+            state = {parameter: self.state[parameter] for parameter in members if parameter in self.state}
+            rule = self.rule_of(group)
+            run_step(rule.optimizer, [ShellGroup(members, rule.hyperparameters)], state)
+            self.state.update(state)
+        return loss
+
+
+def steps_by_rules(optimizer: Optimizer) -> TypeGuard[CombinedOptimizer]:
+    """Tell whether an optimizer's step is that of its groups' rules, and not one that a subclass has of its own."""
+    own = inspect.unwrap(type(optimizer).step)
+    return isinstance(optimizer, CombinedOptimizer) and own is inspect.unwrap(CombinedOptimizer.step)
+
+
+class CombinedUpdater(ShardUpdater):
+    """Updates each bucket as the rule of its parameters is updated elsewhere: AdamW by a kernel, where one fits.
+
+    A bucket whose parameters have several rules is updated by the optimizer's own step. That can only be where each of
+    them lies whole on one rank, since buckets hold parameters that are cut, or such that are not.
+
+    Args:
+        optimizer: as the user configured it.
+        choose: gives the updater of one of torch's optimizers over the same buckets.
+        make_own: gives that of the optimizer itself.
+    """
+
+    optimizer: CombinedOptimizer
+
+    def __init__(
+        self,
+        optimizer: CombinedOptimizer,
+        choose: Callable[[Optimizer], ShardUpdater],
+        make_own: Callable[[], ShardUpdater],
+    ) -> None:
+        super().__init__(optimizer, Traits((), frozenset()))
+        self._choose = choose
+        self._make_own = make_own
+        self._groups: list[Group] = []  # the optimizer's, with their rules' hyperparameters
+        self._by_rule: dict[type[Optimizer], ShardUpdater] = {}
+        self._by_bucket: dict[int, ShardUpdater] = {}  # by id of the bucket
+
+    @cached_property
+    def _own(self) -> ShardUpdater:
+        return self._make_own()
+
+    def _follow_groups(self) -> list[type[Optimizer]]:
+        """Let the rules' updaters see the groups as they are now; returns the rule of each group."""
+        live = self.optimizer.param_groups
+        rules = [self.optimizer.rule_of(group) for group in live]
+        kinds = [type(rule.optimizer) for rule in rules]
+        # The same objects every time: updaters keep what they have found out about a group.
+        self._groups += [{} for _ in live[len(self._groups) :]]
+        for mine, group, rule in zip(self._groups, live, rules, strict=True):
+            mine.update(rule.hyperparameters, params=group["params"])
+        for rule, kind in zip(rules, kinds, strict=True):
+            groups = [group for group, other in zip(self._groups, kinds, strict=True) if other is kind]
+            if kind in self._by_rule:
+                self._by_rule[kind].optimizer.param_groups = groups
+            else:
+                alone = snapshot(rule.optimizer)
+                alone.param_groups, alone.state = groups, {}  # type: ignore[assignment]
+                self._by_rule[kind] = self._choose(alone)
+        return kinds
+
+    def _find(self, bucket: Bucket | BucketForm) -> ShardUpdater:
+        """The updater of a bucket with the parameters that the groups have now."""
+        members = set(map(id, bucket.parameters))
+        kinds = self._follow_groups()
+        groups = zip(self._groups, kinds, strict=True)
+        found = {kind for group, kind in groups if not members.isdisjoint(map(id, group["params"]))}
+        # Where the optimizer has no parameter any will do: there is no state.
+        return self._own if len(found) > 1 else self._by_rule[found.pop() if found else kinds[0]]
+
+    def _updater_of(self, bucket: Bucket) -> ShardUpdater:
+        """The updater that has a bucket's state."""
+        if id(bucket) not in self._by_bucket:
+            self._by_bucket[id(bucket)] = self._find(bucket)
+        return self._by_bucket[id(bucket)]
+
+    def master_layout(self, bucket: Bucket) -> MasterLayout | None:
+        before, now = self._updater_of(bucket), self._find(bucket)
+        layout = now.master_layout(bucket)
+        if now is not before:  # a group has joined
+            state = before.gather_state(bucket)
+            before.own_state(bucket).clear()
+            self._by_bucket[id(bucket)] = now
+            for index, values in state.items():
+                now.load(bucket, index, values)
+        return layout
+
+    def check(self, groups: Iterable[Group]) -> None:
+        self._follow_groups()
+        for group in groups:
+            rule = self.optimizer.rule_of(group)
+            self._by_rule[type(rule.optimizer)].check([rule.hyperparameters])
+
+    def update(self, view: UpdateView) -> None:
+        rules = {id(group): self.optimizer.rule_of(group) for group in view.groups.values()}
+        kinds = {type(rule.optimizer) for rule in rules.values()}
+        if len(kinds) > 1:
+            self._own.update(view)
+            return
+        updater = self._by_rule[kinds.pop()]
+        groups = {index: rules[id(group)].hyperparameters for index, group in view.groups.items()}
+        updater.update(replace(view, optimizer=updater.optimizer, groups=groups))
+
+    def state_of(self, bucket: Bucket) -> OptimizerState:
+        return self._updater_of(bucket).state_of(bucket)
+
+    def own_state(self, bucket: Bucket) -> OptimizerState:
+        return self._updater_of(bucket).own_state(bucket)
+
+    def load(self, bucket: Bucket, index: int, state: dict[str, Any]) -> None:
+        self._updater_of(bucket).load(bucket, index, state)
+
+    def clear(self) -> None:
+        for updater in self._by_bucket.values():
+            updater.clear()
+
+    def state_names(self, group: Group, parameter: Tensor) -> frozenset[str]:
+        updater, own = self._rule_of(group)
+        return updater.state_names(own, parameter)
+
+    def state_shapes(self, group: Group, parameter: Tensor) -> dict[str, torch.Size]:
+        updater, own = self._rule_of(group)
+        return updater.state_shapes(own, parameter)
+
+    def _rule_of(self, group: Group) -> tuple[ShardUpdater, Group]:
+        self._follow_groups()
+        rule = self.optimizer.rule_of(group)
+        return self._by_rule[type(rule.optimizer)], rule.hyperparameters
+
+    def footprint(self, bucket: BucketForm) -> Footprint:
+        return self._find(bucket).footprint(bucket)
