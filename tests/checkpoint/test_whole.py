@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.resuming import run
+from checkpoint.resuming import Resumable, run
 from checkpoint.test_matrix import OVERFLOWS, SAVED, STEPS, Traced
+from helpers.ranks import RankPool
 from helpers.whole import OF_LIBRARIES
-from strategy.fits import Fitted, Recipe, assert_close, assert_same
+from strategy.fits import DDP, Fitted, Recipe, assert_close, assert_same, assert_same_states
 from torch import Tensor
 
 import lightning_zero
 from lightning_zero import DynamicLossScaler, ZeroPrecision
+from lightning_zero.integration.names import STRATEGIES
 
 ASKED = ("blocks.1.up.weight", "norm.weight")
 
@@ -61,8 +63,12 @@ def train(name: str, optimizer: str, **options: Any) -> Fitted:
         "32-true" if optimizer in OF_LIBRARIES else "64-true",
         scaler=DynamicLossScaler(init_scale=2.0**10, window=3, hysteresis=2),
     )
-    strategy: Any = {"stage": 3, "checkpoint_format": "sharded"} if name == "folder" else name
-    return run(strategy, recipe, Asked, steps=STEPS, plugins=[plugin], **options)
+    here = str(Path(options.get("resume") or options["save"][1]).parent)
+    strategies: dict[str, Any] = {
+        "folder": {"stage": 3, "checkpoint_format": "sharded"},
+        "disk": STRATEGIES["zero3_nvme"] | {"nvme_path": here, "nvme_buffer_gb": 2.0**-12},
+    }
+    return run(strategies.get(name, name), recipe, Asked, steps=STEPS, plugins=[plugin], **options)
 
 
 def slow(*values: Any) -> Any:
@@ -85,6 +91,10 @@ def slow(*values: Any) -> Any:
         slow("lamb", "zero3", 2, "ddp", 2),
         slow("lamb", "ddp", 2, "zero1", 4),
         slow("muon_and_adamw", "zero3", 4, "zero2_offload", 2),
+        slow("muon_and_adamw", "disk", 2, "ddp", 2),
+        slow("muon_and_adamw", "ddp", 2, "disk", 4),
+        slow("shampoo", "disk", 1, "zero0", 4),
+        slow("lamb", "zero1", 2, "disk", 2),
     ],
 )
 def test_any_resumes_any_other(
@@ -109,3 +119,14 @@ def test_any_resumes_any_other(
     for name, (state, weight) in zip(ASKED, resumed.notes, strict=True) if second != "ddp" else ():
         torch.testing.assert_close(state, states[name], rtol=0, atol=0)
         assert torch.equal(weight, resumed.weights[name])
+
+
+@pytest.mark.slow
+def test_muons_adamw_goes_on_in_the_kernel_and_without(pool2: RankPool, tmp_path: Path) -> None:
+    path, recipe = str(tmp_path / "saved.ckpt"), Recipe(optimizer="muon_and_adamw", steps=3, scheduled=True)
+    whole = pool2.run(run, "zero2_offload", recipe, Resumable, steps=6, save=(3, path))[0]
+    for name, rounds in (("zero3_offload", False), ("zero1", True), (DDP, True)):
+        resumed = pool2.run(run, name, Recipe(**vars(recipe) | {"seed": 7}), Resumable, steps=6, resume=path)[0]
+        assert_same(resumed.weights, whole.weights, native=rounds)
+        if name != DDP:  # whose states have numbers for names
+            assert_same_states(resumed.optimizer_states[0], whole.optimizer_states[0], native=rounds)

@@ -151,3 +151,20 @@ def test_every_schedule_gives_the_same_bits(
         expected, reference, wrong = digests(rank_pools(world).run(train_on_cpu, training)[0]), "CPU ranks", []
     wrong += differences(training, found, expected, reference)
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@simulated
+@pytest.mark.parametrize("name", ["zero2_offload", "zero3", "zero3_offload"])
+def test_muon_has_the_bits_of_cpu_ranks(
+    device_pool2: DevicePool, rank_pools: Callable[..., RankPool], name: str
+) -> None:
+    """Whole matrices, and AdamW of the rest: by the native kernel where state rests on the host."""
+    if not device_pool2.where.simulated:
+        pytest.skip("only the simulated device has schedules to choose")
+    for precision in ("32-true", "bf16-true"):
+        training = Training(name, precision, 2, Recipe(steps=3, micro=2, optimizer="muon_and_adamw"))
+        schedules = [EAGER, LAZY, *(Schedule("random", seed) for seed in range(3))]
+        expected = digests(rank_pools(2).run(train_on_cpu, training)[0])
+        found = dict(zip(map(str, schedules), device_pool2.run(train, training, schedules)[0][1], strict=True))
+        assert not differences(training, found, expected, "CPU ranks")

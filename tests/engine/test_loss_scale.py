@@ -22,7 +22,7 @@ from engine import driver
 from engine.cases import cast, describe, every_stage, stages_on
 from engine.driver import Meshes, RankResult, Session, Setup, assert_close, assert_equal, assert_trained
 from helpers import models
-from helpers.ranks import RankPool
+from helpers.ranks import RankPool, ranks
 from helpers.reference import (
     Batches,
     Trained,
@@ -325,6 +325,25 @@ def matrix(stage: int, world: int) -> list[Case]:
             precisions(world), ("adamw", "momentum"), (False, True), (1, 3), CLIPS
         )
     ]
+
+
+@pytest.mark.slow
+@ranks(1, 2, 4)
+def test_optimizers_of_whole_parameters_skip_an_overflow_in_fp16(pool: RankPool) -> None:
+    """Where the last rank overflows in the second of three steps; masters are fp32."""
+    both, last = precisions(pool.world_size), pool.world_size - 1
+    cases = [
+        Case(
+            Setup(stage, offload=(stage + index) % 2 == 0, precision=both[(stage + index) // 2 % 2]),
+            optimizer,
+            accumulate=(1, 3)[index % 2],
+            clip_norm=(None, CLIP)[(stage // 2 + index) % 2],
+            planted=Place(1, 0, last),
+        )
+        for stage in STAGES
+        for index, optimizer in enumerate(("muon_and_adamw", "adafactor", "lamb"))
+    ]
+    check_cases(pool, cases)
 
 
 def sample(stage: int, world: int) -> list[Case]:
