@@ -211,7 +211,7 @@ class OwnedValues(SharedValues):
                 yield Slice(low, low, high)
 
     def read(self, start: int, stop: int) -> Tensor:
-        return self._updater.owned(self.bucket, self.key.param, self._owned)[start:stop]
+        return self._updater.owned(self.bucket, self.key.param, self._owned, start, stop)
 
 
 def source_of(tensor: LazyTensor, engines: Sequence[Engine]) -> SharedValues:

@@ -41,12 +41,12 @@ def state_of(store: TensorStore, footprint: Footprint, shard_numel: int) -> Byte
     """The state that an optimizer keeps of a shard with so many elements.
 
     Args:
-        store: of the optimizer; what the optimizer makes for whole parameters stays in memory.
+        store: of the optimizer.
         footprint: of the optimizer.
         shard_numel: as above.
     """
-    resting = footprint.state_bytes(shard_numel) - footprint.owned
-    return Bytes.of(store.resting_memory, resting) + Bytes.of(store.memory, footprint.owned)
+    resting = footprint.state_bytes(shard_numel) - footprint.scales
+    return Bytes.of(store.resting_memory, resting) + Bytes.of(store.memory, footprint.scales)
 
 
 class Peak(NamedTuple):

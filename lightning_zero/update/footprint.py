@@ -29,8 +29,8 @@ class Footprint(NamedTuple):
         fresh: bytes of the state that the optimizer makes for a tile at the first update, from where it is copied.
         one_tile: whether all is updated at once; the copies are the last thing that the first update takes then.
         staged: bytes of parameters that pass through host memory on their way to the device.
-        owned: bytes of the state that is not one value per element of the shard: of whole parameters, which the
-            optimizer makes for each, and the scales of state in 8 bits.
+        owned: bytes of the state of whole parameters, which the optimizer makes for each.
+        scales: bytes of the scales of state in 8 bits, which stay in memory wherever that rests.
         window: elements that are fetched at once from where state rests, if that is more than a tile.
     """
 
@@ -42,6 +42,7 @@ class Footprint(NamedTuple):
     one_tile: bool = False
     staged: int = 0
     owned: int = 0
+    scales: int = 0
     window: int = 0
 
     @property
@@ -51,7 +52,7 @@ class Footprint(NamedTuple):
 
     def state_bytes(self, shard_numel: int) -> int:
         """Bytes of state of a shard with so many elements."""
-        return shard_numel * sum(dtype.itemsize for dtype in self.state.values()) + self.owned
+        return shard_numel * sum(dtype.itemsize for dtype in self.state.values()) + self.owned + self.scales
 
 
 def passing_bytes(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, foreach: bool) -> int:

@@ -98,7 +98,7 @@ class NativeUpdater(ShardUpdater):
         state = dict.fromkeys(sorted(names), self._numbers.state_dtype)
         scales = len(state) * count_scales(bucket) if self._numbers.in_blocks else 0
         staged = 0 if split else staged_bytes(bucket, master)
-        return Footprint(master, state, passing=self._passing(bucket), staged=staged, owned=scales)
+        return Footprint(master, state, passing=self._passing(bucket), staged=staged, scales=scales)
 
     def _passing(self, bucket: BucketForm) -> int:
         """Bytes that an update takes in passing: none by kernels."""

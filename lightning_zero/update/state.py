@@ -17,7 +17,7 @@ from lightning_zero.ops import Quantized
 from lightning_zero.sharding import Bucket, Run, Segment
 from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.storage import Memory, Rested
-from lightning_zero.storage.rested import changing, nbytes_of, pieces
+from lightning_zero.storage.rested import changing, keep, nbytes_of, pieces
 from lightning_zero.torch_private import tree_leaves, tree_map
 
 State = dict[str, Any]
@@ -253,8 +253,31 @@ class ShardState(OptimizerState):
         return isinstance(value, Tensor) and (name in self._per_element or value.numel() == numel > 1)
 
 
+@dataclass(frozen=True, eq=False)
+class _Resting:
+    """A tensor of a parameter's state that rests elsewhere than where it is computed on.
+
+    Attributes:
+        values: 1-D, in the order of ``form``.
+        form: shape and strides.
+    """
+
+    values: Rested
+    form: MemoryFormat
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether it can hold the values of a tensor."""
+        return (self.form, self.dtype) == (MemoryFormat.of(tensor), tensor.dtype)
+
+
 class WholeState(OptimizerState):
     """State of parameters that each lie whole in one shard, as the optimizer itself keeps it.
+
+    Where the bucket's store has tiles, tensors with several elements rest there between updates, each by itself.
 
     Attributes:
         formats: of the bucket's parameters.
@@ -265,6 +288,7 @@ class WholeState(OptimizerState):
 
     def __init__(self, bucket: Bucket) -> None:
         self._store = bucket.placement.optimizer_store
+        self._bucket = bucket.name
         self.formats = bucket.formats
         self._states: dict[int, State] = {}  # by index of the parameter
 
@@ -277,26 +301,63 @@ class WholeState(OptimizerState):
 
     def get(self, segment: Segment) -> State:
         """The state of a segment's parameter, to be changed by its update; empty before the first."""
-        return self._states.get(segment.param, {})
+        state = self._states.get(segment.param, {})
+        if self._store.tile is None:
+            return state
+        loaded: dict[int, Tensor] = {}  # a tensor with two names stays one
+
+        def load(leaf: Any) -> Any:
+            if not isinstance(leaf, _Resting):
+                return leaf
+            if id(leaf) not in loaded:
+                loaded[id(leaf)] = leaf.form.view(leaf.values.read(0, leaf.values.numel))
+            return loaded[id(leaf)]
+
+        loaded_state: State = tree_map(load, state)
+        return loaded_state
 
     def put(self, segment: Segment, state: State) -> None:
         """Keep what an update has left in place of :meth:`get`."""
-        self._states[segment.param] = state
+        self._states[segment.param] = state if self._store.tile is None else self._rested(segment.param, state)
+
+    def _rested(self, param: int, state: State) -> State:
+        """``state``, whose large tensors rest in the store; in the places of those that they follow, where they fit."""
+        before, number, rested = tree_leaves(self._states.get(param, {})), itertools.count(), dict[int, _Resting]()
+
+        def rest(leaf: Any) -> Any:
+            own = next(number)
+            if not _is_large(leaf):
+                return leaf
+            if id(leaf) not in rested:
+                known = before[own] if own < len(before) else None
+                if not isinstance(known, _Resting) or not known.fits(leaf) or known in rested.values():
+                    what = f"state of parameter {param} of {self._bucket}"
+                    known = _Resting(self._store.rest(leaf.numel(), leaf.dtype, what), MemoryFormat.of(leaf))
+                keep(known.values, 0, known.form.flatten(leaf.detach()))
+                rested[id(leaf)] = known
+            return rested[id(leaf)]
+
+        resting: State = tree_map(rest, state)
+        return resting
 
     def describe(self, segment: Segment) -> ParameterState:
         number = itertools.count()
 
         def described(leaf: Any) -> Any:
             own = next(number)
+            if isinstance(leaf, _Resting):
+                return OwnedTensor(own, leaf.form, leaf.dtype)
             return OwnedTensor(own, MemoryFormat.of(leaf), leaf.dtype) if _is_large(leaf) else leaf
 
         return ParameterState((), tree_map(described, self._states[segment.param]))
 
-    def tensor(self, param: int, number: int) -> Tensor:
-        """The tensor of a parameter's state that an :class:`OwnedTensor` with this number stands for."""
-        leaf = tree_leaves(self._states[param])[number]
+    def read_owned(self, param: int, tensor: OwnedTensor, start: int, stop: int | None) -> Tensor:
+        """Elements ``[start, stop)``, up to the last by default, of a tensor of a parameter's state, as its memory."""
+        leaf = tree_leaves(self._states[param])[tensor.number]
+        if isinstance(leaf, _Resting):
+            return leaf.values.read(start, leaf.values.numel if stop is None else stop)
         assert isinstance(leaf, Tensor)
-        return leaf
+        return tensor.form.flatten(leaf)[start:stop]
 
     def put_slice(self, segment: Segment, state: State, dtype: torch.dtype, own_dtype: frozenset[str]) -> None:
         def taken(leaf: Any, kind: torch.dtype | None) -> Any:
@@ -311,10 +372,13 @@ class WholeState(OptimizerState):
             form.read(leaf, 0, values)
             return form.view(values)
 
-        self._states[segment.param] = {
-            name: tree_map(partial(taken, kind=None if name in own_dtype else dtype), value)
-            for name, value in state.items()
-        }
+        self.put(
+            segment,
+            {
+                name: tree_map(partial(taken, kind=None if name in own_dtype else dtype), value)
+                for name, value in state.items()
+            },
+        )
 
     def clear(self) -> None:
         self._states = {}
@@ -325,11 +389,13 @@ class WholeState(OptimizerState):
 
     @property
     def resting_memory(self) -> Memory:
-        return self._store.memory
+        return self._store.resting_memory
 
     @property
     def nbytes(self) -> int:
-        return sum(leaf.nbytes for leaf in tree_leaves(self._states) if _is_large(leaf))
+        leaves = tree_leaves(self._states)
+        resting = sum(nbytes_of(leaf.values) for leaf in leaves if isinstance(leaf, _Resting))
+        return resting + sum(leaf.nbytes for leaf in leaves if _is_large(leaf))
 
 
 def _is_large(leaf: Any) -> TypeGuard[Tensor]:

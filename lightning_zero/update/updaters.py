@@ -106,11 +106,11 @@ class ShardUpdater(ABC):
         read = partial(self.read_flat, bucket, name, dtype)
         return bucket.gather_read(read, dtype, self.state_of(bucket).memory)
 
-    def owned(self, bucket: Bucket, index: int, tensor: OwnedTensor) -> Tensor:
-        """A tensor of the state of a parameter that lies on this rank: 1-D, in the order of its memory."""
+    def owned(self, bucket: Bucket, index: int, tensor: OwnedTensor, start: int = 0, stop: int | None = None) -> Tensor:
+        """A tensor of the state of a parameter that lies on this rank, or a part: 1-D, in the order of its memory."""
         state = self.state_of(bucket)
         assert isinstance(state, WholeState)
-        return tensor.form.flatten(state.tensor(index, tensor.number))
+        return state.read_owned(index, tensor, start, stop)
 
     def gather_owned(self, bucket: Bucket, index: int, tensor: OwnedTensor) -> Tensor:
         """A tensor of a parameter's state, 1-D, in the order of its memory, on the device. Collective."""

@@ -115,6 +115,9 @@ class WholeUpdater(TorchUpdater):
         gradients = max((sum(s.numel for s in tile) for tile in found), default=0) * master.dtype.itemsize
         # One parameter after the other: what a step takes for one is gone before the next.
         passing = max((sizes[segment].passing for segment in sizes), default=0)
+        if bucket.placement.optimizer_store.tile is not None:  # the values and state that are updated are copies
+            size = {segment: sizes[segment].state + segment.numel * master.dtype.itemsize for segment in sizes}
+            passing += max((sum(map(size.__getitem__, tile)) for tile in found), default=0)
         return Footprint(
             master,
             {},

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from lightning_zero import CPUSGD, CPUAdamW, DynamicLossScaler
+from lightning_zero import CPUSGD, CPUAdamW, DynamicLossScaler, Muon
 from lightning_zero.checkpoint.state import (
     load_module_state_dict,
     load_optimizer_state_dict,
@@ -87,6 +87,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "fused": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, fused=True),
     "split": lambda m: CPUAdamW(two_groups(m), lr=0.01, master_layout="split", state_dtype=torch.bfloat16),
     "blocks": lambda m: CPUAdamW(two_groups(m), lr=0.01, master_layout="split", state_dtype=torch.int8),
+    "muon": lambda m: Muon(Muon.groups_of(m), lr=0.02),
     "copy": lambda m: CPUSGD(m.parameters(), lr=0.1, momentum=0.9, state_dtype=torch.bfloat16),
 }
 
@@ -121,6 +122,7 @@ CASES = (
     Case(dataclasses.replace(STAGE3, native="off", precision=PURE_FP16), "adamw", overflow=True),
     Case(dataclasses.replace(STAGE3, persistence_numel=200), "sgd"),
     Case(dataclasses.replace(SETUP, precision=PURE_BF16), "blocks", micro=2),
+    Case(STAGE3, "muon", micro=2, clip=0.1),
     Case(dataclasses.replace(STAGE3, precision=PURE_BF16), "blocks", clip=0.1),
 )
 
@@ -153,6 +155,12 @@ def train(case: Case, mesh: Mesh) -> driver.RankResult:
     return driver.finish(session)
 
 
+def tensors_of(result: driver.RankResult) -> dict[str, Tensor]:
+    """All optimizer state with several elements; that of whole parameters is among what others have as scalars."""
+    state = [(piece.name, {**piece.elements, **piece.scalars}) for piece in result.pieces]
+    return {f"{name} {k}": v for name, own in state for k, v in own.items() if isinstance(v, Tensor) and v.numel() > 1}
+
+
 def compare(cases: Sequence[Case], folder: str) -> list[str]:
     """Lines for cases whose bits the disk changes, inline or overlapped, with and without O_DIRECT."""
     meshes, wrong = driver.Meshes(), []
@@ -163,7 +171,7 @@ def compare(cases: Sequence[Case], folder: str) -> list[str]:
         try:
             assert_equal(actual.weights, expected.weights)
             assert_equal(actual.seen, expected.seen)
-            pieces = [{f"{p.name} {k}": v for p in r.pieces for k, v in p.elements.items()} for r in (actual, expected)]
+            pieces = [tensors_of(result) for result in (actual, expected)]
             assert_equal(*pieces)
             assert pieces[0]
         except AssertionError as error:
@@ -259,6 +267,19 @@ def test_a_plan_knows_state_in_blocks(tmp_path: Path) -> None:
     assert 0 < held.host < held.disk / 200
 
 
+def test_state_of_whole_parameters_rests_on_the_disk(tmp_path: Path) -> None:
+    case = Case(SETUP, "muon").on_disk(str(tmp_path))
+    session = start(case, Mesh.single())
+    run_steps(session, case, [0])
+    held, size = held_by(session.engine), session.engine.placement.optimizer_store.opened.nbytes  # type: ignore[attr-defined]
+    model = Blocks()
+    planned = plan(model, session.engine.placement, [OPTIMIZERS["muon"](model)])
+    assert held["optimizer_state"].disk == sum(bucket.optimizer_state.disk for bucket in planned.buckets)
+    assert held["optimizer_state"].host == 0
+    run_steps(session, case, [0, 0])
+    assert session.engine.placement.optimizer_store.opened.nbytes == size  # type: ignore[attr-defined]
+
+
 def state_dicts(session: driver.Session) -> tuple[dict[str, Any], dict[str, Any]]:
     weights, state = module_state_dict(session.engine), optimizer_state_dict(session.engine, session.updater)
     return tree_map(values_of, weights), tree_map(values_of, state)
@@ -281,13 +302,23 @@ def resume(case: Case, first: Case) -> list[dict[str, Tensor]]:
     return [driver.finish(session).weights for session in (straight, after)]
 
 
-def resume_both_ways(folder: str) -> None:
-    bf16 = dataclasses.replace(SETUP, precision=PURE_BF16)
-    for host in (Case(SETUP), Case(bf16, "split"), Case(bf16, "blocks")):
-        disk = host.on_disk(folder)
-        assert_equal(*resume(host, disk))
-        assert_equal(*resume(disk, host))
+def resume_both_ways(folder: str, precision: MixedPrecisionPolicy | None, optimizer: str) -> None:
+    host = Case(SETUP if precision is None else dataclasses.replace(SETUP, precision=precision), optimizer)
+    disk = host.on_disk(folder)
+    assert_equal(*resume(host, disk))
+    assert_equal(*resume(disk, host))
 
 
-def test_state_moves_between_a_disk_and_host_memory(pool2: RankPool, tmp_path: Path) -> None:
-    pool2.run(resume_both_ways, str(tmp_path))
+@pytest.mark.parametrize(
+    ("precision", "optimizer"),
+    [
+        (None, "adamw"),
+        (PURE_BF16, "split"),
+        pytest.param(PURE_BF16, "blocks", marks=pytest.mark.slow),
+        pytest.param(None, "muon", marks=pytest.mark.slow),
+    ],
+)
+def test_state_moves_between_a_disk_and_host_memory(
+    pool2: RankPool, tmp_path: Path, precision: MixedPrecisionPolicy | None, optimizer: str
+) -> None:
+    pool2.run(resume_both_ways, str(tmp_path), precision, optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import warnings
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from callbacks.test_ema import EACH_STEP, Various, fit_averaged, floating
 from helpers.ranks import RankError, RankPool
 from lightning import Callback, LightningModule, Trainer
-from strategy.fits import Lit, Recipe, assert_same, fit, make_trainer
+from strategy.fits import DDP, Lit, Recipe, assert_same, fit, make_trainer
+from strategy.test_edits import VISIBLE, Edited, assert_same_after_every_batch, assign_data, from_vector, write_data
 
 from lightning_zero import ZeroStrategy, ops
 from lightning_zero.integration import disk as integration_disk
@@ -99,6 +102,25 @@ def test_checkpoints_move_between_a_disk_and_the_device(pool2: RankPool, tmp_pat
     results = [pool2.run(save_and_resume, names, tmp_path, "full", native_optimizer="off")[0] for names in pairs]
     for weights in results[:2]:
         assert_same(weights, results[2])
+
+
+def test_edits_of_parameters_on_a_disk_count(pool2: RankPool, tmp_path: Path) -> None:
+    edits = [*VISIBLE, from_vector, assign_data, write_data]
+    recipe = Recipe(optimizer="momentum", steps=len(edits) + 2)
+    module = functools.partial(Edited, edits=edits)
+    expected, actual = (pool2.run(fit, name, recipe, module)[0] for name in (DDP, nvme("zero3_nvme", tmp_path)))
+    assert_same_after_every_batch(actual, expected, edits)
+
+
+def test_an_average_of_parameters_on_a_disk_is_lightnings(pool2: RankPool, tmp_path: Path) -> None:
+    """Validated and restored after every step."""
+    recipe = Recipe(model="frozen", optimizer="momentum", steps=5)
+    expected, actual = (
+        pool2.run(fit_averaged, name, recipe, Various, {}, **EACH_STEP)[0]
+        for name in (DDP, nvme("zero3_nvme", tmp_path))
+    )
+    assert_same(floating(actual.weights), floating(expected.weights))
+    assert actual.notes == expected.notes
 
 
 class Look(Callback):
