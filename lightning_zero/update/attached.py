@@ -377,20 +377,35 @@ def attach_module(module: nn.Module, target: Target) -> None:
     """Make ``zero_grad`` of one module, which also runs on its own, clear sharded gradients as well."""
     engine = weakref.ref(target)
 
+    own = _own_zero_grad(module)
+
     # Its name makes the bound method picklable, as a look-up on the unpickled module; a deep copy of the module has
     # parameters that no engine holds.
-    def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+    def zero_grad(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if (alive := engine()) is not None:
-            alive.zero_grad(module.parameters(), set_to_none)
-        type(module).zero_grad(module, set_to_none)
+            alive.zero_grad(module.parameters(), kwargs.get("set_to_none", args[0] if args else True))
+        if own is None:
+            type(module).zero_grad(module, *args, **kwargs)
+        else:
+            own(*args, **kwargs)
 
+    zero_grad.replaced = own  # type: ignore[attr-defined]
     # Not by assignment, which torch.compile's wrapper passes on to the module inside.
     vars(module)["zero_grad"] = types.MethodType(zero_grad, module)
 
 
 def detach_module(module: nn.Module) -> None:
-    """Give a module its class's own method back."""
-    module.__dict__.pop("zero_grad", None)
+    """Give a module the method back that it had."""
+    own = _own_zero_grad(module)
+    vars(module).pop("zero_grad", None)
+    if own is not None:
+        vars(module)["zero_grad"] = own
+
+
+def _own_zero_grad(module: nn.Module) -> Callable[..., None] | None:
+    """The ``zero_grad`` that user code has set on this one object, and not its class; also below ours."""
+    present: Callable[..., None] | None = vars(module).get("zero_grad")
+    return getattr(getattr(present, "__func__", None), "replaced", present)
 
 
 def _refuse_state_dict(optimizer: Optimizer) -> None:
