@@ -3,10 +3,11 @@
     python -m benchmarks.lightning_suite CHECKOUT
     python -m benchmarks.lightning_suite CHECKOUT --strategies zero3 --tests trainer/optimization models/test_hooks.py
 
-``CHECKOUT`` is a copy of Lightning's repository at (or near) the version that is installed, of which only the folder
-``tests`` is read. Each test file runs in a process of its own, by pytest, first with nothing replaced, then with each
-strategy, and with ``ddp`` in one process: what fails under that, too, was never meant for a distributed strategy.
-Files that need a package which is not installed fail in all of them.
+``CHECKOUT`` is a copy of Lightning's repository at (or near) the version that is installed; the package is not taken
+from it. The test files of one folder run in one process, by pytest, first with nothing replaced, then with each
+strategy. A file with a test that passes with nothing replaced and not with a strategy runs again, alone, and that run
+counts; then it runs with ``ddp`` in one process: what fails under that, too, was never meant for a distributed
+strategy. Tests that need a package which is not installed fail or are skipped in all runs.
 
 Printed is, by strategy, every test that passes with nothing replaced and not with it, that passes under ``ddp``, and
 for which :data:`EXPECTED` has no reason. The exit status is 1 if there is any.
@@ -15,19 +16,24 @@ for which :data:`EXPECTED` has no reason. The exit status is 1 if there is any.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
+import functools
+import itertools
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,11 +42,14 @@ from benchmarks.environment import describe
 
 # What touches a strategy most comes first.
 TESTS = (
-    "models/test_hooks.py models/test_restore.py trainer/optimization trainer/connectors/test_checkpoint_connector.py "
-    "checkpointing core/test_lightning_optimizer.py core/test_lightning_module.py callbacks loops "
-    "trainer/test_trainer.py trainer/flags trainer/logging_ models/test_amp.py"
+    "models trainer callbacks checkpointing core loops accelerators strategies tuner loggers profilers plugins "
+    "utilities overrides deprecated_api tests_fabric/test_fabric.py tests_fabric/test_wrappers.py "
+    "tests_fabric/test_connector.py tests_fabric/test_cli.py tests_fabric/strategies tests_fabric/plugins "
+    "tests_fabric/utilities"
 ).split()
 PLAIN, DDP = "plain", "ddp"
+STRATEGIES = ("zero1", "zero2_offload", "zero3")
+GROUP = 12  # files in one process
 
 
 class Expected(NamedTuple):
@@ -71,51 +80,87 @@ class Outcome:
 Outcomes = dict[str, Outcome]
 
 
-def run_file(checkout: Path, file: str, strategy: str, seconds: float) -> Outcomes:
-    """Run one file of tests with a strategy in the place of the default.
+def run_files(
+    checkout: Path, files: Sequence[str], strategy: str, seconds: float, one_process: bool = False
+) -> tuple[Outcomes, bool]:
+    """Run files of tests in one process, with a strategy in the place of the default.
 
     Args:
         checkout: of Lightning's repository.
-        file: of tests, relative to the folder of Lightning's.
+        files: of tests, as :func:`find_files` names them.
         strategy: its name, or :data:`PLAIN`.
-        seconds: after which those that have not ended are given up.
+        seconds: after which a test that has not ended is given up, and half as long later the process, if that did
+            not end the test.
+        one_process: skip the tests that start others.
+
+    Returns:
+        The outcomes by test, and whether the process came to its end.
     """
     environment = {key: value for key, value in os.environ.items() if key != "LIGHTNING_STRATEGY"}
     if strategy != PLAIN:
         environment["LIGHTNING_STRATEGY"] = strategy
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         # The plugin lies alone on the path: beside it, the sources would hide the installed package and its extension.
         shutil.copy(Path(__file__).with_name("lightning_substitute.py"), folder)
         environment |= {"PYTHONPATH": folder, "PL_RUN_STANDALONE_TESTS": "0"}
+        environment["LIGHTNING_ONE_PROCESS"] = str(int(one_process))
         report, log = Path(folder) / "report.xml", Path(folder) / "log.txt"
         options = ["-p", "lightning_substitute", "-p", "no:cacheprovider", "-rN"]
         options += [f"--basetemp={folder}/tests", f"--junitxml={report}", "-o", "junit_family=xunit1"]
-        options += ["--timeout", str(seconds / 4), "-v", "--color=no"]
-        command = [sys.executable, "-m", "pytest", *options, f"tests_pytorch/{file}"]
+        options += ["--timeout", str(seconds), "-v", "--color=no"]
+        command = [sys.executable, "-m", "pytest", *options, *map(_path_of, files)]
         with log.open("w") as output:
-            try:
-                code = subprocess.run(
-                    command,
-                    check=False,
-                    cwd=checkout / "tests",
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    timeout=seconds,
-                ).returncode
-            except subprocess.TimeoutExpired:
-                code = None
+            process = subprocess.Popen(
+                command,
+                cwd=checkout / "tests",
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            code = _wait(process, log, 1.5 * seconds)
         if report.exists():
-            return read_report(report.read_text())
-        return read_log(log.read_text(errors="replace"), file, code)
+            return read_report(report.read_text()), True
+        return read_log(log.read_text(errors="replace"), files[0], code), False
+
+
+def _wait(process: subprocess.Popen[bytes], log: Path, silence: float) -> int | None:
+    """The exit status of a process; ``None``, and it and all that it started are ended, once it prints nothing more.
+
+    Args:
+        process: leader of a session of its own.
+        log: what it prints.
+        silence: in seconds, after which it is ended.
+    """
+    size, since = 0, time.monotonic()
+    try:
+        while process.poll() is None and time.monotonic() - since < silence:
+            time.sleep(0.5)
+            if log.stat().st_size != size:
+                size, since = log.stat().st_size, time.monotonic()
+        return process.poll()
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _path_of(name: str) -> str:
+    """The path of a file or folder in Lightning's ``tests``: of the Trainer's, if ``tests_fabric/`` does not lead."""
+    return name if name.startswith("tests_fabric") else f"tests_pytorch/{name}"
+
+
+def _name_of(path: str) -> str:
+    """The name for which :func:`_path_of` gives a path."""
+    return re.sub(r"^(?:tests/)?(?:tests_pytorch/)?", "", path)
 
 
 def read_report(xml: str) -> Outcomes:
     """The outcomes in a report of pytest."""
     outcomes = {}
     for case in ET.fromstring(xml).iter("testcase"):
-        file = case.get("file", "").rpartition("tests_pytorch/")[2]
+        file = _name_of(case.get("file", ""))
         inner = case.get("classname", "").rpartition(f"{Path(file).stem}")[2].strip(".")  # a class
         name = "::".join(part for part in (file, inner, case.get("name", "")) if part)
         failed = next((found for kind in ("failure", "error") if (found := case.find(kind)) is not None), None)
@@ -127,14 +172,91 @@ def read_report(xml: str) -> Outcomes:
 
 
 def read_log(log: str, file: str, code: int | None) -> Outcomes:
-    """The outcomes of a run that did not come to its end, by what it printed."""
+    """The outcomes of a run that did not come to its end, by what it printed.
+
+    Args:
+        log: the printed lines.
+        file: that is named where nothing was printed.
+        code: the exit status; ``None`` for a process that was ended.
+    """
     outcomes = {}
     why = "it took too long" if code is None else f"the process ended with {code}"
     for line in log.splitlines():
-        if found := re.match(r"\S*\.py::(.+?)(?: (PASSED|FAILED|SKIPPED)\b.*| *)$", line):
-            name, result = found.groups()
-            outcomes[f"{file}::{name}"] = Outcome(result.lower()) if result else Outcome("unfinished", why)
+        if found := re.match(r"(\S*\.py)::(.+?)(?: (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS|RERUN)\b.*| *)$", line):
+            path, name, result = found.groups()
+            ended = {"ERROR": "failed", "XFAIL": "skipped", "XPASS": "passed"}.get(result, (result or "").lower())
+            outcomes[f"{_name_of(path)}::{name}"] = Outcome(ended) if result else Outcome("unfinished", why)
     return outcomes or {f"{file}::": Outcome("unfinished", why)}
+
+
+class Runs:
+    """Runs test files, and keeps their outcomes in a folder, which spares running them again.
+
+    Args:
+        checkout: of Lightning's repository.
+        seconds: for one test.
+        kept: folder of outcomes of earlier runs, which new ones are added to.
+        one_process: skip the tests that start others.
+    """
+
+    def __init__(self, checkout: Path, seconds: float, kept: Path, one_process: bool = False) -> None:
+        self.kept = kept
+        self._run = functools.partial(run_files, checkout, seconds=seconds, one_process=one_process)
+
+    def together(self, files: Sequence[str], strategy: str) -> Outcomes:
+        """The outcomes of files that share a process; after a file that ends it, those behind have another one."""
+        outcomes: Outcomes = {}
+        rest = [file for file in files if not self._file_of(file, strategy).exists()]
+        while rest:
+            found, ended = self._run(rest, strategy)
+            reached = rest if ended else rest[: 1 + max(rest.index(_file_of(name)) for name in found)]
+            for file in reached:
+                self._keep(file, strategy, {name: one for name, one in found.items() if _file_of(name) == file})
+            rest = rest[len(reached) :]
+        for file in files:
+            outcomes |= self._kept(file, strategy)
+        return outcomes
+
+    def alone(self, file: str, strategy: str) -> Outcomes:
+        """The outcomes of a file that has a process for itself."""
+        mark = self._file_of(file, f"{strategy}-alone")
+        if not mark.exists():
+            self._keep(file, strategy, self._run([file], strategy)[0])
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        return self._kept(file, strategy)
+
+    def group(self, files: Sequence[str], strategies: Sequence[str]) -> dict[str, Outcomes]:
+        """Outcomes by strategy, those of :data:`PLAIN` and, for files with differences, of :data:`DDP` among them."""
+        results = {PLAIN: self.together(files, PLAIN), DDP: {}}
+        differ: dict[str, None] = {}
+        for strategy in strategies:
+            results[strategy] = self.together(files, strategy)
+            for file in dict.fromkeys(map(_file_of, differing(results[PLAIN], results[strategy]))):
+                alone = self.alone(file, strategy)
+                own = {name: one for name, one in results[strategy].items() if _file_of(name) != file}
+                results[strategy] = own | alone
+                if any(_file_of(name) == file for name in differing(results[PLAIN], results[strategy])):
+                    differ[file] = None
+        for file in differ:
+            results[DDP] |= self.alone(file, DDP)
+        return results
+
+    def _file_of(self, file: str, strategy: str) -> Path:
+        return self.kept / strategy / f"{file}.json"
+
+    def _keep(self, file: str, strategy: str, outcomes: Outcomes) -> None:
+        target = self._file_of(file, strategy)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps({name: asdict(outcome) for name, outcome in outcomes.items()}))
+
+    def _kept(self, file: str, strategy: str) -> Outcomes:
+        read = json.loads(self._file_of(file, strategy).read_text())
+        return {name: Outcome(**outcome) for name, outcome in read.items()}
+
+
+def _file_of(name: str) -> str:
+    return name.partition("::")[0]
 
 
 def differing(plain: Outcomes, other: Outcomes) -> list[str]:
@@ -169,7 +291,7 @@ def compare(results: Mapping[str, Outcomes], strategy: str, expected: Iterable[E
     rest = [name for name in names if name not in theirs]
     reasons = {name: reason for name in rest if (reason := reason_for(name, own.get(name), expected)) is not None}
     return {
-        "passed": sum(outcome.result == "passed" for outcome in own.values()),
+        "passed_with_and_without": sum(_passes(own, name) for name, one in plain.items() if one.result == "passed"),
         "passed_without": sum(outcome.result == "passed" for outcome in plain.values()),
         "differs_under_ddp_too": sorted(theirs),
         "expected": {
@@ -177,6 +299,17 @@ def compare(results: Mapping[str, Outcomes], strategy: str, expected: Iterable[E
         },
         "unexplained": {name: _last_line(own.get(name)) for name in rest if name not in reasons},
     }
+
+
+def by_folder(results: Mapping[str, Outcomes]) -> dict[str, dict[str, int]]:
+    """How many tests of each folder pass with nothing replaced, and how many of these with each strategy."""
+    table: dict[str, Counter[str]] = {}
+    for name, one in results[PLAIN].items():
+        if one.result == "passed":
+            parts = Path(_file_of(name)).parts
+            row = table.setdefault("/".join(parts[: 2 if parts[0] == "tests_fabric" else 1]), Counter())
+            row.update(strategy for strategy in results if strategy != DDP and _passes(results[strategy], name))
+    return {folder: dict(row) for folder, row in table.items()}
 
 
 def _last_line(outcome: Outcome | None) -> str:
@@ -188,51 +321,52 @@ def _last_line(outcome: Outcome | None) -> str:
 
 
 def find_files(checkout: Path, chosen: Sequence[str]) -> list[str]:
-    """The files of tests in folders and under names that were chosen, relative to the folder of Lightning's tests.
+    """The files of tests in folders and under names that were chosen.
+
+    They are relative to the folder of the Trainer's tests; Fabric's start with ``tests_fabric/``.
 
     Raises:
         FileNotFoundError: there is none of a name.
     """
-    folder = checkout / "tests" / "tests_pytorch"
+    folder = checkout / "tests"
     files: dict[str, None] = {}
     for name in chosen:
-        path = folder / name
+        path = folder / _path_of(name)
         if not path.exists():
             raise FileNotFoundError(
                 f"{path} does not exist; expected a copy of Lightning's repository, names in its tests/tests_pytorch"
             )
         found = sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
-        files.update((str(file.relative_to(folder)), None) for file in found)
+        files.update((_name_of(str(file.relative_to(folder))), None) for file in found)
     return list(files)
 
 
-def run_all(
-    checkout: Path, files: Sequence[str], strategies: Sequence[str], jobs: int, seconds: float
-) -> dict[str, Outcomes]:
-    """Run all files with all strategies, some side by side; results by strategy. What differs is printed by file."""
-    results: dict[str, Outcomes] = {strategy: {} for strategy in strategies}
+def groups_of(files: Iterable[str]) -> list[list[str]]:
+    """Neighbours of one folder, at most :data:`GROUP` together."""
+    folders = (list(group) for _, group in itertools.groupby(files, lambda file: Path(file).parent))
+    return [group[at : at + GROUP] for group in folders for at in range(0, len(group), GROUP)]
+
+
+def run_all(runs: Runs, files: Sequence[str], strategies: Sequence[str], jobs: int) -> dict[str, Outcomes]:
+    """Run all files with all strategies, some side by side; results by strategy. What differs is printed by group."""
+    results: dict[str, Outcomes] = {strategy: {} for strategy in (PLAIN, DDP, *strategies)}
+    groups = groups_of(files)
     with ThreadPoolExecutor(jobs) as pool:
-        work = {
-            file: {strategy: pool.submit(run_file, checkout, file, strategy, seconds) for strategy in strategies}
-            for file in files
-        }
-        for file, running in work.items():
-            of_file = {strategy: future.result() for strategy, future in running.items()}
-            for strategy, outcomes in of_file.items():
+        for group, found in zip(groups, pool.map(lambda group: runs.group(group, strategies), groups), strict=True):
+            for strategy, outcomes in found.items():
                 results[strategy].update(outcomes)
                 counts = Counter(outcome.result for outcome in outcomes.values())
-                print(f"{file} {strategy}: {', '.join(f'{n} {what}' for what, n in sorted(counts.items()))}")
+                print(f"{group[0]}, ... {strategy}: {', '.join(f'{n} {what}' for what, n in sorted(counts.items()))}")
             for strategy in strategies:
-                if strategy not in (PLAIN, DDP):
-                    for name, message in compare(of_file, strategy)["unexplained"].items():
-                        print(f"  {strategy}: {name.partition('::')[2]}: {message}")
+                for name, message in compare(found, strategy)["unexplained"].items():
+                    print(f"  {strategy}: {name}: {message}")
             sys.stdout.flush()
     return results
 
 
 def show(strategy: str, compared: Mapping[str, Any]) -> None:
     """Print what :func:`compare` returns."""
-    print(f"\n{strategy}: {compared['passed']} passed, {compared['passed_without']} with nothing replaced;", end=" ")
+    print(f"\n{strategy}: {compared['passed_with_and_without']} of {compared['passed_without']} passed;", end=" ")
     print(f"{len(compared['differs_under_ddp_too'])} differ under ddp, too")
     for reason, names in compared["expected"].items():
         print(f"  expected: {reason}: {len(names)}")
@@ -245,22 +379,28 @@ def show(strategy: str, compared: Mapping[str, Any]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, metavar="CHECKOUT", help="a copy of Lightning's repository")
-    parser.add_argument("--strategies", nargs="+", default=["zero2_offload", "zero3"], help="names to try")
-    parser.add_argument("--tests", nargs="+", default=TESTS, metavar="NAME", help="files or folders of tests_pytorch")
-    parser.add_argument("--jobs", type=int, default=2, help="files that run side by side")
-    parser.add_argument("--seconds", type=float, default=600.0, help="for one file")
+    parser.add_argument("--strategies", nargs="+", default=STRATEGIES, help="names to try")
+    parser.add_argument(
+        "--tests", nargs="+", default=TESTS, metavar="NAME", help="files or folders of Lightning's tests"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="processes that run side by side")
+    parser.add_argument("--seconds", type=float, default=150.0, help="for one test")
+    parser.add_argument("--one-process", action="store_true", help="skip the tests that start ranks or scripts")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="outcomes, which spare another run the same files")
     parser.add_argument("--out", type=Path, help="file for the result, as JSON")
     chosen = parser.parse_args(arguments)
     checkout = chosen.checkout.resolve()
-    strategies = [PLAIN, DDP, *chosen.strategies]
-    results = run_all(checkout, find_files(checkout, chosen.tests), strategies, chosen.jobs, chosen.seconds)
+    files = find_files(checkout, chosen.tests)
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Runs(checkout, chosen.seconds, chosen.keep or Path(folder), chosen.one_process)
+        results = run_all(runs, files, chosen.strategies, chosen.jobs)
     compared = {strategy: compare(results, strategy) for strategy in chosen.strategies}
     for strategy, one in compared.items():
         show(strategy, one)
     if chosen.out is not None:
         described = describe() | {"tests_of": _version_of(checkout)}
-        content = {"environment": described, "tests": list(chosen.tests), "strategies": compared}
-        chosen.out.write_text(json.dumps(content, indent=2) + "\n")
+        content = {"environment": described, "tests": list(chosen.tests), "passed": by_folder(results)}
+        chosen.out.write_text(json.dumps(content | {"strategies": compared}, indent=2) + "\n")
     return int(any(one["unexplained"] for one in compared.values()))
 
 

@@ -48,14 +48,16 @@ def checkout(tmp_path: Path) -> Path:
 def test_what_a_strategy_changes_is_told_apart(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results = {name: suite.run_file(checkout, FILE, name, 100.0) for name in ("plain", "ddp", "zero3")}
+    runs = suite.Runs(checkout, 100.0, checkout / "kept")
+    results = runs.group(suite.find_files(checkout, ["models"]), ["zero3"])
     given = {f"{FILE}::TestOfAClass::test_given[{name}]" for name in ("a b", "c")}
     assert {name for name, outcome in results["plain"].items() if outcome.result == "passed"} == given | {
         f"{FILE}::test_default",
         f"{FILE}::test_ours",
     }
+    assert all(name.startswith(FILE) for name in results["ddp"]), "only files that differ run with it"
     compared = suite.compare(results, "zero3", ())
-    assert compared["passed"] == 2
+    assert compared["passed_with_and_without"] == 2
     assert compared["passed_without"] == 4
     assert compared["differs_under_ddp_too"] == [f"{FILE}::test_default"]
     assert list(compared["unexplained"]) == [f"{FILE}::test_ours"]
