@@ -39,7 +39,7 @@ def load(path: Location, world: Group, weights_only: bool = True, checksums: boo
     """Read a file, an archive with its tensors mapped or read by ranges; see :func:`lightning_zero.checkpoint.load`."""
     what = f"read the checkpoint {path}"
     if not any(together(world, path.exists, what)):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        raise FileNotFoundError(errno.ENOENT, "Checkpoint file not found", str(path))  # as Lightning has it
     zipped, *_ = together(world, lambda: _is_zip(path), what)
     if zipped and checksums:
         verify(path, world, weights_only)
