@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.storage import TypedStorage, UntypedStorage
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
@@ -74,7 +74,6 @@ __all__ = [
     "users_of_tensor",
     "version_counter",
     "version_of",
-    "without_modes",
 ]
 
 T = TypeVar("T", bound=Tensor)
@@ -95,9 +94,6 @@ FLASH_ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
 )
-
-# A context inside which operators run as if no mode were active, such as that one.
-without_modes = _disable_current_modes
 
 # Contexts inside which no subclass's `__torch_function__` is called, and no function mode either. Torch's own notes on
 # extending it name them so.

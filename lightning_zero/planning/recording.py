@@ -56,6 +56,10 @@ class TracedParameters:
         """The most at a time before the gradient of a parameter."""
         return Bytes(device=self._trace.backward.get(self._names[id(parameter)], 0))
 
+    def entered(self, unit: str) -> Bytes:
+        """The most at a time before the backward of a unit began."""
+        return Bytes(device=self._trace.entered.get(unit, 0))
+
     def left(self, parameters: Iterable[Parameter]) -> Bytes:
         """The bytes that live on beside the gradients of all of these parameters."""
         names = [self._names[id(p)] for p in parameters if self._names[id(p)] in self._order]
@@ -324,8 +328,8 @@ class RecordedRun:
         self._parameters = [parameters[unit.name] for unit in units]
         self._traced = traced
         self._names = [unit.name for unit in units]
+        self._own = [self._own_buckets(ps) for ps in self._parameters]  # of those that get no gradient, too
         self._first_root, self._last_root = self._split(parameters[ROOT])
-        self._own = [self._own_buckets(ps) for ps in self._parameters]
         self._reducer = Reducer([bucket.gradients for bucket in self.buckets], placement.sharding)
         self._prefetcher = Prefetcher(self._own, max_live_numel, prefetch_mb)
 
@@ -412,6 +416,11 @@ class RecordedRun:
         if self._traced is not None:
             self._account.touch(self._traced.forward(unit))
 
+    def _enter_backward(self, number: int) -> None:
+        """Activations before the backward of a unit come and go, beside the parameters of the unit after it."""
+        if self._traced is not None and number >= 0:
+            self._account.touch(self._traced.entered(self._names[number]))
+
     def _run_forward(self, number: int) -> None:
         shards_params = self._placement.sharding.shard_params
         if shards_params:
@@ -424,12 +433,14 @@ class RecordedRun:
     def _backward(self) -> None:
         self._reducer.begin(eager=True)
         self._run_backward(self._first_root)
+        self._enter_backward(len(self._own) - 1)
         for number in reversed(range(len(self._own))):
             if self._placement.sharding.shard_params:
                 if self._recomputed:
                     self._run_forward(number)
                 self._prefetcher.gather(number)
             self._run_backward(list(reversed(self._parameters[number])))
+            self._enter_backward(number - 1)
             if self._placement.sharding.shard_params:
                 with self._beside(self._parameters[number]):
                     self._reducer.end_unit([bucket.gradients for bucket in self._own[number]])

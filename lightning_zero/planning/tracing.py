@@ -4,7 +4,8 @@ The module runs once on fake tensors of the CPU, whose operators choose the same
 attention, checkpointing, saved tensors that are packed). Every storage is counted as long as it lives, whoever holds
 it: autograd, a temporary of the backward, the loss. Parameters, buffers and gradients are left out, since a plan has
 them. Where activations rest in host memory, the run moves them as a training does, to memory that is only counted. What
-an operator takes and gives back inside itself is not seen, such as workspaces of cuBLAS and cuDNN.
+an operator takes and gives back inside itself is not seen, such as workspaces of cuBLAS and cuDNN, but for that of an
+LSTM on a CPU.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import copy
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,11 +36,9 @@ from lightning_zero.torch_private import (
     FakeTensorMode,
     TorchDispatchMode,
     tree_leaves,
-    without_modes,
 )
 
 _aten = torch.ops.aten
-_STEPS = 64  # of a sequence that a recurrent layer really runs
 Loss = Callable[[nn.Module], Tensor]
 
 
@@ -56,7 +55,10 @@ class Trace:
         forward: the most bytes that lived at a time while a unit computed in forward, by its name; those of
             :data:`~lightning_zero.sharding.partition.ROOT` while none did.
         backward: the most bytes in backward after the gradient before, until that of a parameter was accumulated, by
-            the parameter's name, in the order in which gradients are accumulated.
+            the parameter's name, in the order in which gradients are accumulated. What lived before the backward of a
+            unit began, in between, is in ``entered``.
+        entered: the most bytes in backward after the gradient before, until the first one of a unit's outputs arrived,
+            by the unit's name.
         left: the bytes that lived on when the gradient of a parameter had been accumulated, by the parameter's name.
         recomputed: whether units run under reentrant checkpointing.
         on_host: the most bytes in host memory at a time.
@@ -67,6 +69,7 @@ class Trace:
     forward: Mapping[str, int] = field(default_factory=dict)
     backward: Mapping[str, int] = field(default_factory=dict)
     left: Mapping[str, int] = field(default_factory=dict)
+    entered: Mapping[str, int] = field(default_factory=dict)
     recomputed: bool = False
     on_host: int = 0
     copied: Mapping[str, int] = field(default_factory=dict)
@@ -74,7 +77,7 @@ class Trace:
     @property
     def peak(self) -> int:
         """The most bytes at any moment."""
-        return max([*self.forward.values(), *self.backward.values()], default=0)
+        return max([*self.forward.values(), *self.backward.values(), *self.entered.values()], default=0)
 
 
 def trace(
@@ -143,6 +146,7 @@ class _Run:
         self._forward: dict[str, int] = {}
         self._backward: dict[str, int] = {}
         self._left: dict[str, int] = {}
+        self._entered: dict[str, int] = {}
         self._in_backward = self._recomputed = False
         self._flops = FlopCounterMode(display=False, custom_mapping=_FLOPS)
 
@@ -178,6 +182,7 @@ class _Run:
             self._forward,
             self._backward,
             self._left,
+            self._entered,
             self._recomputed,
             self._copies.most,
             self._copies.copied,
@@ -187,12 +192,20 @@ class _Run:
         if not self._in_backward:
             self._forward[where] = max(self._forward.get(where, 0), self._live.most_since())
 
+    def _begin_backward(self, unit: str) -> None:
+        if self._in_backward and unit not in self._entered:  # of a unit that is called twice: of the last call
+            self._entered[unit] = self._live.most_since()
+
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._note(ROOT)
+        self._begin_backward(self._units[module])  # to recompute it
         self._recomputed |= not self._in_backward and not torch.is_grad_enabled()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._note(self._units[module])
+        for made in tree_leaves(output):
+            if isinstance(made, Tensor) and made.requires_grad and not isinstance(made, Parameter):
+                made.register_hook(lambda _: self._begin_backward(self._units[module]))
 
     def _accumulated(self, name: str) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
@@ -275,8 +288,15 @@ class _Live(TorchDispatchMode):
             if isinstance(made, Tensor) and made.layout is torch.strided:
                 self._see(made.untyped_storage(), made.untyped_storage().nbytes())
         if func is _aten.mkldnn_rnn_layer.default:
-            self._see(result[3].untyped_storage(), _recurrent_workspace(args))
+            self._see(result[3].untyped_storage(), _recurrent_workspace(*args[:3]))
+            self._touch(_recurrent_scratch(*args[:3]))
+        elif func is _aten.mkldnn_rnn_layer_backward.default:
+            self._touch(_recurrent_scratch(*args[:3]) + _recurrent_gradients(*args[1:3]))
         return result
+
+    def _touch(self, nbytes: int) -> None:
+        """An operator took so many bytes inside itself, beside what it returned."""
+        self._most = max(self._most, self._now + nbytes)
 
     def _see(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         key = id(storage)  # the object lives as long as its memory would
@@ -292,24 +312,26 @@ class _Live(TorchDispatchMode):
             self._now -= found[1]
 
 
-def _recurrent_workspace(args: Sequence[Any]) -> int:
-    """The bytes that a layer of an LSTM keeps for its backward, which a tensor without memory does not say.
-
-    They grow with the length of the sequence; longer ones than some are extrapolated.
-    """
-    steps = int(args[0].shape[0])
-    if steps <= _STEPS:
-        return _workspace_of(args, steps)
-    half, whole = _workspace_of(args, _STEPS // 2), _workspace_of(args, _STEPS)
-    return whole + (whole - half) * (steps - _STEPS) // (_STEPS - _STEPS // 2)
+# What oneDNN takes for a layer of an LSTM. Of the workspace only what is written counts: most of it never becomes
+# resident. The sizes are those that resident memory shows, with oneDNN 3.12 and AVX-512.
+def _recurrent_workspace(batch: Tensor, of_input: Tensor, of_hidden: Tensor) -> int:
+    """The bytes that are kept for backward: gates of all steps, and cells in fp32."""
+    cells = batch.shape[0] * batch.shape[1] * of_hidden.shape[1]
+    return _gates_bytes(batch, of_input) + cells * torch.float32.itemsize
 
 
-def _workspace_of(args: Sequence[Any], steps: int) -> int:
-    with without_modes():
-        made = [torch.zeros(arg.shape, dtype=arg.dtype) if isinstance(arg, Tensor) else arg for arg in args]
-        made[0] = torch.zeros(steps, *made[0].shape[1:], dtype=made[0].dtype)
-        nbytes: int = _aten.mkldnn_rnn_layer.default(*made)[3].nbytes
-        return nbytes
+def _recurrent_scratch(batch: Tensor, of_input: Tensor, of_hidden: Tensor) -> int:
+    """The bytes of weights in another order, and of gates in passing."""
+    return of_input.nbytes + of_hidden.nbytes + _gates_bytes(batch, of_input)
+
+
+def _recurrent_gradients(of_input: Tensor, of_hidden: Tensor) -> int:
+    """The bytes of the gradients of weights in another order, in fp32."""
+    return (of_input.numel() + of_hidden.numel()) * torch.float32.itemsize
+
+
+def _gates_bytes(batch: Tensor, of_input: Tensor) -> int:
+    return batch.shape[0] * batch.shape[1] * of_input.shape[0] * batch.dtype.itemsize
 
 
 # Operations by the shapes of the arguments. Torch's counter knows attention on a GPU, and no recurrent layers.
