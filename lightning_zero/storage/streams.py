@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -26,7 +25,7 @@ from torch import Tensor
 from lightning_zero.storage.accelerators import device_type
 from lightning_zero.storage.executor import DONE, Executor, InlineExecutor, Lane, Ticket, noting_work
 from lightning_zero.storage.staging import Staging
-from lightning_zero.storage.threads import ThreadExecutor
+from lightning_zero.storage.threads import Jobs, ThreadExecutor, start_lane
 from lightning_zero.storage.work_log import WORK_LOG
 
 DEFAULT_BYTES = 64 << 20  # of gradients on their way to the host, and of staging memory
@@ -156,7 +155,7 @@ class StreamExecutor:
         # Apart: a job that fills memory never waits for memory that a later job of its lane will give back.
         self._leaving, self._arriving = Staging(device, staging_bytes), Staging(device, staging_bytes)
         self._streams: dict[Lane, torch.Stream] = {}
-        self._threads: dict[Lane, queue.SimpleQueue[Callable[[], None] | None]] = {}
+        self._threads: dict[Lane, Jobs] = {}
         self._copies: dict[Lane, deque[_Copy]] = {lane: deque() for lane in _STREAMS}
         self._lock = threading.RLock()
 
@@ -298,14 +297,11 @@ class StreamExecutor:
         self._thread(lane).put(partial(_run, job, lane, what, tuple(after), running, future))
         return _Work(self, lane, what, future)
 
-    def _thread(self, lane: Lane) -> queue.SimpleQueue[Callable[[], None] | None]:
+    def _thread(self, lane: Lane) -> Jobs:
         with self._lock:
             if lane not in self._threads:
-                jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-                self._threads[lane] = jobs
-                # A daemon: one that hangs holds up neither teardown nor the end of the process.
-                threading.Thread(target=_work, args=(jobs, self.device), name=f"lane {lane.name}", daemon=True).start()
-                weakref.finalize(self, jobs.put, None)
+                jobs = self._threads[lane] = queue.SimpleQueue()
+                start_lane(self, jobs, partial(_work, jobs, self.device), lane)
             return self._threads[lane]
 
 
@@ -321,7 +317,7 @@ def make_executor(device: torch.device, overlap: bool) -> Executor:
     return ThreadExecutor() if device_type(device).shares_host_memory else StreamExecutor(device)
 
 
-def _work(jobs: queue.SimpleQueue[Callable[[], None] | None], device: torch.device) -> None:
+def _work(jobs: Jobs, device: torch.device) -> None:
     """Runs the jobs of a lane, in a thread of its own, until the executor is gone."""
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)

@@ -1,9 +1,11 @@
-"""The executor of CPU ranks: only the disk works beside the training."""
+"""Threads of lanes, and the executor of CPU ranks: only the disk works beside the training."""
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -14,8 +16,37 @@ import torch
 from lightning_zero.storage.executor import InlineExecutor, Lane, Ticket
 from lightning_zero.storage.work_log import WORK_LOG
 
-_Jobs = queue.SimpleQueue[Callable[[], None] | None]
+Jobs = queue.SimpleQueue[Callable[[], None] | None]
 _THREADS = frozenset({Lane.READ, Lane.WRITE})
+_EXIT_SECONDS = 5.0  # in which lanes end their jobs when the process exits: one that hangs holds it up no longer
+_lanes: weakref.WeakKeyDictionary[threading.Thread, Jobs] = weakref.WeakKeyDictionary()
+
+
+def start_lane(owner: object, jobs: Jobs, work: Callable[[], None], lane: Lane) -> None:
+    """Start the thread of a lane.
+
+    Args:
+        owner: with which it ends: then ``jobs`` get a ``None``.
+        jobs: that are done in order.
+        work: takes them, until it finds ``None``.
+        lane: its name.
+    """
+    # A daemon: one that hangs holds up neither teardown nor the end of the process.
+    thread = threading.Thread(target=work, name=f"lane {lane.name}", daemon=True)
+    _lanes[thread] = jobs
+    thread.start()
+    weakref.finalize(owner, jobs.put, None)
+
+
+@atexit.register
+def _drain_lanes() -> None:
+    """Wait for the jobs of lanes: a thread in a compiled function would end the process, by an abort."""
+    until = time.monotonic() + _EXIT_SECONDS
+    for thread, jobs in list(_lanes.items()):
+        done = threading.Event()
+        jobs.put(done.set)
+        while thread.is_alive() and not done.wait(0.01) and time.monotonic() < until:
+            pass
 
 
 class _Work:
@@ -46,7 +77,7 @@ class ThreadExecutor(InlineExecutor):
     """
 
     def __init__(self) -> None:
-        self._threads: dict[Lane, _Jobs] = {}
+        self._threads: dict[Lane, Jobs] = {}
 
     def submit(self, job: Callable[[], object], lane: Lane, what: str, after: Sequence[Ticket] = ()) -> Ticket:
         if lane not in _THREADS:
@@ -55,17 +86,15 @@ class ThreadExecutor(InlineExecutor):
         self._thread(lane).put(partial(_run, partial(super().submit, job, lane, what, tuple(after)), ended))
         return _Work(lane, what, ended)
 
-    def _thread(self, lane: Lane) -> _Jobs:
+    def _thread(self, lane: Lane) -> Jobs:
         if lane not in self._threads:
-            jobs: _Jobs = queue.SimpleQueue()
+            jobs: Jobs = queue.SimpleQueue()
             self._threads[lane] = jobs
-            # A daemon: one that hangs holds up neither teardown nor the end of the process.
-            threading.Thread(target=_work, args=(jobs,), name=f"lane {lane.name}", daemon=True).start()
-            weakref.finalize(self, jobs.put, None)
+            start_lane(self, jobs, partial(_work, jobs), lane)
         return self._threads[lane]
 
 
-def _work(jobs: _Jobs) -> None:
+def _work(jobs: Jobs) -> None:
     with torch.no_grad():
         while (job := jobs.get()) is not None:
             job()

@@ -361,3 +361,21 @@ def test_file_systems_are_known_by_their_names() -> None:
     memory = file_system(Path("/dev/shm"))
     assert memory.in_memory == (memory.kind == "tmpfs")
     assert not memory.on_network
+
+
+AT_EXIT = """
+import os, sys, torch
+from lightning_zero import ops
+from lightning_zero.storage import Lane, ThreadExecutor
+file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT | os.O_SYNC)
+pool, executor, memory = ops.DiskPool(), ThreadExecutor(), torch.zeros(1 << 20, dtype=torch.uint8)
+for number in range(8):
+    executor.submit(lambda: pool.write(file, memory, number << 20), Lane.WRITE, "a write")
+"""
+
+
+@pytest.mark.slow
+def test_a_process_ends_after_what_its_lane_writes(tmp_path: Path) -> None:
+    """The interpreter would end the thread inside a compiled function, and the process by an abort with that."""
+    subprocess.run([sys.executable, "-P", "-c", AT_EXIT, str(tmp_path / "file")], check=True, cwd=tmp_path)
+    assert (tmp_path / "file").stat().st_size == 8 << 20
