@@ -10,7 +10,7 @@ activations, before anything is allocated. Measured, per rank:
 - disk: blocks of the files in which state rests, by the file system;
 - growth: the most resident memory of the third step (VmHWM, reset before it) above the resident memory before it.
 
-The goals are held, host and disk bytes within 1% and growth within 10%. Blocks of 128 KiB and more are mappings of
+The goals are held, host and disk bytes within 1% and growth within 10%. Blocks of 32 KiB and more are mappings of
 their own (MALLOC_MMAP_THRESHOLD_), so that what is freed leaves the resident memory, the same in each run.
 """
 
@@ -45,7 +45,7 @@ GOALS = {"held": 0.01, "host": 0.01, "disk": 0.01, "growth": 0.10}
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed"}
 NVME = {"nvme_buffer_gb": 0.002}
 ENVIRONMENT = {
-    "MALLOC_MMAP_THRESHOLD_": "131072",
+    "MALLOC_MMAP_THRESHOLD_": "32768",
     "MALLOC_TRIM_THRESHOLD_": "0",
     "MALLOC_ARENA_MAX": "1",
     "MKL_DISABLE_FAST_MM": "1",
