@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import mmap
-import os
 import pickle
 import weakref
 import zipfile
