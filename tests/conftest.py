@@ -7,6 +7,7 @@ import is imported where it is used.
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -94,6 +95,17 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
             pytrace=False,
         )
     return result
+
+
+@pytest.fixture(autouse=True)
+def _loggers() -> Iterator[None]:
+    """Gives Lightning's loggers back as they were: programs of Hydra that tests run in this process configure them."""
+    loggers = [logging.getLogger(name) for name in ("lightning", "lightning.pytorch", "lightning.fabric")]
+    before = [(logger.level, logger.propagate, logger.handlers[:]) for logger in loggers]
+    yield
+    for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.propagate, logger.handlers = propagate, handlers
 
 
 @pytest.fixture(scope="session")

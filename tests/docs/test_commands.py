@@ -49,6 +49,7 @@ NOT_RUN = {
     "make test-slow": "it is what runs the slow tests",
     "make docs": "it installs mkdocs",
     "lightning-zero config": "it asks at a terminal: tests/cli/test_config.py answers",
+    "make test-lightning LIGHTNING=DIR": "it takes a copy of Lightning: see tests/benchmarks/test_lightning_suite.py",
     "make wheel": "it compiles for minutes; the workflow of a release does it",
 }
 TEXT_DATA = ["data=text", "data.path=input.txt"]  # the default reads the standard library, which takes a second
