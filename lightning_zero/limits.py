@@ -73,6 +73,25 @@ def boot(root: Path = Path("/")) -> str:
     return (read_text(root / "proc/sys/kernel/random/boot_id") or "").strip()
 
 
+def process_name(root: Path = Path("/")) -> str:
+    """Names this process for others of its machine, see :func:`has_ended`."""
+    try:
+        space = str((root / "proc/self/ns/pid").readlink())
+    except OSError:  # not Linux
+        space = ""
+    return f"{boot(root)} {space} {os.getpid()}"
+
+
+def has_ended(process: str, root: Path = Path("/")) -> bool:
+    """Tells whether a process has ended, by its :func:`process_name`; False where it cannot be seen from here."""
+    place, _, number = process.rpartition(" ")
+    own, _, _ = process_name(root).rpartition(" ")
+    if place != own or not all(place.split(" ")):
+        return False
+    _, _, state = (read_text(root / "proc" / number / "stat") or ") Z").rpartition(") ")
+    return state[0] in "ZX"  # it is there until its parent has asked for its exit code
+
+
 def processor(root: Path = Path("/")) -> str | None:
     """Reads the model of the processors."""
     model = re.search(r"^model name\s*:\s*(.+)$", read_text(root / "proc/cpuinfo") or "", re.MULTILINE)

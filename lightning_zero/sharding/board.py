@@ -11,10 +11,10 @@ from enum import StrEnum
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lightning_zero.advice import Case, advice
+from lightning_zero.limits import has_ended
 
 _SECONDS_TO_ANSWER = 3.0  # of the store; after it the store counts as gone
 _SECONDS_TO_NOTE = 1.0  # of other ranks whose collectives fail at about the same time as this one's
-_SECONDS_TO_END = 0.1  # of a rank that has closed its connections
 _SECONDS_BETWEEN = 0.05  # two looks at their notes
 _ANYONE = "-"  # the note of a rank that cannot say for whom it has waited
 
@@ -40,12 +40,20 @@ class Board:
         store: shared by them; ``None``: nothing is noted.
         name: of this board among others in the store.
         hosts: each rank's; none where they are not known.
+        processes: each rank's :func:`~lightning_zero.limits.process_name`; likewise.
     """
 
     def __init__(
-        self, rank: int = 0, size: int = 1, store: Store | None = None, name: str = "", hosts: Sequence[str] = ()
+        self,
+        rank: int = 0,
+        size: int = 1,
+        store: Store | None = None,
+        name: str = "",
+        hosts: Sequence[str] = (),
+        processes: Sequence[str] = (),
     ) -> None:
         self.rank, self.size = rank, size
+        self._processes = processes
         self._hosts = hosts if len({*hosts}) > 1 else ()
         self._store = None if store is None else PrefixStore(f"lightning_zero/{name}", store)
         self._silent = False
@@ -136,20 +144,23 @@ class Board:
 
         Args:
             awaited: the rank for which this one has waited; ``None``: any of the others.
-            ended: whether it has closed its connections, and so notes what it will about now: this rank then goes on
-                soon, before a launcher that has seen another one end ends this one, too.
+            ended: whether it has closed its connections. Where its process has ended, too, it notes nothing more, and
+                this rank goes on at once, before a launcher that has seen one end ends this one as well.
         """
-        certain = ended and (awaited is not None or self.size == 2)
-        deadline = time.monotonic() + (_SECONDS_TO_END if certain else _SECONDS_TO_NOTE)
+        deadline = time.monotonic() + _SECONDS_TO_NOTE
         self.put(Subject.WAIT, _ANYONE if awaited is None else str(awaited))
         try:
             while True:
                 missing = self._missing(awaited, self.read(Subject.WAIT))
-                if not missing or time.monotonic() > deadline or self._store is None:
+                over = time.monotonic() > deadline or self._store is None or (ended and self._have_ended(missing))
+                if not missing or over:
                     return missing
                 time.sleep(_SECONDS_BETWEEN)
         except RuntimeError:  # the store is gone, and with it what others have noted
             return [] if awaited is None else [awaited]
+
+    def _have_ended(self, ranks: Iterable[int]) -> bool:
+        return bool(self._processes) and all(has_ended(self._processes[rank]) for rank in ranks)
 
     def _missing(self, awaited: int | None, waits: Mapping[int, str]) -> list[int]:
         if awaited is None:

@@ -277,9 +277,9 @@ class Group:
             cause = board.explain()  # noted meanwhile
         if cause:
             return f"{failed}, because {cause}"
-        if tells_an_end(error):
+        if tells_an_end(error) and missing:  # where none is, all have waited: one that gave up has closed connections
             return (
-                f"{failed}, because {missing or 'another rank'} has ended without a Python error: it was killed, say, "
+                f"{failed}, because {missing} has ended without a Python error: it was killed, say, "
                 f"or its node is down ({error})"
             )
         return (

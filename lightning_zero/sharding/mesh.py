@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from lightning_zero.limits import process_name
 from lightning_zero.sharding.board import Board
 from lightning_zero.sharding.collectives import CollectiveError, Group, disagreement
 from lightning_zero.storage import Executor, Lane, Ticket
@@ -131,5 +132,6 @@ def _board_of(world: Group) -> Board:
     """A board of its own for each mesh: the names of process groups are the same on all ranks. Collective."""
     if world.process_group is None:
         return Board()
-    hosts = world.all_gather_object(socket.gethostname(), "name the nodes")
-    return Board(world.rank, world.size, default_store(), world.process_group.group_name, hosts)
+    ranks = world.all_gather_object((socket.gethostname(), process_name()), "name the nodes")
+    hosts, processes = zip(*ranks, strict=True)
+    return Board(world.rank, world.size, default_store(), world.process_group.group_name, hosts, processes)

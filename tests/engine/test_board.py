@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 import torch.distributed as dist
 
+from lightning_zero.limits import has_ended, process_name
 from lightning_zero.sharding import Board, Subject
 
 HOSTS = ("node0", "node0", "node1", "node1")
@@ -58,6 +61,26 @@ def test_ranks_that_wait_for_each_other_blame_nobody(boards: list[Board]) -> Non
 def test_who_waits_for_all_blames_those_that_noted_nothing(boards: list[Board]) -> None:
     boards[1].put(Subject.WAIT, "-")
     assert boards[0].find_missing(None) == [2, 3]
+
+
+def test_a_rank_whose_process_has_ended_is_not_waited_for_and_one_that_lives_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lightning_zero.sharding.board._SECONDS_TO_NOTE", 600.0)
+    place, _, _ = process_name().rpartition(" ")
+    with subprocess.Popen([sys.executable, "-P", "-c", "input()"], stdin=subprocess.PIPE) as other:
+        processes = (process_name(), f"{place} {other.pid}")
+        store = dist.HashStore()
+        alone, first, second = (
+            Board(rank, 2, store, name, (), processes) for rank, name in ((0, "a"), (0, "b"), (1, "b"))
+        )
+        threading.Timer(0.2, second.put, [Subject.WAIT, "0"]).start()
+        assert first.find_missing(1, ended=True) == []
+        assert not has_ended(processes[1])
+        other.kill()  # nobody has asked for its exit code yet
+        assert alone.find_missing(1, ended=True) == [1]
+    assert has_ended(processes[1])
+    assert not has_ended(f"another {place} {other.pid}")
 
 
 def test_a_store_that_never_answers_is_asked_once(boards: list[Board], monkeypatch: pytest.MonkeyPatch) -> None:
