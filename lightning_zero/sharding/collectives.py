@@ -279,8 +279,8 @@ class Group:
             return f"{failed}, because {cause}"
         if tells_an_end(error) and missing:  # where none is, all have waited: one that gave up has closed connections
             return (
-                f"{failed}, because {missing} has ended without a Python error: it was killed, say, or its node is down "
-                f"({error})"
+                f"{failed}, because {missing} has ended without a Python error: it was killed, say, or its node is "
+                f"down ({error})"
             )
         return (
             f"{failed}: {missing or 'another rank'} failed, or does something else than this one, or takes longer than "
