@@ -89,6 +89,7 @@ def raise_while_others_wait() -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_a_failed_one_is_ended(pool2: RankPool) -> None:
     begin = time.monotonic()
     with pytest.raises(RankError, match="rank 0: LookupError") as caught:
@@ -104,6 +105,7 @@ def hang_on_rank_1() -> None:
         time.sleep(1000)
 
 
+@pytest.mark.slow
 def test_a_hang_is_recovered_from(pool2: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
     pids = pool2.pids
     with pytest.raises(RankError, match="rank 1: timeout: no answer within"):
@@ -139,6 +141,7 @@ def test_a_death_is_reported_and_recovered_from(pool2: RankPool, capsys: pytest.
     assert pool2.run(dist.get_rank) == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_died_between_runs_is_reported(pool2: RankPool) -> None:
     os.kill(pool2.pids[0], signal.SIGKILL)
     with pytest.raises(RankError, match="rank 0: died"):

@@ -48,5 +48,6 @@ def measure_idle(folder: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_contestant_that_does_not_load_is_found(pool2: RankPool, tmp_path: Path) -> None:
     assert pool2.run(measure_idle, os.fspath(tmp_path)) == ["raw has not loaded what it saved"] * 2

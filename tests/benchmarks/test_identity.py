@@ -40,6 +40,7 @@ def record(folder: str, **changes: Any) -> dict[str, list[str]]:
     return identity.run(identity.Training(**(SMALL | changes)), Path(folder)).parts
 
 
+@pytest.mark.slow
 def test_trainings_that_are_the_same_agree_and_others_do_not(pool2: RankPool, tmp_path: Path, identity: Any) -> None:
     found = []
     for number, rate in enumerate((1.0, 1.0, 1.001)):

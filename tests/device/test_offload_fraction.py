@@ -101,10 +101,9 @@ def fit_each(accelerator: str, stage: int, precision: str) -> list[tuple[float, 
     ("stage", "precision"),
     [
         (2, "bf16-true"),
-        (3, "32-true"),
         *(
             pytest.param(stage, precision, marks=pytest.mark.slow)
-            for stage, precision in [(1, "16-true"), (2, "16-mixed"), (3, "16-true"), (3, "bf16-mixed")]
+            for stage, precision in [(1, "16-true"), (2, "16-mixed"), (3, "32-true"), (3, "16-true"), (3, "bf16-mixed")]
         ),
     ],
 )

@@ -114,7 +114,7 @@ FEW = [("zero1", "bf16-true"), ("zero2", "32-true"), ("zero3", "bf16-true"), ("z
     ("ranks", "cases"),
     [
         (2, [case for few in FEW for case in both(*few)]),
-        (2, both("0.5 of zero2_offload", "bf16-true")),
+        pytest.param(2, both("0.5 of zero2_offload", "bf16-true"), marks=pytest.mark.slow),
         pytest.param(2, both("0.5 of zero3_offload", "32-true"), marks=pytest.mark.slow),
         *(
             pytest.param(ranks, [case for name in NAMES for case in both(name, precision)], marks=pytest.mark.slow)

@@ -47,13 +47,14 @@ def launch(command: list[str], folder: Path, **options: Any) -> tuple[int, str, 
     return process.returncode, output, time.monotonic() - begin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "strategy"),
     [
         (PLAIN, "zero2_offload"),
-        pytest.param(TORCHRUN, "zero2", marks=pytest.mark.slow),
-        pytest.param(PLAIN, {"stage": 3, "start_method": "spawn"}, marks=pytest.mark.slow),
-        pytest.param(PLAIN, {"stage": 2, "start_method": "fork"}, marks=pytest.mark.slow),
+        (TORCHRUN, "zero2"),
+        (PLAIN, {"stage": 3, "start_method": "spawn"}),
+        (PLAIN, {"stage": 2, "start_method": "fork"}),
     ],
     ids=["popen", "torchrun", "spawn", "fork"],
 )

@@ -83,15 +83,9 @@ def test_another_way_in_a_checked_step_is_an_error_at_once(
     assert "gathered_parameters" in messages[0]
 
 
+@pytest.mark.slow
 @ranks(2)
-@pytest.mark.parametrize(
-    ("way", "sizes"),
-    [
-        ("other", SAME),
-        pytest.param("fewer", DIFFERENT, marks=pytest.mark.slow),
-        pytest.param("more", DIFFERENT, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("way", "sizes"), [("other", SAME), ("fewer", DIFFERENT), ("more", DIFFERENT)])
 def test_later_it_is_an_error_after_the_timeout(pool: RankPool, way: str, sizes: tuple[int, int, int]) -> None:
     for rank, message in enumerate(failures_of(pool, TIMEOUT + SOON, go_astray, way, sizes, 3, 1)):
         assert message.startswith(f"rank {rank} of {pool.world_size} could not ")
@@ -133,7 +127,7 @@ def steps_unevenly(stage: int, check_steps: int) -> None:
 @ranks(2)
 @pytest.mark.parametrize(
     ("check_steps", "stage"),
-    [(10, 1), (10, 3), (0, 2)],
+    [(10, 3), pytest.param(10, 1, marks=pytest.mark.slow), pytest.param(0, 2, marks=pytest.mark.slow)],
 )
 def test_a_backward_that_only_one_rank_makes(pool: RankPool, stage: int, check_steps: int) -> None:
     limit = TIMEOUT + SOON if check_steps == 0 else TIMEOUT

@@ -312,8 +312,8 @@ def resume_both_ways(folder: str, precision: MixedPrecisionPolicy | None, optimi
 @pytest.mark.parametrize(
     ("precision", "optimizer"),
     [
-        (None, "adamw"),
         (PURE_BF16, "split"),
+        pytest.param(None, "adamw", marks=pytest.mark.slow),
         pytest.param(PURE_BF16, "blocks", marks=pytest.mark.slow),
         pytest.param(None, "muon", marks=pytest.mark.slow),
     ],

@@ -347,7 +347,7 @@ def resume(name: str, setup: Setup, meshes: Meshes) -> tuple[RankResult, RankRes
     return driver.finish(first), driver.finish(second)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_checkpoints_do_not_depend_on_strides(pool2: RankPool, stage: int) -> None:
     setups = {name: Setup(stage, units=zoo.KINDS[name].units) for name in ("Strided", "ChannelsLast", "OwnedByRoot")}
     for per_rank in zip(*pool2.run_within(20, resume_kinds, setups), strict=True):

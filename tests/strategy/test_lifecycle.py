@@ -227,6 +227,7 @@ class Sleeps(Lit):
         return super().training_step(batch, index)
 
 
+@pytest.mark.slow
 def test_a_collective_that_a_rank_never_joins_times_out(pool2: RankPool) -> None:
     with pytest.raises(RankError) as caught:
         pool2.run_within(20, fit, {"stage": 2, "timeout": 1.0}, Recipe(), Sleeps)
