@@ -41,6 +41,7 @@ def checkout(tmp_path: Path) -> Path:
     file = tmp_path / "tests" / "tests_pytorch" / FILE
     file.parent.mkdir(parents=True)
     file.write_text(TESTS)
+    file.with_name("test_absent.py").write_text("import a_package_that_is_absent\n")
     return tmp_path
 
 
@@ -94,6 +95,6 @@ def test_a_run_that_was_cut_short_is_read_from_its_log() -> None:
 
 
 def test_names_are_files_or_folders_of_the_checkout(checkout: Path) -> None:
-    assert suite.find_files(checkout, ["models", FILE]) == [FILE]
+    assert suite.find_files(checkout, [FILE, "models"]) == [FILE, "models/test_absent.py"]
     with pytest.raises(FileNotFoundError, match=r"nothing.*expected a copy of Lightning's repository"):
         suite.main([str(checkout), "--tests", "nothing"])
