@@ -63,7 +63,9 @@ class Expected(NamedTuple):
 _SPIES = "it spies on the `step` of the optimizer's class, which runs on pieces of shards, and in a trial before"
 _REFUSED = "an optimizer that is not element-wise is refused"
 _ENTRIES = "it lists the entries of a checkpoint, which has more: of this package's format, of its precision"
-_SHARDED = "`state_dict` of an optimizer would be empty, since its state is sharded: the error names what to call instead"
+_SHARDED = (
+    "`state_dict` of an optimizer would be empty, since its state is sharded: the error names what to call instead"
+)
 EXPECTED = (
     Expected("*", r"At index \d+ diff: \{'name': '(Callback\.)?on_(save|load)_checkpoint'", _ENTRIES),
     Expected("*", r"state_dict\(\) would be empty: the state is sharded", _SHARDED),
