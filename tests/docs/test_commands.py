@@ -79,6 +79,7 @@ def is_mention(command: str) -> bool:
 
 
 PRINTED = sorted({command for page in PAGES for command in commands(page) if not is_mention(command)})
+README = set(commands(ROOT / "README.md"))
 
 
 def starting_with(*programs: str, but: tuple[str, ...] = ()) -> list[str]:
@@ -143,8 +144,9 @@ def run_short(
 
 
 def marked(commands: list[str]) -> list[Any]:
-    """Slow are those of a large model."""
-    return [pytest.param(c, id=c, marks=[pytest.mark.slow] if "resnet18" in c else []) for c in commands]
+    """Slow are those of a large model, and those that README does not print."""
+    fast = {command for command in README if "resnet18" not in command}
+    return [pytest.param(c, id=c, marks=[] if c in fast else [pytest.mark.slow]) for c in commands]
 
 
 @pytest.mark.parametrize("command", marked(starting_with("python ", "torchrun ", but=("python -m benchmarks.",))))
@@ -292,7 +294,7 @@ def outputs() -> dict[str, str]:
 
 
 def test_the_readme_shows_what_estimate_answers() -> None:
-    assert outputs().keys() & set(commands(ROOT / "README.md"))
+    assert outputs().keys() & README
 
 
 @pytest.mark.parametrize("command", starting_with("lightning-zero "), ids=str)
