@@ -76,6 +76,11 @@ def each_option(*groups: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("group", "option"), [(g, o) for g in groups for o in options(g)])
 
 
+def slow(*values: Any) -> list[Any]:
+    """Values of a parameter with which a test is slow: another one goes the same way."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def write_application(folder: Path) -> Path:
     """The configuration folder of an application that uses every group."""
     (folder / "main.yaml").write_text(PRIMARY)
@@ -498,9 +503,11 @@ def run_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., lis
 @pytest.mark.parametrize(
     "words",
     [
-        ["run_dir=x", "hydra.run.dir='rank ${oc.env:RANK}'", "--config-dir", "experiment"],
-        ["--config-dir", "experiment", "--multirun", "run_dir=x"],
         ["run_dir=x", "hydra.mode=MULTIRUN", "hydra.sweep.dir='rank ${oc.env:RANK}'", "--run"],
+        *slow(
+            ["run_dir=x", "hydra.run.dir='rank ${oc.env:RANK}'", "--config-dir", "experiment"],
+            ["--config-dir", "experiment", "--multirun", "run_dir=x"],
+        ),
     ],
 )
 def test_ranks_of_torchrun_share_a_folder(run_rank: Callable[..., list[HydraConf]], words: list[str]) -> None:
@@ -509,7 +516,9 @@ def test_ranks_of_torchrun_share_a_folder(run_rank: Callable[..., list[HydraConf
     assert [job.job.name for job in second] == ["train_rank_1"]
 
 
-@pytest.mark.parametrize("words", [["-c", "job"], ["--info", "searchpath"], ["-h"], ["--hydra-help"], ["--version"]])
+@pytest.mark.parametrize(
+    "words", [["-c", "job"], ["--version"], *slow(["--info", "searchpath"], ["-h"], ["--hydra-help"])]
+)
 def test_a_rank_that_only_prints_waits_for_no_other(run_rank: Callable[..., list[HydraConf]], words: list[str]) -> None:
     code = None
     try:
@@ -644,13 +653,10 @@ def test_refused_values_name_what_would_be_right(
 @pytest.mark.parametrize(
     "override",
     [
-        "+trainer.min_steps=3",
         "++trainer.max_steps=3",
-        "+run_dir.more=x",
         "+tag=a",
-        "+hydra.job.env_set.A=b",
         "+more@trainer=long",
-        "+more=global",
+        *slow("+trainer.min_steps=3", "+run_dir.more=x", "+hydra.job.env_set.A=b", "+more=global"),
     ],
 )
 def test_additions_that_are_used_are_taken(folder: Path, monkeypatch: pytest.MonkeyPatch, override: str) -> None:
@@ -727,7 +733,7 @@ def test_a_missing_logger_package_is_named(
     assert "Neither `tensorboard` nor `tensorboardX` is available. Try `pip install`ing either." in message
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("zero2", "1,2"), ("ddp", "2")])
+@pytest.mark.parametrize(("strategy", "devices"), [("zero2", "1,2"), pytest.param("ddp", "2", marks=pytest.mark.slow)])
 def test_a_sweep_over_several_ranks_is_refused(
     run_app: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, devices: str
 ) -> None:
