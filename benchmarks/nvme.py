@@ -4,12 +4,12 @@
 
 Two questions, each in rounds that are interleaved:
 
-- throughput: tiles read, written, and both at the same time, as the engine moves them
-  (`lightning_zero.storage.disk_speed`), and the same part of the same file by fio, with as many threads, blocks of the
-  same size and `O_DIRECT`, where that is installed;
+- throughput: tiles read, written, and both at the same time, as the engine moves them by threads and by io_uring, each
+  in the way that is best for it (`lightning_zero.storage.disk_speed`); and the same part of the same file by fio, with
+  as many threads, or an io_uring of the same depth, blocks of the same size and `O_DIRECT`, where that is installed;
 - step: the update of AdamW in fp32 on one CPU rank, its state in host memory (`zero2_offload`) and on the disk
-  (`zero2_nvme`), beside the time that the disk takes for the bytes of that state at the rate that is measured in the
-  same round. The update includes the last writes.
+  (`zero2_nvme`, by either backend), beside the time that the disk takes for the bytes of that state at the rate that is
+  measured in the same round. The update includes the last writes.
 
 The goal: fio's throughput within 5%, and an update that takes at most 1.1 times the larger one of the disk's time and
 the update in host memory. DeepSpeed's NVMe offload is not compared here.
@@ -18,6 +18,7 @@ the update in host memory. DeepSpeed's NVMe offload is not compared here.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
@@ -25,7 +26,9 @@ import shutil
 import statistics
 import subprocess
 import time
+import unittest.mock
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +39,10 @@ from torch.utils.data import DataLoader
 
 from benchmarks.environment import describe
 from benchmarks.examples import ROOT
-from lightning_zero import ZeroStrategy
-from lightning_zero.storage import Lane
+from lightning_zero import ZeroStrategy, ops
+from lightning_zero.storage import Lane, disk_speed
 from lightning_zero.storage.disk_file import DiskFile
-from lightning_zero.storage.disk_speed import DiskSpeed, Way, choose_way, measure
+from lightning_zero.storage.disk_speed import RINGS, THREADS, DiskSpeed, Way, choose_way, measure
 from lightning_zero.storage.nvme import transfer_bytes
 from lightning_zero.storage.run_folder import RunFolder, file_system
 
@@ -47,13 +50,20 @@ WIDTH = 2048
 PATTERNS = {"read": "read", "write": "write", "mixed": "rw"}  # ours, and what fio calls them
 
 
+def backends() -> dict[ops.DiskBackend, Sequence[Way]]:
+    """What moves blocks here, in its ways."""
+    return {"threads": THREADS} if ops.io_uring_refusal() else {"threads": THREADS, "io_uring": RINGS}
+
+
 def fio(file: Path, nbytes: int, way: Way, pattern: str, seconds: float, direct: bool) -> float:
     """Bytes per second of a part of a file that is there; what is read and what is written both count."""
-    share = nbytes // way.threads // way.block * way.block
+    jobs = way.depth if way.backend == "threads" else 1
+    share = nbytes // jobs // way.block * way.block
+    engine = ["--ioengine=psync"] if way.backend == "threads" else ["--ioengine=io_uring", f"--iodepth={way.depth}"]
     command = [
         *("fio", "--name=tiles", f"--filename={file}", f"--rw={PATTERNS[pattern]}", "--rwmixread=50"),
-        *(f"--bs={way.block}", f"--numjobs={way.threads}", f"--size={share}", f"--offset_increment={share}"),
-        *("--ioengine=psync", f"--direct={int(direct)}", "--thread", "--group_reporting", "--output-format=json"),
+        *(f"--bs={way.block}", f"--numjobs={jobs}", f"--size={share}", f"--offset_increment={share}"),
+        *(*engine, f"--direct={int(direct)}", "--thread", "--group_reporting", "--output-format=json"),
         *("--time_based", f"--runtime={seconds}s", "--allow_file_create=0"),
     ]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -62,19 +72,24 @@ def fio(file: Path, nbytes: int, way: Way, pattern: str, seconds: float, direct:
 
 
 def throughput(options: argparse.Namespace) -> dict[str, Any]:
-    """Rates of both, by round."""
+    """Rates of both, by backend and round."""
     folder, tile = RunFolder(options.path, f"benchmark-{secrets.token_hex(4)}", 0), transfer_bytes(1 << 28)
     limit = int(options.size_gb * 2**30)
-    rounds: dict[str, dict[str, list[float]]] = {"engine": defaultdict(list), "fio": defaultdict(list)}
+    rounds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     try:
         file = DiskFile(folder.path / "measured.bin", Way().pool())
-        way = choose_way(file, tile, limit)
+        ways = {backend: choose_way(file, tile, limit, among=among) for backend, among in backends().items()}
         for _ in range(options.rounds):
-            for name, rate in measure(file, tile, options.seconds, limit)._asdict().items():
-                rounds["engine"][name].append(rate)
-            for pattern in PATTERNS if shutil.which("fio") else ():
-                rate = fio(file.path, file.nbytes, way, pattern, options.seconds, file.direct)
-                rounds["fio"][pattern].append(rate)
+            for backend, way in ways.items():
+                file.pool = way.pool()
+                start, busy = time.perf_counter(), time.process_time()
+                for name, rate in measure(file, tile, options.seconds, limit)._asdict().items():
+                    rounds[backend][name].append(rate)
+                cores = (time.process_time() - busy) / (time.perf_counter() - start)
+                rounds[backend]["cores"].append(cores)  # that were busy, in user code and in the system
+                for pattern in PATTERNS if shutil.which("fio") else ():
+                    rate = fio(file.path, file.nbytes, way, pattern, options.seconds, file.direct)
+                    rounds[f"fio, {backend}"][pattern].append(rate)
         direct = file.direct
     finally:
         folder.remove()
@@ -82,12 +97,22 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "file_system": file_system(options.path).kind,
         "direct": direct,
-        "way": way._asdict(),
+        "io_uring_refusal": ops.io_uring_refusal() or None,
+        "ways": {backend: way._asdict() for backend, way in ways.items()},
         "tile_bytes": tile,
         "rounds": rounds,
         "median": middle,
-        "engine_to_fio": {name: middle["engine"][name] / rate for name, rate in middle["fio"].items()} or None,
+        "engine_to_fio": {backend: ratios(rounds[backend], rounds.get(f"fio, {backend}")) for backend in ways},
+        "io_uring_to_threads": ratios(rounds.get("io_uring"), rounds["threads"]),
     }
+
+
+def ratios(ones: dict[str, list[float]] | None, others: dict[str, list[float]] | None) -> dict[str, float] | None:
+    """Medians of what the rates of one are of those of the other in the same round."""
+    if not ones or not others:
+        return None
+    pairs = {name: zip(rates, others[name], strict=True) for name, rates in ones.items() if name in others}
+    return {name: statistics.median(one / other for one, other in found) for name, found in pairs.items()}
 
 
 def measured(options: argparse.Namespace) -> DiskSpeed:
@@ -163,26 +188,34 @@ def update_time(options: argparse.Namespace, **strategy: Any) -> Updates:
 
 def steps(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of the update in both places, by round, and of the disk alone, measured in the same round."""
-    places = {
-        "host": {"offload_optimizer": "cpu"},
-        "disk": {"offload_optimizer": "nvme", "nvme_path": str(options.path)},
-    }
-    rounds: dict[str, list[float]] = {place: [] for place in (*places, "disk_alone", "disk_to_the_larger")}
+    disk = {"offload_optimizer": "nvme", "nvme_path": str(options.path)}
+    rounds: dict[str, list[float]] = defaultdict(list)
     resting = 0
     for _ in range(options.rounds):
-        for place, strategy in places.items():
-            updates = update_time(options, **strategy)
-            rounds[place].append(statistics.median(updates.seconds[1:]))
-            resting = max(resting, updates.resting)
-        rounds["disk_alone"].append(measured(options).seconds(resting, resting))
-        bound = max(rounds["disk_alone"][-1], rounds["host"][-1])
-        rounds["disk_to_the_larger"].append(rounds["disk"][-1] / bound)
+        rounds["host"].append(statistics.median(update_time(options, offload_optimizer="cpu").seconds[1:]))
+        for backend in backends():
+            with moved_by(backend):
+                updates = update_time(options, **disk)
+                resting = max(resting, updates.resting)
+                rounds[f"disk, {backend}"].append(statistics.median(updates.seconds[1:]))
+                rounds[f"disk alone, {backend}"].append(measured(options).seconds(resting, resting))
+        alone = min(rounds[f"disk alone, {backend}"][-1] for backend in backends())
+        for backend in backends():
+            bound = max(alone, rounds["host"][-1])
+            rounds[f"{backend} to the larger"].append(rounds[f"disk, {backend}"][-1] / bound)
     return {
         "params": max(1, round(options.params / WIDTH**2)) * WIDTH**2,
         "resting_bytes": resting,
         "rounds": rounds,
         "median": {what: statistics.median(found) for what, found in rounds.items()},
     }
+
+
+@contextlib.contextmanager
+def moved_by(backend: ops.DiskBackend) -> Iterator[None]:
+    """Only the ways of a backend are there inside."""
+    with unittest.mock.patch.object(disk_speed, "ways", return_value=backends()[backend]):
+        yield
 
 
 def main() -> None:

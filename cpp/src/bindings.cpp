@@ -4,13 +4,16 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <tuple>
 #include <vector>
 
 #include "lightning_zero/disk.h"
+#include "lightning_zero/disk_rings.h"
 #include "lightning_zero/dispatch.h"
 #include "lightning_zero/thread_pool.h"
 
@@ -130,10 +133,21 @@ std::optional<FailureTuple> transfer(DiskPool& pool, const std::vector<TransferT
   std::optional<TransferFailure> failure;
   {
     const py::gil_scoped_release release;
-    failure = write ? pool.write(transfers, alignment) : pool.read(transfers, alignment);
+    failure = pool.transfer(write ? Direction::write : Direction::read, transfers, alignment);
   }
   if (!failure) return std::nullopt;
   return FailureTuple{failure->code, failure->file, failure->offset};
+}
+
+// What the system refuses is an OSError with its number.
+template <class Pool>
+std::unique_ptr<Pool> make_pool(std::size_t depth, std::size_t block) {
+  try {
+    return std::make_unique<Pool>(depth, block);
+  } catch (const std::system_error& error) {
+    PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), error.what()).ptr());
+    throw py::error_already_set();
+  }
 }
 
 }  // namespace
@@ -270,7 +284,11 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.def("bind_threads", &bind_threads, py::arg("cores"));
 
   py::class_<DiskPool>(m, "DiskPool")
-      .def(py::init<std::size_t, std::size_t>(), py::kw_only(), py::arg("threads"), py::arg("block"))
       .def("transfer", &transfer, py::arg("transfers"), py::kw_only(), py::arg("alignment"),
            py::arg("write"));
+  py::class_<DiskThreads, DiskPool>(m, "DiskThreads")
+      .def(py::init(&make_pool<DiskThreads>), py::kw_only(), py::arg("depth"), py::arg("block"));
+  py::class_<DiskRings, DiskPool>(m, "DiskRings")
+      .def(py::init(&make_pool<DiskRings>), py::kw_only(), py::arg("depth"), py::arg("block"));
+  m.def("io_uring_refusal", &io_uring_refusal);
 }

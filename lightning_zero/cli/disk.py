@@ -1,7 +1,7 @@
 """The disk of `lightning-zero doctor --nvme PATH`: how fast the engine reads and writes files there.
 
-It measures as a training moves its state: tiles of the size that a buffer of 0.25 GiB gives, in blocks by the native
-threads, with O_DIRECT where the file system lets it, over a file that was written before, in the way that a training
+It measures as a training moves its state: tiles of the size that a buffer of 0.25 GiB gives, in blocks by io_uring or
+by threads, with O_DIRECT where the file system lets it, over a file that was written before, in the way that a training
 would choose.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_zero.cli.text import number, size
+from lightning_zero.cli.text import size
 
 if TYPE_CHECKING:
     from lightning_zero.storage.disk_speed import DiskSpeed
@@ -53,10 +53,11 @@ class Disk:
         in_memory: whether its files take the host's memory.
         on_network: whether another machine has them.
         free_bytes: that files can take.
-        backend: what moves blocks.
+        backend: what moves blocks, "io_uring" or "threads".
+        backend_reason: why that was taken.
         direct: whether they pass by the page cache.
-        reason: why that was taken.
-        threads: blocks at a time.
+        reason: why they do or do not.
+        depth: blocks at a time.
         block_bytes: of one.
         tile_bytes: of a transfer.
         read_bytes_per_second: of one tile after the other.
@@ -72,9 +73,10 @@ class Disk:
     on_network: bool
     free_bytes: int
     backend: str
+    backend_reason: str
     direct: bool
     reason: str
-    threads: int
+    depth: int
     block_bytes: int
     tile_bytes: int
     read_bytes_per_second: float
@@ -96,7 +98,7 @@ def measure_disk(path: Path, params: float | None = None, seconds: float = _SECO
         OSError: the path cannot be written to, or the disk fails; see `lightning_zero.storage.DiskError`.
     """
     from lightning_zero.storage.disk_file import DiskFile
-    from lightning_zero.storage.disk_speed import Way, choose_way, measure
+    from lightning_zero.storage.disk_speed import choose_way, measure, usual_way
     from lightning_zero.storage.nvme import transfer_bytes
     from lightning_zero.storage.run_folder import RunFolder, file_system
 
@@ -104,7 +106,7 @@ def measure_disk(path: Path, params: float | None = None, seconds: float = _SECO
     try:
         system, free = file_system(path), os.statvfs(path)
         free_bytes = free.f_bavail * free.f_frsize
-        file = DiskFile(folder.path / "measured.bin", Way().pool())
+        file = DiskFile(folder.path / "measured.bin", usual_way().pool())
         way = choose_way(file, tile, max(tile, free_bytes // 4), seconds)
         speed = measure(file, tile, seconds, max(tile, free_bytes // 4))
     finally:
@@ -115,10 +117,11 @@ def measure_disk(path: Path, params: float | None = None, seconds: float = _SECO
         in_memory=system.in_memory,
         on_network=system.on_network,
         free_bytes=free_bytes,
-        backend="threads",
+        backend=file.pool.backend,
+        backend_reason=_backend_reason(file.pool.backend),
         direct=file.direct,
         reason=_reason(file.direct, file.refusal),
-        threads=way.threads,
+        depth=way.depth,
         block_bytes=way.block,
         tile_bytes=tile,
         read_bytes_per_second=speed.read,
@@ -133,6 +136,16 @@ def _reason(direct: bool, refusal: str) -> str:
     if direct:
         return "the file system takes O_DIRECT"
     return f"the file system refuses O_DIRECT ({refusal})" if refusal else "the system has no O_DIRECT"
+
+
+def _backend_reason(backend: str) -> str:
+    from lightning_zero import ops
+
+    if refusal := ops.io_uring_refusal():
+        return f"there is no io_uring ({refusal})"
+    if backend == "io_uring":
+        return "the kernel allows it, and it was faster than threads"
+    return "they were faster than io_uring"
 
 
 def _steps(params: int, speed: DiskSpeed) -> Iterator[StepTime]:
@@ -171,8 +184,9 @@ def describe_disk(disk: Disk) -> dict[str, str]:
     }
     return {
         "path": f"{disk.path}, on {disk.file_system or 'an unknown file system'}, {size(disk.free_bytes)} free",
-        "backend": f"{disk.backend}, {'O_DIRECT' if disk.direct else 'buffered'}: {disk.reason}",
-        "transfers": f"{size(disk.tile_bytes)} in blocks of {size(disk.block_bytes)}, {number(disk.threads, 'thread')}",
+        "backend": f"{disk.backend}: {disk.backend_reason}",
+        "page cache": f"{'passed by' if disk.direct else 'used'}: {disk.reason}",
+        "transfers": f"{size(disk.tile_bytes)} in blocks of {size(disk.block_bytes)}, {disk.depth} at a time",
         **{name: f"{rate / 1e9:.3g} GB/s" for name, rate in rates.items()},
         **{
             f"a step with {step.optimizer}": f"at least {step.seconds:.3g} s for {disk.params:,} parameters, of which "

@@ -200,9 +200,8 @@ def bind_threads(cores: Sequence[int]) -> None:
     """Raises ValueError for a core that this process may not run on."""
 
 class DiskPool:
-    """Threads that read and write blocks of files; `threads` >= 1, `block` > 0 bytes."""
+    """Reads and writes blocks of files: `DiskThreads` or `DiskRings`."""
 
-    def __init__(self, *, threads: int, block: int) -> None: ...
     def transfer(
         self, transfers: Sequence[tuple[int, int, int, int]], *, alignment: int, write: bool
     ) -> tuple[int, int, int] | None:
@@ -215,4 +214,20 @@ class DiskPool:
 
         Returns:
             Errno, file and offset of the first failure; the errno is 0 where a file ends too early.
+
+        Raises:
+            RuntimeError: in the child of a fork.
         """
+
+class DiskThreads(DiskPool):
+    """By threads; `depth` >= 1 of them, `block` > 0 bytes. Raises OSError without a thread."""
+
+    def __init__(self, *, depth: int, block: int) -> None: ...
+
+class DiskRings(DiskPool):
+    """By io_uring; `depth` >= 1 blocks at a time in each call, `block` > 0 bytes. Raises OSError without a ring."""
+
+    def __init__(self, *, depth: int, block: int) -> None: ...
+
+def io_uring_refusal() -> str:
+    """Why the system refuses io_uring; empty where it does not."""

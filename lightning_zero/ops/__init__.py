@@ -21,7 +21,7 @@ except ImportError as error:
 from lightning_zero.ops.arguments import runs_on
 from lightning_zero.ops.arrays import join_, split_, sum_of_squares, zero_
 from lightning_zero.ops.blocks import BLOCK, Quantized, count_blocks, dequantize_, quantize_
-from lightning_zero.ops.disk import DiskPool, TransferFailure
+from lightning_zero.ops.disk import DiskBackend, DiskPool, TransferFailure, io_uring_refusal
 from lightning_zero.ops.formulas import Updates, updates_on
 from lightning_zero.ops.isa import compiled_isas, isa, supported_isas
 from lightning_zero.ops.threads import bind_threads, get_num_threads, set_num_threads, share_cores
@@ -29,6 +29,7 @@ from lightning_zero.ops.updates import Options, Ties, adagrad_, adamw_, lion_, s
 
 __all__ = [
     "BLOCK",
+    "DiskBackend",
     "DiskPool",
     "Options",
     "Quantized",
@@ -42,6 +43,7 @@ __all__ = [
     "count_blocks",
     "dequantize_",
     "get_num_threads",
+    "io_uring_refusal",
     "isa",
     "join_",
     "lion_",

@@ -1,10 +1,11 @@
-"""How fast a disk takes and gives tiles as the engine moves them, and how many blocks of which size it likes best."""
+"""How fast a disk takes and gives tiles as the engine moves them, and the way of doing so that it likes best."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -20,23 +21,43 @@ _LEAST_TILES = 4  # that are measured: less tells nothing
 
 
 class Way(NamedTuple):
-    """In how many blocks a disk is read and written.
+    """In how many blocks a disk is read and written, and by what.
 
     Attributes:
-        threads: blocks at a time.
+        depth: blocks at a time.
         block: bytes of one.
+        backend: what moves them.
     """
 
-    threads: int = 8
+    depth: int = 8
     block: int = 1 << 19
+    backend: ops.DiskBackend = "threads"
 
     def pool(self) -> ops.DiskPool:
-        """Threads that do so."""
-        return ops.DiskPool(self.threads, self.block)
+        """Makes what does so: threads where the system has no ring left, whatever the backend.
+
+        Raises:
+            OSError: it has no thread left either.
+        """
+        if self.backend != "threads" and not ops.io_uring_refusal():
+            with contextlib.suppress(OSError):
+                return ops.DiskPool(*self)
+        return ops.DiskPool(self.depth, self.block)
 
 
 # The usual one first. SSDs of data centers want many requests, network volumes large ones.
-WAYS = (Way(), Way(4, 1 << 20), Way(16, 1 << 18), Way(32, 1 << 17), Way(16, 1 << 20))
+THREADS = (Way(), Way(4, 1 << 20), Way(16, 1 << 18), Way(32, 1 << 17), Way(16, 1 << 20))
+RINGS = tuple(Way(depth, block, "io_uring") for depth, block in ((8, 1 << 19), (32, 1 << 17), (16, 1 << 20)))
+
+
+def ways() -> tuple[Way, ...]:
+    """Those that this system lets."""
+    return THREADS if ops.io_uring_refusal() else (*THREADS, *RINGS)
+
+
+def usual_way() -> Way:
+    """That which is taken where none is measured."""
+    return ways()[0]
 
 
 class DiskSpeed(NamedTuple):
@@ -138,24 +159,35 @@ def measure(file: DiskFile, tile: int, seconds: float, limit: int = _REGION) -> 
     )
 
 
-def choose_way(file: DiskFile, tile: int, limit: int, seconds: float = 1.0) -> Way:
-    """Find out in how many blocks a disk reads and writes tiles at the same time the fastest. No result depends on it.
+def choose_way(file: DiskFile, tile: int, limit: int, seconds: float = 1.0, among: Sequence[Way] | None = None) -> Way:
+    """Find out how a disk reads and writes tiles at the same time the fastest. No result depends on it.
 
     Args:
         file: whose first ``limit`` bytes are lost. It moves what follows in the way that was found.
         tile: bytes of a transfer.
         limit: as above.
         seconds: that it takes, or as long as a few tiles do.
+        among: the ways that are measured, of each backend the usual one first; by default all of this system.
 
     Raises:
         DiskError: the disk has no room, or fails.
     """
-    region, share = _Region(file, tile, limit, seconds / 4), seconds / 2 / len(WAYS)
+    among = among or ways()
+    region, share = _Region(file, tile, limit, seconds / 4), seconds / 2 / len(among)
     rates = {}
-    for way in WAYS:
+    for way in among:
         file.pool = way.pool()
         rates[way] = region.rate(share, region.read, region.write)
-    usual, best = WAYS[0], max(WAYS, key=rates.__getitem__)
-    chosen = best if rates[best] > _GAIN * rates[usual] else usual
+    chosen = _fastest(rates)
     file.pool = chosen.pool()
     return chosen
+
+
+def _fastest(rates: Mapping[Way, float]) -> Way:
+    """Of each backend the first way, unless another one is clearly faster, and then the faster backend."""
+    best = []
+    for backend in dict.fromkeys(way.backend for way in rates):
+        usual, *_ = own = [way for way in rates if way.backend == backend]
+        fastest = max(own, key=rates.__getitem__)
+        best.append(fastest if rates[fastest] > _GAIN * rates[usual] else usual)
+    return max(best, key=rates.__getitem__)

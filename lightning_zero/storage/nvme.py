@@ -21,7 +21,7 @@ from zlib_ng.zlib_ng import crc32
 
 from lightning_zero.advice import Case, advice
 from lightning_zero.storage.disk_file import DiskError, DiskFile, aligned
-from lightning_zero.storage.disk_speed import Way, choose_way
+from lightning_zero.storage.disk_speed import Way, choose_way, usual_way
 from lightning_zero.storage.executor import Executor, Lane, Ticket
 from lightning_zero.storage.host import HostStore
 from lightning_zero.storage.rested import Memory
@@ -97,14 +97,20 @@ class DiskStore:
 
     @classmethod
     def in_folder(
-        cls, folder: RunFolder, executor: Executor, buffer_bytes: int, direct: bool = True, **options: Any
+        cls,
+        folder: RunFolder,
+        executor: Executor,
+        buffer_bytes: int,
+        direct: bool = True,
+        way: Way | None = None,
+        **options: Any,
     ) -> DiskStore:
-        """A store with a file of its own in a folder, which is removed with the store.
+        """A store with a file of its own in a folder, which is removed with the store. Without a ``way`` the usual one.
 
         Raises:
             DiskError: the file cannot be made.
         """
-        file = DiskFile(Path(folder.path, "state.bin"), Way().pool(), direct)
+        file = DiskFile(Path(folder.path, "state.bin"), (way or usual_way()).pool(), direct)
         store = cls(file, executor, buffer_bytes, **options)
         store._folder = folder
         return store

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import lightning_zero
 from lightning_zero import ops
 from lightning_zero.cli import app, doctor, main, software
-from lightning_zero.cli.disk import Disk, judge_disk, measure_disk
+from lightning_zero.cli.disk import Disk, describe_disk, judge_disk, measure_disk
 from lightning_zero.cli.doctor import examine
 from lightning_zero.cli.software import Accelerators, Device
 
@@ -404,6 +404,21 @@ def test_a_disk_is_measured_where_one_is_named(monkeypatch: pytest.MonkeyPatch, 
     assert code == 1
     assert "is not a folder that exists" in json.loads(output)["findings"][-1]["message"]
     assert invoke("doctor", "--params", "1e6")[0] == 2
+
+
+def test_what_moves_the_blocks_of_a_disk_is_said_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTNING_ZERO_IO_URING", "off")
+    facts = describe_disk(measure_disk(tmp_path, seconds=0.001))
+    assert facts["backend"] == "threads: there is no io_uring (LIGHTNING_ZERO_IO_URING=off)"
+    monkeypatch.delenv("LIGHTNING_ZERO_IO_URING")
+    disk = measure_disk(tmp_path, seconds=0.001)
+    assert (disk.backend == "io_uring") <= (not ops.io_uring_refusal())
+    assert describe_disk(disk)["backend"] == f"{disk.backend}: {disk.backend_reason}"
+    monkeypatch.setattr(ops.disk._C, "io_uring_refusal", lambda: "io_uring_setup: Operation not permitted")
+    disk = measure_disk(tmp_path, seconds=0.001)
+    assert disk.backend_reason == "there is no io_uring (io_uring_setup: Operation not permitted)"
 
 
 def test_what_makes_a_disk_a_bad_place_is_advised(tmp_path: Path) -> None:

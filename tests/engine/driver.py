@@ -23,6 +23,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardingPolicy
 from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.storage import DeviceStore, DiskStore, Executor, HostStore, TensorStore, make_executor
+from lightning_zero.storage.disk_speed import Way
 from lightning_zero.storage.run_folder import RunFolder
 from lightning_zero.update import LossScaler, ShardState, ShardUpdater, WholeState, block_of, kept_whole, make_updater
 from lightning_zero.update.updaters import NativeOptimizer
@@ -55,6 +56,7 @@ class Setup:
     disk_params: bool = False  # at stage 3 parameters rest there, too
     overlap: bool = True
     direct: bool = True
+    way: Way | None = None  # of transfers
 
 
 class Meshes:
@@ -101,7 +103,7 @@ def make_disk_store(setup: Setup, rank: int, executor: Executor) -> DiskStore:
     """With tiles of 4096 elements, the smallest there are."""
     assert setup.disk is not None
     folder = RunFolder(Path(setup.disk), f"{os.getpid()}-{next(_RUNS)}", rank)
-    store = DiskStore.in_folder(folder, executor, DISK_BUFFER, direct=setup.direct)
+    store = DiskStore.in_folder(folder, executor, DISK_BUFFER, direct=setup.direct, way=setup.way)
     assert store.tile == 4096
     return store
 

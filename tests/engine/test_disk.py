@@ -32,6 +32,7 @@ from lightning_zero.planning.memory import held_by, planned_parts
 from lightning_zero.sharding import Mesh, MixedPrecisionPolicy
 from lightning_zero.storage import DiskStore, Lane
 from lightning_zero.storage.disk_file import aligned
+from lightning_zero.storage.disk_speed import RINGS, THREADS
 from lightning_zero.storage.nvme import DiskTensor
 from lightning_zero.storage.rested import nbytes_of
 
@@ -162,9 +163,17 @@ def tensors_of(result: driver.RankResult) -> dict[str, Tensor]:
 
 
 def compare(cases: Sequence[Case], folder: str) -> list[str]:
-    """Lines for cases whose bits the disk changes, inline or overlapped, with and without O_DIRECT."""
+    """Lines for cases whose bits the disk changes, inline or overlapped, by threads or rings, with O_DIRECT or not."""
     meshes, wrong = driver.Meshes(), []
-    ways = itertools.cycle([{"overlap": True}, {"overlap": False, "direct": False}])
+    ways = itertools.cycle(
+        [
+            {"overlap": True, "way": RINGS[0]},
+            {"overlap": False, "direct": False, "way": THREADS[0]},
+            {"overlap": False, "way": RINGS[0]},
+            {"overlap": True, "way": THREADS[0]},
+            {"overlap": True, "direct": False, "way": RINGS[0]},
+        ]
+    )
     for case, way in zip(cases, ways, strict=False):
         mesh = meshes.of(case.setup)
         expected, actual = train(case, mesh), train(case.on_disk(folder, **way), mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from collections import Counter
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from lightning_zero import ops
 from lightning_zero.storage import disk_speed
 from lightning_zero.storage.disk_file import ALIGNMENT, DiskFile
-from lightning_zero.storage.disk_speed import WAYS, DiskSpeed, Way, choose_way, measure
+from lightning_zero.storage.disk_speed import RINGS, THREADS, DiskSpeed, Way, choose_way, measure, ways
 
 TILE = 2 * ALIGNMENT
 LIMIT = 8 * TILE
@@ -40,20 +42,55 @@ def test_a_measurement_moves_tiles_within_its_limit(
     assert file.nbytes == LIMIT
 
 
-@pytest.mark.parametrize(("gain", "chosen"), [(1.05, WAYS[0]), (1.2, WAYS[3])])
+@pytest.mark.parametrize(
+    ("rates", "chosen"),
+    [
+        ({THREADS[3]: 1.05, RINGS[0]: 0.9}, THREADS[0]),
+        ({THREADS[3]: 1.2, RINGS[0]: 1.1}, THREADS[3]),
+        ({RINGS[0]: 1.02, RINGS[1]: 1.05}, RINGS[0]),
+        ({THREADS[3]: 1.2, RINGS[0]: 1.0, RINGS[1]: 1.3}, RINGS[1]),
+    ],
+)
 def test_another_way_is_chosen_where_it_is_clearly_faster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gain: float, chosen: Way
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rates: dict[Way, float], chosen: Way
 ) -> None:
-    rates = dict.fromkeys(WAYS, 1.0) | {WAYS[3]: gain}
+    """Than the usual one of its backend; of the backends the faster one is taken."""
+    rates = dict.fromkeys((*THREADS, *RINGS), 1.0) | rates
     file = DiskFile(tmp_path / "measured", Way().pool())
     monkeypatch.setattr(Way, "pool", lambda way: way)
     monkeypatch.setattr(disk_speed._Region, "rate", lambda region, *_: rates[region.file.pool])
-    assert choose_way(file, TILE, LIMIT) == chosen == file.pool
+    assert choose_way(file, TILE, LIMIT, among=[*rates]) == chosen == file.pool
 
 
 def test_a_choice_is_made_by_real_transfers(tmp_path: Path) -> None:
     file = DiskFile(tmp_path / "measured", Way().pool())
-    assert choose_way(file, TILE, LIMIT, seconds=0.01) in WAYS
+    assert choose_way(file, TILE, LIMIT, seconds=0.01) in ways()
+
+
+def test_rings_are_left_out_where_the_system_or_the_user_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_ZERO_IO_URING", "off")
+    assert ops.io_uring_refusal() == "LIGHTNING_ZERO_IO_URING=off"
+    assert ways() == THREADS
+    assert RINGS[0].pool().backend == "threads"
+    monkeypatch.setenv("LIGHTNING_ZERO_IO_URING", "0")
+    with pytest.raises(ValueError, match="'0' must be 'off', or unset"):
+        ways()
+    monkeypatch.delenv("LIGHTNING_ZERO_IO_URING")
+    monkeypatch.setattr(ops.disk._C, "io_uring_refusal", lambda: "io_uring_setup: Operation not permitted")
+    assert ways() == THREADS
+    monkeypatch.setattr(ops.disk._C, "io_uring_refusal", lambda: "")
+    assert ways() == (*THREADS, *RINGS)
+
+
+def test_threads_do_the_work_where_the_system_has_no_ring_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: int) -> None:
+        raise OSError(errno.EMFILE, "io_uring_setup: Too many open files")
+
+    monkeypatch.setattr(ops.disk._C, "io_uring_refusal", lambda: "")
+    monkeypatch.setitem(ops.disk._BACKENDS, "io_uring", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        ops.DiskPool(backend="io_uring")
+    assert RINGS[0].pool().backend == "threads"
 
 
 def test_the_time_of_a_step() -> None:

@@ -30,10 +30,24 @@ TILE = 4096
 BUFFER = TILE * 16 * 3
 
 
+@pytest.fixture(params=["threads", "io_uring"])
+def backend(request: pytest.FixtureRequest) -> ops.DiskBackend:
+    backend: ops.DiskBackend = request.param
+    if backend == "io_uring" and (refusal := ops.io_uring_refusal()):
+        pytest.skip(refusal)
+    return backend
+
+
 def make_store(
-    path: Path, executor: Executor | None = None, *, direct: bool = True, checksums: bool = True
+    path: Path,
+    executor: Executor | None = None,
+    *,
+    direct: bool = True,
+    checksums: bool = True,
+    backend: ops.DiskBackend = "threads",
 ) -> DiskStore:
-    file = DiskFile(path / f"{len([*path.iterdir()])}.bin", ops.DiskPool(threads=3, block=2 * ALIGNMENT), direct)
+    pool = ops.DiskPool(3, 2 * ALIGNMENT, backend)
+    file = DiskFile(path / f"{len([*path.iterdir()])}.bin", pool, direct)
     return DiskStore(file, executor or ThreadExecutor(), BUFFER, checksums=checksums)
 
 
@@ -53,8 +67,10 @@ def contents(tensor: DiskTensor) -> Tensor:
 
 @pytest.mark.parametrize("executor", [InlineExecutor, ThreadExecutor])
 @pytest.mark.parametrize("direct", [True, False])
-def test_a_tensor_on_a_disk_is_one_in_memory(tmp_path: Path, executor: type[InlineExecutor], direct: bool) -> None:
-    store, draw = make_store(tmp_path, executor(), direct=direct, checksums=direct), random.Random(0)
+def test_a_tensor_on_a_disk_is_one_in_memory(
+    tmp_path: Path, executor: type[InlineExecutor], direct: bool, backend: ops.DiskBackend
+) -> None:
+    store, draw = make_store(tmp_path, executor(), direct=direct, checksums=direct, backend=backend), random.Random(0)
     for dtype, numel in (
         (torch.float32, 5 * TILE + 17),
         (torch.bfloat16, 3 * TILE),
@@ -210,8 +226,10 @@ def commit_and_read(tensor: DiskTensor) -> None:
 
 
 @pytest.mark.parametrize("executor", [InlineExecutor, ThreadExecutor])
-def test_a_write_that_fails_is_an_error_then_and_ever_after(tmp_path: Path, executor: type[InlineExecutor]) -> None:
-    store = make_store(tmp_path, executor())
+def test_a_write_that_fails_is_an_error_then_and_ever_after(
+    tmp_path: Path, executor: type[InlineExecutor], backend: ops.DiskBackend
+) -> None:
+    store = make_store(tmp_path, executor(), backend=backend)
     tensor, values = filled(store)
     tensor.view(0, TILE).fill_(1.0)
     with replaced(store, "/dev/full", os.O_WRONLY), pytest.raises(DiskError, match="exp_avg") as caught:
@@ -224,8 +242,8 @@ def test_a_write_that_fails_is_an_error_then_and_ever_after(tmp_path: Path, exec
         keep(tensor, 0, values)
 
 
-def test_a_read_that_fails_names_what_was_read(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
+def test_a_read_that_fails_names_what_was_read(tmp_path: Path, backend: ops.DiskBackend) -> None:
+    store = make_store(tmp_path, backend=backend)
     tensor, values = filled(store)
     contents(tensor)
     # At an address where nothing is mapped the system answers EIO.
@@ -240,8 +258,8 @@ def test_a_read_that_fails_names_what_was_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("checksums", [True, False])
-def test_a_flipped_bit_is_found(tmp_path: Path, checksums: bool) -> None:
-    store = make_store(tmp_path, checksums=checksums)
+def test_a_flipped_bit_is_found(tmp_path: Path, checksums: bool, backend: ops.DiskBackend) -> None:
+    store = make_store(tmp_path, checksums=checksums, backend=backend)
     tensor, values = filled(store)
     contents(tensor)
     with store.opened.path.open("r+b") as file:
@@ -259,8 +277,8 @@ def test_a_flipped_bit_is_found(tmp_path: Path, checksums: bool) -> None:
         assert caught.value.errno == errno.EIO
 
 
-def test_a_truncated_file_is_found(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
+def test_a_truncated_file_is_found(tmp_path: Path, backend: ops.DiskBackend) -> None:
+    store = make_store(tmp_path, backend=backend)
     tensor, _ = filled(store)
     contents(tensor)
     os.truncate(store.opened.path, TILE * 4 + 10)

@@ -25,7 +25,7 @@ from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.planning import Bytes
 from lightning_zero.planning.memory import held_by, planned_parts
 from lightning_zero.storage import DiskStore
-from lightning_zero.storage.disk_speed import Way
+from lightning_zero.storage.disk_speed import Way, usual_way
 from lightning_zero.storage.run_folder import FileSystem
 
 NVME = [name for name in STRATEGIES if name.endswith("_nvme")]
@@ -90,7 +90,7 @@ def fit_in_a_way_that_was_found(path: Path) -> tuple[Any, list[Way]]:
 
 def test_ranks_of_a_machine_take_the_way_that_one_has_found(pool2: RankPool, tmp_path: Path) -> None:
     (weights, made), (_, theirs) = pool2.run(fit_in_a_way_that_was_found, tmp_path)
-    assert made == theirs == [Way(), Way(2, 4096)]
+    assert made == theirs == [usual_way(), Way(2, 4096)]
     expected = pool2.run(fit, nvme("zero2_nvme", tmp_path), RECIPE)[0]
     assert_same(weights, expected.weights)
 

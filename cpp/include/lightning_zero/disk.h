@@ -1,5 +1,5 @@
-// Reads and writes of files, by threads of their own: a disk is fast only when it is asked for many blocks at
-// a time.
+// Reads and writes of files, many blocks at a time: a disk is fast only when it is asked for many. Two
+// backends do so, each a DiskPool: threads, and rings of io_uring (disk_rings.h).
 #pragma once
 
 #include <sys/types.h>
@@ -27,11 +27,13 @@ struct TransferFailure {
   std::uint64_t offset;
 };
 
-// The system's calls below the pool; tests put others in their place.
+enum class Direction { read, write };
+
+// The system's calls below the threads; tests put others in their place.
 struct DiskCalls {
   ssize_t (*read)(int file, void* memory, std::size_t bytes, off_t offset);
   ssize_t (*write)(int file, const void* memory, std::size_t bytes, off_t offset);
-  void (*pause)();  // before a transfer that the system has refused for now (EAGAIN) is tried again
+  void (*pause)();  // before what the system has refused for now is tried again
 };
 
 extern const DiskCalls kSystemDiskCalls;
@@ -40,23 +42,44 @@ extern const DiskCalls kSystemDiskCalls;
 // on where it stopped, and what fails is reported with the first place that failed.
 class DiskPool {
  public:
-  // `threads` >= 1 blocks of at most `block` bytes (> 0) at a time. Throws std::system_error where not a
-  // single thread can be made.
-  DiskPool(std::size_t threads, std::size_t block, const DiskCalls& calls = kSystemDiskCalls);
-  ~DiskPool();  // after the last transfer
+  DiskPool();
+  virtual ~DiskPool() = default;  // after the last transfer
   DiskPool(const DiskPool&) = delete;
   DiskPool& operator=(const DiskPool&) = delete;
 
-  // Each fills the memory of all transfers, or the files from it, and returns when all has ended. `alignment`
-  // divides every address, length and offset, and every block: that which the file was opened with O_DIRECT
-  // for, or 1. After a failure blocks that have not begun are left out. Any thread may call; in the child of
-  // a fork none may.
-  std::optional<TransferFailure> read(const std::vector<Transfer>& transfers, std::size_t alignment);
-  std::optional<TransferFailure> write(const std::vector<Transfer>& transfers, std::size_t alignment);
+  // Fills the memory of all transfers, or the files from it, and returns when all has ended: the memory is
+  // the caller's again. `alignment` divides every address, length and offset, and every block: that which the
+  // file was opened with O_DIRECT for, or 1. After a failure blocks that have not begun are left out. Any
+  // thread may call. Throws std::logic_error in the child of a fork, which has neither threads nor a ring of
+  // its own.
+  std::optional<TransferFailure> transfer(Direction direction, const std::vector<Transfer>& transfers,
+                                          std::size_t alignment);
+
+ protected:
+  bool forked() const;  // whether this is another process than the one that has made the pool
 
  private:
-  class Threads;
-  std::unique_ptr<Threads> threads_;
+  virtual std::optional<TransferFailure> run(Direction direction, const std::vector<Transfer>& transfers,
+                                             std::size_t alignment) = 0;
+
+  const pid_t process_;
+};
+
+// Blocks by calls of pread and pwrite, each in a thread.
+class DiskThreads : public DiskPool {
+ public:
+  // `threads` >= 1 blocks of at most `block` bytes (> 0) at a time. Throws std::system_error where not a
+  // single thread can be made.
+  DiskThreads(std::size_t threads, std::size_t block, const DiskCalls& calls = kSystemDiskCalls);
+  ~DiskThreads() override;
+
+ private:
+  class Workers;
+
+  std::optional<TransferFailure> run(Direction direction, const std::vector<Transfer>& transfers,
+                                     std::size_t alignment) override;
+
+  std::unique_ptr<Workers> workers_;
 };
 
 }  // namespace lightning_zero

@@ -1,0 +1,164 @@
+#include "lightning_zero/disk_rings.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include "disk_blocks.h"
+
+namespace lightning_zero {
+namespace {
+
+constexpr std::size_t kMostRequests = 4096;  // of a ring; the kernel takes 32768
+
+// One call's blocks on a ring. Nothing is allocated while requests are under way: nothing is thrown then, and
+// the memory that the kernel fills stays until it has done so.
+class Session {
+ public:
+  Session(Ring& ring, std::size_t depth, void (*pause)()) : ring_(ring), pause_(pause), slots_(depth) {
+    pushed_.reserve(depth);
+  }
+
+  // Returns when all requests have ended.
+  std::optional<TransferFailure> run(Cutter cutter) {
+    while (true) {
+      push_more(cutter);
+      if (pushed_.empty() && under_way_ == 0) return failure_;
+      submit();
+      reap();
+    }
+  }
+
+  // Whether the kernel would not take requests, or say that they have ended.
+  bool broken() const { return broken_; }
+
+ private:
+  struct Slot {
+    Block block;
+    bool busy = false;
+  };
+
+  void push_more(Cutter& cutter) {
+    for (std::size_t tag = 0; tag < slots_.size() && !failure_; ++tag) {
+      if (slots_[tag].busy) continue;
+      const std::optional<Block> block = cutter.next();
+      if (!block) return;
+      slots_[tag] = {*block, true};
+      push(tag);
+    }
+  }
+
+  void push(std::size_t tag) {
+    const Block& block = slots_[tag].block;
+    ring_.push(block.direction(), block.rest(), tag);
+    pushed_.push_back(tag);
+  }
+
+  void submit() {
+    if (broken_) {  // completions come without being asked for
+      pause_();
+      return;
+    }
+    const int submitted = ring_.submit();
+    if (submitted > 0) {
+      pushed_.erase(pushed_.begin(), pushed_.begin() + submitted);
+      under_way_ += static_cast<std::size_t>(submitted);
+    } else if (submitted == -EAGAIN || submitted == -EBUSY) {
+      // Out of memory for requests, or of room for completions: those that end give some back.
+      ++refused_ < kTries ? pause_() : give_up(-submitted);
+    } else if (submitted == 0) {  // completions that were there already
+      if (++refused_ == kTries) give_up(EIO);
+    } else if (submitted != -EINTR) {
+      give_up(-submitted);
+    }
+  }
+
+  void reap() {
+    for (Completion completion{}; ring_.pop(&completion);) {
+      --under_way_;
+      refused_ = 0;
+      Slot& slot = slots_[completion.tag];
+      Block::Next next = slot.block.take(completion.result);
+      if (broken_) next = Block::Next::ends;  // it has failed already
+      slot.busy = next == Block::Next::again || next == Block::Next::later;
+      if (next == Block::Next::later) pause_();
+      if (next == Block::Next::fails) note_failure(failure_, slot.block.failure());
+      if (slot.busy) push(completion.tag);
+    }
+  }
+
+  // Fails all blocks; those under way are waited for.
+  void give_up(int code) {
+    broken_ = true;
+    for (const Slot& slot : slots_) {
+      if (slot.busy) note_failure(failure_, {code, slot.block.rest().file, slot.block.rest().offset});
+    }
+    ring_.withdraw();
+    for (const std::size_t tag : pushed_) slots_[tag].busy = false;
+    pushed_.clear();
+  }
+
+  Ring& ring_;
+  void (*const pause_)();
+  std::vector<Slot> slots_;
+  std::vector<std::size_t> pushed_;  // and not handed over; in that order
+  std::size_t under_way_ = 0;
+  int refused_ = 0;  // since something has ended
+  bool broken_ = false;
+  std::optional<TransferFailure> failure_;
+};
+
+}  // namespace
+
+DiskRings::DiskRings(std::size_t depth, std::size_t block, MakeRing make, void (*pause)())
+    : depth_(std::min(depth, kMostRequests)), block_(block), make_(make), pause_(pause) {
+  give(take());
+}
+
+std::optional<TransferFailure> DiskRings::run(Direction direction, const std::vector<Transfer>& transfers,
+                                              std::size_t alignment) {
+  if (transfers.empty()) return std::nullopt;
+  std::unique_ptr<Ring> ring;
+  try {
+    ring = take();
+  } catch (const std::system_error& error) {
+    return TransferFailure{error.code().value(), transfers.front().file, transfers.front().offset};
+  }
+  Session session(*ring, depth_, pause_);
+  const auto failure = session.run(Cutter(direction, transfers, alignment, block_));
+  if (session.broken()) ring.reset();
+  give(std::move(ring));
+  return failure;
+}
+
+std::unique_ptr<Ring> DiskRings::take() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (idle_.empty()) {
+    try {
+      std::unique_ptr<Ring> made = make_(depth_);
+      idle_.reserve(++rings_);
+      return made;
+    } catch (const std::system_error&) {  // a limit of the system: those that there are do the work
+      if (rings_ == 0) throw;
+    }
+    given_.wait(lock);
+  }
+  std::unique_ptr<Ring> ring = std::move(idle_.back());
+  idle_.pop_back();
+  return ring;
+}
+
+void DiskRings::give(std::unique_ptr<Ring> ring) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (ring) {
+      idle_.push_back(std::move(ring));
+    } else {
+      --rings_;
+    }
+  }
+  given_.notify_all();
+}
+
+}  // namespace lightning_zero
