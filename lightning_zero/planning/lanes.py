@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -33,18 +34,25 @@ class RecordedTensor(NamedTuple):
 class RecordedLanes:
     """Memory that an executor keeps for copies, none of which ends before the host waits for it.
 
+    Tiles of a disk take all that its store may keep, as while the disk is slower than what computes, or, where that is
+    more, what those at work at one time need, each of which may lie in memory for the largest.
+
     Args:
         executor: whose limits it knows.
         account: notes the memory.
+        passing: bytes that tiles on their way from and to a disk may take; see ``passing_limit``.
     """
 
-    def __init__(self, executor: Executor, account: Account) -> None:
+    def __init__(self, executor: Executor, account: Account, passing: int) -> None:
         self._executor = executor
         self._leaving: deque[Bytes] = deque()
         self._staged: Counter[Lane] = Counter()  # bytes, since the host has waited
         self._kept: Counter[Lane] = Counter()  # bytes
-        self._passing: dict[str, int] = {}  # bytes of tiles on their way from and to a disk, by bucket
+        self._passing = passing
         self._kept_passing = 0
+        self._expected: dict[Hashable, int] = {}  # tiles that are fetched long before they are gathered, by bucket
+        self._most = {"gathered": 0, "updated": 0}  # tiles at work
+        self._largest = 0  # bytes of a tile
         self._account = account
         self.copied: Counter[str] = Counter()  # bytes between the memories, by direction
 
@@ -72,10 +80,27 @@ class RecordedLanes:
             self._account.take(Bytes(host=more))
             self._kept[lane] += more
 
-    def pass_tiles(self, bucket: str, nbytes: int, limit: int) -> None:
-        """Tiles of a bucket take so many bytes of host memory, which is kept, and given to others that fit in it."""
-        self._passing[bucket] = max(self._passing.get(bucket, 0), nbytes)
-        kept = min(sum(self._passing.values()), max(limit, *self._passing.values()))
+    def expect_tiles(self, bucket: Hashable, number: int, nbytes: int) -> None:
+        """So many tiles of a shard, of so many bytes each, are fetched, and stay until they are gathered or changed."""
+        self._expected[bucket] = number
+        self._pass_tiles("gathered", 0, nbytes)
+
+    def gather_tiles(self, bucket: Hashable, number: int, nbytes: int) -> None:
+        """A shard is gathered tile by tile; so many of them are at work at one time."""
+        expected = self._expected.pop(bucket, 0)
+        self._pass_tiles("gathered", max(expected, number), nbytes)
+
+    def update_tiles(self, bucket: Hashable, number: int, nbytes: int) -> None:
+        """A bucket is updated tile by tile; so many of all of its tensors are at work at one time."""
+        self._expected.pop(bucket, None)
+        self._pass_tiles("updated", number, nbytes)
+
+    def _pass_tiles(self, kind: str, at_work: int, nbytes: int) -> None:
+        self._largest = max(self._largest, nbytes)
+        self._most[kind] = max(self._most[kind], at_work + sum(self._expected.values()))
+        # Beside the training, an update may be under way while others are gathered.
+        number = sum(self._most.values()) if self._executor.overlaps else max(self._most.values())
+        kept = max(self._passing, number * self._largest)
         self._account.take(Bytes(host=kept - self._kept_passing))
         self._kept_passing = kept
 

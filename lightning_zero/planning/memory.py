@@ -56,6 +56,7 @@ _HELD = ("parameters", "param_shards", "masters", "optimizer_state", "sharded_gr
 class _ImaginedExecutor(InlineExecutor):
     """Stands for that of a GPU which is not there: it has its limits."""
 
+    overlaps = True
     in_flight_bytes = staging_bytes = DEFAULT_BYTES
 
 

@@ -188,7 +188,7 @@ def plan(
     activations = NOTHING if trace is None else Bytes(host=trace.on_host)  # kept from step to step
     account = Account()
     # Optimizer state is there from the first step on, as after a checkpoint was loaded.
-    account.take(sum((row.held for row in rows), buffer_bytes + activations))
+    held = account.take(sum((row.held for row in rows), buffer_bytes + activations))
     parameters = {
         name: [spec.parameter for spec in specs] for name, specs in parameters_by_unit(module, unit_list).items()
     }
@@ -205,6 +205,7 @@ def plan(
         max_live_numel,
         prefetch_mb,
         recomputed,
+        held.disk,
         watched,
     )
     for first in (True, False):  # the first learns the order of units

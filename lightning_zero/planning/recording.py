@@ -28,7 +28,8 @@ from lightning_zero.sharding.prefetch import Prefetcher
 from lightning_zero.sharding.reducer import Reducer
 from lightning_zero.sharding.reduction import Reduction
 from lightning_zero.storage import Lane, device_type
-from lightning_zero.storage.nvme import passing_bytes
+from lightning_zero.storage.disk_file import aligned
+from lightning_zero.storage.nvme import passing_limit, tiles_at_work
 from lightning_zero.update.clipping import squares_scratch
 from lightning_zero.update.footprint import Footprint
 
@@ -216,7 +217,7 @@ class RecordedBucket:
                 self._account.take(self._flat.amount)
                 if self.form.placement.param_store.memory == "host":
                     self._lanes.copied["h2d"] += self._shard_bytes
-                self._pass_shard()
+                self._gather_tiles()
             self._group.count("all_gather", self._flat.nbytes)
             self.state = BucketState.GATHERING
 
@@ -255,31 +256,32 @@ class RecordedBucket:
                 last = footprint.gradients if footprint.one_tile else footprint.scratch
                 self._account.touch(Bytes.of(memory, last + fresh))
             self._lanes.stage(Lane.H2D, footprint.staged)
-            self._pass_tiles(footprint)
+            self._update_tiles(footprint)
         if self.form.trained and self.state is BucketState.GATHERED and self.layout.shards > 1:
             self.state = BucketState.STALE
 
-    def _pass_tiles(self, footprint: Footprint) -> None:
+    def _update_tiles(self, footprint: Footprint) -> None:
         store, numel = self.form.placement.optimizer_store, self.layout.shard_numel
         if store.tile is not None:
             sizes = [dtype.itemsize for dtype in (*footprint.master.pieces, *footprint.state.values())]
             if self._shards_params and self.form.placement.param_store.tile is not None:
                 sizes.append(self.form.dtype.itemsize)
             window = max(footprint.window, min(store.tile, numel))
-            nbytes = passing_bytes(store.passing_bytes, window, numel, sizes)
-            self._lanes.pass_tiles(", ".join(self.form.spec.units), nbytes, store.passing_bytes)
+            largest = aligned(min(window, numel) * max(sizes))
+            self._lanes.update_tiles(self, len(sizes) * tiles_at_work(window, numel), largest)
 
     def expect_shard(self) -> None:
         """Takes memory for tiles that are fetched ahead."""
-        if self.state is BucketState.SHARDED:
-            self._pass_shard(self.form.placement.tiles_ahead(self.form.dtype))
+        if self.state is BucketState.SHARDED and (tile := self.form.placement.param_store.tile) is not None:
+            ahead = min(self.form.placement.tiles_ahead(self.form.dtype), -(-self.layout.shard_numel // tile))
+            self._lanes.expect_tiles(self, ahead, self._tile_bytes(tile))
 
-    def _pass_shard(self, ahead: int = 0) -> None:
-        store, numel = self.form.placement.param_store, self.layout.shard_numel
-        if store.tile is not None:
-            nbytes = passing_bytes(store.passing_bytes, min(store.tile, numel), numel, [self.form.dtype.itemsize])
-            nbytes = max(nbytes, min(ahead * store.tile, numel) * self.form.dtype.itemsize)
-            self._lanes.pass_tiles(f"the shard of {', '.join(self.form.spec.units)}", nbytes, store.passing_bytes)
+    def _gather_tiles(self) -> None:
+        if (tile := self.form.placement.param_store.tile) is not None:
+            self._lanes.gather_tiles(self, tiles_at_work(tile, self.layout.shard_numel), self._tile_bytes(tile))
+
+    def _tile_bytes(self, tile: int) -> int:
+        return aligned(min(tile, self.layout.shard_numel) * self.form.dtype.itemsize)
 
 
 class RecordedRun:
@@ -301,6 +303,7 @@ class RecordedRun:
         max_live_numel: see :class:`Prefetcher`.
         prefetch_mb: see there.
         recomputed: whether units run under reentrant checkpointing.
+        resting: bytes that rest on a disk.
         traced: activations, if they are known.
     """
 
@@ -315,9 +318,11 @@ class RecordedRun:
         max_live_numel: int | None,
         prefetch_mb: float,
         recomputed: bool,
+        resting: int,
         traced: TracedParameters | None = None,
     ) -> None:
-        self._lanes = RecordedLanes(placement.executor, account)
+        passing = max(placement.optimizer_store.passing_bytes, placement.param_store.passing_bytes)
+        self._lanes = RecordedLanes(placement.executor, account, passing_limit(passing, resting))
         self.buckets = [RecordedBucket(form, account, self._lanes) for form in forms]
         self._account = account
         self._footprints = footprints

@@ -29,6 +29,7 @@ from lightning_zero.storage import (
     TensorStore,
     Ticket,
 )
+from lightning_zero.storage.nvme import tiles_ahead
 from lightning_zero.storage.timers import Phase
 
 _CACHE_LINE = 64  # bytes; the alignment of torch's own CPU allocations
@@ -148,8 +149,7 @@ class BucketPlacement(NamedTuple):
     def tiles_ahead(self, dtype: torch.dtype) -> int:
         """Tiles of a parameter shard of ``dtype`` that are fetched from a disk long before they are gathered."""
         store = self.param_store
-        # The other half is left to updates, and to the shard that is gathered meanwhile.
-        return 0 if store.tile is None else store.passing_bytes // 2 // (store.tile * dtype.itemsize)
+        return 0 if store.tile is None else tiles_ahead(store.passing_bytes, dtype.itemsize)
 
     @property
     def shard_memory(self) -> Memory:

@@ -41,6 +41,7 @@ class DiskFile:
         path: of the file.
         direct: whether transfers pass by the page cache (``O_DIRECT``); not where the file system refuses that.
         refusal: why they do not, as the system says it; empty where they do, or were not meant to.
+        given: bytes of the extents that are given out now, without what fills these up to pages.
         pool: reads and writes; another one may take over between two transfers.
 
     Args:
@@ -55,6 +56,7 @@ class DiskFile:
     def __init__(self, path: Path, pool: ops.DiskPool, direct: bool = True) -> None:
         self.path = path
         self.pool = pool
+        self.given = 0
         self._size = 0  # of what was given out, and is reserved
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # offsets of extents given back, by their size
         self._lock = threading.Lock()
@@ -114,15 +116,17 @@ class DiskFile:
         """
         size = aligned(nbytes)
         with self._lock:
-            if self._free[size]:
-                return self._free[size].pop()
-            self.reserve(self._size + size, what)
-            self._size += size
-            return self._size - size
+            if not self._free[size]:
+                self.reserve(self._size + size, what)
+                self._free[size].append(self._size)
+                self._size += size
+            self.given += nbytes
+            return self._free[size].pop()
 
     def free(self, offset: int, nbytes: int) -> None:
         """Take an extent back."""
         with self._lock:
+            self.given -= nbytes
             self._free[aligned(nbytes)].append(offset)
 
     def read(self, memory: Tensor, offset: int, what: str) -> None:

@@ -30,6 +30,7 @@ from lightning_zero.storage.staging import Staged, Staging
 
 _LEAST_TILE, _LARGEST_TILE = 1 << 12, 1 << 20  # elements; of the least, one byte each fills a page
 _IN_FLIGHT = 3  # tiles of one bucket: one is fetched, one updated, one written
+_AT_WORK = 10  # tiles: two of a master, of two moments and of parameters in an update, and two that are gathered
 _TYPICAL_ITEMSIZE = 16  # bytes per element: fp32 masters and three states of their size
 
 
@@ -44,17 +45,39 @@ def transfer_bytes(buffer_bytes: int) -> int:
     return tile_numel(buffer_bytes) * torch.float32.itemsize
 
 
-def passing_bytes(limit: int, window: int, numel: int, itemsizes: Sequence[int]) -> int:
-    """The most host memory that the tiles of a bucket take while it is updated.
+def passing_limit(buffer_bytes: int, resting: int) -> int:
+    """The host memory that tiles pass through at most, unless those that are at work at one time need more.
 
     Args:
-        limit: of the store; what is updated and what is fetched meanwhile there always is room for.
-        window: elements of what is fetched at once, one tile or more.
-        numel: of the bucket's shard.
-        itemsizes: of its tensors.
+        buffer_bytes: that the user allows.
+        resting: bytes that rest on the disk.
     """
-    number, nbytes = -(-numel // window), sum(aligned(min(window, numel) * size) for size in itemsizes)
-    return min(nbytes * min(number, _IN_FLIGHT), max(limit, nbytes * min(number, _IN_FLIGHT - 1)))
+    return min(buffer_bytes, resting)
+
+
+def tiles_at_work(window: int, numel: int) -> int:
+    """Tiles of a tensor that are at work at one time: one is computed on, and one is fetched meanwhile.
+
+    Args:
+        window: elements of what is fetched at once, one tile or more.
+        numel: of the tensor.
+    """
+    return min(-(-numel // window), _IN_FLIGHT - 1)
+
+
+def tiles_ahead(buffer_bytes: int, itemsize: int) -> int:
+    """Tiles of parameters that are fetched long before they are gathered: half of the buffer at most.
+
+    As many are left as are at work in an update and in a gather beside it. Tiles of 16-bit parameters may lie in memory
+    that was taken for tiles of 32 bits.
+
+    Args:
+        buffer_bytes: that the user allows.
+        itemsize: of an element.
+    """
+    tile = tile_numel(buffer_bytes)
+    others = buffer_bytes // (tile * torch.float32.itemsize) - _AT_WORK
+    return max(0, min(buffer_bytes // 2 // (tile * itemsize), others))
 
 
 class DiskStore:
@@ -66,7 +89,7 @@ class DiskStore:
     Args:
         file: as above.
         executor: does the reads and writes.
-        buffer_bytes: of host memory that tiles pass through.
+        buffer_bytes: of host memory that tiles pass through; they take no more than what rests in the store does.
         pin_for: see :class:`~lightning_zero.storage.host.HostStore`.
         checksums: verify tiles when they are fetched.
     """
@@ -159,6 +182,7 @@ class DiskStore:
 
     def take(self, nbytes: int) -> Staged:
         """Memory in passing; 1-D, bytes."""
+        self._staging.limit = passing_limit(self.passing_bytes, self.opened.given)
         return self._staging.take(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
 
     def give(self, staged: Staged, work: Ticket) -> None:

@@ -40,16 +40,18 @@ class Staging:
 
     Attributes:
         nbytes: of all buffers.
+        limit: bytes. Beyond that the host waits for a buffer to become free; there always is one where none was given
+            back.
 
     Args:
         device: to or from which they are copied.
-        limit: bytes. Beyond that the host waits for a buffer to become free; one at a time there always is.
+        limit: as above; it may change.
     """
 
     def __init__(self, device: torch.device, limit: int) -> None:
         self.nbytes = 0
         self._store = HostStore(pin_for=device)
-        self._limit = limit
+        self.limit = limit
         self._given: list[_Given] = []  # oldest first
         self._lock = threading.Lock()
 
@@ -65,25 +67,25 @@ class Staging:
 
     def _find(self, nbytes: int) -> Tensor:
         while (busy := self._choose(nbytes)) is not None:
+            if not isinstance(busy, _Given):
+                return busy
             busy.work.synchronize()  # without the lock: the work may need it
             if busy.buffer.nbytes >= nbytes:
                 return busy.buffer
             with self._lock:
                 self.nbytes -= busy.buffer.nbytes
-        with self._lock:
-            fitting = [given for given in self._given if given.buffer.nbytes >= nbytes and given.work.done()]
-            if fitting:
-                smallest = min(fitting, key=lambda given: given.buffer.nbytes)
-                self._given.remove(smallest)
-                return smallest.buffer
-            self.nbytes += nbytes
         return self._store.zeros(nbytes, torch.uint8)
 
-    def _choose(self, nbytes: int) -> _Given | None:
-        """The buffer to wait for, which nobody else can choose then; ``None``: there is one, or room for one."""
+    def _choose(self, nbytes: int) -> Tensor | _Given | None:
+        """A buffer, or one to wait for, which nobody else can choose then; ``None``: one is to be made, and counts."""
         with self._lock:
             fitting = [given for given in self._given if given.buffer.nbytes >= nbytes]
-            if any(given.work.done() for given in fitting) or self.nbytes + nbytes <= self._limit or not self._given:
+            if done := [given for given in fitting if given.work.done()]:
+                smallest = min(done, key=lambda given: given.buffer.nbytes)
+                self._given.remove(smallest)
+                return smallest.buffer
+            if self.nbytes + nbytes <= self.limit or not self._given:
+                self.nbytes += nbytes
                 return None
             # Where none is large enough, make room, beginning with the oldest.
             return self._given.pop(self._given.index(fitting[0]) if fitting else 0)
