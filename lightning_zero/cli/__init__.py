@@ -92,7 +92,7 @@ def _doctor(
     ] = False,
     params: Annotated[
         float | None,
-        typer.Option(min=1, help="With --nvme: parameters of a model, such as 7e9, and what a step takes."),
+        typer.Option(min=1, max=1e18, help="With --nvme: parameters of a model, such as 7e9, and what a step takes."),
     ] = None,
     as_json: _Json = False,
 ) -> None:

@@ -28,7 +28,7 @@ from lightning_zero.cgroups import memory_limit
 from lightning_zero.cli.estimate import choice_as_json, estimate_all, model_as_json, render, short
 from lightning_zero.cli.imagined import EstimateError, Imagined, parse_input
 from lightning_zero.cli.questions import Answers, Question, TerminalAnswers, whole
-from lightning_zero.cli.request import THIS, Request
+from lightning_zero.cli.request import LEAST, THIS, Request
 from lightning_zero.cli.text import complain, number, print_json, size, wide_console
 from lightning_zero.config.files import to_yaml
 from lightning_zero.integration.choices import PRECISIONS
@@ -79,7 +79,8 @@ class Here:
         known = [limits.machine_memory().get("MemTotal", limits.physical_memory()), memory_limit()]
         sizes = [nbytes for nbytes in known if isinstance(nbytes, int)]
         host = f"{min(sizes) / _GIB:.1f}GiB" if sizes else "64GB"
-        nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+        told = os.environ.get("SLURM_JOB_NUM_NODES", "")
+        nodes = max(1, int(told)) if re.fullmatch("[0-9]{1,9}", told) else 1
         return cls(gpu, gpus, host, nodes, Path("config.json").is_file())
 
 
@@ -108,7 +109,7 @@ def run(
         return complain(ImportError(f"questions need questionary: pip install questionary ({error})"))
     except (ValueError, OSError) as error:
         return complain(error)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, EOFError):
         return complain(ValueError("given up; nothing is written"))
 
 
@@ -294,7 +295,7 @@ def _gpu_as_text(answer: str) -> str:
 
 
 def _size_as_text(answer: str) -> str:
-    parse_size(answer)
+    parse_size(answer, LEAST)
     return answer
 
 

@@ -190,7 +190,7 @@ def add_rates(report: Report) -> None:
     """Measures rates, keeps them, and adds them to a report."""
     try:
         report.rates = measure_all(None if report.disk is None else report.disk.mixed_bytes_per_second)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         remedy = "Set XDG_CACHE_HOME to a folder that can be written to."
         report.findings.append(Finding("problem", "rates", f"the rates cannot be kept: {error}", remedy))
     else:

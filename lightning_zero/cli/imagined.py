@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import re
 import sys
 import warnings
@@ -15,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.cli.text import in_a_line
 from lightning_zero.engine import ActivationLimits
 from lightning_zero.integration.precision import ZeroPrecision
 from lightning_zero.planning.tracing import Loss, Trace, TraceError, trace
 from lightning_zero.planning.transformer import Sizes, trace_of
+from lightning_zero.sharding.partition import check_supported
 
 _DTYPES = {
     "long": torch.int64,
@@ -26,6 +29,7 @@ _DTYPES = {
     "float": torch.float32,
     "bool": torch.bool,
 }
+_MOST = 2**60  # elements of a tensor: bytes are counted in 64 bits
 _LONGEST = 2048  # tokens, where nobody says how many
 
 
@@ -71,6 +75,11 @@ def from_sizes(
             module = Sizes(params, layers, hidden, vocabulary)
     except ValueError as error:
         raise EstimateError(str(error)) from error
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise EstimateError(
+            f"--params {params:.3g} --layers {layers} --hidden {hidden} --vocab {vocabulary} make a tensor that is "
+            f"larger than any can be: {in_a_line(error)}"
+        ) from error
     sequence = sequence or _LONGEST
     wide = precision.policy.param_dtype not in (torch.bfloat16, torch.float16)
     return Imagined(
@@ -98,24 +107,27 @@ def from_transformers(
         import transformers
     except ImportError as error:
         raise EstimateError("--hf needs transformers: pip install transformers") from error
-    folder = path if path.is_dir() else path.parent
-    if not (folder / "config.json").is_file():
-        raise EstimateError(f"{folder} has no config.json; expected the folder of a model")
+    folder = path.parent if path.name == "config.json" else path
+    file = folder / "config.json"
+    if not file.is_file():
+        raise EstimateError(f"--hf {path} has no config.json; expected the folder of a model of transformers")
     logging.getLogger("transformers").setLevel(logging.ERROR)  # token ids and names of losses do not matter here
-    config = transformers.AutoConfig.from_pretrained(folder)
-    kinds = config.architectures or []
-    kind = getattr(transformers, kinds[0], None) if kinds else transformers.AutoModelForCausalLM
-    if kind is None:
-        raise EstimateError(f"transformers {transformers.__version__} has no class {kinds[0]}")
-    make: Callable[[Any], Any] = kind if kinds else kind.from_config
     try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        kinds = config.architectures or []
+        kind = getattr(transformers, kinds[0], None) if kinds else transformers.AutoModelForCausalLM
+        if kind is None:
+            raise EstimateError(f"transformers {transformers.__version__} has no class {kinds[0]}, which {file} names")
+        make: Callable[[Any], Any] = kind if kinds else kind.from_config
         with torch.device("meta"):
             module: nn.Module = make(config).float().train()
         if recompute:
             _recompute(module)
-    except (ValueError, AttributeError, TypeError) as error:
-        raise EstimateError(f"{kind.__name__} cannot be made of {folder}: {error}") from error
-    sizes, loss = _loss_of_transformers(config, batch, sequence)
+        sizes, loss = _loss_of_transformers(config, batch, sequence)
+    except EstimateError:
+        raise
+    except Exception as error:  # a file can hold anything, and transformers raises what comes of it
+        raise EstimateError(f"no model can be made of {file}: {in_a_line(error)}") from error
     return _traced(kind.__name__, module, loss, sizes, precision, activations)
 
 
@@ -130,8 +142,7 @@ def _loss_of_transformers(config: Any, batch: int, sequence: int | None) -> tupl
         shape = (batch, config.num_channels, *_pair(config.image_size))
 
         def of_images(module: nn.Module) -> Tensor:
-            output = module(pixel_values=torch.zeros(shape), labels=torch.zeros(batch, dtype=torch.long))
-            return output.loss  # type: ignore[no-any-return]
+            return _loss_in(module(pixel_values=torch.zeros(shape), labels=torch.zeros(batch, dtype=torch.long)))
 
         return "x".join(map(str, shape)), of_images
     longest = getattr(config, "max_position_embeddings", None) or _LONGEST
@@ -139,9 +150,20 @@ def _loss_of_transformers(config: Any, batch: int, sequence: int | None) -> tupl
 
     def of_text(module: nn.Module) -> Tensor:
         words = torch.zeros(tokens, dtype=torch.long)
-        return module(input_ids=words, labels=words, use_cache=False).loss  # type: ignore[no-any-return]
+        return _loss_in(module(input_ids=words, labels=words, use_cache=False))
 
-    return f"{tokens[0]} x {tokens[1]} tokens", of_text
+    beyond = f", of which config.json allows {longest}" if tokens[1] > longest else ""
+    return f"{tokens[0]} x {tokens[1]} tokens{beyond}", of_text
+
+
+def _loss_in(output: Any) -> Tensor:
+    loss = getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise EstimateError(
+            f"the model returns a {type(output).__name__} without a loss; name a class with a head for its task in "
+            "`architectures` of its config.json, such as BertForMaskedLM"
+        )
+    return loss
 
 
 def _pair(size: Any) -> tuple[int, int]:
@@ -171,10 +193,11 @@ def from_class(
     Raises:
         EstimateError: where there is no such class, or it cannot be made.
     """
-    from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
     dotted = target.replace(":", ".") if target else arguments.get("_target_")
+    if dotted and not re.fullmatch(r"\w+(\.\w+)+", str(dotted)):
+        raise EstimateError(f"{target or dotted!r} is not the path of a class, such as package.module:Class")
     if not dotted:
         raise EstimateError(
             "nothing says which class it is; give --model package.module:Class, or _target_ in --config"
@@ -183,20 +206,43 @@ def from_class(
     try:
         with torch.device("meta"):
             module = instantiate({**arguments, "_target_": dotted})
-    except (InstantiationException, ImportError) as error:
-        raise EstimateError(f"{dotted} cannot be made: {error}") from error
+    except (Exception, SystemExit) as error:  # of the user's module, which can do anything
+        raise EstimateError(f"{dotted} cannot be made: {in_a_line(_first(error))}") from error
     if not isinstance(module, nn.Module):
         raise EstimateError(f"{dotted} makes a {type(module).__name__}; expected a torch.nn.Module")
+    _check_parameters(dotted, module)
     makers: list[Callable[[], Tensor]] = [parse_input(text, batch, sequence) for text in inputs]
     example = getattr(module, "example_input_array", None)
     if not makers and isinstance(example, Tensor):
         shape = (batch, *example.shape[1:])
         makers = [lambda: torch.zeros(shape, dtype=example.dtype)]
     if not makers:
-        note = "without activations: no --input says what a batch is, and the module has no example_input_array"
+        note = "without activations: no --input says what a batch is, and no tensor is the module's example_input_array"
         return Imagined(dotted, module, None, note)
-    sizes = ", ".join("x".join(map(str, made().shape)) for made in makers)
+    with torch.device("meta"):
+        sizes = ", ".join("x".join(map(str, made().shape)) for made in makers)
     return _traced(dotted, module.train(), _loss_of_class(makers), sizes, precision, activations)
+
+
+def _first(error: BaseException) -> BaseException:
+    """What an error came of; Hydra and imports raise another one of it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _check_parameters(name: str, module: nn.Module) -> None:
+    """Refuses a model that no plan can be made of.
+
+    Raises:
+        EstimateError: names the parameter.
+    """
+    try:
+        check_supported(module)
+    except TypeError as error:
+        raise EstimateError(f"{name} cannot be sharded: {error}") from error
+    if not any(p.requires_grad for p in module.parameters()):
+        raise EstimateError(f"{name} has no parameter that requires a gradient: there is nothing to train")
 
 
 def parse_input(text: str, batch: int, sequence: int | None) -> Callable[[], Tensor]:
@@ -213,7 +259,9 @@ def parse_input(text: str, batch: int, sequence: int | None) -> Callable[[], Ten
         )
     if sequence is None and "T" in match[2]:
         raise EstimateError(f"--input {text!r} has a T; give --seq")
-    shape = [{"B": batch, "T": sequence}.get(size) or int(size) for size in match[2].split("x")]
+    shape = [{"B": batch, "T": sequence}.get(size) or int(size[:20]) for size in match[2].split("x")]
+    if math.prod(shape) > _MOST:
+        raise EstimateError(f"--input {text!r} has more elements than a tensor can; expected at most {_MOST:.3g}")
     dtype = _DTYPES[match[1]]
     return lambda: torch.zeros(shape, dtype=dtype)
 
@@ -232,9 +280,14 @@ def _loss_of_class(makers: Sequence[Callable[[], Tensor]]) -> Loss:
 
 def _scalar(output: Any) -> Tensor:
     """The loss in what a step returns, or the mean of an output."""
-    value = output["loss"] if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else output
+    value = output
+    if isinstance(output, Mapping):
+        value = output.get("loss")
+    elif isinstance(output, tuple):
+        value = next(iter(output), None)
     if not isinstance(value, Tensor):
-        raise EstimateError(f"the model returns a {type(value).__name__}; expected a tensor, or a mapping with 'loss'")
+        kind = type(output).__name__
+        raise EstimateError(f"the model returns a {kind} without a loss; expected a tensor, or a mapping with 'loss'")
     return value if value.ndim == 0 else value.float().mean()
 
 
@@ -246,6 +299,8 @@ def _traced(
     precision: ZeroPrecision,
     activations: ActivationLimits | None,
 ) -> Imagined:
+    _check_parameters(name, module)
+
     def in_precision(twin: nn.Module) -> Tensor:
         with precision.computing_on("cpu"):
             return loss(twin)
@@ -253,7 +308,12 @@ def _traced(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a Trainer that is not there, and the like
+            logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what is raised
             made = trace(module, in_precision, precision.policy, activations=activations)
-    except (TraceError, RuntimeError, TypeError) as error:
+    except EstimateError:
+        raise
+    except TraceError as error:
         raise EstimateError(f"{name} cannot run on {sizes} without values: {error}") from error
+    except Exception as error:  # of the user's module, which can do anything
+        raise EstimateError(f"{name} cannot run on {sizes} without values: {in_a_line(error)}") from error
     return Imagined(name, module, made, f"traced on {sizes}")

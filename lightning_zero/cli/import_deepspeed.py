@@ -52,8 +52,12 @@ def run(
 ) -> int:
     """Imports, writes and prints; returns the exit code."""
     ranks = None if devices is None and nodes is None else (devices or 1) * (nodes or 1)
-    out = out or Path(path.with_suffix(".yaml").name)
+    out = out or Path(f"{path.stem}.yaml")
     try:
+        if path.is_dir():
+            raise MigrationError(f"{path} is a folder; expected a file such as ds_config.json.")
+        if not dry_run:
+            _check_out(path, out)
         imported = import_deepspeed(path, ranks=ranks)
         _set_ranks(imported, devices, nodes)
         refused = strict and bool(imported.of(Status.unsupported, Status.unknown))
@@ -69,6 +73,15 @@ def run(
     if refused:
         return complain(ValueError(f"{path} has keys that are unknown or not supported, and --strict is given"))
     return 0
+
+
+def _check_out(path: Path, out: Path) -> None:
+    if out.suffix not in (".yaml", ".yml"):
+        raise MigrationError(f"{out} is not the name of a YAML file, such as config.yaml.")
+    if not out.parent.is_dir():
+        raise MigrationError(f"{out.parent} is no folder: make it, or give another OUT.")
+    if out.exists() and path.exists() and out.samefile(path):
+        raise MigrationError(f"{out} is the file that is read: give another OUT.")
 
 
 def _set_ranks(imported: Import, devices: int | None, nodes: int | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +14,7 @@ import torch
 
 from lightning_zero.cgroups import memory_limit
 from lightning_zero.cli.imagined import EstimateError, Imagined, from_class, from_sizes, from_transformers
+from lightning_zero.cli.text import in_a_line
 from lightning_zero.integration.engines import activation_limits
 from lightning_zero.integration.options import StrategyOptions
 from lightning_zero.integration.precision import PrecisionName, ZeroPrecision
@@ -22,6 +25,7 @@ from lightning_zero.planning.machine import this_machine
 SOME_FOLDER = "/local_nvme"  # stands for a folder on a disk of which only the size is known
 THIS = "this"
 _HOST = "64GB"
+LEAST = 10**6  # bytes, or bytes per second: what is less lacks a unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +99,15 @@ class Request:
             made = machine_here(self.gpus, self.nodes)
         else:
             made = Machine(parse_gpu(self.gpu), self.gpus, self.nodes, parse_size(_HOST), DRAM, NETWORK)
-        given = {"host": self.host, "dram": self.dram, "network": self.network, "disk": self.disk_rate}
-        changes: dict[str, Any] = {name: parse_size(text) for name, text in given.items() if text is not None}
+        given = {"host": self.host, "dram": self.dram, "network": self.network, "disk_rate": self.disk_rate}
+        changes: dict[str, Any] = {name: _size_of(name, text) for name, text in given.items() if text is not None}
+        if "disk_rate" in changes:
+            changes["disk"] = changes.pop("disk_rate")
         return replace(made, storage=self._storage(), **changes)
 
     def _storage(self) -> int:
         if self.disk is not None:
-            return parse_size(self.disk)
+            return _size_of("disk", self.disk)
         if self.nvme is None:
             return 0
         if not self.nvme.is_dir():
@@ -116,33 +122,60 @@ class Request:
         Raises:
             EstimateError: for answers that make none.
         """
+        self._check_sources()
         plugin = ZeroPrecision(self.precision)
         offloads = self.activation_offload and not self.machine().gpu.shares_host
         moved = activation_limits(StrategyOptions(activation_offload=offloads))
         if self.params is not None:
             if self.layers is None or self.hidden is None:
                 raise EstimateError("--params needs --layers and --hidden")
+            if not 1 <= self.params < math.inf:
+                raise EstimateError(f"--params {self.params:g} is no number of parameters; expected one such as 7e9")
             sizes = int(self.params), self.layers, self.hidden, self.vocabulary
             return from_sizes(*sizes, self.batch, self.sequence, plugin, self.recompute, moved)
         if self.hf is not None:
             return from_transformers(self.hf, self.batch, self.sequence, plugin, self.recompute, moved)
         return from_class(self.model, self._arguments(), self.inputs, self.batch, self.sequence, plugin, moved)
 
+    def _check_sources(self) -> None:
+        """Refuses two models, and sizes that nobody uses."""
+        of_class = "--model" if self.model else "--config" if self.config else None
+        named = {"--params": self.params, "--hf": self.hf, of_class: of_class}
+        given = [str(flag) for flag, value in named.items() if value is not None]
+        if len(given) > 1:
+            raise EstimateError(f"{' and '.join(given)} name different models; give one of them")
+        if self.params is None and (self.layers or self.hidden):
+            raise EstimateError(f"{'--layers' if self.layers else '--hidden'} needs --params")
+
     def _arguments(self) -> dict[str, Any]:
         """Reads the arguments of the model's constructor: a YAML or JSON file, and the changes after it."""
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
+        from yaml import YAMLError  # type: ignore[import-untyped]
 
+        what = "--set" if self.config is None else f"--config {self.config}"
+        if self.config is not None and not self.config.is_file():
+            raise EstimateError(f"{what} is no file; expected one with the arguments of a constructor, YAML or JSON")
+        for change in self.changes:
+            if not re.match("[^=]+=", change):
+                raise EstimateError(f"--set {change!r} is no argument; expected NAME=VALUE, such as n_layer=12")
         try:
-            merged = OmegaConf.merge(
-                OmegaConf.load(self.config) if self.config else {}, OmegaConf.from_dotlist(list(self.changes))
-            )
+            given = OmegaConf.create() if self.config is None else OmegaConf.load(self.config)
+            if not OmegaConf.is_dict(given):
+                raise EstimateError(f"{what} holds a list; expected a mapping of names to values")
+            merged = OmegaConf.merge(given, OmegaConf.from_dotlist(list(self.changes)))
             made = OmegaConf.to_container(merged, resolve=True)
-        except OmegaConfBaseException as error:
-            raise EstimateError(f"{self.config or 'the arguments'} cannot be read: {error}") from error
-        if not isinstance(made, dict):
-            raise EstimateError(f"{self.config} holds no arguments; expected a mapping of names to values")
+        except (OmegaConfBaseException, YAMLError, UnicodeDecodeError, OSError) as error:
+            raise EstimateError(f"{what} cannot be read as a mapping of names to values: {in_a_line(error)}") from error
+        assert isinstance(made, dict)
         return {str(key): value for key, value in made.items()}
+
+
+def _size_of(name: str, text: str) -> int:
+    try:
+        return parse_size(text, LEAST)
+    except ValueError as error:
+        raise ValueError(f"--{name.replace('_', '-')} {error}") from None
 
 
 def machine_here(ranks: int, nodes: int) -> Machine:

@@ -11,6 +11,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+_LONGEST = 300  # characters of what other software says
+
 
 def size(count: int | str | None) -> str:
     """Writes a number of bytes in a unit that suits it; words stay, None is "unknown"."""
@@ -55,5 +57,19 @@ def print_json(schema: int, facts: Mapping[str, Any]) -> int:
 
 def complain(error: Exception) -> int:
     """Prints an error and what to do about it; returns the exit code."""
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {said(error)}", file=sys.stderr)
     return 1
+
+
+def said(error: BaseException) -> str:
+    """What an error says; that of the system names the file first."""
+    if isinstance(error, OSError) and error.strerror and error.filename and not error.__cause__:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def in_a_line(error: BaseException) -> str:
+    """The kind of an error of other software, and the beginning of what it says, as one line."""
+    text = " ".join(str(error).split())
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST].rsplit(' ', 1)[0]} ..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -34,7 +34,7 @@ from lightning_zero.planning.estimate import Choice
 from lightning_zero.planning.machine import this_machine
 from lightning_zero.planning.memory import Memory
 from lightning_zero.planning.preflight import Claim, Pool, Side, in_units
-from lightning_zero.planning.tracing import Trace, TraceError, trace
+from lightning_zero.planning.tracing import Trace, trace
 from lightning_zero.sharding import ShardedParameter, ShardingPolicy
 from lightning_zero.storage import device_type
 from lightning_zero.torch_private import tree_leaves, tree_map
@@ -277,10 +277,11 @@ class ZeroAutoStrategy(ZeroStrategy):
             stay = device_type(self.root_device).shares_host_memory
             moved = None if stay else engines.activation_limits(self.options)
             return trace(module, loss, precision.policy, self.options.units, moved)
-        except (TraceError, RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001  (the user's module can do anything; training needs no example)
             rank_zero_warn(
                 f"{AUTO} does not know activations: forward of {type(module).__name__} cannot run on its "
-                f"example_input_array without values ({error}). With reserve_gb some memory is left for them"
+                f"example_input_array without values ({type(error).__name__}: {error}). "
+                "With reserve_gb some memory is left for them"
             )
             return None
 

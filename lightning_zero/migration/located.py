@@ -15,6 +15,7 @@ Key = tuple[str, ...]
 _LITERALS = {"true": True, "false": False, "null": None, "Infinity": float("inf"), "-Infinity": float("-inf")}
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w.])")
 _WORD = re.compile(r"[^\s,:{}\[\]\"]+")
+_LONGEST_NUMBER, _DEEPEST = 400, 100
 _BLANK = re.compile(r"[ \t\r\n]*")
 _COMMENT = re.compile(r"//|/\*|#")
 
@@ -122,6 +123,8 @@ class _Reader:
         return self.text[self.index : self.index + 1]
 
     def _value(self, path: Key) -> Any:
+        if len(path) > _DEEPEST:
+            raise self._error(f"more than {_DEEPEST} objects and arrays in one another")
         first = self._next()
         self.places[path] = self._place(self.index)
         if first == "{":
@@ -131,6 +134,8 @@ class _Reader:
         if first == '"':
             return self._string()
         if number := _NUMBER.match(self.text, self.index):
+            if len(number[0]) > _LONGEST_NUMBER:
+                raise self._error(f"a number of {len(number[0])} characters; at most {_LONGEST_NUMBER} are read")
             self.index = number.end()
             return json.loads(number[0])
         word = _WORD.match(self.text, self.index)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import platform
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from lightning_zero.planning.machine import cores
 from lightning_zero.storage import device_type
 
 _SCHEMA = 1
+_ALWAYS = frozenset({"dram", "update", "matmul_32", "matmul_16"})  # rates that are measured on any machine
 
 
 class CalibrationError(ValueError):
@@ -103,9 +105,16 @@ def identify(device: torch.device) -> Identity:
 
 
 def cache_file() -> Path:
-    """The file of the user's measured rates, below `XDG_CACHE_HOME` or `~/.cache`; it may not be there."""
+    """The file of the user's measured rates, below `XDG_CACHE_HOME` or `~/.cache`; it may not be there.
+
+    Raises:
+        CalibrationError: nobody knows the user's home.
+    """
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "lightning_zero" / "calibration.json"
+    try:
+        return Path(cache).expanduser() / "lightning_zero" / "calibration.json"
+    except RuntimeError as error:
+        raise CalibrationError(f"{cache} is in no folder that is known ({error}); set XDG_CACHE_HOME") from error
 
 
 def write(calibration: Calibration, path: Path | None = None) -> Path:
@@ -113,6 +122,7 @@ def write(calibration: Calibration, path: Path | None = None) -> Path:
 
     Raises:
         OSError: the file cannot be written.
+        CalibrationError: nobody knows the user's home.
     """
     path = path or cache_file()
     try:
@@ -138,9 +148,9 @@ def read(device: torch.device, path: Path | None = None) -> Calibration | None:
 
 
 def _read_all(path: Path) -> list[Calibration]:
-    if not path.is_file():
-        return []
     try:
+        if not path.is_file():
+            return []
         found = json.loads(path.read_text())
         if found["schema"] != _SCHEMA:
             raise ValueError(f"its schema is {found['schema']}")
@@ -154,7 +164,7 @@ def _read_all(path: Path) -> list[Calibration]:
 def _calibration(entry: Mapping[str, Any]) -> Calibration:
     rates = Rates(**entry["rates"])
     for name, rate in asdict(rates).items():
-        if rate is not None and not rate > 0:
+        if (rate is None and name in _ALWAYS) or (rate is not None and not 0 < rate < math.inf):
             raise ValueError(f"{name}={rate!r} is no rate")
     return Calibration(Identity(**entry["machine"]), str(entry["date"]), dict(entry["versions"]), rates)
 

@@ -7,12 +7,15 @@ Matrix rates are dense, without sparsity, with sums in fp32. Those of links are 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 
 _GB, _TERA = 10**9, 10**12
 _UNITS = {"": 1, "B": 1} | {f"{prefix}B": 1000**n for n, prefix in enumerate("KMGT", start=1)}
 _UNITS |= {f"{prefix}IB": 1024**n for n, prefix in enumerate("KMGT", start=1)}
+_NUMBER = r"([0-9.]+(?:e[0-9]+)?)"
+_LEAST_GPU = 2**28  # bytes; with less not even the runtime of a device starts
 # Of a GPU's memory: the rest is CUDA's context, NCCL's buffers, and pieces between the allocator's blocks.
 USABLE = 0.95
 
@@ -125,23 +128,36 @@ class Machine:
         return self.gpus * self.nodes
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, least: int = 1) -> int:
     """Reads a number of bytes: "24GB" is 24 * 10^9, "24GiB" 24 * 2^30.
+
+    Args:
+        text: as above.
+        least: bytes; fewer are a mistake, such as a unit that was forgotten.
 
     Raises:
         ValueError: for anything else.
     """
-    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?i?B|)", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(_NUMBER + r"\s*([KMGT]?i?B|)", text.strip(), re.IGNORECASE)
+    nbytes = None if match is None else _scaled(match[1], _UNITS.get(match[2].upper()))
+    if nbytes is None:
+        raise ValueError(f"{text!r} is not a size; expected a number with a unit, such as 128GB or 24GiB")
+    if nbytes < least:
+        raise ValueError(f"{text!r} is {nbytes} bytes; expected at least {least}: give a unit, such as 128GB or 24GiB")
+    return nbytes
+
+
+def _scaled(number: str, unit: int | None) -> int | None:
+    """A number of units; ``None`` where it is none, or is too large."""
     try:
-        if match is not None:
-            return int(float(match[1]) * _UNITS[match[2].upper()])
-    except (KeyError, ValueError):
-        pass
-    raise ValueError(f"{text!r} is not a size; expected a number with a unit, such as 128GB or 24GiB")
+        value = float(number) * (unit or math.nan)
+    except ValueError:
+        return None
+    return int(value) if math.isfinite(value) else None
 
 
 def parse_gpu(text: str) -> Gpu:
-    """Finds a GPU by its name, or one with so much memory.
+    """Finds a GPU by its name, such as "a100" or "RTX 4090", or one with so much memory.
 
     One that is known by its memory alone, such as "24GB", has the rates of the first in the table that has as much.
     Memory of GPUs is sold in GB and counted in GiB: here both are GiB.
@@ -149,13 +165,15 @@ def parse_gpu(text: str) -> Gpu:
     Raises:
         ValueError: for a name that is none, and for a size that none has.
     """
-    name = text.strip().lower()
-    name = _OTHER_NAMES.get(name, name).removeprefix("rtx")
+    name = re.sub(r"^((nvidia|geforce|rtx|tesla)[\s-]*)+", "", text.strip().lower())
+    name = _OTHER_NAMES.get(name, name)
     if name in GPUS:
         return GPUS[name]
-    if re.fullmatch(r"[0-9.]+\s*gi?b", name):
-        gib = float(name.rstrip("gib ").strip())
-        memory = int(gib * 2**30)
+    match = re.fullmatch(_NUMBER + r"\s*([mgt])i?b", name)
+    memory = None if match is None else _scaled(match[1], 1024 ** (2 + "mgt".index(match[2])))
+    if memory is not None:
+        if memory < _LEAST_GPU:
+            raise ValueError(f"{text!r} is too little memory for a GPU; expected a size such as 24GB")
         for gpu in GPUS.values():
             if gpu.memory >= memory:
                 return dataclasses.replace(gpu, name=text.strip(), memory=memory, source=f"rates of {gpu.name}")

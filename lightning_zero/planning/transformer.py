@@ -16,6 +16,8 @@ from lightning_zero.engine import ActivationLimits
 from lightning_zero.planning.tracing import Trace
 from lightning_zero.sharding.partition import ROOT
 
+_MOST_LAYERS = 10_000  # each is a module of its own
+
 
 class Sizes(nn.Module):
     """Parameters of a transformer's sizes; it computes nothing. Make it on the meta device.
@@ -34,6 +36,8 @@ class Sizes(nn.Module):
 
     def __init__(self, params: int, layers: int, hidden: int, vocabulary: int) -> None:
         super().__init__()
+        if layers > _MOST_LAYERS:
+            raise ValueError(f"layers={layers} are too many to be planned; expected at most {_MOST_LAYERS}")
         for name, value in (("params", params), ("layers", layers), ("hidden", hidden), ("vocabulary", vocabulary)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")

@@ -288,19 +288,13 @@ def make_buckets(
         TypeError: for parameters that are not real and dense: complex, sparse, quantized, nested, DTensor, lazy; and
             for modules with sparse gradients.
     """
-    for name, module in root.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise TypeError(
-                f"module {name!r} is {module}: sparse gradients cannot be sharded. Use sparse=False"
-                f"{advice(Case.CANNOT_BE_SHARDED, ', ')}"
-            )
+    check_supported(root)
     members = parameters_by_unit(root, units)
     norms = {id(p) for m in root.modules() if is_norm(m) for p in m.parameters(recurse=False)}
     buckets: list[BucketSpec] = []
     open_buckets: dict[tuple[torch.dtype, torch.dtype, bool, bool, str | None], BucketSpec] = {}
     for unit, specs in members.items():
         for spec in specs:
-            _check_supported(spec)
             given = (dtypes or {}).get(id(spec.parameter), spec.parameter.dtype)
             dtype = precision.target_dtype(given, id(spec.parameter) in norms)
             is_optimized = id(spec.parameter) in optimized
@@ -401,8 +395,24 @@ def _outside(root: nn.Module, units: Sequence[Unit]) -> list[nn.Module]:
     return [m for m in root.modules() if id(m) not in inside]
 
 
-def _check_supported(spec: ParameterSpec) -> None:
-    name, parameter = spec.name, spec.parameter
+def check_supported(root: nn.Module) -> None:
+    """Look whether a module can be sharded, before anything is made of it.
+
+    Raises:
+        TypeError: for parameters that are not real and dense: complex, sparse, quantized, nested, DTensor, lazy; and
+            for modules with sparse gradients.
+    """
+    for name, module in root.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise TypeError(
+                f"module {name!r} is {module}: sparse gradients cannot be sharded. Use sparse=False"
+                f"{advice(Case.CANNOT_BE_SHARDED, ', ')}"
+            )
+    for name, parameter in root.named_parameters():
+        _check_parameter(plain_name(name), parameter)
+
+
+def _check_parameter(name: str, parameter: torch.Tensor) -> None:
     if not isinstance(parameter, Parameter) or isinstance(parameter, nn.parameter.UninitializedParameter):
         raise TypeError(
             f"parameter {name!r} is a {type(parameter).__name__}, which has no shape yet; run one forward pass of the "

@@ -68,6 +68,7 @@ def test_another_name_as_an_experiment_and_in_python(tmp_path: Path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # without rates that were measured
     this = json.loads(invoke("--params 7e6 --layers 2 --hidden 128 --gpu this --python --json").stdout)
     assert this["machine"]["gpu"]["memory"] == this_machine(torch.device("cpu"), 1, 1).gpu.memory
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1(x3)")  # which says nothing
     lines = invoke(f"{LARGE} --strategy zero2_offload --python").stdout.splitlines()
     assert lines[-1] == 'trainer = L.Trainer(strategy="zero2_offload", precision="bf16-true", devices=1)'
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -190,10 +192,173 @@ def test_wrong_arguments_say_what_to_give(arguments: str, message: str) -> None:
     assert message in result.stderr
 
 
+MODELS = """
+import torch
+from torch import nn
+
+class Plain(nn.Module):
+    def __init__(self, **sizes):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+    def forward(self, x): return self.lin(x)
+class Needs(nn.Module):
+    def __init__(self, width): super().__init__()
+class Raises(nn.Module):
+    def __init__(self): raise KeyError("boom")
+class Ends(nn.Module):
+    def __init__(self): raise SystemExit(3)
+class Empty(nn.Module):
+    def forward(self, x): return x.sum()
+class Frozen(Plain):
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(False)
+class Lazy(Plain):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.LazyLinear(4)
+class Complex(Plain):
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.e = nn.Embedding(10, 4, sparse=True)
+class Fails(Plain):
+    def forward(self, x): raise KeyError("gone")
+class NoLoss(Plain):
+    def forward(self, x): return {"logits": self.lin(x)}
+class Nothing(Plain):
+    def forward(self, x): return ()
+class Asserts(Plain):
+    def forward(self, x): assert len(x) == 7, "seven"
+class Mixed(Plain):
+    def __init__(self):
+        super().__init__()
+        self.tied = nn.Linear(4, 4, bias=False, dtype=torch.float64)
+        self.tied.weight = self.lin.weight
+        self.empty = nn.Parameter(torch.zeros(0))
+        self.register_buffer("count", torch.zeros(10, dtype=torch.int64))
+"""
+FILES = {
+    "odd_models.py": MODELS.encode(),
+    "odd_import.py": b"raise RuntimeError('broken')",
+    "odd_syntax.py": b"def (:",
+    "empty.yaml": b"",
+    "twice.yaml": b"a: 1\na: 2\n",
+    "list.json": b"[1, 2]",
+    "half.json": b"{",
+    "latin.yaml": b"a: \xe9",
+    "binary.yaml": b"\x00\xde\xad",
+    "number.yaml": b"3",
+    "absent.yaml": b"width: ${nowhere}",
+    "hf_list/config.json": b"[1, 2]",
+    "hf_binary/config.json": b"\x00\xde\xad",
+    "hf_empty/config.json": b"",
+    "hf_nothing/config.json": b"{}",
+    "hf_words/config.json": b'{"model_type": "gpt2", "n_layer": "two"}',
+    "hf_zero/config.json": b'{"model_type": "gpt2", "n_embd": 0, "n_layer": 1}',
+    "hf_class/config.json": b'{"model_type": "gpt2", "architectures": ["Nope"]}',
+    "hf_headless/config.json": b'{"model_type": "gpt2", "architectures": ["GPT2Model"], "n_layer": 1, "n_embd": 48}',
+    "hf_folder/config.json/x": b"",
+}
+ODD = {
+    "--params nan --layers 2 --hidden 64": "--params nan is no number of parameters; expected one such as 7e9",
+    "--params inf --layers 2 --hidden 64": "--params inf is no number",
+    "--params -7 --layers 2 --hidden 64": "--params -7 is no number",
+    "--params 1e30 --layers 10 --hidden 100000000000000": "larger than any can be",
+    "--params 7e9 --layers 99999999 --hidden 2 --vocab 3": "too many to be planned; expected at most 10000",
+    "--hf hf_zero --layers 3": "--layers needs --params",
+    f"{SEVEN} --hf hf_zero": "--params and --hf name different models; give one of them",
+    f"{SEVEN} --model odd_models:Plain": "--params and --model name different models",
+    f"{SEVEN} --gpu 0GB": "'0GB' is too little memory for a GPU",
+    f"{SEVEN} --gpu 1.2.3GB": "'1.2.3GB' is no known GPU",
+    f"{SEVEN} --gpu -5GB": "'-5GB' is no known GPU",
+    f"{SEVEN} --host 128": "--host '128' is 128 bytes; expected at least 1000000: give a unit",
+    f"{SEVEN} --host 1e400GB": "--host '1e400GB' is not a size",
+    f"{SEVEN} --dram 0GB": "--dram '0GB' is 0 bytes",
+    f"{SEVEN} --network 0 --nodes 2": "--network '0' is 0 bytes",
+    f"{SEVEN} --disk 1TB --disk-rate 0": "--disk-rate '0' is 0 bytes",
+    f"{SEVEN} --disk 5PB": "--disk '5PB' is not a size",
+    "--hf hf_folder": "--hf hf_folder has no config.json",
+    "--hf hf_list": "no model can be made of hf_list/config.json",
+    "--hf hf_binary": "hf_binary/config.json: OSError",
+    "--hf hf_empty": "hf_empty/config.json: OSError",
+    "--hf hf_nothing": "Should have a `model_type` key",
+    "--hf hf_words": "hf_words/config.json",
+    "--hf hf_zero": "hf_zero/config.json: ZeroDivisionError",
+    "--hf hf_class": "has no class Nope, which hf_class/config.json names",
+    "--hf hf_headless": "without a loss; name a class with a head",
+    "--model odd_models": "'odd_models' is not the path of a class, such as package.module:Class",
+    "--model odd_absent:X": "No module named 'odd_absent'",
+    "--model odd_import:X": "odd_import.X cannot be made: RuntimeError: broken",
+    "--model odd_syntax:X": "SyntaxError: invalid syntax",
+    "--model odd_models:Needs": "missing 1 required positional argument: 'width'",
+    "--model odd_models:Raises": "odd_models.Raises cannot be made: KeyError: 'boom'",
+    "--model odd_models:Ends": "odd_models.Ends cannot be made: SystemExit: 3",
+    "--model odd_models:Empty": "no parameter that requires a gradient: there is nothing to train",
+    "--model odd_models:Frozen --input float:Bx4": "no parameter that requires a gradient",
+    "--model odd_models:Lazy --input float:Bx4": "'lin.weight' is a UninitializedParameter",
+    "--model odd_models:Complex --input float:Bx4": "sharding needs real, dense parameters",
+    "--model odd_models:Sparse --input long:Bx4": "sparse gradients cannot be sharded. Use sparse=False",
+    "--model odd_models:Fails --input float:Bx4": "cannot run on 1x4 without values: KeyError: 'gone'",
+    "--model odd_models:NoLoss --input float:Bx4": "the model returns a dict without a loss",
+    "--model odd_models:Nothing --input float:Bx4": "the model returns a tuple without a loss",
+    "--model odd_models:Asserts --input float:Bx4": "AssertionError: seven",
+    f"--model odd_models:Plain --input long:Bx{9:0<22}": "has more elements than a tensor can",
+    "--model odd_models:Plain --set x": "--set 'x' is no argument; expected NAME=VALUE",
+    '--model odd_models:Plain --set "x=[1"': "--set cannot be read",
+    "--model odd_models:Plain --config nowhere.yaml": "--config nowhere.yaml is no file",
+    "--model odd_models:Plain --config hf_list": "--config hf_list is no file",
+    "--model odd_models:Plain --config list.json": "list.json holds a list; expected a mapping",
+    **{
+        f"--model odd_models:Plain --config {name}": f"--config {name} cannot be read as a mapping"
+        for name in ("twice.yaml", "half.json", "latin.yaml", "binary.yaml", "number.yaml", "absent.yaml")
+    },
+}
+
+
+@pytest.fixture
+def odd_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The working folder has files that are wrong."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for name, content in FILES.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(content)
+    yield
+    sys.modules.pop("odd_models", None)
+
+
+@pytest.mark.usefixtures("odd_files")
+@pytest.mark.parametrize("kind", ["--params", "--hf", "--model"])
+def test_every_odd_request_ends_with_one_message(kind: str) -> None:
+    mine = {arguments: message for arguments, message in ODD.items() if arguments.startswith(kind)}
+    assert mine
+    for arguments, message in mine.items():
+        result = CliRunner().invoke(app, ["estimate", *shlex.split(arguments), "--json"])
+        said = f"{arguments}: {result.exception!r} {result.stderr}"
+        assert (result.exit_code, result.stdout) == (1, ""), said
+        assert message in result.stderr, said
+        assert re.fullmatch("error: [^\n]+\n", result.stderr), said
+
+
+@pytest.mark.usefixtures("odd_files")
+def test_models_that_are_odd_and_right() -> None:
+    """No arguments in a file, ties, two dtypes, a buffer of integers, a parameter without elements, three machines."""
+    model = "--model odd_models:Mixed --config empty.yaml --input float:Bx4"
+    mixed = found(f"{model} --precision 32-true --gpus 1 --nodes 3")
+    assert (mixed["model"]["parameters"], mixed["choices"][0]["fits"]) == (4 * 4 + 4, True)
+    assert mixed["choices"][0]["python"].endswith("devices=1, num_nodes=3)")
+
+
 def test_sizes_and_gpus() -> None:
     assert parse_size("128GB") == 128 * 10**9
     assert parse_size("1.5 GiB") == 3 * 2**29
-    assert parse_gpu("A100").name == "a100-80"
+    assert parse_gpu("A100").name == parse_gpu("NVIDIA A100").name == "a100-80"
+    assert parse_gpu("GeForce RTX 4090").name == parse_gpu("rtx4090").name == "4090"
+    assert parse_gpu("24576MiB").memory == 24 * GIB
     imagined = parse_gpu("24GB")
     assert (imagined.memory, imagined.matmul_16) == (24 * GIB, GPUS["3090"].matmul_16)
     assert [gpu.memory for gpu in GPUS.values()] == sorted(gpu.memory for gpu in GPUS.values())

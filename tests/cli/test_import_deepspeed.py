@@ -87,15 +87,21 @@ def test_json_has_all_of_it(file: Path) -> None:
 def test_nothing_is_replaced_or_written_against_the_users_will(file: Path) -> None:
     out = Path("mine.yaml")
     out.write_text("mine")
+    own = Path("own.yaml")
+    own.write_text(file.read_text())
     for arguments, message in (
         ([file, out], "error: mine.yaml exists: give another OUT, or --overwrite."),
         ([file, "other.yaml", "--strict"], "and --strict is given"),
-        (["missing.json"], "No such file or directory: 'missing.json'"),
+        (["missing.json"], "error: missing.json: No such file or directory"),
+        ([""], "error: . is a folder; expected a file such as ds_config.json"),
+        ([file, "nowhere/mine.yaml"], "nowhere is no folder: make it, or give another OUT"),
+        ([file, file, "--overwrite"], "ds_config.json is not the name of a YAML file"),
+        ([own, own, "--overwrite"], "own.yaml is the file that is read: give another OUT"),
     ):
         result = invoke(*arguments)
         assert result.exit_code == 1
         assert message in result.stderr
-    assert out.read_text() == "mine"
+    assert (out.read_text(), own.read_text()) == ("mine", file.read_text())
     assert not Path("other.yaml").exists()
     assert invoke(file, out, "--overwrite", "--experiment").exit_code == 0
     assert "  - override /strategy: zero2\n" in out.read_text()

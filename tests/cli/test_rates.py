@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from lightning_zero import ZeroAutoStrategy
 from lightning_zero.cli import app, rates
 from lightning_zero.cli.rates import MeasureError, best, measure_all, measure_gather
-from lightning_zero.planning.calibration import Calibration, Rates, identify, read, write
+from lightning_zero.planning.calibration import Calibration, CalibrationError, Rates, identify, read, write
 
 CPU = torch.device("cpu")
 SMALL = 1 << 16
@@ -103,6 +103,29 @@ def test_an_estimate_for_this_machine_uses_them_and_says_so(cache: Path) -> None
     result = CliRunner().invoke(app, ["estimate", "--gpu", "this", "--params", "2e6", "--layers", "2", "--hidden", "8"])
     assert result.exit_code == 1
     assert "doctor --measure" in result.stderr
+
+
+def test_files_of_rates_that_cannot_be_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep()
+    good = cache.read_text()
+    assert read(CPU) is not None
+    for old, new in (("8000000000.0", "null"), ("8000000000.0", "1e999"), ("8000000000.0", '"fast"'), (good, "[1]")):
+        cache.write_text(good.replace(old, new))
+        with pytest.raises(CalibrationError, match=r"calibration\.json cannot be read \(.*doctor --measure` writes it"):
+            read(CPU)
+    cache.write_bytes(b"\xff\xfe")
+    with pytest.raises(CalibrationError, match="UnicodeDecodeError"):
+        read(CPU)
+    with (
+        mock.patch.object(Path, "is_file", side_effect=PermissionError(13, "Permission denied")),
+        pytest.raises(CalibrationError, match="Permission denied"),
+    ):
+        read(CPU)
+    # Of a user without a home, as in some containers.
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "expanduser", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    with pytest.raises(CalibrationError, match="set XDG_CACHE_HOME"):
+        read(CPU)
 
 
 def chosen(folder: str, broken: bool) -> tuple[str, float]:

@@ -53,6 +53,8 @@ def test_json_is_read_as_python_reads_it(values: dict[str, Any], indent: int | N
         ('{"a": "b\n"}', "1:9: a text with an error"),
         ('{"a": 1, "b": {"c": 1,\n "c": 2}}', "2:2: the key 'c' is here a second time"),
         ('{"a": 1} {', "1:10: '{' after the end of the object"),
+        ('{"a": ' + 5000 * "9" + "}", "1:7: a number of 5000 characters; at most 400 are read"),
+        (20_000 * '{"a":', "1:506: more than 100 objects and arrays in one another"),
         ("[1]", "1:1: a configuration is a JSON object"),
         ("", "1:1: a configuration is a JSON object"),
     ],

@@ -153,11 +153,21 @@ def choose_with(module: type[Stack], memory: int, reserve: int) -> Chosen:
     return strategy.chosen
 
 
+class Broken(Example):
+    """Its forward runs on nothing."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        raise KeyError("gone")
+
+
+@pytest.mark.filterwarnings("ignore:zero_auto does not know activations")
 @ranks(2)
 def test_activations_count_where_an_example_or_the_user_tells_them(pool: RankPool) -> None:
-    plain, reserved, known = (
-        pool.run(choose_with, *arguments)[0] for arguments in ((Stack, 29, 0), (Stack, 29, 8), (Example, 64, 0))
+    plain, reserved, known, broken = (
+        pool.run(choose_with, *arguments)[0]
+        for arguments in ((Stack, 29, 0), (Stack, 29, 8), (Example, 64, 0), (Broken, 29, 0))
     )
+    assert broken == plain
     assert (plain.way.python, plain.timed) == ('"zero1"', False)
     assert (reserved.way.name, reserved.way.changed) == ("zero1", {"bucket_size_mb": 1.0})
     assert known.timed
