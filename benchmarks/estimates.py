@@ -13,8 +13,9 @@ activations, before anything is allocated. Measured, per rank:
 - disk: blocks of the files in which state rests, by the file system;
 - growth: the most resident memory of the third step (VmHWM, reset before it) above the resident memory before it.
 
-The goals are held, host and disk bytes within 1%, growth within 10%, and no more in passing than planned. Blocks of 32 KiB and more are mappings of
-their own (MALLOC_MMAP_THRESHOLD_), so that what is freed leaves the resident memory, the same in each run.
+The goals are held, host and disk bytes within 1%, growth within 10%, and no more in passing than planned. Blocks of
+32 KiB and more are mappings of their own (MALLOC_MMAP_THRESHOLD_), so that what is freed leaves the resident memory,
+the same in each run.
 """
 
 from __future__ import annotations
