@@ -225,7 +225,7 @@ def from_class(
 
 
 def _first(error: BaseException) -> BaseException:
-    """What an error came of; Hydra and imports raise another one of it."""
+    """Finds the error that others came of: Hydra and imports raise another one of it."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

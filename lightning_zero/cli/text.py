@@ -62,14 +62,14 @@ def complain(error: Exception) -> int:
 
 
 def said(error: BaseException) -> str:
-    """What an error says; that of the system names the file first."""
+    """Writes what an error says; for one of the system the file comes first."""
     if isinstance(error, OSError) and error.strerror and error.filename and not error.__cause__:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
 def in_a_line(error: BaseException) -> str:
-    """The kind of an error of other software, and the beginning of what it says, as one line."""
+    """Writes the kind of an error of other software, and the beginning of what it says, as one line."""
     text = " ".join(str(error).split())
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST].rsplit(' ', 1)[0]} ..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
