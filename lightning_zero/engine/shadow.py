@@ -89,10 +89,10 @@ class Shadow:
             lane, what = _lane(self.memory_of(bucket)), f"the second values of {bucket.name}"
             work = bucket.placement.executor.submit(job, lane, what, after=[bucket.moving, bucket.reading])
             bucket.reading = work
-            if bucket.master.memory == "host":
+            if bucket.master.memory == "device" or (bucket.master.in_shard and not bucket.shards_params):
+                work.synchronize()  # what trains may write to it at any time
+            else:
                 self._work.append(work)
-            else:  # what trains may write to it at any time
-                work.synchronize()
         if next(self._map.module.buffers(), None) is not None:
             job, executor = partial(self._update_buffers, buffer_rule or rule), self._map.placement.executor
             executor.submit(job, _lane(self._buffers_memory), "the second values of buffers").synchronize()

@@ -30,6 +30,7 @@ from lightning_zero.sharding.reduction import Reduction
 from lightning_zero.storage import Lane, device_type
 from lightning_zero.storage.disk_file import aligned
 from lightning_zero.storage.nvme import passing_limit, tiles_at_work
+from lightning_zero.storage.rested import pieces
 from lightning_zero.update.clipping import squares_scratch
 from lightning_zero.update.footprint import Footprint
 
@@ -255,10 +256,19 @@ class RecordedBucket:
                 self._account.take(self.optimizer_state(footprint))
                 last = footprint.gradients if footprint.one_tile else footprint.scratch
                 self._account.touch(Bytes.of(memory, last + fresh))
-            self._lanes.stage(Lane.H2D, footprint.staged)
+            self._stage(footprint)
             self._update_tiles(footprint)
         if self.form.trained and self.state is BucketState.GATHERED and self.layout.shards > 1:
             self.state = BucketState.STALE
+
+    def _stage(self, footprint: Footprint) -> None:
+        if not (tile := footprint.master.tile):
+            self._lanes.stage(Lane.H2D, footprint.staged)
+            return
+        self._lanes.copied["d2h"] += footprint.staged
+        # While one tile is updated, the next one comes.
+        for start, stop in pieces(2 * tile, 0, self.layout.shard_numel):
+            self._lanes.stage(Lane.H2D, (stop - start) * self.form.dtype.itemsize)
 
     def _update_tiles(self, footprint: Footprint) -> None:
         store, numel = self.form.placement.optimizer_store, self.layout.shard_numel

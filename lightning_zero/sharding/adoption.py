@@ -18,6 +18,7 @@ from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.sharding.sharded_init import ShardedParameter, full_values
 from lightning_zero.storage import Memory, Rested, note_freed
 from lightning_zero.storage.rested import Resident, changing, pieces
+from lightning_zero.storage.staged import StagedTensor
 
 
 @torch.no_grad()
@@ -162,9 +163,11 @@ def lay_out_master(bucket: Bucket, split: bool) -> None:
         home, what = StoreHome(bucket.placement, bucket.name), f"the masters of {bucket.name}"
         bucket.await_moves()
         if split:
-            dtypes = bucket.placement.split_master(bucket.dtype).pieces
-            remainder, *high = (store.rest(numel, dtype, what) for dtype in dtypes)
-            bucket.master = SplitMaster(bucket.shard, high[0] if high else None, remainder, home)
+            form, shard = bucket.placement.split_master(bucket.dtype), bucket.shard
+            remainder, *high = (store.rest(numel, dtype, what) for dtype in form.pieces)
+            if form.tile:
+                shard = StagedTensor(shard, bucket.placement.executor, f"the high halves of {bucket.name}")
+            bucket.master = SplitMaster(shard, high[0] if high else None, remainder, home)
         elif isinstance(master, CopyMaster):
             bucket.master = CopyMaster(bucket.shard, master.values, home, ties="away")
         else:

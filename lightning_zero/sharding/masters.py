@@ -45,6 +45,7 @@ class Master(Protocol):
         memory: where :meth:`read` finds them.
         nbytes: bytes held in addition to the parameter shard, where they rest.
         tile: elements that are fetched together from where they rest; ``None``: they are where they are computed on.
+        in_shard: whether :meth:`read` reads the parameter shard, which whoever edits parameters may change.
     """
 
     @property
@@ -61,6 +62,9 @@ class Master(Protocol):
 
     @property
     def tile(self) -> int | None: ...
+
+    @property
+    def in_shard(self) -> bool: ...
 
     def expect(self, start: int, stop: int) -> None:
         """Begin to fetch what an update of ``[start, stop)`` needs."""
@@ -163,6 +167,7 @@ class NoMaster:
     """
 
     nbytes = 0
+    in_shard = True
 
     def __init__(self, shard: Rested, memory: Memory) -> None:
         self._shard = shard
@@ -275,6 +280,8 @@ class CopyMaster(_RestedMaster):
         ties: where a bf16 shard goes from halfway.
     """
 
+    in_shard = False
+
     def __init__(self, shard: Rested, values: Rested, home: Home | None = None, ties: ops.Ties = "even") -> None:
         super().__init__(shard, [values], home)
         self.values = values
@@ -330,11 +337,12 @@ class CopyMaster(_RestedMaster):
 class SplitMaster(_RestedMaster):
     """Values as 16-bit numbers, which the model reads, and int16 remainders: two bytes an element less than a copy.
 
-    See :func:`lightning_zero.ops.split_`. The values are on the host; where the shard is, it is the high part.
+    See :func:`lightning_zero.ops.split_`. The values are on the host; where the shard is, or comes in passing
+    (:class:`~lightning_zero.storage.staged.StagedTensor`), it is the high part.
 
     Args:
         shard: the parameter shard, bf16 or fp16 (bf16 with ties away from zero).
-        high: where the high part rests; ``None``: in the shard itself, which is on the host.
+        high: where the high part rests; ``None``: in the shard itself, which is worked on by the host.
         remainder: [n] int16.
         home: how values move between the store and the shard.
     """
@@ -348,9 +356,19 @@ class SplitMaster(_RestedMaster):
         self._high = shard if high is None else high
         self._remainder = remainder
 
+    @property
+    def tile(self) -> int | None:
+        return self._remainder.tile or self._high.tile
+
+    @property
+    def in_shard(self) -> bool:
+        return self._own_high is None
+
     def read(self, start: int, stop: int) -> Tensor:
         values = torch.empty(stop - start, dtype=torch.float32)
-        ops.join_(values, self._high.read(start, stop), self._remainder.read(start, stop))
+        for low, high in pieces(self.tile, start, stop):
+            part = values[low - start : high - start]
+            ops.join_(part, self._high.read(low, high), self._remainder.read(low, high))
         return values
 
     def keep(self, start: int, values: Tensor) -> None:

@@ -30,6 +30,7 @@ from lightning_zero.storage import (
     Ticket,
 )
 from lightning_zero.storage.nvme import tiles_ahead
+from lightning_zero.storage.staged import staged_tile
 from lightning_zero.storage.timers import Phase
 
 _CACHE_LINE = 64  # bytes; the alignment of torch's own CPU allocations
@@ -43,11 +44,13 @@ class MasterForm(NamedTuple):
         device: where they can be computed on.
         pieces: dtypes of the tensors of the shard's length that they take in the optimizer's store, beside the shard;
             none where the shard is its own master.
+        tile: elements of the shard that come to the host together, in passing, as a part of the values; 0: none do.
     """
 
     dtype: torch.dtype
     device: torch.device
     pieces: tuple[torch.dtype, ...] = ()
+    tile: int = 0
 
 
 class BucketPlacement(NamedTuple):
@@ -194,9 +197,16 @@ class BucketPlacement(NamedTuple):
         return not self.trains and initial != dtype and self.precision.needs_master(dtype)
 
     def split_master(self, dtype: torch.dtype) -> MasterForm:
-        """The split master of a 16-bit shard: remainders, and the high part where the shard is not on the host."""
-        high = () if ops.runs_on(self.shard_device) else (dtype,)
-        return MasterForm(torch.float32, torch.device("cpu"), (torch.int16, *high))
+        """The split master of a 16-bit shard: remainders; the high part is the shard.
+
+        What rests on a disk beside a shard that does not has a high part of its own: its tiles are read ahead.
+        """
+        values, host = torch.float32, torch.device("cpu")
+        if ops.runs_on(self.shard_device):
+            return MasterForm(values, host, (torch.int16,))
+        if self.optimizer_store.tile is not None:
+            return MasterForm(values, host, (torch.int16, dtype))
+        return MasterForm(values, host, (torch.int16,), staged_tile(self.executor, dtype))
 
     def reduce_dtype(self, dtype: torch.dtype, summed: bool) -> torch.dtype:
         """The dtype in which gradients of parameters of ``dtype`` are sent.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import Protocol
@@ -70,6 +71,14 @@ class Ticket(Protocol):
         ...
 
 
+@dataclass(eq=False)
+class Staged:
+    """Host memory in passing: a buffer, and the tensor that was asked for, which is a part of it."""
+
+    buffer: Tensor  # 1-D, bytes
+    tensor: Tensor
+
+
 class Executor(Protocol):
     """Moves tensors and runs jobs.
 
@@ -110,6 +119,17 @@ class Executor(Protocol):
 
         It must be written inside the context; who waits for the job, or else the current stream, waits for the copy.
         """
+        ...
+
+    def take(self, numel: int, dtype: torch.dtype) -> Staged:
+        """Host memory in passing that values of the device are copied to and back from; 1-D.
+
+        A job that takes memory gives it back itself.
+        """
+        ...
+
+    def give(self, staged: Staged, work: Ticket) -> None:
+        """Give back what was taken, and ``work`` still uses: copies, and no jobs."""
         ...
 
     def submit(self, job: Callable[[], object], lane: Lane, what: str, after: Sequence[Ticket] = ()) -> Ticket:
@@ -166,6 +186,13 @@ class InlineExecutor:
         filled = torch.empty_like(target, device="cpu")
         yield filled
         self.fetch(target, filled, what)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Staged:
+        buffer = torch.empty(numel * dtype.itemsize, dtype=torch.uint8)
+        return Staged(buffer, buffer.view(dtype))
+
+    def give(self, staged: Staged, work: Ticket) -> None:
+        """Nothing is kept."""
 
     def submit(self, job: Callable[[], object], lane: Lane, what: str, after: Sequence[Ticket] = ()) -> Ticket:
         for ticket in after:

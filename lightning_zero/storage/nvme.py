@@ -22,11 +22,11 @@ from zlib_ng.zlib_ng import crc32
 from lightning_zero.advice import Case, advice
 from lightning_zero.storage.disk_file import DiskError, DiskFile, aligned
 from lightning_zero.storage.disk_speed import Way, choose_way, usual_way
-from lightning_zero.storage.executor import Executor, Lane, Ticket
+from lightning_zero.storage.executor import Executor, Lane, Staged, Ticket
 from lightning_zero.storage.host import HostStore
 from lightning_zero.storage.rested import Memory
 from lightning_zero.storage.run_folder import RunFolder
-from lightning_zero.storage.staging import Staged, Staging
+from lightning_zero.storage.staging import Staging
 
 _LEAST_TILE, _LARGEST_TILE = 1 << 12, 1 << 20  # elements; of the least, one byte each fills a page
 _IN_FLIGHT = 3  # tiles of one bucket: one is fetched, one updated, one written

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_zero.storage.executor import Ticket
+from lightning_zero.storage.executor import Staged, Ticket
 from lightning_zero.storage.host import HostStore
 
 _ALIGNMENT = 64  # bytes
@@ -17,14 +17,6 @@ _ALIGNMENT = 64  # bytes
 def staged_size(nbytes: int) -> int:
     """The size of a buffer for so many bytes."""
     return -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
-
-
-@dataclass(eq=False)
-class Staged:
-    """A part of a buffer, as the tensor that was asked for."""
-
-    buffer: Tensor  # 1-D, bytes
-    tensor: Tensor
 
 
 @dataclass(eq=False)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.storage.accelerators import device_type
-from lightning_zero.storage.executor import DONE, Executor, InlineExecutor, Lane, Ticket, noting_work
+from lightning_zero.storage.executor import DONE, Executor, InlineExecutor, Lane, Staged, Ticket, noting_work
 from lightning_zero.storage.staging import Staging
 from lightning_zero.storage.threads import Jobs, ThreadExecutor, start_lane
 from lightning_zero.storage.work_log import WORK_LOG
@@ -189,6 +189,12 @@ class StreamExecutor:
         ticket = self._copy(Lane.H2D, target, staged.tensor, what, ())
         ticket.wait()
         self._leaving.give(staged, ticket)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Staged:
+        return self._leaving.take(torch.empty(numel, dtype=dtype, device="meta"))
+
+    def give(self, staged: Staged, work: Ticket) -> None:
+        self._leaving.give(staged, work)
 
     def _copy(self, lane: Lane, target: Tensor, source: Tensor, what: str, after: Sequence[Ticket]) -> _Work:
         """Copy between host and device on the stream of a lane."""

@@ -248,7 +248,7 @@ class AttachedOptimizers:
                 grad_scale,
                 bucket.layout.align - 1,
                 bucket.parameters,
-                bucket.placement.optimizer_store.tile,
+                bucket.placement.optimizer_store.tile or bucket.master.tile,
                 call,
             )
             gradient.lent_to(bucket.begin_update(partial(attached.updater.update, view)))

@@ -97,7 +97,7 @@ class NativeUpdater(ShardUpdater):
         names = {name for _, group in self._members(bucket) for name in self._rule.names(group)}
         state = dict.fromkeys(sorted(names), self._numbers.state_dtype)
         scales = len(state) * count_scales(bucket) if self._numbers.in_blocks else 0
-        staged = 0 if split else staged_bytes(bucket, master)
+        staged = staged_bytes(bucket, bucket.master) if master.tile or not split else 0
         return Footprint(master, state, passing=self._passing(bucket), staged=staged, scales=scales)
 
     def _passing(self, bucket: BucketForm) -> int:
@@ -125,11 +125,16 @@ class NativeUpdater(ShardUpdater):
         for run in runs(view.segments, key, gap=view.gap):
             _, step, fresh, _ = key(run.segments[0])
             group = groups[run.segments[0].param]
-            pieces = run.cut_at(view.tile) if ops.runs_on(view.master.device) else run.cut(formulas.TILE)
+            pieces = run.cut_at(self._tile(view, run)) if ops.runs_on(view.master.device) else run.cut(formulas.TILE)
             parts += [_NativePart(part, group, step + 1, fresh) for part in pieces]
         for window in in_windows(view, state, parts, lambda part: self._rule.names(part.group)):
             for part in window:
                 self._update_part(view, state, part)
+
+    def _tile(self, view: UpdateView, run: Run) -> int | None:
+        """Where a run is cut; ``None``: nowhere, since blocks of its state would be (see :class:`BlockShardState`)."""
+        segment = run.segments[0]
+        return None if (segment.param_start - segment.start) % self._numbers.block else view.tile
 
     def _update_part(self, view: UpdateView, own: ShardState, part: _NativePart) -> None:
         run, group, step, fresh = part

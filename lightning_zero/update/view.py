@@ -34,7 +34,7 @@ class UpdateView:
         grad_scale: factor to apply to the gradients.
         gap: segments at most this far apart may be updated as one; what lies between them are zeros.
         parameters: of the bucket, by index, to tell them apart; their values may be out of date.
-        tile: of the optimizer's store; see :class:`~lightning_zero.storage.rested.Rested`.
+        tile: of the optimizer's store, or else of the master; see :class:`~lightning_zero.storage.rested.Rested`.
         call: of the optimizer's ``step``, which an updater that runs the class's own passes on to it.
     """
 

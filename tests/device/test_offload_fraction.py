@@ -24,7 +24,7 @@ CASES = [
     Case(1, micro=3, precision=BF16),
     Case(2, precision=BF16),
     Case(2, micro=2, optimizers=2),
-    Case(2, micro=2, precision=BF16, split=True),
+    Case(2, micro=2, precision=BF16, split=True, edits=False),  # elsewhere remainders outlive edits
     Case(2, precision=FP16, overflow=True),
     Case(3, micro=2, precision=BF16, prefetch_mb=1.0),
     Case(3, micro=2),

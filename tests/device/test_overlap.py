@@ -48,6 +48,7 @@ class Case:
     prefetch_mb: float = 0.0
     optimizers: int = 1  # each has a part of the parameters; they step one after another
     fraction: float = 1.0  # that is offloaded
+    edits: bool = True  # whether user code changes 16-bit parameters in place
 
     def __str__(self) -> str:
         dtype = str(self.precision.param_dtype or torch.float32).removeprefix("torch.")
@@ -70,6 +71,8 @@ CASES = [
     Case(2, micro=2, precision=BF16, model="optional"),
     Case(2, micro=2, optimizers=2),
     Case(3, precision=BF16, native="off", optimizers=2),
+    Case(1, precision=FP16, split=True, overflow=True, optimizers=2),
+    Case(3, micro=2, precision=BF16, split=True, host=True),
 ]
 
 
@@ -154,6 +157,7 @@ class User:
         self._random = random.Random(case.seed)
         self._session = session
         self._sharded = case.stage == 3
+        self._edits = case.edits
         self.saw: list[Tensor] = []
 
     def _perhaps(self, act: Callable[[], object], chance: float = 0.3) -> None:
@@ -182,7 +186,7 @@ class User:
         if not self._sharded:
             self._perhaps(lambda: self.saw.append(parameters[-1].detach().clone()))  # it is read later
             self._perhaps(lambda: self.saw.extend(copy.deepcopy(self._session.model).state_dict().values()))
-            self._perhaps(self._write)
+            self._perhaps(self._write if self._edits else lambda: None)
             self._perhaps(self._load)
         self._perhaps(engine.settle)
         self._perhaps(self._edit)
@@ -198,7 +202,7 @@ class User:
 
     def _edit(self) -> None:
         engine, parameter = self._session.engine, next(self._session.model.parameters())
-        full_precision = self._random.random() < 0.5
+        full_precision = self._random.random() < 0.5 or not self._edits
         with engine.gathered([parameter], full_precision=full_precision), torch.no_grad():
             parameter.mul_(1.25)
 

@@ -1,0 +1,137 @@
+"""Tensors of a device that are worked on in host memory, a tile at a time, and rest nowhere but on the device.
+
+A tile is copied to host memory in passing when it is expected, while the ones before it are worked on, and back when it
+is committed, while the next ones are. Only a few of them are in host memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_zero import ops
+from lightning_zero.storage.executor import DONE, Executor, Staged, Ticket
+from lightning_zero.storage.rested import Memory, Rested, pieces
+from lightning_zero.storage.streams import in_lane
+
+_LARGEST_TILE = 1 << 20  # elements
+_IN_FLIGHT = 4  # tiles: one is fetched, one worked on, two put back
+
+
+def staged_tile(executor: Executor, dtype: torch.dtype) -> int:
+    """Elements of ``dtype`` that are copied together: a power of two, of which a few fit the executor's staging."""
+    if not executor.staging_bytes:  # no memory is kept
+        return _LARGEST_TILE
+    fitting = max(1, executor.staging_bytes // (_IN_FLIGHT * dtype.itemsize))
+    return min(max(1 << (fitting.bit_length() - 1), ops.BLOCK), _LARGEST_TILE)  # no border inside a block of state
+
+
+@dataclass(eq=False)
+class _Window:
+    """Elements ``[start, stop)`` in host memory in passing."""
+
+    start: int
+    stop: int
+    staged: Staged
+    arrived: Ticket
+    seen: bool = False  # by someone who may have changed them
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A range that is on its way back."""
+
+    start: int
+    stop: int
+    ticket: Ticket
+
+
+class StagedTensor:
+    """A tensor that rests on a device and is worked on by the host; see :class:`~lightning_zero.storage.rested.Rested`.
+
+    Attributes:
+        tile: see there; a range may have several.
+
+    Args:
+        values: the tensor, in memory of the device.
+        executor: copies it.
+        what: it is, for messages.
+    """
+
+    memory: Memory = "device"
+    device = torch.device("cpu")
+
+    def __init__(self, values: Rested, executor: Executor, what: str) -> None:
+        self.numel, self.dtype = values.numel, values.dtype
+        self.tile: int | None = staged_tile(executor, values.dtype)
+        self._values = values
+        self._executor = executor
+        self._what = what
+        self._windows: list[_Window] = []
+        self._kept: list[_Kept] = []
+
+    def expect(self, start: int, stop: int) -> None:
+        self._window(start, stop)
+
+    def holds(self, start: int, stop: int) -> bool:
+        return self._held(start, stop) is not None
+
+    def view(self, start: int, stop: int) -> Tensor:
+        window = self._window(start, stop)
+        window.arrived.synchronize()
+        window.seen = True
+        return window.staged.tensor[start - window.start : stop - window.start]
+
+    def commit(self, start: int, stop: int, after: Sequence[Ticket] = ()) -> None:
+        for window in self._overlapping(start, stop):
+            if not window.seen:
+                self.drop(window.start, window.stop)
+                continue
+            self._windows.remove(window)
+            target = self._values.view(window.start, window.stop)
+            ticket = self._executor.fetch(target, window.staged.tensor, self._what, after)
+            self._executor.give(window.staged, ticket)
+            self._kept = [kept for kept in self._kept if not kept.ticket.done()]
+            self._kept.append(_Kept(window.start, window.stop, ticket))
+            if not in_lane():  # else those wait who wait for the job
+                ticket.wait()
+
+    def drop(self, start: int, stop: int, after: Ticket | None = None) -> None:
+        for window in self._overlapping(start, stop):
+            self._windows.remove(window)
+            self._executor.give(window.staged, after or window.arrived)  # who reads it has waited for its arrival
+
+    def read(self, start: int, stop: int) -> Tensor:
+        if self.holds(start, stop):
+            return self.view(start, stop)
+        self.commit(start, stop)  # what overlaps; the copies wait for that
+        values = torch.empty(stop - start, dtype=self.dtype)
+        for low, high in pieces(self.tile, start, stop):
+            window = self._fetch(low, high)
+            window.arrived.synchronize()
+            values[low - start : high - start].copy_(window.staged.tensor)
+            self._executor.give(window.staged, DONE)
+        return values
+
+    def _window(self, start: int, stop: int) -> _Window:
+        if (held := self._held(start, stop)) is not None:
+            return held
+        self.commit(start, stop)  # what overlaps; the copy waits for that
+        window = self._fetch(start, stop)
+        self._windows.append(window)
+        return window
+
+    def _fetch(self, start: int, stop: int) -> _Window:
+        staged = self._executor.take(stop - start, self.dtype)
+        after = [kept.ticket for kept in self._kept if kept.start < stop and start < kept.stop]
+        source = self._values.view(start, stop)
+        return _Window(start, stop, staged, self._executor.commit(staged.tensor, source, self._what, after))
+
+    def _held(self, start: int, stop: int) -> _Window | None:
+        return next((w for w in self._windows if w.start <= start and stop <= w.stop), None)
+
+    def _overlapping(self, start: int, stop: int) -> list[_Window]:
+        return [w for w in self._windows if w.start < stop and start < w.stop]
