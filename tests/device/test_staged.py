@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import threading
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from checkpoint.resuming import run
 from device import sim
+from device.sim import Schedule
 from device.test_overlap import BF16, FP16, Late, bits
+from device.test_training import Digests, digests
 from device.test_update_under_forward import Held, backward
+from device.where import DevicePool
 from engine import driver
 from engine.driver import Session
 from helpers import models
+from strategy import test_cpu_optimizers
 from torch import Tensor
 
 import lightning_zero
+from lightning_zero import ZeroPrecision
 from lightning_zero.engine import Engine
 from lightning_zero.planning import plan
 from lightning_zero.planning.memory import held_by, planned_parts
@@ -60,13 +70,29 @@ def test_a_tensor_of_the_device_is_worked_on_a_tile_at_a_time(device: torch.devi
     assert tensor.read(200, 600).eq(14).all()
     executor.submit(lambda: [add(step) for step in (8, 16)], Lane.HOST, "a").wait()
     assert (values + 1).cpu().eq(39).all()
+
+    def twice() -> None:
+        for _ in range(2):
+            tensor.view(0, 256).add_(1)
+            tensor.commit(0, 256)
+
+    executor.submit(twice, Lane.HOST, "a").wait()
+    assert values[:256].cpu().eq(40).all()
     assert executor.staged_bytes <= SMALL + 512
     assert not executor.blocked
 
 
 @pytest.mark.device("lazy", "random1")
 def test_what_was_expected_and_not_seen_is_let_go(device: torch.device) -> None:
-    tensor, values = staged(device, StreamExecutor(device, staging_bytes=SMALL))
+    executor = StreamExecutor(device, staging_bytes=SMALL)
+    tensor, values = staged(device, executor)
+    target, on_host = torch.zeros_like(values[:256]), HostStore(pin_for=device).zeros(N, torch.bfloat16)
+    tensor.expect(0, 256)
+    tensor.drop(0, 256)
+    with executor.filling(target, "a") as filled:
+        filled.fill_(9)
+        executor.commit(on_host, values, "a").synchronize()  # and what was fetched in vain has come
+    assert target.cpu().eq(9).all()
     tensor.expect(0, 256)
     tensor.expect(256, 512)
     tensor.view(256, 512).fill_(3)
@@ -203,6 +229,7 @@ def test_an_average_comes_before_edits_of_what_it_reads(device: torch.device) ->
     shadow.update(lambda second, live: live)
     with torch.no_grad():
         parameter.fill_(4)
+    torch.accelerator.current_stream(device).synchronize()
     bucket = session.engine.bucket_of(parameter)
     assert bucket is not None
     averages = shadow.shards[session.engine.buckets.index(bucket)]
@@ -231,3 +258,43 @@ def test_full_values_are_read_and_written_to_the_last_digit(device: torch.device
     with torch.no_grad():
         parameter.data.copy_(parameter.detach().clone())  # as somebody who swaps weights and swaps them back
     assert torch.equal(session.engine.full_param(parameter).cpu(), before)
+
+
+# ----------------------------------------------------------------------------------------------------------------- fits
+
+RECIPE = dataclasses.replace(test_cpu_optimizers.RECIPE, micro=1, options={"lr": 0.05, "master_layout": "split"})
+STAGES = ({"stage": 2}, {"stage": 1}, {"stage": 3})  # with parameters on the device
+
+
+def fit_each(accelerator: str, precision: str, path: str, options: Sequence[dict[str, Any]]) -> list[Digests]:
+    """What a fit leaves that saves in its middle, and what others leave that go on from there in other schedules."""
+    left = []
+    for seed, each in enumerate(options):
+        schedule = sim.scheduled(Schedule("random", seed)) if accelerator == sim.DEVICE else contextlib.nullcontext()
+        strategy = {"offload_optimizer": "cpu", "bucket_size_mb": 0.001} | each
+        middle: dict[str, Any] = {"resume": path} if seed else {"save": (4, path)}
+        recipe = dataclasses.replace(RECIPE, seed=7 if seed else 0)
+        scaler = DynamicLossScaler(init_scale=2.0**10) if precision.startswith("16") else None
+        flags = {"accelerator": accelerator, "plugins": [ZeroPrecision(precision, scaler=scaler)]}  # type: ignore[arg-type]
+        with schedule:
+            fitted = run(strategy, recipe, test_cpu_optimizers.Lit, steps=6, gradient_clip_val=0.05, **middle, **flags)
+        assert fitted.steps == 6
+        left.append(digests(fitted))
+    return left
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("precision", ["bf16-true", pytest.param("16-true", marks=pytest.mark.slow)])
+def test_fits_are_those_of_cpu_ranks_and_resume_at_other_stages(
+    device_pool2: DevicePool, precision: str, tmp_path: Path
+) -> None:
+    """Whose parameters are host memory; with clipping and a scheduler, to the bit."""
+    accelerator, path = device_pool2.where.accelerator, str(tmp_path / "middle.ckpt")
+    found = device_pool2.run(fit_each, accelerator, precision, path, STAGES)
+    for fits in found:
+        assert fits == fits[:1] * len(STAGES)
+    if device_pool2.where.simulated:
+        for fits, (expected,) in zip(
+            found, device_pool2.run(fit_each, "cpu", precision, path, STAGES[:1]), strict=True
+        ):
+            assert fits[0] == expected
