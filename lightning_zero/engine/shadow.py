@@ -76,8 +76,8 @@ class Shadow:
         """Second values become what a rule makes of them and the module's; padding may be among them.
 
         Integers, such as indices and counts, are copied: what lies between two of them means nothing. Of masters in
-        host memory it goes on beside the training, after the update that may be under way. Whoever asks for the second
-        values waits for it, and so does the next call.
+        host memory it goes on beside the training, after the update that may be under way, unless a part of them is in
+        the gathered parameters. Whoever asks for the second values waits for it, and so does the next call.
 
         Args:
             rule: element by element; of tensors of one shape, both on the shadow's device and in its dtype.

@@ -19,7 +19,7 @@ from device.test_overlap import BF16, FP16, Late, bits
 from device.test_training import Digests, digests
 from device.test_update_under_forward import Held, backward
 from device.where import DevicePool
-from engine import driver
+from engine import driver, memory
 from engine.driver import Session
 from helpers import models
 from strategy import test_cpu_optimizers
@@ -127,33 +127,41 @@ def start(
     overflow: bool = False,
     depth: int = 2,
     known: bool = True,
+    shared: bool = False,
     **options: Any,
 ) -> Session:
-    """Parameters on the device at every stage, with the state of an optimizer that is known then in host memory."""
+    """Parameters on the device at every stage, with the state of an optimizer that is known then in host memory.
+
+    Where ``shared``, another one that torch computes has every second parameter.
+    """
     on_device, store = DeviceStore(device), HostStore(pin_for=device)
     policy = ShardingPolicy.from_stage(stage)
     placement = BucketPlacement(Mesh.single(), policy, precision, device, store, on_device, executor)
     torch.manual_seed(0)
     model = models.TinyTransformer(depth=depth)
-    optimizer = lightning_zero.CPUAdamW(model.parameters(), **{"lr": 1e-2, "master_layout": "split"} | options)
+    optimizer = lightning_zero.CPUAdamW(
+        [*model.parameters()][:: 1 + shared], **{"lr": 1e-2, "master_layout": "split"} | options
+    )
+    others = [torch.optim.RMSprop([*model.parameters()][1::2], lr=1e-2)] if shared else []
     scaler = DynamicLossScaler(init_scale=2.0**17) if overflow else None
     if known:
         placement = placement._replace(block=block_of([optimizer]))
     engine = Engine(model, placement, scaler=scaler, bucket_size_mb=1.0, check_steps=0)
-    engine.attach([make_updater(optimizer, engine)])
+    engine.attach([make_updater(each, engine) for each in (optimizer, *others)])
     return Session(model, engine, optimizer, engine.updaters[0])
 
 
 def train(session: Session, device: torch.device, steps: int = 4) -> list[Tensor]:
     """Weights, masters and state after some steps of two micro-batches, clipped by turns."""
     for step, micro in enumerate(models.make_batches(steps, 2, 1)):
-        session.optimizer.zero_grad()
+        session.engine.zero_grad(session.model.parameters())
         for index, (batch,) in enumerate(micro, start=1):
             with session.engine.forward_context():
                 loss = models.next_token_loss(session.model, batch.to(device))
             driver.backward(session.engine, loss, last=index == 2)
         session.engine.clip_grad_norm_(session.optimizer, [0.01, 1e9][step % 2])
-        session.optimizer.step()
+        for updater in session.engine.updaters:
+            updater.optimizer.step()
     left = []
     for bucket in session.engine.buckets:
         bucket.await_update()
@@ -181,15 +189,19 @@ def test_the_bits_are_those_of_fp32_masters(device: torch.device, stage: int, st
 
 
 @pytest.mark.device("lazy", "random2")
-def test_fp16_has_the_bits_of_high_halves_on_the_host(device: torch.device) -> None:
-    """As a disk has them; with steps that overflow, in which nothing changes."""
+@pytest.mark.parametrize(("precision", "shared"), [(FP16, False), (BF16, True)], ids=["fp16", "two optimizers"])
+def test_the_bits_are_those_of_high_halves_on_the_host(
+    device: torch.device, precision: MixedPrecisionPolicy, shared: bool
+) -> None:
+    """As a disk has them; with steps that overflow, in which nothing changes, or beside torch's own code."""
     executor = (Late if device.type == sim.DEVICE else StreamExecutor)(device, SMALL, SMALL)
-    apart = MasterForm(torch.float32, torch.device("cpu"), (torch.int16, torch.float16))
+    options: dict[str, Any] = {"precision": precision, "overflow": precision is FP16, "shared": shared}
+    apart = MasterForm(torch.float32, torch.device("cpu"), (torch.int16, precision.param_dtype or torch.float32))
     with mock.patch.object(BucketPlacement, "split_master", return_value=apart):
-        session = start(device, InlineExecutor(), precision=FP16, overflow=True)
+        session = start(device, InlineExecutor(), **options)
         expected = train(session, device, 6)
         assert not any(bucket.master.in_shard for bucket in session.engine.buckets)
-    session = start(device, executor, precision=FP16, overflow=True)
+    session = start(device, executor, **options)
     assert [bits(values) for values in train(session, device, 6)] == [bits(values) for values in expected]
     assert all(bucket.master.in_shard for bucket in session.engine.buckets)
 
@@ -199,12 +211,14 @@ def test_fp16_has_the_bits_of_high_halves_on_the_host(device: torch.device) -> N
 def test_the_host_holds_12_bytes_a_parameter(device: torch.device, stage: int) -> None:
     """Remainder, two moments and a gradient, beside a few tiles; the plan says the same."""
     executor = StreamExecutor(device, staging_bytes=SMALL)
-    session = start(device, executor, stage, depth=8)
-    for _ in range(2):
-        session.optimizer.zero_grad()
-        backward(session, device)
-        session.optimizer.step()
-    session.engine.settle()
+    with memory.only_new_objects():
+        session = start(device, executor, stage, depth=8)
+        for _ in range(2):
+            session.optimizer.zero_grad()
+            backward(session, device)
+            session.optimizer.step()
+        session.engine.settle()
+        there_is = sum(s.nbytes() for s in memory.storages().values() if s.device.type == "cpu")
     numel = sum(bucket.layout.shard_numel for bucket in session.engine.buckets)
     held = held_by(session.engine)
     assert sum(part.host for name, part in held.items() if name != "staging") == 12 * numel
@@ -212,6 +226,7 @@ def test_the_host_holds_12_bytes_a_parameter(device: torch.device, stage: int) -
     assert {name: part for name, part in held.items() if name != "staging"} == {
         name: part for name, part in planned.items() if name != "staging"
     }
+    assert there_is == pytest.approx(12 * numel + held["staging"].host, rel=0.01)
     assert 0 < held["staging"].host <= planned["staging"].host <= SMALL + 512
 
 

@@ -56,9 +56,7 @@ def test_fp32_training_is_near_one_cpu_process(device_pool1: DevicePool, name: s
 @pytest.mark.parametrize("name", slow_unless(["zero2_offload"], OFFLOADED))
 @pytest.mark.parametrize("precision", slow_unless(["bf16-true"], ["bf16-mixed", "bf16-true"]))
 @pytest.mark.parametrize("state", ["float32", "bfloat16"])
-def test_a_split_master_has_its_high_half_on_the_host(
-    device_pool1: DevicePool, name: str, precision: str, state: str
-) -> None:
+def test_split_masters_are_updated_on_the_host(device_pool1: DevicePool, name: str, precision: str, state: str) -> None:
     options = {"lr": 1e-3, "master_layout": "split", "state_dtype": state}
     (result,) = device_pool1.run(trained, name, precision, CPUAdamW, device_pool1.where.accelerator, **options)
     assert set(map(str, result.notes)) == {str((device_pool1.where.type, {"cpu"}))}
