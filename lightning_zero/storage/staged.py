@@ -17,7 +17,7 @@ from lightning_zero.storage.executor import DONE, Executor, Staged, Ticket
 from lightning_zero.storage.rested import Memory, Rested, pieces
 from lightning_zero.storage.streams import in_lane
 
-_LARGEST_TILE = 1 << 20  # elements
+_LARGEST_TILE = 1 << 23  # elements; what a tile costs beside the update of its elements shows with smaller ones
 _IN_FLIGHT = 4  # tiles: one is fetched, one worked on, two put back
 
 
