@@ -136,7 +136,7 @@ class StrategyOptions:
 
     def _check_disk(self) -> None:
         buffer = "a number of GiB of host memory greater than 0; 0.25 is a good start"
-        _check_positive("nvme_buffer_gb", self.nvme_buffer_gb, buffer)
+        _check_positive("nvme_buffer_gb", self.nvme_buffer_gb, buffer, most=_MOST_GIB)
         if self.nvme_path is not None:
             if not isinstance(self.nvme_path, str | os.PathLike) or not os.fspath(self.nvme_path):
                 raise TypeError(f"nvme_path={self.nvme_path!r} must be the path of a folder, such as '/local_nvme'")
@@ -204,6 +204,9 @@ CHOSEN = ("stage", "offload_optimizer", "offload_params", "offload_fraction")
 FREE = ("shard_size", "bucket_size_mb", "persistence_numel", "max_live_numel")
 
 
+_MOST_GIB = float(2**33)  # bytes are counted in 64 bits
+
+
 @dataclass(frozen=True)
 class AutoOptions:
     """Options of :class:`~lightning_zero.ZeroAutoStrategy` beside those of :class:`StrategyOptions`.
@@ -225,9 +228,10 @@ class AutoOptions:
     def __post_init__(self) -> None:
         for name in ("device_memory_gb", "host_memory_gb"):
             if (value := getattr(self, name)) is not None:
-                _check_positive(name, value, "a number of GiB greater than 0, or None for all that there is")
+                words = "a number of GiB greater than 0, or None for all that there is"
+                _check_positive(name, value, words, most=_MOST_GIB)
         reserve = self.reserve_gb
-        if not isinstance(reserve, int | float) or isinstance(reserve, bool) or not 0 <= reserve < math.inf:
+        if not isinstance(reserve, int | float) or isinstance(reserve, bool) or not 0 <= reserve < _MOST_GIB:
             raise ValueError(f"reserve_gb={reserve!r} must be a number of GiB >= 0")
 
     @property
@@ -268,9 +272,9 @@ def check_names(strategy: str, given: Iterable[str], known: Sequence[str]) -> No
             raise TypeError(f"{strategy} has no option {name!r}; {hint}The options are: {', '.join(known)}")
 
 
-def _check_positive(name: str, value: object, expectation: str, zero: bool = False) -> None:
+def _check_positive(name: str, value: object, expectation: str, zero: bool = False, most: float = math.inf) -> None:
     least = 0 if zero else math.ulp(0)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value < math.inf:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value < most:
         raise ValueError(f"{name}={value!r} must be {expectation}")
 
 

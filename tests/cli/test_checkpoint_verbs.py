@@ -165,13 +165,13 @@ def test_export_for_transformers_advises_on_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["inspect", "none.ckpt"], "No such file or directory: 'none.ckpt'"),
+        (["inspect", "none.ckpt"], "none.ckpt: No such file or directory"),
         (["inspect", "text"], "text is not a checkpoint"),
         (["export", "text", "out"], "text is not a checkpoint"),
         (["export", "a.ckpt", "."], ". is not empty"),
         (["export", "a.ckpt", "out", "--strip-prefix", "net"], "prefixes are model."),
         (["export", "a.ckpt", "out", "--format", "hf"], "--config FOLDER"),
-        (["export", "a.ckpt", "out", "--format", "hf", "--config", "none"], "No such file or directory: 'none'"),
+        (["export", "a.ckpt", "out", "--format", "hf", "--config", "none"], "none: No such file or directory"),
         (["export", "a.ckpt", "text/out"], "Not a directory"),
     ],
 )

@@ -225,6 +225,8 @@ def test_layers_of_configure_model_go_where_the_choice_says(pool: RankPool) -> N
         ({"stage": 2}, TypeError, "zero_auto chooses it"),
         ({"bucket_size": 1}, TypeError, "did you mean 'bucket_size_mb'"),
         ({"device_memory_gb": 0}, ValueError, "device_memory_gb=0 must be"),
+        ({"device_memory_gb": 1e300}, ValueError, r"device_memory_gb=1e\+300 must be"),
+        ({"nvme_buffer_gb": 1e300}, ValueError, r"nvme_buffer_gb=1e\+300 must be"),
         ({"reserve_gb": -1}, ValueError, "reserve_gb=-1 must be"),
         ({"shard_size": 0}, ValueError, "shard_size=0 must be"),
     ],
