@@ -79,8 +79,8 @@ def _verbs(
     """ZeRO data parallelism and offloading for PyTorch Lightning.
 
     Exit codes: 0 when it is done, 1 after an error or when doctor finds
-    something that does not work, 2 for wrong arguments. Errors go to stderr;
-    with --json, stdout has one object or nothing.
+    something that does not work, 2 for wrong arguments, 130 after Ctrl-C.
+    Errors go to stderr; with --json, stdout has one object or nothing.
     """
 
 
