@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,16 +52,21 @@ class StepCall:
     """
 
     def __init__(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        self._bound = inspect.signature(type(optimizer).step).bind(optimizer, *args, **kwargs)
+        bound = inspect.signature(type(optimizer).step).bind(optimizer, *args, **kwargs)
+        self._args, self._kwargs = list(bound.args[1:]), bound.kwargs
+        self._place = _place_of_closure(optimizer)
 
     def run_closure(self) -> Any:
         """Run the caller's closure, once; returns its loss. The class's ``step`` gets that from its closure then."""
-        closure: Callable[[], Any] | None = self._bound.arguments.get("closure")
+        positional = self._place is not None and self._place < len(self._args)
+        arguments: Any = self._args if positional else self._kwargs
+        place = self._place if positional else "closure"
+        closure = arguments[place] if positional else arguments.get(place)
         if closure is None:
             return None
         with torch.enable_grad():
             loss = closure()
-        self._bound.arguments["closure"] = lambda: loss
+        arguments[place] = lambda: loss
         return loss
 
     def run(self, shell: Optimizer) -> None:
@@ -70,12 +75,25 @@ class StepCall:
         # Torch's wrapper of hooks and profiler is around the class's own function.
         if inspect.isfunction(step) and getattr(step, "hooked", False):
             step = step.__wrapped__  # type: ignore[attr-defined]
-        step(shell, *self._bound.args[1:], **self._bound.kwargs)
+        step(shell, *self._args, **self._kwargs)
+
+
+def _place_of_closure(optimizer: Optimizer) -> int | None:
+    """Where a closure is among the positional arguments of the optimizer's ``step``; ``None``: it has a name only.
+
+    With ``*args`` it is the first, as of torch's own ``step``.
+    """
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    for place, parameter in enumerate(parameters):
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL or parameter.name == "closure":
+            return None if parameter.kind is inspect.Parameter.KEYWORD_ONLY else place
+    return None
 
 
 def takes_closure(optimizer: Optimizer) -> bool:
-    """Tell whether the optimizer's ``step`` takes a closure."""
-    return "closure" in inspect.signature(type(optimizer).step).parameters
+    """Tell whether the optimizer's ``step`` takes a closure by its name."""
+    parameters = inspect.signature(type(optimizer).step).parameters
+    return "closure" in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
 def trial_call(optimizer: Optimizer) -> StepCall:

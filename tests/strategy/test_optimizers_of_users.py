@@ -27,7 +27,7 @@ from strategy.fits import (
     state_of,
 )
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_zero import ZeroStrategy
 
@@ -201,6 +201,21 @@ class Own(Optimizer):
             super().zero_grad(set_to_none)
 
 
+class PassesOn(SGD):
+    """Its ``step`` and ``zero_grad`` name none of their arguments."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.05, momentum=0.9)
+        self.asked: list[bool] = []
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().step(*args, **kwargs)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self.asked.append(True)
+        super().zero_grad(*args, **kwargs)
+
+
 class WithOwn(Lit):
     def configure_optimizers(self) -> Optimizer:
         return Own(self.model.parameters())
@@ -210,6 +225,17 @@ class WithOwn(Lit):
 
     def on_train_end(self) -> None:
         self.notes = [len(self.trainer.optimizers[0].asked)]
+
+
+class WithPassedOn(WithOwn):
+    def configure_optimizers(self) -> Optimizer:
+        return PassesOn(self.model.parameters())
+
+    def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any = None) -> None:
+        if index % 2:
+            optimizer.step(closure=closure)
+        else:
+            optimizer.optimizer.step(closure)
 
 
 class WithOwnByHand(WithOwn):
@@ -237,7 +263,7 @@ class WithOwnByHand(WithOwn):
 
 @ranks(2)
 @main_names
-@pytest.mark.parametrize("module", [WithOwn, WithOwnByHand])
+@pytest.mark.parametrize("module", [WithOwn, WithPassedOn, WithOwnByHand])
 def test_methods_of_an_own_class_are_called_as_they_are(pool: RankPool, name: str, module: Any) -> None:
     recipe = Recipe(steps=4, dtype=torch.float64)
     expected, actual = pool.run(fit, DDP, recipe, module)[0], pool.run(fit, name, recipe, module)[0]
