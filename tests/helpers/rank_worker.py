@@ -105,8 +105,6 @@ def become_rank(fd: int, spec: RankSpec) -> None:
         stream.flush()
         os.dup2(log, number)
         stream.reconfigure(line_buffering=True)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     if spec.variables is None:
         os.environ.update(launcher_variables(spec))
     else:
@@ -124,10 +122,19 @@ def become_rank(fd: int, spec: RankSpec) -> None:
         if message == ALL_ANSWERED:
             room.prepare()
             continue
+        print_stacks_of_faults()
         reply = answer(Job(**pickle.loads(message)), spec, room)
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(reply)
+
+
+def print_stacks_of_faults() -> None:
+    """Print stacks at a fatal signal, and at SIGUSR1; a Trainer leaves the default in the place of these handlers."""
+    faulthandler.disable()
+    faulthandler.enable()
+    faulthandler.unregister(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def enter(namespaces: Sequence[str]) -> None:
