@@ -23,6 +23,7 @@ def benchmark() -> Iterator[Any]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_a_small_run(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "result.json"
     monkeypatch.setattr(benchmark, "PAUSE", 0.0)

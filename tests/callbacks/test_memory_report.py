@@ -141,12 +141,9 @@ def with_remedies(options: dict[str, Any]) -> tuple[Plan, list[tuple[Remedy, Pla
     return before.planned, tried
 
 
+@pytest.mark.slow
 @ranks(2)
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({"stage": 0}, marks=pytest.mark.slow), {"stage": 3, "persistence_numel": 1000}],
-    ids=["zero0", "zero3"],
-)
+@pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 3, "persistence_numel": 1000}], ids=["zero0", "zero3"])
 def test_remedies_save_what_they_say(pool: RankPool, options: dict[str, Any]) -> None:
     before, tried = pool.run(with_remedies, options)[0]
     saved = [remedy.saved for remedy, _ in tried]

@@ -117,6 +117,7 @@ def test_a_process_prints_one_json_object_and_the_isa_it_was_asked_for(
     assert report["checks"][0]["isa"] == slowest
 
 
+@pytest.mark.slow
 def test_an_unknown_isa_is_explained_and_the_rest_is_reported(unknown_isa: subprocess.CompletedProcess[str]) -> None:
     assert unknown_isa.returncode == 1
     output = " ".join(unknown_isa.stdout.split())

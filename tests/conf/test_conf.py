@@ -733,7 +733,8 @@ def test_a_missing_logger_package_is_named(
     assert "Neither `tensorboard` nor `tensorboardX` is available. Try `pip install`ing either." in message
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("zero2", "1,2"), pytest.param("ddp", "2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "devices"), [("zero2", "1,2"), ("ddp", "2")])
 def test_a_sweep_over_several_ranks_is_refused(
     run_app: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, devices: str
 ) -> None:
@@ -760,6 +761,7 @@ def test_a_sweep_whose_ranks_start_otherwise_is_not_refused(
     assert build_trainer(composed(*overrides)).num_devices == 2
 
 
+@pytest.mark.slow
 def test_a_sweep_of_single_ranks_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stages = []
     sweep = ["--multirun", f"hydra.sweep.dir={folder}/sweep", "run_dir=x", "strategy=zero1,zero2"]

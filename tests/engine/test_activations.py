@@ -27,6 +27,7 @@ def make_offload(limits: ActivationLimits) -> tuple[ActivationOffload, PinnedCop
     return ActivationOffload(CPU, copies, limits), copies
 
 
+@pytest.mark.slow
 def test_compiled_modules_compute_the_same() -> None:
     model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3))
     compiled = torch.compile(copy.deepcopy(model), backend="aot_eager")

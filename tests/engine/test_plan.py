@@ -415,6 +415,7 @@ def test_a_step_sends_what_the_table_says(pool: RankPool, stage: int) -> None:
         assert sum(result.sent.values()) == (table + small) * (size - 1) // size
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_replicas_are_summed_once_a_step(pool: RankPool) -> None:
     settings = [

@@ -565,7 +565,8 @@ def test_a_run_equals_ddp(pool2: RankPool, tmp_path: Path, options: tuple[str, .
     assert ours[0]["test_loss"] == pytest.approx(ddp[0]["test_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_sixteen_bits_train(pool1: RankPool, tmp_path: Path, precision: str) -> None:
     pool1.run(run_briefly, str(tmp_path / "run"), 1, "strategy=zero2", f"precision={precision}")
     _, losses = results(tmp_path / "run")

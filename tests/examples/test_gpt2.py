@@ -430,6 +430,7 @@ def test_a_validation_batch_of_long_sequences_has_fewer(
     assert data.val_batch_size == sequences
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_split_by_path(gpt2: SimpleNamespace) -> None:
     data = gpt2.data.StdlibData(context=64, batch_size=12, epoch_steps=10)
     share = len(data.held_out) / (len(data.held_out) + len(data.train))
@@ -758,6 +759,7 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_runs_two_steps(pool1: RankPool, runs: Path, experiment: str) -> None:
     lines = (EXAMPLE / "conf" / "experiment" / f"{experiment}.yaml").read_text().splitlines()
@@ -805,6 +807,7 @@ def test_a_run_on_tokens_samples_text(gpt2: SimpleNamespace, pool1: RankPool, ru
     assert summary["val_loss"] < losses[0]
 
 
+@pytest.mark.slow
 def test_throughput_and_memory_are_logged(pool2: RankPool, runs: Path) -> None:
     options = "callbacks=throughput", "callbacks.throughput.window_size=2", "callbacks.throughput.peak_flops=1e9"
     pool2.run(train_briefly, str(runs / "run"), 2, *options)
@@ -954,6 +957,7 @@ def test_resuming_within_an_epoch_equals_the_whole_run(pool1: RankPool, runs: Pa
         assert torch.equal(value, ends[1]["state_dict"][key])
 
 
+@pytest.mark.slow
 def test_a_finished_run_has_nothing_left_to_train_and_can_be_extended(pool2: RankPool, runs: Path) -> None:
     """Seven steps are no multiple of the validation interval: the last one is trained and validated too."""
     options = 2, "strategy=zero3"

@@ -132,8 +132,15 @@ def counted_waits(device: torch.device) -> Iterator[Waits]:
 
 
 @on_device
-@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [
+        (2, True),
+        (3, True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, False), (2, False), (3, False), (1, True))),
+    ],
+    ids=str,
+)
 def test_a_step_waits_for_the_device_once(device: torch.device, stage: int, offload: bool) -> None:
     """For norm and flags, after the backward, wherever state rests."""
     session = start(make_placement(stage, offload, driver.UNCHANGED, device))

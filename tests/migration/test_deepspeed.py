@@ -518,6 +518,7 @@ def train(folder: str, names: list[str]) -> list[tuple[int, bool]]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_taken_over_trains_and_is_the_same_in_code(pool2: RankPool, tmp_path: Path) -> None:
     names = [f"ds_{index}" for index in range(len(TRAINED))]
     for name, config in zip(names, TRAINED, strict=True):

@@ -224,8 +224,8 @@ def test_all_of_torchs_optimizers_run_by_kernels(pool: RankPool, stage: int, dty
 @pytest.mark.parametrize(
     ("stage", "flagged"),
     [
-        (3, models.only_in_step_1),
         (1, models.not_in_step_1),
+        pytest.param(3, models.only_in_step_1, marks=pytest.mark.slow),
         pytest.param(3, models.not_in_step_1, marks=pytest.mark.slow),
         pytest.param(1, models.only_in_step_1, marks=pytest.mark.slow),
     ],
@@ -379,7 +379,7 @@ def assert_same_saved(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("stages", "layouts"), [((1, 3), ("split", "split")), ((3, 0), ("split", "fp32")), ((2, 2), ("fp32", "split"))]
 )
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("dtype", [FP32, pytest.param(BF16, marks=pytest.mark.slow)])
 def test_state_moves_across_ranks_stages_and_layouts(
     pool2: RankPool, pool4: RankPool, stages: tuple[int, int], layouts: tuple[str, str], dtype: torch.dtype
 ) -> None:

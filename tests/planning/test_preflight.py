@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import lightning as L
+import pytest
 import torch
 from helpers.ranks import RankPool, ranks
 from strategy.fits import make_trainer
@@ -171,6 +172,7 @@ def fit_with_little_address_space(room: int) -> tuple[str, bool]:
     return "", planned[0]
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_a_limit_of_the_address_space_is_found_before_it_is_reached(pool: RankPool) -> None:
     ((said, planned),) = pool.run(fit_with_little_address_space, 160 * MIB)

@@ -168,7 +168,7 @@ def growth(name: str, stage: int, mixed: bool) -> tuple[float, float]:
     return held / expected.held.total, (peak.nbytes - held) / (expected.peak.total - expected.held.total)
 
 
-FEW = [("gpt", 2, True), ("checkpointed", 3, False), ("vit", 3, False), ("moe", 2, False), ("adapted", 3, False)]
+FEW = [("gpt", 2, True), ("checkpointed", 3, False), ("moe", 2, False)]
 CASES = list(itertools.product(MODELS, (0, 2, 3), (False, True)))
 
 

@@ -153,6 +153,7 @@ def choose_with(module: type[Stack], memory: int, reserve: int) -> Chosen:
     return strategy.chosen
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_activations_count_where_an_example_or_the_user_tells_them(pool: RankPool) -> None:
     plain, reserved, known = (

@@ -142,13 +142,14 @@ def warm(pool2: RankPool) -> None:
     pool2.run(fit_counting, "zero2", CompiledBlocks, Recipe(steps=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name"),
     [
         (CompiledBlocks, "zero3"),
-        pytest.param(BlocksCompiledInPlace, "zero3", marks=pytest.mark.slow),
-        pytest.param(BlocksCompiledInPlace, "zero1", marks=pytest.mark.slow),
-        pytest.param(CompiledBlocks, "zero2_offload", marks=pytest.mark.slow),
+        (BlocksCompiledInPlace, "zero3"),
+        (BlocksCompiledInPlace, "zero1"),
+        (CompiledBlocks, "zero2_offload"),
     ],
 )
 def test_compiled_units(pool2: RankPool, module: type[Lit], name: str) -> None:

@@ -76,7 +76,7 @@ class Recomputes(Lit):
             blocks[i] = models.Recomputed(block)
 
 
-@pytest.mark.parametrize("param_dtype", [None, "float32"])
+@pytest.mark.parametrize("param_dtype", [None, pytest.param("float32", marks=pytest.mark.slow)])
 def test_recomputation_under_autocast(pool2: RankPool, param_dtype: Any) -> None:
     """Also where autocast casts the parameters, and keeps what it has cast."""
     precision = ZeroPrecision("bf16-mixed", param_dtype=param_dtype)
@@ -103,6 +103,7 @@ def fit_channels_last(name: str) -> dict[str, Tensor]:
     return state_of(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STAGES)
 def test_channels_last(pool2: RankPool, name: str) -> None:
     _, plain = next(third_party_fits.fits("resnet", WORLD, steps=4, dtype=torch.float64))

@@ -113,6 +113,7 @@ def save(path: str) -> None:
     trainer.save_checkpoint(path)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_resumed(pool2: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "saved.ckpt")
     pool2.run(save, path)

@@ -85,13 +85,11 @@ def expected(kind: str, **options: Any) -> Seen:
     return Seen(trained.weights, trained.optimizer_state, test_loss, predictions, again.weights)
 
 
-FEW = ("t5", "lora")  # tied weights and a shared input of blocks; frozen weights
-
-
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *(pytest.param(kind, "zero3", marks=[] if kind in FEW else pytest.mark.slow) for kind in KINDS),
+        # Of adapters, whose base is frozen, in the fast tests.
+        *(pytest.param(kind, "zero3", marks=[] if kind == "lora" else pytest.mark.slow) for kind in KINDS),
         pytest.param("t5", "zero2", marks=pytest.mark.slow),
     ],
 )
