@@ -27,6 +27,7 @@ class Case(Enum):
     NOT_ON_HOST = auto()  # a CPU optimizer got a parameter on a device
     MASTERS_NOT_ON_HOST = auto()  # a kernel for host memory got masters on a device
     MASTERS_NOT_FP32 = auto()  # a kernel that needs fp32 masters got others
+    SPLIT_MASTERS = auto()  # masters are to be split of an optimizer that no kernel runs
     RESIDENT_IN_FEWER_DIGITS = auto()  # state that stays on the device cannot have the numbers of what is offloaded
     NEEDS_WHOLE_PARAMETERS = auto()  # an optimizer joins late, for which parameters should have been left whole
     CANNOT_BE_SHARDED = auto()  # a parameter, a module or an optimizer

@@ -16,6 +16,7 @@ from lightning_zero.integration.options import (
     FREE,
     AutoOptions,
     FormatName,
+    LayoutName,
     NativeName,
     PreflightName,
     StoreName,
@@ -43,10 +44,19 @@ Preflight = _choice("Preflight", PreflightName)
 CheckpointFormat = _choice("CheckpointFormat", FormatName)
 StartMethod = _choice("StartMethod", StartMethodName)
 
+
+class MasterLayout(_Choice):
+    """Layout in which the fp32 master of a 16-bit parameter is kept."""
+
+    fp32 = "fp32"
+    split = "split"  # type: ignore[assignment]  # a method of str
+
+
 # The types of options that a configuration cannot hold, and what it holds in their place.
 _REPLACED = {
     StoreName: Store,
     NativeName: NativeOptimizer,
+    LayoutName: MasterLayout,
     PreflightName: Preflight,
     FormatName: CheckpointFormat,
     StartMethodName: StartMethod,
@@ -237,13 +247,6 @@ class RMSpropConf:
     weight_decay: float = 0.0
     momentum: float = 0.0
     centered: bool = False
-
-
-class MasterLayout(_Choice):
-    """Layout in which the fp32 master of a 16-bit parameter is kept."""
-
-    fp32 = "fp32"
-    split = "split"  # type: ignore[assignment]  # a method of str
 
 
 class StateDtype(_Choice):

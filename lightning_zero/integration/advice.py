@@ -48,6 +48,10 @@ def provide_advice() -> None:
             Case.MASTERS_NOT_FP32: (
                 "Train 16-bit parameters with precision='bf16-true' or '16-true', which gives them fp32 masters"
             ),
+            Case.SPLIT_MASTERS: (
+                "master_layout='split' is for torch's Adam, AdamW, Adagrad and SGD with offload_optimizer='cpu' or "
+                "'nvme'; use master_layout='fp32' with others"
+            ),
             Case.RESIDENT_IN_FEWER_DIGITS: "Use offload_fraction=1.0, or the optimizer with its fp32 defaults",
             Case.NEEDS_WHOLE_PARAMETERS: (
                 "Give the Trainer all optimizers by `configure_optimizers`, and Fabric the optimizer together with its "

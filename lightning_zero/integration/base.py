@@ -86,6 +86,7 @@ class EngineStrategy(DDPStrategy):
     detect_data_edits = _Option(lambda options: options.detect_data_edits)
     overlap = _Option(lambda options: options.overlap)
     native_optimizer = _Option(lambda options: options.native_optimizer)
+    master_layout = _Option(lambda options: options.master_layout)
     preflight = _Option(lambda options: options.preflight)
     skip_nonfinite = _Option(lambda options: options.skip_nonfinite)
     max_consecutive_skips = _Option(lambda options: options.max_consecutive_skips)

@@ -120,6 +120,7 @@ def make_engine(
             trains=trains,
             block=block_of(optimizers or ()),
             offload_fraction=options.offload_fraction,
+            split_masters=options.master_layout == "split",
         ),
         optimized=None if optimizers is None else optimized,
         units=options.units,

@@ -19,6 +19,7 @@ from typing import Any, Literal, ParamSpec, get_args
 P = ParamSpec("P")
 StoreName = Literal["none", "cpu", "nvme"]
 NativeName = Literal["auto", "off"]
+LayoutName = Literal["fp32", "split"]
 FormatName = Literal["full", "sharded"]
 PreflightName = Literal["error", "warn", "off"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -56,6 +57,7 @@ class StrategyOptions:
     detect_data_edits: bool = False
     overlap: bool = True
     native_optimizer: NativeName = "auto"
+    master_layout: LayoutName = "fp32"
     preflight: PreflightName = "error"
     skip_nonfinite: bool = True
     max_consecutive_skips: int | None = 25
@@ -243,6 +245,7 @@ class AutoOptions:
 # The values of the options that are one of a few words.
 CHOICES: dict[str, tuple[str, ...]] = {
     "native_optimizer": get_args(NativeName),
+    "master_layout": get_args(LayoutName),
     "start_method": get_args(StartMethod),
     "checkpoint_format": get_args(FormatName),
     "preflight": get_args(PreflightName),

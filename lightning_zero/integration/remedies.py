@@ -40,6 +40,7 @@ def setting_of(options: StrategyOptions, shard_size: int, precision: MixedPrecis
         options.overlap,
         precision,
         options.offload_fraction,
+        options.master_layout == "split",
     )
 
 
@@ -72,6 +73,8 @@ def candidates(
         yield "strategy.offload_optimizer=cpu", changed(offload_optimizer="cpu")
     if options.offload_fraction < 1:
         yield "strategy.offload_fraction=1", changed(offload_fraction=1.0)
+    if options.offload_optimizer != "none" and options.master_layout != "split":
+        yield "strategy.master_layout=split", changed(master_layout="split")
     if now.shard_size < world_size and not options.replicates:
         yield f"strategy.shard_size={world_size}", changed(world_size)
     if now.sharding.shard_params:

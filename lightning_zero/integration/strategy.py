@@ -32,6 +32,7 @@ from lightning_zero.integration.launchers import make_launcher, tell_why
 from lightning_zero.integration.names import make_auto_strategy, make_strategy, register_in
 from lightning_zero.integration.options import (
     FormatName,
+    LayoutName,
     NativeName,
     PreflightName,
     StartMethod,
@@ -116,6 +117,9 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             ranks it changes nothing.
         native_optimizer: ``"auto"`` runs torch's Adam(W), Adagrad, SGD by native kernels where state rests in host
             memory; ``"off"`` runs torch's own code.
+        master_layout: of 16-bit parameters whose masters are offloaded, with an optimizer of torch that a native kernel
+            runs: ``"fp32"``, a tensor of 4 bytes per element, or ``"split"``, the parameter and 2 bytes more, which
+            loses nothing of bf16; as of :class:`~lightning_zero.CPUAdamW`, whose own argument counts instead.
         preflight: what happens at the start of a fit whose planned memory (without activations) is more than a device,
             the machine, its control group or a limit of the process has, counted over all ranks that share it:
             ``"error"`` ends it on all ranks, with a table of what would fit, ``"warn"`` warns and goes on, ``"off"``
@@ -170,6 +174,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         detect_data_edits: bool = False,
         overlap: bool = True,
         native_optimizer: NativeName = "auto",
+        master_layout: LayoutName = "fp32",
         preflight: PreflightName = "error",
         skip_nonfinite: bool = True,
         max_consecutive_skips: int | None = 25,
@@ -206,6 +211,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             detect_data_edits=detect_data_edits,
             overlap=overlap,
             native_optimizer=native_optimizer,
+            master_layout=master_layout,
             preflight=preflight,
             skip_nonfinite=skip_nonfinite,
             max_consecutive_skips=max_consecutive_skips,

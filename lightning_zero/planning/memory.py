@@ -90,6 +90,7 @@ class Setting:
     overlap: bool
     precision: MixedPrecisionPolicy
     offload_fraction: float = 1.0
+    split_masters: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -186,6 +187,7 @@ class Memory:
             executor,
             trains=self.trains,
             offload_fraction=setting.offload_fraction,
+            split_masters=setting.split_masters,
         )
         return plan(
             self.module,

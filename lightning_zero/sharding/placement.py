@@ -59,7 +59,8 @@ class BucketPlacement(NamedTuple):
     Where ``whole``, each parameter lies whole in one shard; a bucket may have that for itself. Until something
     ``trains`` there are no masters: parameters rest in the dtype in which they are computed with, and nowhere else. No
     shard border cuts a block of ``block`` elements of a parameter: optimizers may keep state by block. Of the elements
-    that optimizers update, ``offload_fraction`` rest in the stores, in whole buckets; the others are resident.
+    that optimizers update, ``offload_fraction`` rest in the stores, in whole buckets; the others are resident. Where
+    masters may be split, ``split_masters`` says whether those of optimizers are that have no opinion of their own.
     """
 
     mesh: Mesh
@@ -73,6 +74,7 @@ class BucketPlacement(NamedTuple):
     trains: bool = True
     block: int = 1
     offload_fraction: float = 1.0
+    split_masters: bool = False
 
     def persistent(self) -> BucketPlacement:
         """The placement of parameters that stay unsharded although the stage shards them."""

@@ -18,7 +18,7 @@ from lightning_zero.sharding.adoption import begin_to_optimize
 from lightning_zero.sharding.masters import Master
 from lightning_zero.update.combined import CombinedUpdater, steps_by_rules
 from lightning_zero.update.cpu import CPUOptimizer
-from lightning_zero.update.native import Numbers, rule_of_torch
+from lightning_zero.update.native import NativeRule, Numbers, rule_of_torch
 from lightning_zero.update.native_updater import NativeUpdater, why_not_native
 from lightning_zero.update.rules import ELEMENT_WISE, examine
 from lightning_zero.update.updaters import NativeOptimizer, ShardUpdater, TorchUpdater
@@ -108,7 +108,12 @@ def _choose(
     rule = rule_of_torch(optimizer)
     differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
     if rule is not None and native == "auto" and store.exact and not differentiable and not unfit:
-        return NativeUpdater(optimizer, rule, Numbers())
+        return NativeUpdater(optimizer, rule, Numbers("split" if placement.split_masters else "fp32"))
+    if placement.split_masters and not steps_by_rules(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} would be updated by torch's operations, which need fp32 masters, and they are "
+            f"to be split: {_why_by_torch(rule, native, differentiable, unfit)}{advice(Case.SPLIT_MASTERS, '; ')}"
+        )
     if type(optimizer) in ELEMENT_WISE:
         return TorchUpdater(optimizer, examine(optimizer, store.device))
 
@@ -119,3 +124,14 @@ def _choose(
         return make_whole()
     choose = partial(_choose, placement=placement, unfit=unfit, native=native)
     return CombinedUpdater(optimizer, choose, make_whole)
+
+
+def _why_by_torch(rule: NativeRule | None, native: NativeOptimizer, differentiable: bool, unfit: str | None) -> str:
+    """Why no kernel runs a torch optimizer."""
+    if rule is None:
+        return "no kernel has its rule"
+    if native != "auto":
+        return "native kernels are off"
+    if differentiable:
+        return "it is differentiable"
+    return unfit or "its state rests where parameters are computed with"

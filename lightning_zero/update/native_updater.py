@@ -55,8 +55,8 @@ class NativeUpdater(ShardUpdater):
     def master_layout(self, bucket: Bucket) -> MasterLayout | None:
         if (reason := why_not_native([bucket.master], bucket.placement)) is not None:
             raise ValueError(f"{type(self.optimizer).__name__} cannot update {bucket.name}: {reason}")
-        if not isinstance(self.optimizer, CPUOptimizer):
-            return None
+        if not isinstance(self.optimizer, CPUOptimizer) and self._numbers.master_layout == "fp32":
+            return None  # the masters that there are, with torch's rounding of their 16-bit copies
         return "split" if self._splits(bucket.master, bucket.dtype) else "fp32"
 
     def _splits(self, master: Master | MasterForm, dtype: torch.dtype) -> bool:
@@ -65,7 +65,7 @@ class NativeUpdater(ShardUpdater):
         Raises:
             ValueError: where other masters would be other numbers, or state would be rounded otherwise.
         """
-        split = isinstance(self.optimizer, CPUOptimizer) and self._numbers.master_layout == "split"
+        split = self._numbers.master_layout == "split"
         if ops.runs_on(master.device):
             return split
         name = type(self.optimizer).__name__

@@ -130,20 +130,26 @@ def start(
     depth: int = 2,
     known: bool = True,
     shared: bool = False,
+    of_torch: bool = False,
     **options: Any,
 ) -> Session:
     """Parameters on the device at every stage, with the state of an optimizer that is known then in host memory.
 
-    Where ``shared``, another one that torch computes has every second parameter.
+    Where ``shared``, another one that torch computes has every second parameter. An optimizer ``of_torch`` has split
+    masters because the placement says so.
     """
     on_device, store = DeviceStore(device), HostStore(pin_for=device)
     policy = ShardingPolicy.from_stage(stage)
     placement = BucketPlacement(Mesh.single(), policy, precision, device, store, on_device, executor)
     torch.manual_seed(0)
     model = models.TinyTransformer(depth=depth)
-    optimizer = lightning_zero.CPUAdamW(
-        [*model.parameters()][:: 1 + shared], **{"lr": 1e-2, "master_layout": "split"} | options
-    )
+    parameters = [*model.parameters()][:: 1 + shared]
+    optimizer: torch.optim.Optimizer
+    if of_torch:
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        placement = placement._replace(split_masters=True)
+    else:
+        optimizer = lightning_zero.CPUAdamW(parameters, **{"lr": 1e-2, "master_layout": "split"} | options)
     others = [torch.optim.RMSprop([*model.parameters()][1::2], lr=1e-2)] if shared else []
     scaler = DynamicLossScaler(init_scale=2.0**17) if overflow else None
     if known:
@@ -205,6 +211,16 @@ def test_the_bits_are_those_of_high_halves_on_the_host(
         assert not any(bucket.master.in_shard for bucket in session.engine.buckets)
     session = start(device, executor, **options)
     assert [bits(values) for values in train(session, device, 6)] == [bits(values) for values in expected]
+    assert all(bucket.master.in_shard for bucket in session.engine.buckets)
+
+
+@pytest.mark.device("lazy")
+def test_torchs_adamw_has_the_bits_of_cpu_adamw(device: torch.device) -> None:
+    expected = train(start(device, InlineExecutor(), weight_decay=1e-2), device)
+    session = start(
+        device, (Late if device.type == sim.DEVICE else StreamExecutor)(device, SMALL, SMALL), of_torch=True
+    )
+    assert [bits(values) for values in train(session, device)] == [bits(values) for values in expected]
     assert all(bucket.master.in_shard for bucket in session.engine.buckets)
 
 

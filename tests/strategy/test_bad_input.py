@@ -90,6 +90,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("timeout", float("inf"), "seconds"),
     ("native_optimizer", "on", "'auto', 'off'"),
     ("native_optimizer", True, "'auto', 'off'"),
+    ("master_layout", "half", "'fp32', 'split'"),
     ("start_method", "thread", "'popen', 'spawn', 'fork', 'forkserver'"),
     ("skip_nonfinite", "no", "True or False"),
     ("max_consecutive_skips", 0, ">= 1"),

@@ -38,6 +38,7 @@ OTHERS: dict[str, Any] = {
     "detect_data_edits": True,
     "overlap": False,
     "native_optimizer": "off",
+    "master_layout": "split",
     "preflight": "warn",
     "skip_nonfinite": False,
     "max_consecutive_skips": 6,
