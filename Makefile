@@ -90,7 +90,7 @@ test-cpp-tsan: $(VENV)/.installed-dev
 	$(call run_cpp_tests,cpp-tsan,thread,ThreadPool|BindThreads|Parallel|Disk)
 
 # -P: as above, this folder stays off sys.path.
-mutants: $(VENV)/.installed-dev
+mutants: simulated-device
 	PYTHONPATH=tests $(BIN)/python -P -m mutants --jobs $(JOBS) $(ARGS)
 
 lint: $(VENV)/.installed-dev
