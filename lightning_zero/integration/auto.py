@@ -202,10 +202,10 @@ class ZeroAutoStrategy(ZeroStrategy):
         """The fastest way that fits, the same on all ranks. Collective."""
         assert self._mesh is not None
         world, path = self._mesh.world, self.options.disk_path
-        fixed = self.auto_options.fixed
+        fixed, parts = self.auto_options.fixed, not device_type(self.root_device).shares_host_memory
         offered = [
             way
-            for way in fine_ways(self.num_processes, self.num_nodes, path is not None, fixed)
+            for way in fine_ways(self.num_processes, self.num_nodes, path is not None, parts, fixed)
             if not (compiled and way.options["stage"] == 3)
         ]
         candidates = [self._candidate(way, memory) for way in offered]

@@ -29,6 +29,10 @@ _VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("zero3_offload", {"max_live_numel": 0}),
 )
 _FEW = {"max_live_numel": 0, "persistence_numel": 0}
+_OFFLOADING: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((name, {}) for name, options in STRATEGIES.items() if "offload_optimizer" in options),
+    ("zero3", {"offload_optimizer": "cpu"}),
+)
 # Those for less memory at nearly the same speed: smaller buckets, nothing gathered ahead, nothing that stays whole.
 _FINE: tuple[tuple[str, dict[str, Any]], ...] = (
     *((name, {"bucket_size_mb": 1.0}) for name, options in STRATEGIES.items() if options["stage"] < 3),
@@ -36,6 +40,10 @@ _FINE: tuple[tuple[str, dict[str, Any]], ...] = (
     *((name, {"max_live_numel": 0}) for name, options in STRATEGIES.items() if options["stage"] == 3),
     *((name, _FEW) for name, options in STRATEGIES.items() if options["stage"] == 3),
     ("zero3", {"offload_optimizer": "cpu", **_FEW}),
+)
+# A part of what is offloaded stays on a device that has room for it, which shortens the update.
+_PARTS: tuple[tuple[str, dict[str, Any]], ...] = tuple(
+    (name, {**options, "offload_fraction": part}) for name, options in _OFFLOADING for part in (0.75, 0.5, 0.25)
 )
 REDUCED_HYDRA = "optimizer=cpu_adamw optimizer.master_layout=split optimizer.state_dtype=bfloat16"
 REDUCED_PYTHON = 'lightning_zero.CPUAdamW(self.parameters(), master_layout="split", state_dtype=torch.bfloat16)'
@@ -88,17 +96,19 @@ def ways(names: Sequence[str], variants: Sequence[tuple[str, Mapping[str, Any]]]
     return found
 
 
-def fine_ways(gpus: int, nodes: int, disk: bool, fixed: Mapping[str, Any]) -> list[Way]:
+def fine_ways(gpus: int, nodes: int, disk: bool, parts: bool, fixed: Mapping[str, Any]) -> list[Way]:
     """All names, and variants that take less memory, the simplest first.
 
     Args:
         gpus: ranks of a machine.
         nodes: machines.
         disk: whether state may rest on a disk.
+        parts: whether a part of what is offloaded may stay on the device, which has memory of its own.
         fixed: options that every way has; no variant changes them.
     """
     names = [name for name, options in STRATEGIES.items() if disk or "nvme" not in options.values()]
-    variants = [(name, changed) for name, changed in _FINE if name in names and not fixed.keys() & changed]
+    offered = (*_FINE, *_PARTS) if parts else _FINE
+    variants = [(name, changed) for name, changed in offered if name in names and not fixed.keys() & changed]
     found = ways(names, variants, gpus, 1 if "shard_size" in fixed else nodes)
     return [way for way in found if way.options["stage"] or fixed.get("shard_size", 1) == 1]
 

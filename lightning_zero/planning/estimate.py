@@ -112,12 +112,16 @@ def times_of(plan: Plan, setting: Setting, flops: float, wide: bool, machine: Ma
     across = {"all_reduce"} if setting.shard_size <= machine.gpus else {"all_gather", "reduce_scatter", "all_reduce"}
     on_network = sum(nbytes for name, nbytes in plan.sent.items() if name in across) if machine.nodes > 1 else 0
     on_links = sum(plan.sent.values()) - on_network
-    on_device, on_host = update_bytes(plan, setting)
+    on_device, on_host = (
+        nbytes / rate
+        for nbytes, rate in zip(update_bytes(plan, setting), (gpu.bandwidth, machine.dram / machine.gpus), strict=True)
+    )
     return Times(
         compute=flops / (gpu.matmul_32 if wide else gpu.matmul_16),
         network=on_links / gpu.link + on_network / (machine.network / machine.gpus),
         pcie=max(plan.copied.values(), default=0) / gpu.pcie,
-        update=max(on_device / gpu.bandwidth, on_host / (machine.dram / machine.gpus)),
+        # Side by side, where they do not wait for the same memory.
+        update=on_device + on_host if gpu.shares_host else max(on_device, on_host),
         disk=2 * plan.held.disk / (machine.disk / machine.gpus),
     )
 

@@ -1,32 +1,37 @@
-"""`zero_auto` on a device with memory of its own: what does not fit there goes to host memory."""
+"""`zero_auto` on a device with memory of its own: what does not fit there goes to host memory, and no more."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from device import sim
 from device.where import DevicePool
-from strategy.fits import Fitted, Lit, Recipe, assert_same, make_trainer, observe
-from strategy.test_auto import Assumed
+from strategy.fits import assert_same, make_trainer
+from strategy.test_auto import Assumed, Stack, options_of
+from torch import Tensor
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.integration.options import CHOSEN, FREE
 
 
-def fit(memory: int) -> tuple[str, Fitted, Fitted]:
-    """The choice with so many KiB of the device, and the fits with it and with the same by name."""
-    strategy = Assumed(device_memory_gb=memory / 2**20)
-    fits = []
-    for each in (strategy, None):
-        options = {name: getattr(strategy, name) for name in (*CHOSEN, *FREE)}
-        lit = Lit(Recipe(optimizer="momentum", steps=2))
-        trainer = make_trainer(each or ZeroStrategy(**options), accelerator=sim.DEVICE)
-        trainer.fit(lit)
-        fits.append(observe(trainer, lit))
-    return strategy.offload_optimizer, fits[0], fits[1]
+def fit(memory: int) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
+    """The choice with so many MiB of the device, and the weights after a step with it and with the same by name."""
+    auto = Assumed(device_memory_gb=memory / 2**10)
+    trained = []
+    for number in range(2):
+        strategy = ZeroStrategy(**options_of(auto)) if number else auto
+        torch.manual_seed(0)
+        module = Stack()
+        make_trainer(strategy, accelerator=sim.DEVICE, limit_train_batches=1).fit(module)
+        strategy.release()
+        trained.append({name: value.cpu() for name, value in module.state_dict().items()})
+    return options_of(auto), trained
 
 
 @pytest.mark.device("lazy")
-def test_what_does_not_fit_the_device_goes_to_the_host(device_pool2: DevicePool) -> None:
-    for place, found, expected in device_pool2.run(fit, 14):
-        assert place == "cpu"
-        assert_same(found.weights, expected.weights)
+@pytest.mark.parametrize(("memory", "part"), [(14, 0.25), pytest.param(12, 0.5, marks=pytest.mark.slow)])
+def test_what_does_not_fit_the_device_goes_to_the_host(device_pool2: DevicePool, memory: int, part: float) -> None:
+    for options, (found, expected) in device_pool2.run(fit, memory):
+        assert (options["offload_optimizer"], options["offload_fraction"]) == ("cpu", part)
+        assert_same(found, expected)

@@ -115,14 +115,18 @@ def setting(way: Way, case: Case) -> Setting:
 def everything(case: Case) -> Iterator[Setting]:
     """Each name with each combination of options that a plan knows, over a machine and over all of them."""
     world = case.gpus * case.nodes
-    options = itertools.product(STRATEGIES, (25.0, 1.0), (10_000, 0), (None, 0), (None, world), ("none", "cpu"))
-    for name, bucket, persistent, live, size, store in options:
+    parts = (1.0, 0.75, 0.5, 0.25)
+    options = itertools.product(STRATEGIES, (25.0, 1.0), (10_000, 0), (None, 0), (None, world), ("none", "cpu"), parts)
+    for name, bucket, persistent, live, size, store, part in options:
         stage, rests = STRATEGIES[name]["stage"], STRATEGIES[name].get("offload_optimizer", "none")
         if (stage == 3 and bucket == 1.0) or (stage < 3 and (persistent == 0 or live == 0 or store != "none")):
             continue  # of no effect there
         if (size is not None and (stage == 0 or case.nodes == 1)) or (rests == "nvme" and not case.disk):
             continue
+        if part < 1 and ((rests, store) == ("none", "none") or (bucket, persistent, live) != (25.0, 10_000, None)):
+            continue  # only of what is offloaded, and otherwise as it is by default
         changed = {"bucket_size_mb": bucket, "persistence_numel": persistent, "max_live_numel": live}
+        changed |= {"offload_fraction": part}
         if store != "none" and rests == "none":
             changed["offload_optimizer"] = store
         yield setting(Way(name, {**changed, **({} if size is None else {"shard_size": size})}), case)
@@ -135,15 +139,15 @@ def seconds(plan: Plan, tried: Setting, case: Case, flops: float) -> float:
     far = plan.sent.get("all_reduce", 0) + (0 if inside else plan.sent["all_gather"] + plan.sent["reduce_scatter"])
     far *= case.nodes > 1
     sending = (sum(plan.sent.values()) - far) / gpu.link + far * case.gpus / machine.network
-    updated = 0
+    updated = {True: 0, False: 0}  # by whether it is on the device
     for bucket in plan.buckets:
         numel = bucket.padded_numel // tried.shard_size
         # Gradients are read, fp32 masters and two states read and written, 16-bit parameters written.
-        updated += bucket.sharded_gradient.total + numel * (2 * 12 + 2)
-    memory_rate = gpu.bandwidth if tried.optimizer_memory == "device" else machine.dram / case.gpus
+        updated[bucket.sharded_gradient.device > 0] += bucket.sharded_gradient.total + numel * (2 * 12 + 2)
+    updating = max(updated[True] / gpu.bandwidth, updated[False] * case.gpus / machine.dram)
     disk = 2 * plan.held.disk * case.gpus / machine.disk
     longest = max(flops / gpu.matmul_16, sending, max(plan.copied.values(), default=0) / gpu.pcie)
-    return longest + max(updated / memory_rate, disk)
+    return longest + max(updating, disk)
 
 
 def fits(plan: Plan, case: Case) -> bool:
@@ -156,7 +160,7 @@ def test_the_choice_is_the_best_of_an_exhaustive_search(case: Case) -> None:
     world, machine = case.gpus * case.nodes, case.machine()
     trace = memory(case.model, world).trace
     assert trace is not None
-    offered = fine_ways(case.gpus, case.nodes, case.disk > 0, {})
+    offered = fine_ways(case.gpus, case.nodes, disk=case.disk > 0, parts=True, fixed={})
     candidates = [Choice(way.hydra, way.python, setting(way, case)) for way in offered]
     needs = needs_of(candidates, lambda each: planned(case.model, world, each.setting), trace.flops, False, machine)
     pick = choose(candidates, needs, ImaginedRoom(machine, case.disk * GB // case.gpus))
