@@ -1,7 +1,7 @@
 """One file on a file system that is reached by a URL, which rank 0 writes from its beginning to its end.
 
-Nothing can be written into the middle of a file there, so that ranks cannot share the work. Rank 0 gathers one bucket
-at a time; it never holds more of the state than that.
+Nothing can be written into the middle of a file there, so that ranks cannot share the work. Rank 0 gathers what is next
+in the file, a piece at a time; it never holds more of the state than a few of these.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from lightning_zero.checkpoint.commit import Save
 from lightning_zero.checkpoint.errors import together
 from lightning_zero.checkpoint.lazy import LazyTensor, StoredTensor
 from lightning_zero.checkpoint.remote import RemotePath
-from lightning_zero.checkpoint.shards import Key, SharedValues, across_ranks, follow_first, source_of
+from lightning_zero.checkpoint.shards import Key, across_ranks, follow_first, source_of
 from lightning_zero.checkpoint.tiles import TILE
 from lightning_zero.engine import Engine
 from lightning_zero.sharding import Group
 from lightning_zero.storage import Executor
+
+_RECENT = 6  # pieces; a parameter's records follow each other, each of another kind of state
 
 
 def begin(
@@ -91,7 +93,7 @@ class _Values(Mapping[Record, Iterator[Tensor]]):
     def __init__(self, missing: Mapping[Record, UntypedStorage | LazyTensor], engines: Sequence[Engine]) -> None:
         self._missing = missing
         self._engines = engines
-        self._gathered: dict[Key, Tensor] = {}  # of one bucket: its weights, or all its state
+        self._recent: dict[Key, Tensor] = {}  # pieces; small records that follow each other lie in one
 
     def __iter__(self) -> Iterator[Record]:
         return iter(self._missing)
@@ -107,16 +109,21 @@ class _Values(Mapping[Record, Iterator[Tensor]]):
         if isinstance(found, StoredTensor):
             return found.tiles(TILE)
         values = source_of(found, self._engines)
-        layout, (start, stop) = self._full(values), values.place(found.param)
-        return iter(layout[start:stop].split(TILE // layout.itemsize))
+        return self._gathered(across_ranks(values), *values.place(found.param))
 
-    def _full(self, values: SharedValues) -> Tensor:
-        """All that is gathered together, on the host."""
-        key = across_ranks(values)
-        if key not in self._gathered:
-            if any((known.engine, known.bucket) != (key.engine, key.bucket) for known in self._gathered):
-                self._gathered.clear()
-            full = follow_first(self._engines, key)
-            assert full is not None
-            self._gathered[key] = full.to("cpu")
-        return self._gathered[key]
+    def _gathered(self, key: Key, start: int, stop: int) -> Iterator[Tensor]:
+        """Elements ``[start, stop)`` of the values that all ranks know by ``key``, on the CPU, piece by piece."""
+        while start < stop:
+            number, inside = divmod(start, key.piece_numel)
+            part = self._piece(key._replace(piece=number))[inside : inside + stop - start]
+            yield part
+            start += len(part)
+
+    def _piece(self, key: Key) -> Tensor:
+        if key not in self._recent:
+            while len(self._recent) >= _RECENT:  # the one that was gathered first
+                del self._recent[next(iter(self._recent))]
+            gathered = follow_first(self._engines, key)
+            assert gathered is not None
+            self._recent[key] = gathered
+        return self._recent[key]

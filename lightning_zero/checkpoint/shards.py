@@ -22,11 +22,14 @@ from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.storage import Memory
 from lightning_zero.update import OwnedTensor, ShardUpdater
 
+PIECE = 2 * TILE  # bytes of a part that is gathered apart
+
 
 class Key(NamedTuple):
     """Names one value per element of a bucket: its masters, a shadow's, or an optimizer's state.
 
-    Or the tensor ``owned`` of the state of a parameter that lies whole on one rank.
+    Or the tensor ``owned`` of the state of a parameter that lies whole on one rank. With ``piece`` only the one of this
+    number is meant, as :meth:`SharedValues.gather_piece` counts them.
     """
 
     engine: int
@@ -37,6 +40,12 @@ class Key(NamedTuple):
     shadow: int | None = None
     param: int = 0
     owned: OwnedTensor | None = None
+    piece: int | None = None
+
+    @property
+    def piece_numel(self) -> int:
+        """Elements of a piece, but for the last one."""
+        return PIECE // self.dtype.itemsize
 
 
 class Slice(NamedTuple):
@@ -99,6 +108,35 @@ class SharedValues(ABC):
     @abstractmethod
     def gather(self) -> Tensor:
         """All values; 1-D, on the device. Collective."""
+
+    @torch.no_grad()
+    def gather_piece(self, number: int) -> Tensor:
+        """Those of :meth:`gather` in piece ``number``, :data:`PIECE` bytes or what is left; on the CPU. Collective."""
+        numel, placement = self.key.piece_numel, self.bucket.placement
+        held, ranges = self._held, self._ranges
+        first = number * numel
+        stop = min(first + numel, ranges[-1][1])
+        piece = torch.empty(stop - first, dtype=self.key.dtype, device=placement.device)
+        shard = placement.mesh.shard
+        for rank, (begin, end) in enumerate(ranges):
+            low, high = max(begin, first), min(end, stop)
+            if low < high:
+                target = piece[low - first : high - first]
+                if rank == shard.rank:
+                    values = held.read(low - begin, high - begin)
+                    placement.copy(target, values, (held.memory, "device"), self.bucket.name)
+                shard.broadcast_(target, f"gather state of {self.bucket.name}", rank)
+        return piece.to("cpu")
+
+    @property
+    @abstractmethod
+    def _held(self) -> _Held:
+        """The shard of this rank."""
+
+    @property
+    @abstractmethod
+    def _ranges(self) -> list[tuple[int, int]]:
+        """Lists the part of what :meth:`gather` gives that each rank of the shard group holds, in rank order."""
 
     @abstractmethod
     def slices(self, param: int) -> Iterator[Slice]:
@@ -168,6 +206,11 @@ class ShardedValues(SharedValues):
         assert isinstance(updater, ShardUpdater)
         return _Held(partial(updater.read_flat, bucket, key.state, key.dtype), updater.state_of(bucket).memory)
 
+    @property
+    def _ranges(self) -> list[tuple[int, int]]:
+        layout = self.bucket.layout
+        return [layout.shard_range(rank) for rank in range(layout.shards)]
+
     def slices(self, param: int) -> Iterator[Slice]:
         low, high = self._share(self.bucket.layout.shard_numel)
         for segment in self.bucket.segments:
@@ -203,6 +246,16 @@ class OwnedValues(SharedValues):
     @torch.no_grad()
     def gather(self) -> Tensor:
         return self._updater.gather_owned(self.bucket, self.key.param, self._owned)
+
+    @property
+    def _held(self) -> _Held:
+        return _Held(self.read, self._updater.state_of(self.bucket).memory)
+
+    @property
+    def _ranges(self) -> list[tuple[int, int]]:
+        layout, (first, stop) = self.bucket.layout, self.place(self.key.param)
+        owner = layout.owner(self.key.param)
+        return [(first if rank <= owner else stop, first if rank < owner else stop) for rank in range(layout.shards)]
 
     def slices(self, param: int) -> Iterator[Slice]:
         if self.bucket.layout.owner(self.key.param) == self.bucket.placement.mesh.shard.rank:
@@ -240,7 +293,7 @@ def values_of(key: Key, engines: Sequence[Engine]) -> SharedValues:
     """
     engine = _on_mesh(engines[0])[key.engine]
     kind = ShardedValues if key.owned is None else OwnedValues
-    return kind(engine, key._replace(engine=engine.number))
+    return kind(engine, key._replace(engine=engine.number, piece=None))
 
 
 def _on_mesh(engine: Engine) -> list[Engine]:
@@ -266,8 +319,8 @@ def follow_first(engines: Sequence[Engine], wanted: Key | None = None) -> Tensor
 
     Args:
         engines: hold the values; without any there is nothing to follow.
-        wanted: what to return, gathered, as :func:`across_ranks` names it; ``None``: rank 0 reads no more, the
-            checkpoint is to be written.
+        wanted: what to return, gathered, as :func:`across_ranks` names it, or a piece of it; ``None``: rank 0 reads no
+            more, the checkpoint is to be written.
 
     Raises:
         CheckpointError: on all ranks, where another rank reads what rank 0 does not.
@@ -282,9 +335,10 @@ def follow_first(engines: Sequence[Engine], wanted: Key | None = None) -> Tensor
                     "not: read them on rank 0 alone, or on all ranks in one order. See `on_save_checkpoint`"
                 )
             return None
-        full = values_of(first, engines).gather()
+        values = values_of(first, engines)
+        gathered = values.gather() if first.piece is None else values.gather_piece(first.piece)
         if first == wanted:
-            return full
+            return gathered
     return None
 
 

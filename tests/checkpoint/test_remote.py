@@ -15,11 +15,11 @@ from checkpoint.test_full import ALONE, RECIPE, assert_same_files
 from checkpoint.test_sharded import assert_equal_trees
 from helpers.ranks import RankPool, ranks
 from lightning import Trainer
-from strategy.fits import Fitted, assert_same, make_trainer
+from strategy.fits import Fitted, Recipe, assert_same, make_trainer
 
 import lightning_zero
 from lightning_zero import CheckpointError
-from lightning_zero.checkpoint import begin, load, locate
+from lightning_zero.checkpoint import begin, load, locate, shards
 from lightning_zero.checkpoint.commit import METADATA
 from lightning_zero.checkpoint.lazy import StoredTensor
 from lightning_zero.integration.names import STRATEGIES
@@ -37,9 +37,11 @@ def url(path: Path) -> str:
     return f"shared://{path}"
 
 
-def saved(strategy: Any, path: str) -> Fitted:
+def saved(strategy: Any, path: str, recipe: Recipe = RECIPE) -> Fitted:
     register()
-    return save_at_end(strategy, RECIPE, path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "PIECE", 1000)  # bytes: parameters and shards lie across pieces
+        return save_at_end(strategy, recipe, path)
 
 
 def resumed(strategy: Any, path: str) -> tuple[Fitted, int]:
@@ -70,6 +72,15 @@ def test_it_holds_what_a_local_one_holds_and_resumes(form: str, pool: RankPool, 
     module = lightning_zero.load_from_checkpoint(Resumable, url(there), recipe=RECIPE)
     other = lightning_zero.load_from_checkpoint(Resumable, here, recipe=RECIPE)
     assert_equal_trees(module.state_dict(), other.state_dict())
+
+
+@ranks(2)
+def test_state_of_whole_parameters(pool: RankPool, tmp_path: Path) -> None:
+    """It lies on one rank, which sends it to rank 0 alone."""
+    here, there = tmp_path / "here.ckpt", tmp_path / "there.ckpt"
+    for path in (str(here), url(there)):
+        pool.run(saved, "zero3", path, Recipe(optimizer="muon", steps=2))
+    assert_same_files(there, here)
 
 
 def write(form: str, tree: dict[str, Any], path: str) -> None:
