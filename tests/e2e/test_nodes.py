@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -22,7 +23,7 @@ from checkpoint.resuming import Global, SaveAfter
 from e2e import train_restarting
 from e2e.started import HERE, environment
 from helpers import models
-from helpers.nodes import DEVICE, NodeRanks, Nodes, UnavailableError, joined
+from helpers.nodes import DEVICE, NodeRanks, Nodes, joined
 from helpers.ranks import ForkServer, RankError
 from lightning import Trainer
 from strategy.fits import (
@@ -44,6 +45,7 @@ pytestmark = pytest.mark.slow
 TIMEOUT = 10.0  # seconds that a rank waits for others, also for those that import for the first time
 MARGIN = 10.0  # more, after which every rank must have ended
 LAUNCH = 150.0  # seconds of a real launch, most of which are imports
+DELAY, RATE = 1e-3, 100e6  # of a slow link: seconds; bits in a second
 OVERHEAD = 1.15  # bytes on a link for each that a rank sends: headers and acknowledgements, and the norm's sum
 
 
@@ -90,6 +92,17 @@ def bytes_on_link() -> int:
     raise LookupError(DEVICE)
 
 
+def round_trip(node: str) -> float:
+    """The seconds in which a node refuses a connection; the least of some."""
+    times = []
+    for _ in range(20):
+        start = time.monotonic()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((node, 9))
+        times.append(time.monotonic() - start)
+    return min(times)
+
+
 class Counts(Lit):
     """Notes what its rank, and what its node's link, had sent before the first step and after the last."""
 
@@ -104,7 +117,7 @@ class Counts(Lit):
         self.trainer.strategy.barrier()
         mesh = self.trainer.strategy._mesh
         sent = {name: dict(getattr(mesh, name).sent) for name in ("shard", "replica")}
-        self.notes.append({"link": bytes_on_link(), **sent})
+        self.notes.append({"link": bytes_on_link(), "time": time.monotonic(), **sent})
         self.trainer.strategy.barrier()
 
 
@@ -125,6 +138,10 @@ class Counted:
     def on_link(self) -> int:
         return self.after["link"] - self.before["link"]
 
+    @property
+    def seconds(self) -> float:
+        return self.after["time"] - self.before["time"]
+
 
 def count(*strategies: StrategyArgument) -> list[Counted]:
     found = []
@@ -139,14 +156,13 @@ def count(*strategies: StrategyArgument) -> list[Counted]:
 def test_nodes_exchange_nothing_but_sums_of_gradient_shards(
     nodes: Nodes, server: ForkServer, number: int, slow: bool
 ) -> None:
-    """With tasks of SLURM. The links' own counters agree, and a slow one changes no bit."""
+    """With tasks of SLURM. The links' own counters agree, and slow ones change no bit."""
     strategies = ("zero2", "zero3")
-    if slow:
-        try:
-            print(nodes.slow_down())
-        except UnavailableError as error:
-            pytest.skip(f"needs a slow link: {error}")
-    with NodeRanks(nodes, 2, server, number) as pool:
+    with contextlib.ExitStack() as stack:
+        if slow:
+            stack.enter_context(nodes.slow(DELAY, RATE))
+        pool = stack.enter_context(NodeRanks(nodes, 2, server, number))
+        assert (pool.run(round_trip, "node1")[0] > 2 * DELAY) == slow
         ranks = pool.run(count, *strategies)
     gradient = sum(p.nbytes for p in LARGE.make_model().parameters())
     crossing = (LARGE.steps - 1) * gradient * 2 * (number - 1) / number  # of each node
@@ -160,6 +176,7 @@ def test_nodes_exchange_nothing_but_sums_of_gradient_shards(
             assert {name for name, sent in each.sent("replica").items() if sent} == {"all_reduce"}
             assert each.sent("replica")["all_reduce"] == pytest.approx(crossing / 2, rel=0.01)
             assert crossing <= each.on_link <= OVERHEAD * crossing
+            assert not slow or each.seconds > 8 * crossing / RATE
 
 
 # ----------------------------------------------------------------------------------------------------- a node goes away

@@ -18,7 +18,7 @@ from typing import Self
 
 import pytest
 
-from helpers import rank_worker
+from helpers import rank_worker, slow_links
 from helpers.ranks import LATE, REPRODUCIBLE, ForkServer, RankPool
 
 TOOLS = ("unshare", "nsenter", "mount", "ip")  # of util-linux and iproute2
@@ -34,11 +34,11 @@ class UnavailableError(Exception):
 
 
 class Holder:
-    """A process that does nothing but keep its namespaces."""
+    """A process that keeps its namespaces, and does nothing else unless a script is given."""
 
-    def __init__(self, command: Sequence[str], kinds: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], kinds: Sequence[str], script: Sequence[str] = ("-c", HOLD)) -> None:
         self._process = subprocess.Popen(
-            [*command, sys.executable, "-I", "-S", "-c", HOLD],
+            [*command, sys.executable, "-I", "-S", *script],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -162,29 +162,19 @@ class Nodes:
         for node in self.nodes:
             node.run("ip", "link", "set", DEVICE, "up")
 
-    def slow_down(self) -> str:
-        """Have every node send at most 100 Mbit/s, each packet 1 ms late; without the delay where the kernel has none.
-
-        Returns:
-            What limits the links.
-
-        Raises:
-            UnavailableError: the kernel can do neither, or there is no ``tc``.
-        """
-        ways = [
-            ["netem", "delay", "1ms", "rate", "100mbit"],
-            ["tbf", "rate", "100mbit", "burst", "32kbit", "latency", "50ms"],
-        ]
-        refusals = []
-        for way in ways:
-            try:
-                for node in self.nodes:
-                    node.run("tc", "qdisc", "replace", "dev", DEVICE, "root", *way)
-            except UnavailableError as error:
-                refusals.append(str(error))
-            else:
-                return way[0]
-        raise UnavailableError("; ".join(refusals))
+    @contextlib.contextmanager
+    def slow(self, delay: float, rate: float) -> Iterator[None]:
+        """Have frames arrive later by `delay` seconds, and every node send at most `rate` bits in a second."""
+        ports = [f"port{number}" for number in range(self.count)]
+        for port in ports:
+            self._switch.run("ip", "link", "set", port, "nomaster")
+        relay = Holder(self._switch.enter, (), [slow_links.__file__, str(delay), str(rate), *ports])
+        try:
+            yield
+        finally:
+            relay.close()
+            for port in ports:
+                self._switch.run("ip", "link", "set", port, "master", "switch")
 
     def close(self) -> None:
         for holder in reversed(self._holders):
