@@ -123,6 +123,8 @@ def run_files(
         report, log = Path(folder) / "report.xml", Path(folder) / "log.txt"
         options = ["-p", "lightning_substitute", "-p", "no:cacheprovider", "-rN"]
         options += [f"--basetemp={folder}/tests", f"--junitxml={report}", "-o", "junit_family=xunit1"]
+        # Python 3.11 cannot parse the source again after a RecursionError, as pytest's own tracebacks would.
+        options += ["--tb=native"]
         # A file that cannot be imported fails alone.
         options += ["--continue-on-collection-errors", "--timeout", str(seconds), "-v", "--color=no"]
         command = [sys.executable, "-m", "pytest", *options, *map(_path_of, files)]
