@@ -52,6 +52,7 @@ class RecordedLanes:
         self._kept_passing = 0
         self._expected: dict[Hashable, int] = {}  # tiles that are fetched long before they are gathered, by bucket
         self._most = {"gathered": 0, "updated": 0}  # tiles at work
+        self._window = 0  # tiles in the last window of the bucket that was updated before
         self._largest = 0  # bytes of a tile
         self._account = account
         self.copied: Counter[str] = Counter()  # bytes between the memories, by direction
@@ -90,10 +91,22 @@ class RecordedLanes:
         expected = self._expected.pop(bucket, 0)
         self._pass_tiles("gathered", max(expected, number), nbytes)
 
-    def update_tiles(self, bucket: Hashable, number: int, nbytes: int) -> None:
-        """A bucket is updated tile by tile; so many of all of its tensors are at work at one time."""
+    def begin_updates(self) -> None:
+        """The next bucket that is updated is the first of a step."""
+        self._window = 0
+
+    def update_tiles(self, bucket: Hashable, window: int, windows: int, nbytes: int) -> None:
+        """A bucket is updated window by window, the first of which comes while the last one before it is updated.
+
+        Args:
+            bucket: which.
+            window: tiles in one, of all of its tensors.
+            windows: that are at work at one time.
+            nbytes: of a tile.
+        """
         self._expected.pop(bucket, None)
-        self._pass_tiles("updated", number, nbytes)
+        self._pass_tiles("updated", max(window * windows, self._window + window), nbytes)
+        self._window = window
 
     def _pass_tiles(self, kind: str, at_work: int, nbytes: int) -> None:
         self._largest = max(self._largest, nbytes)

@@ -278,7 +278,7 @@ class RecordedBucket:
                 sizes.append(self.form.dtype.itemsize)
             window = max(footprint.window, min(store.tile, numel))
             largest = aligned(min(window, numel) * max(sizes))
-            self._lanes.update_tiles(self, len(sizes) * tiles_at_work(window, numel), largest)
+            self._lanes.update_tiles(self, len(sizes), tiles_at_work(window, numel), largest)
 
     def expect_shard(self) -> None:
         """Takes memory for tiles that are fetched ahead."""
@@ -379,6 +379,7 @@ class RecordedRun:
         if first:  # up to here there may have been the state of a checkpoint
             for bucket, footprints in updates:
                 self._account.give(sum(map(bucket.optimizer_state, footprints), NOTHING))
+        self._lanes.begin_updates()
         for bucket, footprints in updates:
             bucket.update(footprints, first)
 

@@ -196,10 +196,6 @@ class Bucket:
     def _tiles(self) -> list[tuple[int, int]]:
         return [*pieces(self.shard.tile, 0, self.shard.numel)]
 
-    def _drop_shard(self) -> None:
-        """Let go of what :meth:`expect_shard` has fetched: it is about to change."""
-        self.shard.drop(0, self.shard.numel)
-
     def _begin_gather(self) -> Callable[[], None]:
         return self.placement.mesh.shard.begin_all_gather_(self.flat, f"gather {self.name}")
 
@@ -273,14 +269,11 @@ class Bucket:
     def begin_update(self, update: Callable[[], object]) -> Ticket:
         """Begin to update the shard, by a job in the lane of updates, for which whoever reads a parameter waits.
 
-        :meth:`mark_updated` must follow.
+        No gather is under way, nor what :meth:`expect_shard` has begun. :meth:`mark_updated` must follow.
 
         Returns:
             What ends with it.
         """
-        if self.state is BucketState.GATHERING:
-            self.unshard()
-        self._drop_shard()
         lane, what = self.placement.update_lane, f"the update of {self.name}"
         self.moving = self.placement.executor.submit(update, lane, what, after=[self.moving])
         self.updating = self.moving is not DONE
@@ -429,7 +422,7 @@ class Bucket:
         self.placement.await_host(self.moving)
         self.placement.await_host(self.reading)
         self.moving = self.reading = DONE
-        self._drop_shard()
+        self.shard.drop(0, self.shard.numel)
 
     def publish(self, start: int, stop: int) -> None:
         """Derive elements ``[start, stop)`` of the parameter shard from the master, which was changed."""

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.advice import Case, advice
 from lightning_zero.sharding.adoption import begin_to_optimize, lay_out_master
-from lightning_zero.sharding.bucket import Bucket
+from lightning_zero.sharding.bucket import Bucket, BucketState
 from lightning_zero.sharding.bucket_map import BucketMap
 from lightning_zero.torch_private import mark_for_schedulers
 from lightning_zero.update.native import MasterLayout
@@ -54,6 +54,10 @@ class Updater(Protocol):
 
     def update(self, view: UpdateView) -> None:
         """Update the masters of ``view.segments`` from its gradients and publish them."""
+        ...
+
+    def expect(self, view: UpdateView) -> None:
+        """Begin to fetch what :meth:`update` of ``view``, which comes next, will need first."""
         ...
 
     def advance(self, call: StepCall) -> None:
@@ -235,14 +239,15 @@ class AttachedOptimizers:
         attached.updater.check({id(group): group for group in hyperparameters.values()}.values())
         self._prepare(attached)
         used_ids, taken = set(map(id, used)), snapshot(optimizer)
-        for bucket, segments in self._map.segments_of(used):
+        views: list[tuple[Bucket, UpdateView]] = []
+        ahead: Callable[[], object] = _fetch_nothing
+        for bucket, segments in reversed([*self._map.segments_of(used)]):
             groups = {i: hyperparameters[id(p)] for i, p in enumerate(bucket.parameters) if id(p) in hyperparameters}
-            gradient = self._map.gradients_of(bucket).sharded
             view = UpdateView(
                 taken,
                 segments,
                 bucket.master,
-                gradient.lend(),
+                self._map.gradients_of(bucket).sharded.lend(),
                 attached.updater.own_state(bucket),
                 groups,
                 grad_scale,
@@ -250,13 +255,33 @@ class AttachedOptimizers:
                 bucket.parameters,
                 bucket.placement.optimizer_store.tile or bucket.master.tile,
                 call,
+                ahead,
             )
-            gradient.lent_to(bucket.begin_update(partial(attached.updater.update, view)))
+            views.insert(0, (bucket, view))
+            on_disk = bucket.placement.optimizer_store.tile is not None
+            ahead = partial(attached.updater.expect, view) if on_disk else _fetch_nothing
+        # All of them before the first update, which fetches for the next one, in its own thread.
+        for bucket, _ in views:
+            _end_gather(bucket)
+        for bucket, view in views:
+            lent_to = bucket.begin_update(partial(attached.updater.update, view))
+            self._map.gradients_of(bucket).sharded.lent_to(lent_to)
         for bucket in self._map.buckets:
             # Stale on all ranks or on none, also where this rank owns no segment of it.
             if indices := [i for i, p in enumerate(bucket.parameters) if id(p) in used_ids]:
                 bucket.mark_updated(indices)
         attached.updater.advance(call)
+
+
+def _end_gather(bucket: Bucket) -> None:
+    """Wait for a gather that has begun, and let go of tiles that were fetched for one: the shard is about to change."""
+    if bucket.state is BucketState.GATHERING:
+        bucket.unshard()
+    bucket.shard.drop(0, bucket.shard.numel)
+
+
+def _fetch_nothing() -> None:
+    """Do nothing: what follows is in memory, or nothing does."""
 
 
 def _snapshot(optimizer: Optimizer) -> dict[int, dict[str, Any]]:

@@ -147,14 +147,22 @@ class CombinedUpdater(ShardUpdater):
             self._by_rule[type(rule.optimizer)].check([rule.hyperparameters])
 
     def update(self, view: UpdateView) -> None:
+        updater, own = self._by_rules(view)
+        updater.update(own)
+
+    def expect(self, view: UpdateView) -> None:
+        updater, own = self._by_rules(view)
+        updater.expect(own)
+
+    def _by_rules(self, view: UpdateView) -> tuple[ShardUpdater, UpdateView]:
+        """The updater of a bucket, and the view as it takes it."""
         rules = {id(group): self.optimizer.rule_of(group) for group in view.groups.values()}
         kinds = {type(rule.optimizer) for rule in rules.values()}
         if len(kinds) > 1:
-            self._own.update(view)
-            return
+            return self._own, view
         updater = self._by_rule[kinds.pop()]
         groups = {index: rules[id(group)].hyperparameters for index, group in view.groups.items()}
-        updater.update(replace(view, optimizer=updater.optimizer, groups=groups))
+        return updater, replace(view, optimizer=updater.optimizer, groups=groups)
 
     def state_of(self, bucket: Bucket) -> OptimizerState:
         return self._updater_of(bucket).state_of(bucket)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from lightning_zero.update.rules import Traits
 from lightning_zero.update.state import OptimizerState, ShardState
 from lightning_zero.update.updaters import ShardUpdater, staged_bytes
 from lightning_zero.update.view import UpdateView
-from lightning_zero.update.windows import in_windows
+from lightning_zero.update.windows import expect_first, in_windows
 
 _SAMPLE = 64  # elements of a trial
 
@@ -111,8 +111,24 @@ class NativeUpdater(ShardUpdater):
         return max(each[id(groups[run.segments[0].param])] * min(run.numel, formulas.TILE) for run in found)
 
     def update(self, view: UpdateView) -> None:
-        state, groups = view.state, view.groups
+        state = view.state
         assert isinstance(state, ShardState)
+        parts = list(self._parts(view, state))  # before any is updated: a segment may be in several
+        for window in in_windows(view, state, parts, self._names):
+            for part in window:
+                self._update_part(view, state, part)
+
+    def expect(self, view: UpdateView) -> None:
+        state = view.state
+        assert isinstance(state, ShardState)
+        expect_first(view, state, self._parts(view, state), self._names)
+
+    def _names(self, part: _NativePart) -> Sequence[str]:
+        return self._rule.names(part.group)
+
+    def _parts(self, view: UpdateView, state: ShardState) -> Iterator[_NativePart]:
+        """Cut segments into runs that a kernel updates at once."""
+        groups = view.groups
 
         def key(segment: Segment) -> tuple[int, int, bool, int]:
             group = groups[segment.param]
@@ -120,16 +136,12 @@ class NativeUpdater(ShardUpdater):
             fresh = not set(self._rule.names(group)).issubset(state.names(segment))
             return id(group), step, fresh, segment.param if self._numbers.rounds_randomly else 0
 
-        parts = []  # before any is updated: a segment may be in several
         # Padding between parameters is updated too: gradient and state are constant there.
         for run in runs(view.segments, key, gap=view.gap):
             _, step, fresh, _ = key(run.segments[0])
             group = groups[run.segments[0].param]
             pieces = run.cut_at(self._tile(view, run)) if ops.runs_on(view.master.device) else run.cut(formulas.TILE)
-            parts += [_NativePart(part, group, step + 1, fresh) for part in pieces]
-        for window in in_windows(view, state, parts, lambda part: self._rule.names(part.group)):
-            for part in window:
-                self._update_part(view, state, part)
+            yield from (_NativePart(part, group, step + 1, fresh) for part in pieces)
 
     def _tile(self, view: UpdateView, run: Run) -> int | None:
         """Where a run is cut; ``None``: nowhere, since blocks of its state would be (see :class:`BlockShardState`)."""

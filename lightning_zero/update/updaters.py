@@ -23,7 +23,7 @@ from lightning_zero.update.rules import ELEMENT_WISE, Traits, state_dtypes, stat
 from lightning_zero.update.shell import ShellGroup, StepCall, in_form_for, run_step, steps_together
 from lightning_zero.update.state import OptimizerState, OwnedTensor, ParameterState, ShardState, WholeState
 from lightning_zero.update.view import UpdateView
-from lightning_zero.update.windows import in_windows, largest_window
+from lightning_zero.update.windows import expect_first, in_windows, largest_window
 
 NativeOptimizer = Literal["auto", "off"]
 
@@ -199,6 +199,10 @@ class ShardUpdater(ABC):
     def update(self, view: UpdateView) -> None:
         """See :class:`lightning_zero.update.Updater`."""
 
+    @abstractmethod
+    def expect(self, view: UpdateView) -> None:
+        """See :class:`lightning_zero.update.Updater`."""
+
 
 def _sorted_by_key(parts: Iterable[Mapping[Any, V]]) -> dict[Any, V]:
     """All entries; of those that several parts have, the last."""
@@ -304,13 +308,21 @@ class TorchUpdater(ShardUpdater):
     def update(self, view: UpdateView) -> None:
         state = view.state
         assert isinstance(state, ShardState)
-        found = self._parts(view.segments, view.groups, view.master, state.key, view.tile)
         # The state of all of them before any is updated: a segment may be in several.
-        parts = [_Part(run, state.names(run.segments[0]), state.own_scalars(run)) for run in found]
+        parts = list(self._parts_of(view, state))
         for window in in_windows(view, state, parts, lambda part: part.names):
             for tile in tiles(window, tile_numel(view.master)):
                 self._update_tile(view, state, tile)
                 view.master.write(tile[0].run.start, tile[-1].run.stop)
+
+    def expect(self, view: UpdateView) -> None:
+        state = view.state
+        assert isinstance(state, ShardState)
+        expect_first(view, state, self._parts_of(view, state), lambda part: part.names)
+
+    def _parts_of(self, view: UpdateView, state: ShardState) -> Iterator[_Part]:
+        for run in self._parts(view.segments, view.groups, view.master, state.key, view.tile):
+            yield _Part(run, state.names(run.segments[0]), state.own_scalars(run))
 
     def _update_tile(self, view: UpdateView, own: ShardState, tile: Sequence[_Part]) -> None:
         master = view.master

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,8 @@ class UpdateView:
         parameters: of the bucket, by index, to tell them apart; their values may be out of date.
         tile: of the optimizer's store, or else of the master; see :class:`~lightning_zero.storage.rested.Rested`.
         call: of the optimizer's ``step``, which an updater that runs the class's own passes on to it.
+        ahead: begins to fetch what the update that follows this one needs first; called while the last window of this
+            one is updated.
     """
 
     optimizer: Optimizer
@@ -49,3 +51,4 @@ class UpdateView:
     parameters: Sequence[Parameter]
     tile: int | None
     call: StepCall
+    ahead: Callable[[], object]

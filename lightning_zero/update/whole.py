@@ -71,6 +71,10 @@ class WholeUpdater(TorchUpdater):
             self._update_whole(view, view.state, [run.segments[0] for run in tile])
             view.master.write(tile[0].start, tile[-1].stop)
 
+    def expect(self, view: UpdateView) -> None:
+        if not isinstance(view.state, WholeState):  # which is read where it is updated
+            super().expect(view)
+
     def _update_whole(self, view: UpdateView, own: WholeState, segments: Sequence[Segment]) -> None:
         """One call of the optimizer's step for some parameters."""
         groups: dict[int, ShellGroup] = {}

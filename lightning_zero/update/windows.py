@@ -1,12 +1,13 @@
 """Windows: an update of state that rests elsewhere than where it is computed on, a few tiles at a time.
 
-While a window is updated the next one is fetched and the one before is put back. Where state rests in memory all of the
-bucket is one window.
+While a window is updated the next one is fetched and the one before is put back; the one after a bucket's last is the
+first of the bucket that is updated next. Where state rests in memory all of the bucket is one window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple, Protocol, TypeVar
 
 from lightning_zero.sharding import Run
@@ -59,9 +60,17 @@ def in_windows(
         for others, after in following:
             if not others.overlap(tiles):  # else what it is fetched with is still to change
                 _expect(view, state, after, names)
+        if not following:
+            view.ahead()
         yield tuple(window)
         view.master.commit(*_range(window))
         state.commit(*_range(window))
+
+
+def expect_first(view: UpdateView, state: ShardState, parts: Iterable[P], names: Callable[[P], Iterable[str]]) -> None:
+    """Begin to fetch the first window that :func:`in_windows` will give for the same arguments."""
+    for _, window in islice(_windows(parts, view.tile), 1):
+        _expect(view, state, window, names)
 
 
 def _windows(parts: Iterable[P], tile: int | None) -> Iterator[tuple[_Tiles, list[P]]]:

@@ -245,6 +245,37 @@ def test_what_does_not_change_is_neither_read_nor_written(tmp_path: Path, touche
     assert touched == {f"{name} {tensor.what}": aligned(nbytes_of(tensor)) for name, tensor in names}
 
 
+def test_the_next_bucket_comes_while_the_last_tiles_of_one_are_updated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none that will not be updated."""
+    session = start(Case(SETUP).on_disk(str(tmp_path), overlap=False), Mesh.single())
+    run_steps(session, Case(SETUP), [0])
+    order, load, keep = list[tuple[str, str, int]](), DiskStore._load, DiskStore._keep
+
+    def loaded(store: DiskStore, tensor: DiskTensor, first: int, memory: Tensor) -> None:
+        order.append(("load", tensor.what, first))
+        load(store, tensor, first, memory)
+
+    def kept(store: DiskStore, tensor: DiskTensor, first: int, memory: Tensor) -> None:
+        order.append(("keep", tensor.what, first))
+        keep(store, tensor, first, memory)
+
+    monkeypatch.setattr(DiskStore, "_load", loaded)
+    monkeypatch.setattr(DiskStore, "_keep", kept)
+    for step in (0, 1):
+        order.clear()
+        run_steps(session, Case(SETUP), [step])
+        masters = [name for kind, name, first in order if kind == "keep" and first == 0 and "master" in name]
+        assert len(masters) >= 2
+        for before, name in itertools.pairwise(masters):
+            last = max(number for number, (kind, what, _) in enumerate(order) if (kind, what) == ("keep", before))
+            assert order.index(("load", name, 0)) < last - 3, f"{name} comes after {before}"
+        assert {name for kind, name, _ in order if kind == "load"} == {
+            name for kind, name, _ in order if kind == "keep"
+        }
+
+
 def test_parameters_are_read_by_each_pass_and_their_update(tmp_path: Path, touched: Counter[str]) -> None:
     """What is fetched ahead of its unit is fetched once; units are freed after forward, the rest is not."""
     case = Case(STAGE3)
