@@ -53,6 +53,9 @@ _Accumulate = Annotated[int, typer.Option(min=1, help="Micro-batches of a step."
 _Changes = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="An argument of its constructor.")
 ]
+_ActivationOffload = Annotated[
+    bool, typer.Option("--activation-offload", help="Let activations rest in host memory until backward.")
+]
 _Nvme = Annotated[Path | None, typer.Option(help="A folder on a disk for state: names that end in _nvme count, too.")]
 _Disk = Annotated[
     str | None,
@@ -140,9 +143,7 @@ def _estimate(
     recompute: Annotated[
         bool, typer.Option("--checkpointing", help="Compute layers again in backward, with --hf and --params.")
     ] = False,
-    activation_offload: Annotated[
-        bool, typer.Option("--activation-offload", help="Let activations rest in host memory until backward.")
-    ] = False,
+    activation_offload: _ActivationOffload = False,
     gpu: Annotated[
         str,
         typer.Option(
@@ -227,6 +228,7 @@ def _config(
     recompute: Annotated[
         bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Compute layers again in backward.")
     ] = None,
+    activation_offload: _ActivationOffload = False,
     gpu: Annotated[str | None, typer.Option(help="A GPU, such as 4090, its memory, such as 24GB, or this.")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of a machine.")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Machines.")] = None,
@@ -274,7 +276,13 @@ def _config(
         "--out": out,
         "--python": form,
     }
-    fixed = {"changes": changes or [], "accumulate": accumulate, "disk": disk, "disk_rate": disk_rate}
+    fixed = {
+        "changes": changes or [],
+        "accumulate": accumulate,
+        "activation_offload": activation_offload,
+        "disk": disk,
+        "disk_rate": disk_rate,
+    }
     raise typer.Exit(run(given, fixed, experiment=experiment, overwrite=overwrite, as_json=as_json))
 
 

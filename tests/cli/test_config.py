@@ -71,6 +71,8 @@ def test_another_name_as_an_experiment_and_in_python(tmp_path: Path, monkeypatch
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1(x3)")  # which says nothing
     lines = invoke(f"{LARGE} --strategy zero2_offload --python").stdout.splitlines()
     assert lines[-1] == 'trainer = L.Trainer(strategy="zero2_offload", precision="bf16-true", devices=1)'
+    moved = json.loads(invoke(f"{LARGE} --activation-offload --out moved.yaml --json").stdout)
+    assert moved["settings"]["strategy.activation_offload"] is True
 
 
 @pytest.mark.parametrize(
