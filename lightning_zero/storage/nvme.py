@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from lightning_zero.storage.host import HostStore
 from lightning_zero.storage.rested import Memory
 from lightning_zero.storage.run_folder import RunFolder
 from lightning_zero.storage.staging import Staging
+from lightning_zero.storage.windowed import Window, Windowed
 
 _LEAST_TILE, _LARGEST_TILE = 1 << 12, 1 << 20  # elements; of the least, one byte each fills a page
 _IN_FLIGHT = 3  # tiles of one bucket: one is fetched, one updated, one written
@@ -247,19 +247,7 @@ def _written(tensor: DiskTensor, first: int, count: int) -> Iterator[tuple[int, 
             start = None
 
 
-@dataclass(eq=False)
-class _Window:
-    """Tiles ``[first, last)`` in host memory in passing."""
-
-    first: int
-    last: int
-    staged: Staged
-    values: Tensor  # 1-D, the elements of the tiles
-    arrived: Ticket
-    seen: bool = False  # by someone who may have changed them
-
-
-class DiskTensor:
+class DiskTensor(Windowed):
     """A tensor that rests on a disk: zeros until it is written; see :class:`~lightning_zero.storage.rested.Rested`.
 
     Attributes:
@@ -281,53 +269,30 @@ class DiskTensor:
     device = torch.device("cpu")
 
     def __init__(self, store: DiskStore, numel: int, dtype: torch.dtype, what: str) -> None:
+        super().__init__()
         assert store.tile is not None
         self.numel, self.dtype, self.what, self.tile = numel, dtype, what, store.tile
         self.tile_bytes = self.tile * dtype.itemsize
         self.sums: dict[int, int] = {}
         self._store = store
         self._offset = store.opened.allocate(numel * dtype.itemsize, what)
-        self._windows: list[_Window] = []
         self._writes: dict[int, Ticket] = {}  # by tile: the last one, unless it was seen to have ended
         weakref.finalize(self, store.opened.free, self._offset, numel * dtype.itemsize)
-
-    def expect(self, start: int, stop: int) -> None:
-        self._window(start, stop)
-
-    def holds(self, start: int, stop: int) -> bool:
-        return self._held(start, stop) is not None
-
-    def view(self, start: int, stop: int) -> Tensor:
-        window = self._window(start, stop)
-        window.arrived.synchronize()
-        window.seen = True
-        begin = window.first * self.tile
-        return window.values[start - begin : stop - begin]
 
     def commit(self, start: int, stop: int, after: Sequence[Ticket] = ()) -> None:
         for window in self._overlapping(start, stop):
             self._windows.remove(window)
-            written = self._store.keep(self, window.first, window.staged.tensor, (window.arrived, *after))
-            self._writes |= dict.fromkeys(range(window.first, window.last), written)
+            first, last = self._tiles_of(window.start, window.stop)
+            written = self._store.keep(self, first, window.staged.tensor, (window.arrived, *after))
+            self._writes |= dict.fromkeys(range(first, last), written)
             self._store.give(window.staged, written)
-
-    def drop(self, start: int, stop: int, after: Ticket | None = None) -> None:
-        for window in self._overlapping(start, stop):
-            self._windows.remove(window)
-            self._store.give(window.staged, after or window.arrived)  # who reads it has waited for its arrival
-
-    def _forget_unseen(self, start: int, stop: int) -> None:
-        """Let go of what was expected, and did not come to be used."""
-        for window in self._overlapping(start, stop):
-            if not window.seen:
-                self.drop(window.first * self.tile, min(window.last * self.tile, self.numel))
 
     def read(self, start: int, stop: int) -> Tensor:
         if self.holds(start, stop):
             return self.view(start, stop)
         self._forget_unseen(start, stop)
         assert not self._overlapping(start, stop), f"{self.what} is read while a part of it is changed"
-        first, last = start // self.tile, -(-stop // self.tile)
+        first, last = self._tiles_of(start, stop)
         memory = self._store.copy_for(self._bytes(first, last))
         self._load(first, last, memory).synchronize()
         begin = first * self.tile
@@ -343,29 +308,23 @@ class DiskTensor:
             end = min(start + self.tile_bytes, self.numel * self.dtype.itemsize - first * self.tile_bytes)
             yield memory[start:end]
 
-    def _window(self, start: int, stop: int) -> _Window:
-        if (held := self._held(start, stop)) is not None:
-            return held
-        self._forget_unseen(start, stop)
-        self.commit(start, stop)  # what overlaps; the fetch waits for that
-        first, last = start // self.tile, -(-stop // self.tile)
+    def _fetch(self, start: int, stop: int) -> Window:
+        first, last = self._tiles_of(start, stop)
         staged = self._store.take(self._bytes(first, last))
-        values = self._elements(first, last, staged.tensor)
-        window = _Window(first, last, staged, values, self._load(first, last, staged.tensor))
-        self._windows.append(window)
-        return window
+        values, begin = self._elements(first, last, staged.tensor), first * self.tile
+        return Window(begin, begin + values.numel(), staged, values, self._load(first, last, staged.tensor))
+
+    def _give(self, staged: Staged, work: Ticket) -> None:
+        self._store.give(staged, work)
+
+    def _tiles_of(self, start: int, stop: int) -> tuple[int, int]:
+        """The tiles ``[first, last)`` in which elements ``[start, stop)`` are."""
+        return start // self.tile, -(-stop // self.tile)
 
     def _load(self, first: int, last: int, memory: Tensor) -> Ticket:
         """Begin to read tiles ``[first, last)``, as they are when all that was committed is written."""
         writes = [self._writes.pop(tile) for tile in range(first, last) if tile in self._writes]
         return self._store.load(self, first, memory, [*dict.fromkeys(writes)])
-
-    def _held(self, start: int, stop: int) -> _Window | None:
-        inside = (w for w in self._windows if w.first * self.tile <= start and stop <= w.last * self.tile)
-        return next(inside, None)
-
-    def _overlapping(self, start: int, stop: int) -> list[_Window]:
-        return [w for w in self._windows if w.first * self.tile < stop and start < w.last * self.tile]
 
     def _bytes(self, first: int, last: int) -> int:
         return aligned(min(last * self.tile, self.numel) * self.dtype.itemsize - first * self.tile_bytes)

@@ -16,6 +16,7 @@ from lightning_zero import ops
 from lightning_zero.storage.executor import DONE, Executor, Staged, Ticket
 from lightning_zero.storage.rested import Memory, Rested, pieces
 from lightning_zero.storage.streams import in_lane
+from lightning_zero.storage.windowed import Window, Windowed
 
 _LARGEST_TILE = 1 << 23  # elements; what a tile costs beside the update of its elements shows with smaller ones
 _IN_FLIGHT = 4  # tiles: one is fetched, one worked on, two put back
@@ -30,17 +31,6 @@ def staged_tile(executor: Executor, dtype: torch.dtype) -> int:
 
 
 @dataclass(eq=False)
-class _Window:
-    """Elements ``[start, stop)`` in host memory in passing."""
-
-    start: int
-    stop: int
-    staged: Staged
-    arrived: Ticket
-    seen: bool = False  # by someone who may have changed them
-
-
-@dataclass(eq=False)
 class _Kept:
     """A range that is on its way back."""
 
@@ -49,7 +39,7 @@ class _Kept:
     ticket: Ticket
 
 
-class StagedTensor:
+class StagedTensor(Windowed):
     """A tensor that rests on a device and is worked on by the host; see :class:`~lightning_zero.storage.rested.Rested`.
 
     Attributes:
@@ -65,25 +55,13 @@ class StagedTensor:
     device = torch.device("cpu")
 
     def __init__(self, values: Rested, executor: Executor, what: str) -> None:
+        super().__init__()
         self.numel, self.dtype = values.numel, values.dtype
         self.tile: int | None = staged_tile(executor, values.dtype)
         self._values = values
         self._executor = executor
         self._what = what
-        self._windows: list[_Window] = []
         self._kept: list[_Kept] = []
-
-    def expect(self, start: int, stop: int) -> None:
-        self._window(start, stop)
-
-    def holds(self, start: int, stop: int) -> bool:
-        return self._held(start, stop) is not None
-
-    def view(self, start: int, stop: int) -> Tensor:
-        window = self._window(start, stop)
-        window.arrived.synchronize()
-        window.seen = True
-        return window.staged.tensor[start - window.start : stop - window.start]
 
     def commit(self, start: int, stop: int, after: Sequence[Ticket] = ()) -> None:
         for window in self._overlapping(start, stop):
@@ -99,11 +77,6 @@ class StagedTensor:
             if not in_lane():  # else those wait who wait for the job
                 ticket.wait()
 
-    def drop(self, start: int, stop: int, after: Ticket | None = None) -> None:
-        for window in self._overlapping(start, stop):
-            self._windows.remove(window)
-            self._executor.give(window.staged, after or window.arrived)  # who reads it has waited for its arrival
-
     def read(self, start: int, stop: int) -> Tensor:
         if self.holds(start, stop):
             return self.view(start, stop)
@@ -116,22 +89,12 @@ class StagedTensor:
             self._executor.give(window.staged, DONE)
         return values
 
-    def _window(self, start: int, stop: int) -> _Window:
-        if (held := self._held(start, stop)) is not None:
-            return held
-        self.commit(start, stop)  # what overlaps; the copy waits for that
-        window = self._fetch(start, stop)
-        self._windows.append(window)
-        return window
-
-    def _fetch(self, start: int, stop: int) -> _Window:
+    def _fetch(self, start: int, stop: int) -> Window:
         staged = self._executor.take(stop - start, self.dtype)
         after = [kept.ticket for kept in self._kept if kept.start < stop and start < kept.stop]
         source = self._values.view(start, stop)
-        return _Window(start, stop, staged, self._executor.commit(staged.tensor, source, self._what, after))
+        arrived = self._executor.commit(staged.tensor, source, self._what, after)
+        return Window(start, stop, staged, staged.tensor, arrived)
 
-    def _held(self, start: int, stop: int) -> _Window | None:
-        return next((w for w in self._windows if w.start <= start and stop <= w.stop), None)
-
-    def _overlapping(self, start: int, stop: int) -> list[_Window]:
-        return [w for w in self._windows if w.start < stop and start < w.stop]
+    def _give(self, staged: Staged, work: Ticket) -> None:
+        self._executor.give(staged, work)
