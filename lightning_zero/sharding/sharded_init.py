@@ -43,6 +43,8 @@ from lightning_zero.torch_private import (
     users_of_tensor,
 )
 
+# Those that overwrite a whole parameter, as initializations do; each rank that calls one means the same.
+_FILLS = frozenset(("normal_", "uniform_", "constant_", "fill_", "zero_"))
 _PATIENCE = 1.0  # seconds; a parameter that is taken for shared stays unsharded for longer, no more
 _SMALL = 1 << 16  # bytes; a shard below this is no mapping of its own in a host store
 
@@ -63,7 +65,10 @@ class ParameterShard:
 
 
 class ShardedParameter(FreedParameter):
-    """A parameter of which this rank holds a shard. An operation makes it unsharded, inside :func:`sharded_init`."""
+    """A parameter of which this rank holds a shard. An operation makes it unsharded, inside :func:`sharded_init`.
+
+    Outside, what fills it with other values does so for as long as it runs.
+    """
 
     _zero_shard: ParameterShard
 
@@ -75,6 +80,11 @@ class ShardedParameter(FreedParameter):
             with no_subclass_functions():
                 return func(*args, **(kwargs or {}))
         used = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Parameter)]
+        target: Any = args[0] if args else (kwargs or {}).get("tensor")
+        if _ACTIVE.get() is None and function_name(func) in _FILLS and [*map(id, used)] == [id(target)]:
+            with sharded_init(target._zero_shard.mesh, target.device, target._zero_shard.store):
+                func(*args, **(kwargs or {}))
+            return target
         _active_for(function_name(func), used).use(used)
         return func(*args, **(kwargs or {}))  # the parameters are ordinary ones now
 
@@ -347,7 +357,8 @@ def sharded_init(mesh: Mesh, device: torch.device, store: TensorStore) -> Iterat
     """Parameters created inside are sharded over ``mesh.shard`` one module after the other; see the module's docstring.
 
     Sharded parameters are usable inside this context (any such context: it may be entered again), inside
-    :func:`gathered_parameters`, and by an :class:`Engine`. Elsewhere their use raises an error that names them.
+    :func:`gathered_parameters`, and by an :class:`Engine`. Elsewhere they can be filled with other values, in place;
+    any other use raises an error that names them.
     Parameters on another device stay unsharded, and so do those whose memory user code refers to in another way as
     long as it does. Inside another such context it does nothing.
 

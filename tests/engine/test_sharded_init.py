@@ -397,6 +397,31 @@ def test_use_outside_the_context_is_an_error_by_name(pool2: RankPool) -> None:
             assert "trainer.strategy.release(module)" in message
 
 
+def fills() -> list[bool]:
+    """Initialization after the context, by the seed of all ranks, is that of a whole module."""
+    mesh = Meshes().of(Setup())
+    model, _ = in_shards(mesh, KINDS["mlp"])
+    found = []
+    for module in (model, expected := seeded(KINDS["mlp"])):
+        torch.manual_seed(7)
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, std=0.5)
+        for bias in (p for p in module.parameters() if p.ndim == 1):
+            nn.init.constant_(bias, 2.0)
+            with torch.no_grad():
+                bias.uniform_()
+    found.append(all(isinstance(p, ShardedParameter) for p in model.parameters()))
+    with gathered_parameters(model):
+        found += [torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True)]
+    return found
+
+
+def test_parameters_are_filled_outside_the_context(pool2: RankPool) -> None:
+    for found in pool2.run(fills):
+        assert len(found) > 1
+        assert all(found)
+
+
 def edits() -> list[bool]:
     """What is changed in another context, or inside `gathered_parameters`, is kept, as rank 0 has it."""
     mesh, rank = Meshes().of(Setup()), dist.get_rank()
