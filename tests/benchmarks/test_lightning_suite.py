@@ -72,6 +72,20 @@ def test_what_a_strategy_changes_is_told_apart(
     assert not explained["unexplained"]
 
 
+@pytest.mark.slow
+def test_a_failure_that_pytest_cannot_show_is_one(checkout: Path) -> None:
+    """As after a RecursionError, whose sources Python 3.11 cannot parse again."""
+    text = "import ast\n\ndef test_a():\n    ast.parse = None\n    raise OSError('lost')\n\ndef test_b(): ...\n"
+    (checkout / "tests" / "tests_pytorch" / "models" / "test_shown.py").write_text(text)
+    found, ended = suite.run_files(checkout, ["models/test_shown.py"], "plain", 100.0)
+    assert ended
+    assert {name: outcome.result for name, outcome in found.items()} == {
+        "models/test_shown.py::test_a": "failed",
+        "models/test_shown.py::test_b": "passed",
+    }
+    assert "lost" in found["models/test_shown.py::test_a"].message
+
+
 def test_the_strategy_stands_in_for_the_default_alone() -> None:
     assert substitute({}, "zero3") == "zero3"
     assert substitute({"strategy": "auto", "accelerator": CPUAccelerator()}, "ddp") == "ddp"
