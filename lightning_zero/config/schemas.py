@@ -182,6 +182,7 @@ class MuonConf:
     adjust_lr_fn: str | None = "match_rms_adamw"
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     adamw_eps: float = 1e-8
+    batched: bool | None = None
 
 
 @dataclass

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.update.combined import CombinedOptimizer, GroupRule
 from lightning_zero.update.native import Group
+from lightning_zero.update.newton_schulz import BatchedMuon
 
 _MUON = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 
@@ -26,6 +27,7 @@ class Muon(CombinedOptimizer):
 
     Over shards a matrix lies whole on one rank, which iterates on it; parameters of AdamW's groups are cut as always,
     and where state rests in host memory the native kernel updates them, as :class:`CPUAdamW` does.
+    A rank iterates on its matrices of equal shape together (see ``batched``), as many as an update takes at a time.
 
     Args:
         params: parameters or groups; a group may say ``use_muon``.
@@ -40,6 +42,9 @@ class Muon(CombinedOptimizer):
             both (https://arxiv.org/abs/2502.16982); ``"original"`` is torch's default.
         betas: of AdamW.
         adamw_eps: of AdamW, added to the root of the second moment.
+        batched: where matrices of equal shape are iterated on together, by batched products: ``None`` in host memory,
+            small ones, where these have the bits of single ones; ``True`` on accelerators too, where bits may then
+            depend on how many matrices a rank has; ``False`` nowhere.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class Muon(CombinedOptimizer):
         adjust_lr_fn: str | None = "match_rms_adamw",
         betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
+        batched: bool | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -67,6 +73,7 @@ class Muon(CombinedOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "betas": betas,
             "adamw_eps": adamw_eps,
+            "batched": batched,
         }
         # They check what they are given, in torch's words.
         torch.optim.Muon([torch.zeros(1, 1)], **{key: defaults[key] for key in _MUON})  # type: ignore[arg-type]
@@ -112,7 +119,8 @@ class Muon(CombinedOptimizer):
 
     def rule_of(self, group: Group) -> GroupRule:
         if group["use_muon"]:
-            return GroupRule(_muon(), {key: group[key] for key in _MUON})
+            own = {key: group[key] for key in _MUON}
+            return GroupRule(_muon(), own | {"batched": group.get("batched")})  # older state dicts do not say
         own = {key: group[key] for key in ("lr", "weight_decay", "betas")} | {"eps": group["adamw_eps"]}
         return GroupRule(_adamw(), {**_adamw().defaults, **own})
 
@@ -126,7 +134,7 @@ def _parameter(member: Any) -> Tensor:
 
 @functools.cache
 def _muon() -> Optimizer:
-    return torch.optim.Muon([torch.zeros(1, 1)])
+    return BatchedMuon([torch.zeros(1, 1)])
 
 
 @functools.cache

@@ -344,8 +344,8 @@ def portable(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _place(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> tuple[dict[str, Any], torch.device]:
-    """Hyperparameters and device of a trial: of a class that is not torch's nobody knows whether it runs elsewhere."""
-    known = type(optimizer).__module__.startswith("torch.optim.")
+    """Hyperparameters and device of a trial: of a class of neither torch nor ours nobody knows where it runs."""
+    known = type(optimizer).__module__.startswith(("torch.optim.", "lightning_zero."))
     return (portable(group), torch.device("cpu")) if known or device.type == "meta" else (group, device)
 
 

@@ -33,7 +33,9 @@ class Sizes(NamedTuple):
     passing: int
 
 
-def sizes_of(optimizer: Optimizer, group: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype) -> Sizes:
+def sizes_of(
+    optimizer: Optimizer, group: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype, count: int = 1
+) -> Sizes:
     """Sizes for a parameter, from a trial on the meta device, where numbers that a step asks for are 1.
 
     Of an optimizer that cannot run there, a parameter of at most 2^20 elements is tried on the host, and bytes are
@@ -44,18 +46,19 @@ def sizes_of(optimizer: Optimizer, group: Mapping[str, Any], shape: torch.Size, 
         group: hyperparameters of the parameter.
         shape: of the parameter.
         dtype: of the parameter.
+        count: of such parameters that are updated together: ``passing`` is what all of them take.
 
     Raises:
         ValueError: state in tensors that are more than their values.
     """
     try:
         with _Answers():  # type: ignore[no-untyped-call]
-            return _measured(optimizer, group, torch.empty(shape, dtype=dtype, device="meta"))
+            return _measured(optimizer, group, torch.empty(shape, dtype=dtype, device="meta"), count)
     except Exception:  # noqa: BLE001  (whatever it asks of a tensor without values; with values it is known to run)
         numel = shape.numel()
         smaller = torch.Size(_shrunk(list(shape))) if numel > _LARGEST else shape
         with torch.random.fork_rng(devices=[]):
-            found = _measured(optimizer, group, torch.ones(smaller, dtype=dtype))
+            found = _measured(optimizer, group, torch.ones(smaller, dtype=dtype), count)
         factor = numel / max(smaller.numel(), 1)
         return found._replace(state=math.ceil(found.state * factor), passing=math.ceil(found.passing * factor))
 
@@ -68,22 +71,25 @@ def _shrunk(shape: list[int]) -> list[int]:
     return shape
 
 
-def _measured(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> Sizes:
-    parameter.grad = torch.ones_like(parameter)
-    states = {parameter: fresh_state(optimizer, parameter)}
+def _measured(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, count: int) -> Sizes:
+    parameters = [parameter, *(parameter.clone() for _ in range(1, count))]
+    gradients = [torch.ones_like(each) for each in parameters]
+    for each, gradient in zip(parameters, gradients, strict=True):
+        each.grad = gradient
+    states = {each: fresh_state(optimizer, each) for each in parameters}
     plain, most = portable(group), 0
     for _ in range(_STEPS):
-        made_before = _large(states[parameter])
-        with Passing([parameter, parameter.grad, *made_before]) as passing:
-            run_step(optimizer, [ShellGroup([parameter], plain)], states, trial_call(optimizer))
-        held = sum(t.nbytes for t in _large(states[parameter])) - sum(t.nbytes for t in made_before)
+        made_before = _large(states)
+        with Passing([*parameters, *gradients, *made_before]) as passing:
+            run_step(optimizer, [ShellGroup(parameters, plain)], states, trial_call(optimizer))
+        held = sum(t.nbytes for t in _large(states)) - sum(t.nbytes for t in made_before)
         most = max(most, passing.most - held)
     check_plain(type(optimizer).__name__, states[parameter])  # what is small may be kept otherwise
     shapes = {k: v.shape for k, v in states[parameter].items() if isinstance(v, Tensor)}
     return Sizes(shapes, sum(t.nbytes for t in _large(states[parameter])), most)
 
 
-def _large(state: Mapping[str, Any]) -> list[Tensor]:
+def _large(state: Mapping[Any, Any]) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(dict(state)) if isinstance(leaf, Tensor) and leaf.numel() > 1]
 
 

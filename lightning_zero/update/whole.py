@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,13 @@ from lightning_zero.update.sizes import Sizes, sizes_of
 from lightning_zero.update.state import OptimizerState, WholeState
 from lightning_zero.update.updaters import TorchUpdater, scaled_gradient, staged_bytes, tile_numel
 from lightning_zero.update.view import UpdateView
+
+
+@runtime_checkable
+class Batches(Protocol):
+    """An optimizer that updates several parameters of equal shape together, and takes memory for all of them."""
+
+    def at_once(self, group: dict[str, Any], shape: torch.Size, device: torch.device) -> int: ...
 
 
 class WholeUpdater(TorchUpdater):
@@ -117,8 +124,9 @@ class WholeUpdater(TorchUpdater):
         }
         found = [[run.segments[0] for run in tile] for tile in tiles(map(Run.of, sizes), tile_numel(master))]
         gradients = max((sum(s.numel for s in tile) for tile in found), default=0) * master.dtype.itemsize
-        # One parameter after the other: what a step takes for one is gone before the next.
-        passing = max((sizes[segment].passing for segment in sizes), default=0)
+        # One parameter or batch after the other: what a step takes for one is gone before the next.
+        groups = dict(members)
+        passing = max((self._passing_of(bucket, {s: groups[s] for s in tile}) for tile in found), default=0)
         if bucket.placement.optimizer_store.tile is not None:  # the values and state that are updated are copies
             size = {segment: sizes[segment].state + segment.numel * master.dtype.itemsize for segment in sizes}
             passing += max((sum(map(size.__getitem__, tile)) for tile in found), default=0)
@@ -131,10 +139,22 @@ class WholeUpdater(TorchUpdater):
             owned=sum(each.state for each in sizes.values()),
         )
 
-    def _sizes_of(self, group: dict[str, Any], shape: torch.Size, dtype: torch.dtype) -> Sizes:
+    def _passing_of(self, bucket: BucketForm, tile: Mapping[Segment, dict[str, Any]]) -> int:
+        """The most bytes that a step takes in passing for parameters that it updates in one call."""
+        alike: dict[tuple[int, torch.Size], list[dict[str, Any]]] = {}
+        for segment, group in tile.items():
+            alike.setdefault((id(group), bucket.parameters[segment.param].shape), []).append(group)
+        most, master = 0, bucket.master
+        for (_, shape), (group, *others) in alike.items():
+            count = 1 + len(others)
+            at_once = self.optimizer.at_once(group, shape, master.device) if isinstance(self.optimizer, Batches) else 1
+            most = max(most, self._sizes_of(group, shape, master.dtype, min(count, at_once)).passing)
+        return most
+
+    def _sizes_of(self, group: dict[str, Any], shape: torch.Size, dtype: torch.dtype, count: int = 1) -> Sizes:
         """See :func:`sizes_of`; parameters of one shape ask the same."""
         plain = {k: v for k, v in group.items() if k != "params"}
-        key = shape, dtype, repr(plain)
+        key = shape, dtype, repr(plain), count
         if key not in self._sizes:
-            self._sizes[key] = sizes_of(self.optimizer, plain, shape, dtype)
+            self._sizes[key] = sizes_of(self.optimizer, plain, shape, dtype, count)
         return self._sizes[key]

@@ -60,8 +60,17 @@ class Looped(Checkpointed):
         return self.head(self.norm(x))
 
 
+class Alike(nn.Sequential):
+    """Matrices of equal shape, large enough to be multiplied in batches on the host."""
+
+    def __init__(self) -> None:
+        blocks = [nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 20)) for _ in range(3)]
+        super().__init__(nn.Embedding(models.VOCAB, 20), *blocks, nn.Linear(20, models.VOCAB))
+
+
 CONSTRUCTORS: dict[str, Callable[[], nn.Module]] = {
     **models.CONSTRUCTORS,
+    "alike": Alike,
     "checkpointed": functools.partial(Checkpointed, reentrant=False),
     "reentrant": functools.partial(Checkpointed, reentrant=True),
     "looped": functools.partial(Looped, reentrant=False),

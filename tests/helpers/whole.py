@@ -92,7 +92,7 @@ def _named(module: str, name: str) -> Callable[..., Optimizer]:
 
 WHOLE: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     "muon": (torch.optim.Muon, {"lr": 2e-2}),
-    "muon_and_adamw": (Muon, {"lr": 2e-2}),
+    "muon_and_adamw": (Muon, {"lr": 2e-2, "batched": True}),  # on accelerators, too
     "adafactor": (torch.optim.Adafactor, {"lr": 1e-1}),
     "lamb": (Lamb, {"lr": 1e-2}),
     "shampoo": (Shampoo, {"lr": 1e-2}),

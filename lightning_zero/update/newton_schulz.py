@@ -1,0 +1,130 @@
+"""torch's Muon, which orthogonalizes matrices of equal shape together."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.update.native import Group
+
+# Elements that are iterated on at a time on the host. Small matrices gain most, for whom a call takes as long as its
+# arithmetic; larger batches leave the cache of a core between two products and are no faster than single matrices.
+_HOST_BATCH = 1 << 17
+# Of products of at most 16^3 multiply-adds torch computes single ones by another routine than batched ones.
+_HOST_LEAST = 17
+
+
+class BatchedMuon(torch.optim.Muon):
+    """:class:`torch.optim.Muon` with one Newton-Schulz iteration for several matrices of equal shape.
+
+    A group's ``batched`` says where: ``None`` in host memory, where products of matrices of more than 16 rows and
+    columns have the bits of single ones; ``True`` on accelerators too, whose libraries may choose another order of
+    sums; ``False`` nowhere. All other matrices are updated by torch's own step.
+    """
+
+    def at_once(self, group: Group, shape: torch.Size, device: torch.device) -> int:
+        """How many matrices of a shape are iterated on at once at most, on ``device``.
+
+        On the meta device all are, so that a trial of so many takes the memory that they take elsewhere.
+        """
+        batched = group.get("batched")
+        if batched is False or shape.numel() == 0:
+            return 1
+        if device.type == "cpu":
+            return max(1, _HOST_BATCH // shape.numel()) if min(shape) >= _HOST_LEAST else 1
+        return 1 << 31 if batched or device.type == "meta" else 1
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the matrices that have a gradient; returns what ``closure`` does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups, single = self.param_groups, list[Group]()
+        for group in groups:
+            alone: list[Tensor] = []
+            for members in self._batches(group):
+                if len(members) > 1:
+                    self._update(group, members)
+                else:
+                    alone += members
+            single.append(group | {"params": alone})
+        self.param_groups = single  # for torch's step, without its hooks
+        try:
+            inspect.unwrap(torch.optim.Muon.step)(self)
+        finally:
+            self.param_groups = groups
+        return loss
+
+    def _batches(self, group: Group) -> list[list[Tensor]]:
+        """Sort the parameters with a gradient into batches, of one where torch has to look at it."""
+        batches: list[list[Tensor]] = []
+        by_shape: dict[Any, list[Tensor]] = {}  # the batches that are not full
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            key = parameter.shape, parameter.device
+            batch = by_shape.get(key)
+            plain = parameter.is_floating_point() and parameter.grad.layout == torch.strided
+            # Without Nesterov's momentum torch's step divides a bf16 momentum itself by its norm.
+            plain = plain and (group["nesterov"] or parameter.grad.dtype != torch.bfloat16)
+            if batch is None or not plain or len(batch) >= self.at_once(group, *key):
+                batch = []
+                batches.append(batch)
+            batch.append(parameter)
+            if plain:
+                by_shape[key] = batch
+        return batches
+
+    def _update(self, group: Group, members: Sequence[Tensor]) -> None:
+        """Update matrices of equal shape: the arithmetic of torch's step, element for element."""
+        momentum, first = group["momentum"], members[0]
+        updates = torch.empty(len(members), *first.shape, dtype=torch.bfloat16, device=first.device)
+        for parameter, update in zip(members, updates, strict=True):
+            gradient, state = parameter.grad, self.state[parameter]
+            assert gradient is not None
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(gradient)
+            average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+            update.copy_(gradient.lerp(average, momentum) if group["nesterov"] else average)
+        updates = orthogonalized(updates, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        rate: Any = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
+        scale = _scale(group["adjust_lr_fn"], *first.shape)
+        for parameter, update in zip(members, updates, strict=True):
+            parameter.mul_(1 - rate * group["weight_decay"])
+            parameter.add_(update, alpha=-(rate * scale))
+
+
+def orthogonalized(matrices: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+    """Replace the singular values of each matrix by numbers near 1, by a Newton-Schulz iteration of fifth order.
+
+    See https://kellerjordan.github.io/posts/muon/.
+
+    Args:
+        matrices: ``[batch, rows, columns]``, bf16.
+        coefficients: of x, x³ and x⁵ in the polynomial that every iteration applies to the singular values.
+        steps: iterations.
+        eps: the least Frobenius norm by which a matrix is divided before.
+    """
+    first, third, fifth = coefficients
+    tall = matrices.size(-2) > matrices.size(-1)
+    found = matrices.mT if tall else matrices  # the smaller Gram matrix
+    found = found / torch.linalg.vector_norm(found, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = torch.bmm(found, found.mT)
+        gram = torch.baddbmm(gram, gram, gram, beta=third, alpha=fifth)
+        found = torch.baddbmm(found, gram, found, beta=first)
+    return found.mT if tall else found
+
+
+def _scale(rule: str | None, rows: int, columns: int) -> float:
+    """By what the learning rate is multiplied; see :class:`lightning_zero.update.Muon`."""
+    if rule == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
