@@ -112,11 +112,15 @@ def measure(setup: Setup, optimizer: str, micro_batches: int, mesh: Mesh) -> Mem
         )
 
 
-def measure_all(setup: Setup) -> list[Memory]:
-    """With and without accumulation, on every rank."""
+def measure_all(setup: Setup, optimizers: Sequence[tuple[str, int]]) -> list[Memory]:
+    """Each with so many micro-batches, on every rank."""
     mesh = Meshes().of(setup)
     with memory.only_new_objects():
-        return [measure(setup, name, k, mesh) for name, k in (("adamw", 2), ("momentum", 1), ("sgd", 2))]
+        return [measure(setup, name, k, mesh) for name, k in optimizers]
+
+
+ELEMENT_WISE = (("adamw", 2), ("momentum", 1), ("sgd", 2))
+WHOLE = (("muon_and_adamw", 2), ("adafactor", 1))
 
 
 SETTINGS = list(itertools.product(STAGES, PRECISIONS, (False, True)))
@@ -135,7 +139,9 @@ def test_memory_follows_the_plan(pool: RankPool, stage: int, precision: str, off
     native: driver.NativeOptimizer = "auto" if offload else "off"
     setup = Setup(stage, offload, native=native, precision=PRECISIONS[precision], bucket_size_mb=BUCKET_SIZE_MB)
     wrong = []
-    for result in itertools.chain(*pool.run(measure_all, setup)):
+    # What an optimizer makes of a whole parameter on the host is in no mapping: nothing tells it from the device's.
+    whole = WHOLE if precision == "fp32" and not offload and pool.world_size == 2 else ()
+    for result in itertools.chain(*pool.run(measure_all, setup, (*ELEMENT_WISE, *whole))):
         held, peak = result.planned.held, result.planned.peak
         figures = {
             # Scalar state and checksums are some bytes per parameter: nothing, beside 1% of the whole.
@@ -467,16 +473,15 @@ def held_and_sent(stage: int, optimizer: str) -> list[tuple[str, Any, Any]]:
     model = Deep()
     expected = planned(model, setup, mesh, [make(model)])
     session = driver.start(model, make, setup, mesh)
-    for group in (mesh.shard, mesh.replica, mesh.world):
-        group.reset_counters()
-    driver.run_step(session, [torch.ones(1, INPUT)], loss_of)
-    driver.run_step(session, [torch.ones(1, INPUT)], loss_of)
-    sent = mesh.shard.sent["reduce_scatter"] // 2
+    for _ in range(3):
+        mesh.shard.reset_counters()
+        driver.run_step(session, [torch.ones(1, INPUT)], loss_of)
+    sent = {name: mesh.shard.sent[name] for name in ("reduce_scatter", "all_gather")}
     held, parts = held_by(session.engine), planned_parts(expected)
     found = [(name, parts[name], held[name]) for name in ("param_shards", "masters", "optimizer_state")]
     return [
         *found,
-        ("sent", expected.sent["reduce_scatter"], sent),
+        ("sent", {name: expected.sent[name] for name in sent}, sent),
         ("imbalance", [b.imbalance for b in expected.buckets], [b.layout.imbalance for b in session.engine.buckets]),
     ]
 
