@@ -43,8 +43,8 @@ class Muon(CombinedOptimizer):
         betas: of AdamW.
         adamw_eps: of AdamW, added to the root of the second moment.
         batched: where matrices of equal shape are iterated on together, by batched products: ``None`` in host memory,
-            small ones, where these have the bits of single ones; ``True`` on accelerators too, where bits may then
-            depend on how many matrices a rank has; ``False`` nowhere.
+            small ones, where a trial finds that these have the bits of single ones; ``True`` on accelerators too, where
+            bits may then depend on how many matrices a rank has; ``False`` nowhere.
     """
 
     def __init__(

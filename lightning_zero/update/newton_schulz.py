@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -22,9 +23,9 @@ _HOST_LEAST = 17
 class BatchedMuon(torch.optim.Muon):
     """:class:`torch.optim.Muon` with one Newton-Schulz iteration for several matrices of equal shape.
 
-    A group's ``batched`` says where: ``None`` in host memory, where products of matrices of more than 16 rows and
-    columns have the bits of single ones; ``True`` on accelerators too, whose libraries may choose another order of
-    sums; ``False`` nowhere. All other matrices are updated by torch's own step.
+    A group's ``batched`` says where: ``None`` in host memory, matrices of more than 16 rows and columns, where a trial
+    finds that the processor's batched products have the bits of single ones; ``True`` on accelerators too, whose
+    libraries may choose another order of sums; ``False`` nowhere. All other matrices are updated by torch's own step.
     """
 
     def at_once(self, group: Group, shape: torch.Size, device: torch.device) -> int:
@@ -36,7 +37,8 @@ class BatchedMuon(torch.optim.Muon):
         if batched is False or shape.numel() == 0:
             return 1
         if device.type == "cpu":
-            return max(1, _HOST_BATCH // shape.numel()) if min(shape) >= _HOST_LEAST else 1
+            count = _HOST_BATCH // shape.numel() if min(shape) >= _HOST_LEAST else 1
+            return count if count > 1 and _has_bits_of_single(*shape, torch.get_num_threads()) else 1
         return 1 << 31 if batched or device.type == "meta" else 1
 
     @torch.no_grad()
@@ -121,6 +123,28 @@ def orthogonalized(matrices: Tensor, coefficients: Sequence[float], steps: int, 
         gram = torch.baddbmm(gram, gram, gram, beta=third, alpha=fifth)
         found = torch.baddbmm(found, gram, found, beta=first)
     return found.mT if tall else found
+
+
+@functools.cache
+def _has_bits_of_single(rows: int, columns: int, threads: int) -> bool:
+    """Tell whether the processor multiplies several matrices together as it does one after the other, to the bit.
+
+    Args:
+        rows: of each.
+        columns: of each.
+        threads: of torch, which may divide sums.
+    """
+    drawn = torch.randn(3, rows, columns, generator=torch.Generator().manual_seed(0), device="cpu").bfloat16()
+    found = drawn.mT if rows > columns else drawn
+    gram = torch.bmm(found, found.mT)
+    squares = torch.baddbmm(gram, gram, gram, beta=0.5, alpha=2.0)
+    updates = torch.baddbmm(found, gram, found, beta=3.0)
+    pairs = [
+        (gram, [x @ x.mT for x in found]),
+        (squares, [torch.addmm(g, g, g, beta=0.5, alpha=2.0) for g in gram]),
+        (updates, [torch.addmm(x, g, x, beta=3.0) for x, g in zip(found, gram, strict=True)]),
+    ]
+    return all(torch.equal(together, torch.stack(single)) for together, single in pairs)
 
 
 def _scale(rule: str | None, rows: int, columns: int) -> float:
