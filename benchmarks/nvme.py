@@ -1,6 +1,6 @@
 """State on a disk: what the engine gets of the disk beside fio, and of a step's time.
 
-    python -m benchmarks.nvme --path /local_nvme
+    python -m benchmarks.nvme --path /local_nvme --deepspeed-python ../peers/bin/python
 
 Two questions, each in rounds that are interleaved:
 
@@ -9,10 +9,12 @@ Two questions, each in rounds that are interleaved:
   as many threads, or an io_uring of the same depth, blocks of the same size and `O_DIRECT`, where that is installed;
 - step: the update of AdamW in fp32 on one CPU rank, its state in host memory (`zero2_offload`) and on the disk
   (`zero2_nvme`, by either backend), beside the time that the disk takes for the bytes of that state at the rate that is
-  measured in the same round. The update includes the last writes.
+  measured in the same round. The update includes the last writes. Where an interpreter has DeepSpeed and its operator
+  of libaio, its NVMe offload updates the same model in the same rounds (see `benchmarks/nvme_peer.py`); both bypass the
+  page cache.
 
 The goal: fio's throughput within 5%, and an update that takes at most 1.1 times the larger one of the disk's time and
-the update in host memory. DeepSpeed's NVMe offload is not compared here.
+the update in host memory, and 0.8 times DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -25,10 +27,13 @@ import secrets
 import shutil
 import statistics
 import subprocess
+import sys
+import tempfile
 import time
 import unittest.mock
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +42,7 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.environment import describe
+from benchmarks.environment import describe, free_port
 from benchmarks.examples import ROOT
 from lightning_zero import ZeroStrategy, ops
 from lightning_zero.storage import Lane, disk_speed
@@ -47,6 +52,7 @@ from lightning_zero.storage.nvme import transfer_bytes
 from lightning_zero.storage.run_folder import RunFolder, file_system
 
 WIDTH = 2048
+PEER = Way(16, 1 << 20)  # of libaio: the one of ours that is often the fastest
 PATTERNS = {"read": "read", "write": "write", "mixed": "rw"}  # ours, and what fio calls them
 
 
@@ -132,7 +138,8 @@ class Model(LightningModule):
 
     def __init__(self, layers: int) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+        layer = partial(nn.Linear, WIDTH, WIDTH, bias=False)
+        self.blocks = nn.Sequential(*(nn.Sequential(layer()) for _ in range(layers)))  # each is a unit
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         out: Tensor = self.blocks(batch).square().mean()
@@ -180,15 +187,57 @@ def update_time(options: argparse.Namespace, **strategy: Any) -> Updates:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Model(max(1, round(options.params / WIDTH**2))))
+    trainer.fit(Model(layers_of(options)))
     assert isinstance(trainer.strategy, ZeroStrategy)
     trainer.strategy.release()
     return updates
 
 
+def layers_of(options: argparse.Namespace) -> int:
+    """Of a model with about as many parameters as asked for."""
+    return max(1, round(options.params / WIDTH**2))
+
+
+def update_time_of_deepspeed(options: argparse.Namespace) -> list[float]:
+    """Times a few updates by DeepSpeed, in a folder that is removed.
+
+    Raises:
+        SystemExit: it does not run.
+    """
+    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=options.path) as folder:
+        job = {
+            "layers": layers_of(options),
+            "width": WIDTH,
+            "steps": options.steps,
+            "path": folder,
+            "block": PEER.block,
+            "depth": PEER.depth,
+            "port": free_port(),
+        }
+        script = str(ROOT / "benchmarks/nvme_peer.py")
+        command = [options.deepspeed_python, "-P", script, json.dumps(job)]
+        tools = f"{Path(options.deepspeed_python).parent}{os.pathsep}{os.environ['PATH']}"  # ninja, to build operators
+        environment = os.environ | {"PATH": tools, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"DeepSpeed's NVMe offload ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    seconds: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return seconds
+
+
+def deepspeed_version(options: argparse.Namespace) -> str | None:
+    """Of the interpreter that was named; ``None`` where that has none."""
+    code = "from importlib.metadata import version; print(version('deepspeed'))"
+    command = [options.deepspeed_python, "-P", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+
+
 def steps(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of the update in both places, by round, and of the disk alone, measured in the same round."""
     disk = {"offload_optimizer": "nvme", "nvme_path": str(options.path)}
+    deepspeed = deepspeed_version(options)
+    if deepspeed is None:
+        print(f"DeepSpeed is left out: {options.deepspeed_python} does not have it")
     rounds: dict[str, list[float]] = defaultdict(list)
     resting = 0
     for _ in range(options.rounds):
@@ -199,15 +248,23 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
                 resting = max(resting, updates.resting)
                 rounds[f"disk, {backend}"].append(statistics.median(updates.seconds[1:]))
                 rounds[f"disk alone, {backend}"].append(measured(options).seconds(resting, resting))
+        if deepspeed is not None:
+            rounds["deepspeed"].append(statistics.median(update_time_of_deepspeed(options)))
         alone = min(rounds[f"disk alone, {backend}"][-1] for backend in backends())
         for backend in backends():
             bound = max(alone, rounds["host"][-1])
             rounds[f"{backend} to the larger"].append(rounds[f"disk, {backend}"][-1] / bound)
+            if deepspeed is not None:
+                ratio = rounds[f"disk, {backend}"][-1] / rounds["deepspeed"][-1]
+                rounds[f"{backend} to deepspeed"].append(ratio)
     return {
-        "params": max(1, round(options.params / WIDTH**2)) * WIDTH**2,
+        "params": layers_of(options) * WIDTH**2,
         "resting_bytes": resting,
         "rounds": rounds,
         "median": {what: statistics.median(found) for what, found in rounds.items()},
+        "minimum": {what: min(found) for what, found in rounds.items()},
+        "deepspeed": deepspeed,
+        "deepspeed_aio": PEER._asdict() | {"backend": "libaio"} if deepspeed is not None else None,
     }
 
 
@@ -226,13 +283,17 @@ def main() -> None:
     parser.add_argument("--size-gb", type=float, default=1.0, help="GiB of the file, at most 1")
     parser.add_argument("--params", type=float, default=100e6, help="of the model")
     parser.add_argument("--steps", type=int, default=3, help="updates in each training")
+    parser.add_argument("--deepspeed-python", default=sys.executable, help="an interpreter that has DeepSpeed")
+    parser.add_argument("--only-update", action="store_true", help="measure no throughput")
     parser.add_argument("--disk", default="", help="what kind of disk it is, for the results")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/nvme.json")
     options = parser.parse_args()
+    options.deepspeed_python = str(Path(options.deepspeed_python).absolute())
     load = os.getloadavg()[0]
     result: dict[str, Any] = {"environment": describe() | {"disk": options.disk, "load": load}}
-    result["throughput"] = throughput(options)
-    print(json.dumps(result["throughput"], indent=2), flush=True)
+    if not options.only_update:
+        result["throughput"] = throughput(options)
+        print(json.dumps(result["throughput"], indent=2), flush=True)
     result["update"] = steps(options)
     print(json.dumps(result["update"], indent=2), flush=True)
     result["environment"]["load_at_the_end"] = os.getloadavg()[0]

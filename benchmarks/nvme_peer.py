@@ -1,0 +1,111 @@
+"""DeepSpeed's part of `benchmarks.nvme`: updates of state on a disk, in a process of the interpreter that has it.
+
+    python -P benchmarks/nvme_peer.py '{"layers": 4, "width": 2048, "steps": 3, "path": "/local_nvme", ...}'
+
+ZeRO-Infinity's offload of the optimizer (stage 3, one CPU rank) with DeepSpeed's own AdamW of the CPU in fp32, libaio
+with `O_DIRECT`, and reads and writes in a pipeline with the update: the parameters of one layer are a group of it, and
+there are buffers for three groups, of which one is read, one updated and one written. It prints the seconds of each
+update as JSON; gradients are written to the disk in the backward pass, which is not timed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_STATES = 4  # that DeepSpeed moves: parameter, gradient, and Adam's two moments
+
+
+class Job(NamedTuple):
+    """What is to be trained.
+
+    Attributes:
+        layers: of the model, of `width` * `width` parameters each.
+        width: of the model.
+        steps: updates, after one that makes the state.
+        path: a folder on the disk.
+        block: bytes of a block of a transfer.
+        depth: blocks at a time.
+        port: free, for a group of one rank.
+    """
+
+    layers: int
+    width: int
+    steps: int
+    path: str
+    block: int
+    depth: int
+    port: int
+
+
+class Model(nn.Module):
+    """The model of `benchmarks.nvme`."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(width, width, bias=False)) for _ in range(layers)))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        out: Tensor = self.blocks(batch).square().mean()
+        return out
+
+
+def config_of(job: Job) -> dict[str, Any]:
+    """DeepSpeed's configuration."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 1 << 30,
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": job.width**2,
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": job.path,
+                "buffer_count": 3 * _STATES,
+                "pipeline_read": True,
+                "pipeline_write": True,
+            },
+        },
+        "aio": {
+            "block_size": job.block,
+            "queue_depth": job.depth,
+            "intra_op_parallelism": 1,
+            "single_submit": False,
+            "overlap_events": True,
+        },
+    }
+
+
+def main() -> None:
+    job = Job(**json.loads(sys.argv[1]))
+    warnings.filterwarnings("ignore")
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job.port)}
+    import deepspeed
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    # One rank sends nothing: its operator for that need not be built.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    deepspeed.init_distributed("gloo")
+    model = Model(job.layers, job.width)
+    optimizer = DeepSpeedCPUAdam(model.parameters(), lr=1e-4, weight_decay=0.01, adamw_mode=True)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(job))
+    seconds = []
+    for _ in range(job.steps + 1):
+        engine.backward(engine(torch.ones(1, job.width)))
+        start = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - start)
+    print(json.dumps(seconds[1:]))
+
+
+if __name__ == "__main__":
+    main()
