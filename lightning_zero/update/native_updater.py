@@ -25,6 +25,7 @@ from lightning_zero.update.view import UpdateView
 from lightning_zero.update.windows import expect_first, in_windows
 
 _SAMPLE = 64  # elements of a trial
+_BYTES_PER_ELEMENT: dict[tuple[NativeRule, torch.device, str], int] = {}  # of trials; the last are hyperparameters
 
 
 class NativeUpdater(ShardUpdater):
@@ -198,14 +199,20 @@ class _NativePart(NamedTuple):
 
 
 def _bytes_per_element(rule: NativeRule, group: dict[str, Any], device: torch.device) -> int:
-    """Bytes that an update on ``device`` takes beside parameter, gradient and state, from a trial."""
-    # The gradient is copied to fp32, whatever it is.
-    param, grad, *states = (torch.ones(_SAMPLE, device=device) for _ in range(2 + len(rule.names(group))))
-    formulas.fused_on(device)  # it tries the device, at the first time
-    with Passing([param, grad, *states]) as passing:
-        rule.update(param, states, grad, group, 2, fresh=False)
-    most: int = -(-passing.most // _SAMPLE)
-    return most
+    """Bytes that an update on ``device`` takes beside parameter, gradient and state, from a trial.
+
+    A trial takes milliseconds, and who looks for the best setting plans thousands of buckets: results are kept.
+    """
+    settings = repr(sorted((k, v) for k, v in group.items() if k not in ("params", "param_names")))
+    key = rule, device, settings
+    if key not in _BYTES_PER_ELEMENT:
+        # The gradient is copied to fp32, whatever it is.
+        param, grad, *states = (torch.ones(_SAMPLE, device=device) for _ in range(2 + len(rule.names(group))))
+        formulas.fused_on(device)  # it tries the device, at the first time
+        with Passing([param, grad, *states]) as passing:
+            rule.update(param, states, grad, group, 2, fresh=False)
+        _BYTES_PER_ELEMENT[key] = -(-passing.most // _SAMPLE)
+    return _BYTES_PER_ELEMENT[key]
 
 
 def why_not_native(masters: Iterable[Master | MasterForm], placement: BucketPlacement) -> str | None:
