@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.resuming import save_at_end
-from helpers.ranks import RankPool, ranks
+from helpers.ranks import RankPool, ranks, slow_unless
 from helpers.third_party import KINDS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from strategy.fits import DDP, Recipe, make_trainer, slow_unless
+from strategy.fits import DDP, Recipe, make_trainer
 from strategy.third_party_fits import Lit
 from torch import Tensor
 

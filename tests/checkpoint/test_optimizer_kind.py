@@ -11,8 +11,8 @@ import pytest
 import torch
 from checkpoint.resuming import Resumable, run, save_at_end
 from helpers import models
-from helpers.ranks import RankError, RankPool, ranks
-from strategy.fits import Lit, Recipe, StrategyArgument, assert_same_states, make_trainer, observe, slow_unless
+from helpers.ranks import RankError, RankPool, ranks, slow_unless
+from strategy.fits import Lit, Recipe, StrategyArgument, assert_same_states, make_trainer, observe
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 

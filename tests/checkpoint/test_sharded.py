@@ -23,14 +23,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint.resuming import Global, Resumable, run, save_at_end
 from checkpoint.test_full import ALONE, RECIPE, files_in
-from helpers.ranks import RankError, RankPool, ranks
+from helpers.ranks import RankError, RankPool, ranks, slow_unless
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from safetensors.torch import load_file
-from strategy.fits import Fitted, Recipe, assert_same, make_trainer, slow_unless
+from strategy.fits import Fitted, Recipe, assert_same, make_trainer
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import MetadataIndex

@@ -32,7 +32,7 @@ CASES = [
 ]
 
 
-@pytest.mark.device("lazy", "random2")
+@pytest.mark.device("lazy")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_fraction_gives_the_same_bits(device: torch.device, case: Case) -> None:
     """Weights, masters, state, averages and norms, whatever user code does meanwhile."""

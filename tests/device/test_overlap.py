@@ -258,7 +258,7 @@ def bits(values: Tensor) -> list[int]:
     return values.contiguous().view(-1).view(torch.uint8).tolist()
 
 
-@pytest.mark.device("lazy", "random2")
+@pytest.mark.device("lazy")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_overlapped_is_inline(device: torch.device, case: Case) -> None:
     assert_overlapped_is_inline(case, device)

@@ -181,7 +181,7 @@ def train(session: Session, device: torch.device, steps: int = 4) -> list[Tensor
         return [tensor.cpu().clone() for tensor in left]
 
 
-@pytest.mark.device("lazy", "random2")
+@pytest.mark.device("lazy")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
 def test_the_bits_are_those_of_fp32_masters(device: torch.device, stage: int, state_dtype: str) -> None:

@@ -97,7 +97,7 @@ def within_rounding(training: Training, fitted: Fitted, here: Fitted) -> list[st
 
 
 @simulated
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["zero1", "zero2_offload", "zero3_offload"])
 def test_training_gives_the_bits_of_cpu_ranks(
     device_pool1: DevicePool, device_pool2: DevicePool, rank_pools: Callable[..., RankPool], name: str
 ) -> None:
@@ -138,10 +138,8 @@ def test_every_schedule_gives_the_same_bits(
     if not pool.where.simulated:
         pytest.skip("only the simulated device has schedules to choose")
     training = Training(name, precision, world, Recipe(steps=2, micro=2, scheduled=True))
-    found: dict[str, Digests] = {}
-    everything = [EAGER, LAZY, *(Schedule("random", seed) for seed in range(SEEDS))]
-    for some in (everything[:11], everything[11:]):  # a run of a pool has an end
-        found |= zip(map(str, some), pool.run(train, training, some)[0][1], strict=True)
+    schedules = [EAGER, LAZY, *(Schedule("random", seed) for seed in range(world - 1, SEEDS, 2))]
+    found = dict(zip(map(str, schedules), pool.run(train, training, schedules)[0][1], strict=True))
     if precision in AUTOCAST:
         expected, reference = found[str(EAGER)], "eager"
         rounded = dataclasses.replace(training, recipe=dataclasses.replace(training.recipe, optimizer="momentum"))

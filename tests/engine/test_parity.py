@@ -15,7 +15,7 @@ import torch
 from engine.cases import Case, check_cases, every_stage, every_stage_and_rank, stages_on
 from engine.driver import Setup, assert_close
 from helpers import models
-from helpers.ranks import RankPool, ranks
+from helpers.ranks import RankPool, ranks, slow_unless
 from torch import Tensor
 
 from lightning_zero.sharding import Mesh, MixedPrecisionPolicy
@@ -41,7 +41,7 @@ def sample(stage: int) -> list[Case]:
 
 
 @ranks(2, slow=(1, 4))
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_unless((1, 3), STAGES))
 def test_stock_optimizers_are_bitwise_equal(pool: RankPool, stage: int) -> None:
     check_cases(pool, sample(stage))
 
@@ -123,7 +123,10 @@ def hybrid(stage: int, size: int) -> list[Case]:
 
 
 @ranks(4)
-@pytest.mark.parametrize(("stage", "size"), [(1, 2), (2, 1), (3, 2), (3, 4)])
+@pytest.mark.parametrize(
+    ("stage", "size"),
+    [(2, 1), (3, 2), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(3, 4, marks=pytest.mark.slow)],
+)
 def test_hybrid_sharding_is_bitwise_equal(pool: RankPool, stage: int, size: int) -> None:
     """Two of the mixtures, which differ in everything."""
     index = (stage + size) % 4

@@ -11,8 +11,7 @@ from engine import driver, memory
 from engine.cases import make_model
 from engine.driver import Meshes, Session, Setup, assert_equal
 from helpers import models
-from helpers.ranks import RankPool, ranks
-from strategy.fits import slow_unless
+from helpers.ranks import RankPool, ranks, slow_unless
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 

@@ -896,7 +896,7 @@ def generated(gpt2: SimpleNamespace, checkpoint: Path | str, *overrides: str) ->
 @pytest.mark.parametrize(
     ("container", "overrides"),
     [
-        ("full", ()),
+        pytest.param("full", (), marks=pytest.mark.slow),
         ("sharded", ()),
         pytest.param("sharded", ("model=hf_gpt2",), marks=pytest.mark.slow),
     ],

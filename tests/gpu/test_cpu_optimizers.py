@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from device.where import DevicePool
-from strategy.fits import Fitted, Lit, Recipe, fit, reference, slow_unless
+from helpers.ranks import slow_unless
+from strategy.fits import Fitted, Lit, Recipe, fit, reference
 
 from lightning_zero import CPUSGD, CPUAdam, CPUAdamW, CPULion
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from device.where import DevicePool
+from helpers.ranks import slow_unless
 from lightning import LightningModule, Trainer
-from strategy.fits import NAMES, Lit, Recipe, make_trainer, slow_unless, state_of
+from strategy.fits import NAMES, Lit, Recipe, make_trainer, state_of
 from torch import Tensor
 
 from lightning_zero.callbacks import EMA

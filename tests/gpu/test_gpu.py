@@ -18,6 +18,7 @@ import torch
 from checkpoint.resuming import run
 from device.where import DevicePool
 from helpers import models
+from helpers.ranks import slow_unless
 from lightning import LightningModule
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
@@ -32,7 +33,6 @@ from strategy.fits import (
     fit,
     make_trainer,
     reference,
-    slow_unless,
     state_of,
 )
 from torch import Tensor, nn

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,6 +53,11 @@ def ranks(*world_sizes: int, slow: Sequence[int] = ()) -> pytest.MarkDecorator:
     sizes = [pytest.param(size, id=f"{size}ranks") for size in world_sizes]
     sizes += [pytest.param(size, id=f"{size}ranks", marks=pytest.mark.slow) for size in slow]
     return pytest.mark.parametrize("pool", sizes, indirect=True)
+
+
+def slow_unless(fast: Sequence[Any], values: Iterable[Any]) -> list[Any]:
+    """Values for `parametrize`, slow but for some."""
+    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.ranks import slow_unless
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops.problems import (
@@ -78,7 +79,7 @@ def test_the_address_changes_no_bit(problem: Problem) -> None:
     assert_same(problem.run(), expected)
 
 
-@pytest.mark.parametrize("rule_name", RULES)
+@pytest.mark.parametrize("rule_name", slow_unless(("adam", "lion"), RULES))
 def test_any_number_of_threads_gives_the_same_bits(rule_name: str) -> None:
     some = layouts(RULES[rule_name])[:: 7 if RULES[rule_name].states else 4]
     for number, layout in enumerate(some):

@@ -16,7 +16,7 @@ from engine.cases import describe
 from engine.driver import Meshes, RankResult, Session, Setup, assert_close, assert_equal
 from helpers import models
 from helpers.pairs import pairwise
-from helpers.ranks import RankPool, ranks
+from helpers.ranks import RankPool, ranks, slow_unless
 from helpers.reference import Trained
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -203,7 +203,7 @@ def check_torchs(pool: RankPool, jobs: Sequence[Job]) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_unless((1, 3), STAGES))
 def test_torchs_optimizers_run_by_kernels(pool: RankPool, stage: int) -> None:
     check_torchs(pool, [Job(Setup(stage, offload=True), name, given) for name, given in TORCHS[stage % 2 :: 2]])
 

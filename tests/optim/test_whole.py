@@ -9,7 +9,7 @@ import torch
 from engine.cases import Case, check_cases
 from engine.driver import Setup, assert_equal, run_step, start
 from helpers import models
-from helpers.ranks import RankPool, ranks
+from helpers.ranks import RankPool, ranks, slow_unless
 from helpers.whole import OF_LIBRARIES, WHOLE, Ruled
 from torch import Tensor
 
@@ -45,7 +45,7 @@ def test_those_of_libraries_are_bitwise_equal(pool: RankPool, name: str) -> None
 
 
 @ranks(2, slow=(1, 4))
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_unless((1, 3), STAGES))
 def test_optimizers_of_whole_parameters_are_bitwise_equal(pool: RankPool, stage: int) -> None:
     check_cases(pool, sample(stage))
 

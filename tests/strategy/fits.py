@@ -6,14 +6,14 @@ Everything here runs inside the ranks of a pool: `pool.run(fit, "zero2", Recipe(
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import models
-from helpers.ranks import RankPool
+from helpers.ranks import RankPool, slow_unless
 from helpers.reference import Trained, train_reference
 from lightning import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
@@ -28,11 +28,6 @@ from lightning_zero.integration.names import STRATEGIES
 NAMES = ("zero0", "zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload")
 FEW = ("zero2_offload", "zero3")
 StrategyArgument = str | dict[str, Any] | Strategy  # a dictionary has the arguments of a ZeroStrategy
-
-
-def slow_unless(fast: Sequence[Any], values: Iterable[Any]) -> list[Any]:
-    """Values for `parametrize`, slow but for some."""
-    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 # What the integration does is the same under every name: the fast tests run with one, the slow ones with one more. A

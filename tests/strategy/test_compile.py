@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import models
-from helpers.ranks import RankError, RankPool
+from helpers.ranks import RankError, RankPool, slow_unless
 from strategy.fits import (
     Fitted,
     Lit,
@@ -21,7 +21,6 @@ from strategy.fits import (
     make_trainer,
     observe,
     reference,
-    slow_unless,
 )
 from torch import Tensor, nn
 from torch._dynamo.utils import counters

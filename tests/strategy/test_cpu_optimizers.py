@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoint.resuming import Resumable, StatefulLoader, run
 from helpers import models
-from helpers.ranks import RankPool, ranks
+from helpers.ranks import RankPool, ranks, slow_unless
 from strategy.fits import (
     Fitted,
     Recipe,
@@ -21,7 +21,6 @@ from strategy.fits import (
     halving,
     make_trainer,
     observe,
-    slow_unless,
 )
 from torch.optim import Optimizer
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import models
-from helpers.ranks import RankError, RankPool, ranks
+from helpers.ranks import RankError, RankPool, ranks, slow_unless
 from lightning.pytorch.utilities import grad_norm
-from strategy.fits import DDP, NAMES, Lit, Recipe, StrategyArgument, fit, slow_unless
+from strategy.fits import DDP, NAMES, Lit, Recipe, StrategyArgument, fit
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
@@ -192,7 +192,7 @@ class HalvesEach(Lit):
 
 
 @ranks(2)
-@places
+@some_places
 def test_gradients_of_micro_batches(pool: RankPool, name: str) -> None:
     """Before the last one stages 0 and 1 show a rank's own sum, stages 2 and 3 the average: it is linear in both."""
     assert_as_ddp(pool, name, HalvesEach, Recipe(optimizer="momentum", options={"lr": 0.5}, micro=3, tail=2))

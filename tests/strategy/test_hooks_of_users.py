@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import models
-from helpers.ranks import RankPool, ranks
-from strategy.fits import DDP, MOMENTUM, Lit, Recipe, assert_as_ddp, assert_same, fit, fit_each, main_names, slow_unless
+from helpers.ranks import RankPool, ranks, slow_unless
+from strategy.fits import DDP, MOMENTUM, Lit, Recipe, assert_as_ddp, assert_same, fit, fit_each, main_names
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

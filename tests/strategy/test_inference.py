@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import RankError, RankPool
+from helpers.ranks import RankError, RankPool, slow_unless
 from lightning import Trainer
 from strategy.fits import (
     FEW,
@@ -23,7 +23,6 @@ from strategy.fits import (
     fit,
     make_trainer,
     observe,
-    slow_unless,
 )
 from torch import Tensor
 

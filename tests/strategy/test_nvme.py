@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from callbacks.test_ema import EACH_STEP, Various, fit_averaged, floating
-from helpers.ranks import RankError, RankPool
+from helpers.ranks import RankError, RankPool, slow_unless
 from lightning import Callback, LightningModule, Trainer
 from strategy.fits import DDP, Lit, Recipe, assert_same, fit, make_trainer
 from strategy.test_edits import VISIBLE, Edited, assert_same_after_every_batch, assign_data, from_vector, write_data
@@ -69,7 +69,7 @@ def options_of(name: str, path: Path) -> dict[str, Any]:
     return nvme(name, path) if name in NVME else STRATEGIES[name] | {"persistence_numel": 0}
 
 
-@pytest.mark.parametrize("container", ["full", "sharded"])
+@pytest.mark.parametrize("container", slow_unless(["sharded"], ["full", "sharded"]))
 def test_checkpoints_are_those_of_any_other_place(pool2: RankPool, tmp_path: Path, container: str) -> None:
     pairs = [("zero2_nvme", "zero3_offload"), ("zero2_offload", "zero3_nvme"), ("zero2_offload", "zero3_offload")]
     into_host, into_disk, expected = (pool2.run(save_and_resume, names, tmp_path, container)[0] for names in pairs)

@@ -60,6 +60,7 @@ def fit_and_resume(stage: int, folder: str) -> None:
         assert_same_states(resumed.optimizer_states[0], whole.optimizer_states[0])
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fits_and_checkpoints_are_the_same_for_every_fraction(pool2: RankPool, stage: int, tmp_path: Path) -> None:
     pool2.run(fit_and_resume, stage, str(tmp_path))

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ranks import RankPool
+from helpers.ranks import RankPool, slow_unless
 from helpers.reference import train_reference
 from helpers.third_party import KINDS, VOCAB, Batch, gpt2, make_batches
-from strategy.fits import assert_same, make_trainer, optimizer_state, slow_unless, state_of
+from strategy.fits import assert_same, make_trainer, optimizer_state, state_of
 from strategy.third_party_fits import STEPS, Lit, fits, loss_of, make_optimizer
 from torch import Tensor, nn
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from callbacks.test_ema import make_average
 from helpers import models, whole
-from helpers.ranks import RankPool
-from strategy.fits import DDP, Fitted, Lit, Recipe, assert_close, assert_same, fit, reference, slow_unless
+from helpers.ranks import RankPool, slow_unless
+from strategy.fits import DDP, Fitted, Lit, Recipe, assert_close, assert_same, fit, reference
 from strategy.test_fabric import run as run_fabric
 
 CLIP = 0.3
