@@ -8,10 +8,10 @@
 - `machine`: see `lightning_zero.planning.devices.Machine`
 - `choices`: the fastest that fits first, then the rest of those that fit, then the others. Of each: `hydra`, `python`,
   `fits`, `device_fits`, `host_fits`, `disk_fits`; `device_held_bytes`, `device_peak_bytes`, `host_held_bytes`,
-  `host_peak_bytes` and `disk_held_bytes` of a rank, of which a step reads and writes the last; `sent_bytes`,
-  `copied_to_device_bytes` and `copied_to_host_bytes` of a rank in a step; `step_seconds` at least, and of it
-  `compute_seconds`, `network_seconds`, `pcie_seconds`, `update_seconds`, `disk_seconds`; `limit`, which of these is
-  the longest
+  `host_peak_bytes` and `disk_held_bytes` of a rank, of which a step reads and writes the last; `pinned_peak_bytes`,
+  those of host memory that are pinned; `sent_bytes`, `copied_to_device_bytes` and `copied_to_host_bytes` of a rank in a
+  step; `step_seconds` at least, and of it `compute_seconds`, `network_seconds`, `pcie_seconds`, `update_seconds`,
+  `disk_seconds`; `limit`, which of these is the longest
 """
 
 from __future__ import annotations
@@ -123,6 +123,7 @@ def choice_as_json(each: Estimate) -> dict[str, Any]:
         "device_peak_bytes": plan.peak.device,
         "host_held_bytes": plan.held.host,
         "host_peak_bytes": plan.peak.host,
+        "pinned_peak_bytes": plan.peak.pinned,
         "disk_held_bytes": plan.held.disk,
         "sent_bytes": sum(plan.sent.values()),
         "copied_to_device_bytes": plan.copied.get("h2d", 0),

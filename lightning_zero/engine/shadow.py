@@ -45,14 +45,17 @@ class Shadow:
         self.number = number
         self.swapped = False
         self._work: list[Ticket] = []  # on second values, for which nobody has waited
-        self._shards = [
-            (store or bucket.placement.optimizer_store).zeros(bucket.layout.shard_numel, _dtype(bucket))
-            for bucket in bucket_map.buckets
-        ]
         self._store = store
+        self._shards = [self._zeros_for(bucket) for bucket in bucket_map.buckets]
         self._buffers_memory: Memory = store.memory if store else "device"
         self._buffers: dict[str, Tensor] = {}
         self.update(follow)
+
+    def _zeros_for(self, bucket: Bucket) -> Tensor:
+        """Room for the second values of a bucket's masters, which swap with these wherever they are."""
+        store = self._store or bucket.placement.optimizer_store
+        crosses = store.memory != bucket.master.memory
+        return store.zeros(bucket.layout.shard_numel, _dtype(bucket), crosses=crosses)
 
     def memory_of(self, bucket: Bucket) -> Memory:
         """The memory in which the second values of a bucket's masters rest."""

@@ -80,6 +80,7 @@ class EngineStrategy(DDPStrategy):
     persistence_numel = _Option(lambda options: options.persistence_numel)
     max_live_numel = _Option(lambda options: options.max_live_numel)
     prefetch_mb = _Option(lambda options: options.prefetch_mb)
+    staging_buffer_mb = _Option(lambda options: options.staging_buffer_mb)
     activation_offload = _Option(lambda options: options.activation_offload)
     activation_offload_mb = _Option(lambda options: options.activation_offload_mb)
     check_steps = _Option(lambda options: options.check_steps)

@@ -51,6 +51,7 @@ class StrategyOptions:
     persistence_numel: int = 10_000
     max_live_numel: int | None = None
     prefetch_mb: float = 0.0
+    staging_buffer_mb: float = 64.0
     activation_offload: bool = False
     activation_offload_mb: float = 1.0
     check_steps: int = 10
@@ -97,6 +98,9 @@ class StrategyOptions:
         _check_count("check_steps", self.check_steps, "a number of steps >= 0; the default is 10")
         mib = "a number of MiB >= 0; 0 gathers one unit ahead"
         _check_positive("prefetch_mb", self.prefetch_mb, mib, zero=True)
+        _check_positive(
+            "staging_buffer_mb", self.staging_buffer_mb, "a number of MiB greater than 0; 64 is a good start"
+        )
         least = "a number of MiB >= 0; 0 moves every saved tensor"
         _check_positive("activation_offload_mb", self.activation_offload_mb, least, zero=True)
         if self.max_live_numel is not None:
@@ -161,6 +165,11 @@ class StrategyOptions:
     def disk_path(self) -> str | None:
         """The folder where a disk would be used; ``None``: nobody has named one."""
         return self.nvme_path or os.environ.get(NVME_PATH) or None
+
+    @property
+    def staging_bytes(self) -> int:
+        """``staging_buffer_mb`` in bytes."""
+        return max(1, int(self.staging_buffer_mb * 2**20))
 
     @property
     def nvme_buffer_bytes(self) -> int:

@@ -41,6 +41,7 @@ def setting_of(options: StrategyOptions, shard_size: int, precision: MixedPrecis
         precision,
         options.offload_fraction,
         options.master_layout == "split",
+        options.staging_bytes,
     )
 
 

@@ -102,6 +102,9 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             ahead.
         prefetch_mb: at stage 3 more units than the next one are gathered ahead, and fetched from host memory before,
             while all that are ahead take at most so many 2^20 bytes together, and within ``max_live_numel``.
+        staging_buffer_mb: pinned host memory, in 2^20 bytes per rank and direction, through which parameters pass that
+            the host converts on their way to the device, and gradients that it adds to others; one buffer there always
+            is, as large as the largest bucket's part needs. Copies wait for room.
         activation_offload: let what autograd saves in forward rest in pinned host memory until its backward, with
             activation checkpointing the inputs of the checkpointed modules; the results are the same bits. On the
             device stay the newest 64 * 2^20 bytes of it. On CPU ranks it changes nothing.
@@ -168,6 +171,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         persistence_numel: int = 10_000,
         max_live_numel: int | None = None,
         prefetch_mb: float = 0.0,
+        staging_buffer_mb: float = 64.0,
         activation_offload: bool = False,
         activation_offload_mb: float = 1.0,
         check_steps: int = 10,
@@ -205,6 +209,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             persistence_numel=persistence_numel,
             max_live_numel=max_live_numel,
             prefetch_mb=prefetch_mb,
+            staging_buffer_mb=staging_buffer_mb,
             activation_offload=activation_offload,
             activation_offload_mb=activation_offload_mb,
             check_steps=check_steps,
@@ -272,7 +277,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         engines.check_world_size(self.num_nodes, self.num_processes, "Trainer")
         if self._mesh is None:
             self._mesh = engines.make_mesh(self.options, self.num_nodes, self.num_processes, self.local_rank)
-            self._executor = make_executor(self.root_device, self.options.overlap)
+            self._executor = make_executor(self.root_device, self.options.overlap, self.options.staging_bytes)
             if self.options.async_save:
                 timeout = timedelta(seconds=self.options.timeout)
                 self._background = Background(Group.for_thread(timeout), self._executor)

@@ -210,7 +210,7 @@ _DEPRECATED = (
     Key("cpu_offload", BOOL, here="strategy.offload_optimizer", computed=True),
     Key("cpu_offload_param", BOOL, here="strategy.offload_params", stages=frozenset({3}), computed=True),
     Key("cpu_offload_params", BOOL, here="strategy.offload_params", stages=frozenset({3}), computed=True),
-    Key("cpu_offload_use_pin_memory", BOOL, moot="host memory is pinned where ranks have GPUs"),
+    Key("cpu_offload_use_pin_memory", BOOL, moot="what crosses is pinned where ranks have GPUs"),
     Key(
         "stage3_gather_fp16_weights_on_model_save",
         BOOL,
@@ -220,7 +220,7 @@ _DEPRECATED = (
 
 _OFFLOAD = (
     Key("buffer_count", COUNT, moot=_FOR_NVME),
-    Key("pin_memory", BOOL, moot="host memory is pinned where ranks have GPUs"),
+    Key("pin_memory", BOOL, moot="what crosses is pinned where ranks have GPUs"),
 )
 _OFFLOAD_OPTIMIZER = (
     Key("device", DEVICE, here="strategy.offload_optimizer", computed=True),

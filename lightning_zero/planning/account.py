@@ -11,22 +11,39 @@ from lightning_zero.update.footprint import Footprint
 
 @dataclass(frozen=True)
 class Bytes:
-    """An amount of memory on each side, and of the disk."""
+    """An amount of memory on each side, and of the disk.
+
+    Attributes:
+        device: bytes on the device.
+        host: bytes of host memory.
+        disk: bytes of files.
+        pinned: those of ``host`` that are pinned.
+    """
 
     device: int = 0
     host: int = 0
     disk: int = 0
+    pinned: int = 0
 
     @classmethod
-    def of(cls, memory: Memory, nbytes: int) -> Bytes:
-        """``nbytes`` in one of the memories."""
-        return cls(**{memory: nbytes})
+    def of(cls, memory: Memory, nbytes: int, pinned: bool = False) -> Bytes:
+        """``nbytes`` in one of the memories; of host memory, whether it is ``pinned``."""
+        return cls.on_host(nbytes, pinned) if memory == "host" else cls(**{memory: nbytes})
+
+    @classmethod
+    def on_host(cls, nbytes: int, pinned: bool) -> Bytes:
+        """``nbytes`` of host memory."""
+        return cls(host=nbytes, pinned=nbytes if pinned else 0)
 
     def __add__(self, other: Bytes) -> Bytes:
-        return Bytes(self.device + other.device, self.host + other.host, self.disk + other.disk)
+        return Bytes(
+            self.device + other.device, self.host + other.host, self.disk + other.disk, self.pinned + other.pinned
+        )
 
     def __sub__(self, other: Bytes) -> Bytes:
-        return Bytes(self.device - other.device, self.host - other.host, self.disk - other.disk)
+        return Bytes(
+            self.device - other.device, self.host - other.host, self.disk - other.disk, self.pinned - other.pinned
+        )
 
     @property
     def total(self) -> int:
@@ -56,11 +73,13 @@ class Peak(NamedTuple):
         device: on the device.
         host: on the host.
         total: of both together, which is less than their sum where they peak at different moments.
+        pinned: of host memory that is pinned.
     """
 
     device: int
     host: int
     total: int
+    pinned: int = 0
 
 
 class Account:
@@ -88,4 +107,4 @@ class Account:
     def touch(self, amount: Bytes) -> None:
         """Takes ``amount`` and gives it back at once."""
         most = self.now + amount
-        self.peak = Peak(*map(max, self.peak, (most.device, most.host, most.total)))
+        self.peak = Peak(*map(max, self.peak, (most.device, most.host, most.total, most.pinned)))

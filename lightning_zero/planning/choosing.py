@@ -59,7 +59,7 @@ class GivenRoom:
 
     def lacks(self, need: Need) -> tuple[str, ...]:
         peak = need.peak
-        wanted = Peak(peak.device + self.reserve, peak.host, peak.total + self.reserve)
+        wanted = Peak(peak.device + self.reserve, peak.host, peak.total + self.reserve, peak.pinned)
         short = [str(shortage) for shortage in shortages(with_plan(self.claims, wanted, self.device))]
         return (*short, *(["the disk"] if need.disk > self.disk else []))
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from lightning_zero.planning.account import Account, Bytes
-from lightning_zero.storage import Executor, Lane, Memory
+from lightning_zero.sharding.placement import BucketPlacement
+from lightning_zero.storage import Lane, Memory, device_type
 from lightning_zero.storage.staging import staged_size
 
 
@@ -19,6 +20,7 @@ class RecordedTensor(NamedTuple):
     numel: int
     dtype: torch.dtype
     memory: Memory = "device"
+    pinned: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -28,7 +30,7 @@ class RecordedTensor(NamedTuple):
     @property
     def amount(self) -> Bytes:
         """Its size, on its side."""
-        return Bytes.of(self.memory, self.nbytes)
+        return Bytes.of(self.memory, self.nbytes, self.pinned)
 
 
 class RecordedLanes:
@@ -38,13 +40,14 @@ class RecordedLanes:
     more, what those at work at one time need, each of which may lie in memory for the largest.
 
     Args:
-        executor: whose limits it knows.
+        placement: whose executor's limits it knows, and whether memory in passing is pinned for its device.
         account: notes the memory.
         passing: bytes that tiles on their way from and to a disk may take; see ``passing_limit``.
     """
 
-    def __init__(self, executor: Executor, account: Account, passing: int) -> None:
-        self._executor = executor
+    def __init__(self, placement: BucketPlacement, account: Account, passing: int) -> None:
+        self._executor = placement.executor
+        self._pins = device_type(placement.device).can_pin
         self._leaving: deque[Bytes] = deque()
         self._staged: Counter[Lane] = Counter()  # bytes, since the host has waited
         self._kept: Counter[Lane] = Counter()  # bytes
@@ -60,7 +63,7 @@ class RecordedLanes:
     @property
     def staging(self) -> Bytes:
         """Host memory in passing that is kept."""
-        return Bytes(host=self._kept.total() + self._kept_passing)
+        return Bytes.on_host(self._kept.total() + self._kept_passing, self._pins)
 
     def let_go(self, tensor: RecordedTensor) -> None:
         """A tensor that was taken is on its way to the host, and nobody else needs it."""
@@ -78,7 +81,7 @@ class RecordedLanes:
         self._staged[lane] += staged_size(nbytes)
         more = min(self._staged[lane], max(limit, staged_size(nbytes))) - self._kept[lane]
         if more > 0:
-            self._account.take(Bytes(host=more))
+            self._account.take(Bytes.on_host(more, self._pins))
             self._kept[lane] += more
 
     def expect_tiles(self, bucket: Hashable, number: int, nbytes: int) -> None:
@@ -114,7 +117,7 @@ class RecordedLanes:
         # Beside the training, an update may be under way while others are gathered.
         number = sum(self._most.values()) if self._executor.overlaps else max(self._most.values())
         kept = max(self._passing, number * self._largest)
-        self._account.take(Bytes(host=kept - self._kept_passing))
+        self._account.take(Bytes.on_host(kept - self._kept_passing, self._pins))
         self._kept_passing = kept
 
     def wait(self) -> None:

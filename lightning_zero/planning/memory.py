@@ -57,7 +57,10 @@ class _ImaginedExecutor(InlineExecutor):
     """Stands for that of a GPU which is not there: it has its limits."""
 
     overlaps = True
-    in_flight_bytes = staging_bytes = DEFAULT_BYTES
+    in_flight_bytes = DEFAULT_BYTES
+
+    def __init__(self, staging_bytes: int) -> None:
+        self.staging_bytes = staging_bytes
 
 
 class Remedy(NamedTuple):
@@ -91,6 +94,7 @@ class Setting:
     precision: MixedPrecisionPolicy
     offload_fraction: float = 1.0
     split_masters: bool = False
+    staging_bytes: int = DEFAULT_BYTES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -170,7 +174,9 @@ class Memory:
         # Ranks of one shard group are neighbours.
         mesh = Mesh.imagined(size, self.world_size // size, self.rank)
         executor: Executor = (
-            _ImaginedExecutor() if self.device.type == "meta" else make_executor(self.device, setting.overlap)
+            _ImaginedExecutor(setting.staging_bytes)
+            if self.device.type == "meta"
+            else make_executor(self.device, setting.overlap, setting.staging_bytes)
         )
         stores: dict[MemoryName, TensorStore] = {
             "device": DeviceStore(self.device),
@@ -225,14 +231,16 @@ def held_by(engine: Engine) -> dict[str, Bytes]:
     held = dict.fromkeys(_HELD, Bytes())
     for bucket in engine.buckets:
         placement = bucket.placement
-        store = placement.optimizer_store
+        store, gradient = placement.optimizer_store, engine.gradients_of(bucket).sharded
         parts = {
             "parameters": Bytes(device=bucket.flat.untyped_storage().nbytes()),
             "param_shards": Bytes.of(
-                placement.param_store.resting_memory, nbytes_of(bucket.shard) * bucket.shards_params
+                placement.param_store.resting_memory,
+                nbytes_of(bucket.shard) * bucket.shards_params,
+                bucket.shard.pinned,
             ),
-            "masters": Bytes.of(store.resting_memory, bucket.master.nbytes),
-            "sharded_gradient": Bytes.of(store.memory, engine.gradients_of(bucket).sharded.nbytes),
+            "masters": Bytes.of(store.resting_memory, bucket.master.nbytes, bucket.master.pinned),
+            "sharded_gradient": Bytes.of(store.memory, gradient.nbytes, gradient.pinned),
         }
         for updater in engine.updaters:
             assert isinstance(updater, ShardUpdater)
@@ -246,7 +254,8 @@ def held_by(engine: Engine) -> dict[str, Bytes]:
     held["buffers"] = Bytes(device=sum(buffers.values()))
     store = engine.placement.optimizer_store
     passing = store.staged_bytes if isinstance(store, DiskStore) else 0
-    held["staging"] = Bytes(host=engine.placement.executor.staged_bytes + passing)
+    pins = device_type(engine.placement.device).can_pin
+    held["staging"] = Bytes.on_host(engine.placement.executor.staged_bytes + passing, pins)
     return held
 
 
@@ -278,7 +287,11 @@ def _table(planned: Plan, measured: dict[str, Bytes], rank: int, peak: int | Non
 
     for name, part in planned_parts(planned).items():
         row(name.replace("_", " "), part, measured.get(name), end_section=name == _HELD[-1])
-    row("held between steps", planned.held, sum(measured.values(), Bytes()) if measured else None, end_section=True)
+    held = sum(measured.values(), Bytes()) if measured else None
+    row("held between steps", planned.held, held, end_section=not planned.held.pinned)
+    if planned.held.pinned:
+        found = "" if held is None else _mib(held.pinned)
+        table.add_row("of it pinned", "", "", _mib(planned.held.pinned), found, end_section=True)
     largest = Bytes(max((bucket.reduce_buffer.device for bucket in planned.buckets), default=0))
     row("gradients", sum((bucket.gradients for bucket in planned.buckets), Bytes()), None)
     row("largest bucket's sum", largest, None)

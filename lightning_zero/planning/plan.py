@@ -36,6 +36,7 @@ from lightning_zero.sharding.forms import BucketForm
 from lightning_zero.sharding.mesh import Mesh
 from lightning_zero.sharding.partition import parameters_by_unit, partition
 from lightning_zero.sharding.placement import BucketPlacement
+from lightning_zero.storage import device_type
 from lightning_zero.update.attached import parameters_of
 from lightning_zero.update.choice import choose_updater, kept_whole
 from lightning_zero.update.cpu import block_of
@@ -116,6 +117,9 @@ class Plan:
         rows = [("parameters", sum((b.parameters for b in self.buckets if b.unsharded), NOTHING)), *held]
         places = ("device", "host", "disk") if self.held.disk else ("device", "host")
         lines = [f"{'MiB':<18}" + "".join(f"{place:>12}" for place in places)]
+        if self.held.pinned:
+            places = (*places, "pinned")
+            lines[0] += f"{'pinned':>12}"
         for name, part in (*rows, ("buffers", self.buffers), ("staging", self.staging), ("held", self.held)):
             lines.append(f"{name:<18}" + "".join(f"{getattr(part, place) / 2**20:>12.1f}" for place in places))
         lines.append(f"{'peak of a step':<18}{self.peak.device / 2**20:>12.1f}{self.peak.host / 2**20:>12.1f}")
@@ -185,7 +189,8 @@ def plan(
     rows = [_row(form, prints) for form, prints in zip(forms, footprints, strict=True)]
     buffers = {id(b): b.numel() * placement.precision.buffer_dtype(b.dtype).itemsize for b in module.buffers()}
     buffer_bytes = Bytes(device=sum(buffers.values()))
-    activations = NOTHING if trace is None else Bytes(host=trace.on_host)  # kept from step to step
+    pins = device_type(placement.device).can_pin
+    activations = NOTHING if trace is None else Bytes.on_host(trace.on_host, pins)  # kept from step to step
     account = Account()
     # Optimizer state is there from the first step on, as after a checkpoint was loaded.
     held = account.take(sum((row.held for row in rows), buffer_bytes + activations))
@@ -242,7 +247,7 @@ def _row(form: BucketForm, footprints: Sequence[Footprint]) -> BucketPlan:
     sharded, size = placement.sharding.shard_params, form.dtype.itemsize
     master = footprints[-1].master if footprints else form.master
     # Optimizers that share a bucket keep state of the whole shard each.
-    resting = placement.optimizer_store.resting_memory
+    resting, shards = placement.optimizer_store.resting_memory, placement.param_store
     state = sum(
         (state_of(placement.optimizer_store, footprint, layout.shard_numel) for footprint in footprints), NOTHING
     )
@@ -254,8 +259,12 @@ def _row(form: BucketForm, footprints: Sequence[Footprint]) -> BucketPlan:
         padded_numel=layout.padded_numel,
         unsharded=not sharded,
         parameters=Bytes(device=layout.padded_numel * size),
-        param_shards=Bytes.of(placement.param_store.resting_memory, layout.shard_numel * size) if sharded else NOTHING,
-        masters=Bytes.of(resting, sum(dtype.itemsize for dtype in master.pieces) * layout.shard_numel),
+        param_shards=Bytes.of(shards.resting_memory, layout.shard_numel * size, shards.pins) if sharded else NOTHING,
+        masters=Bytes.of(
+            resting,
+            sum(dtype.itemsize for dtype in master.pieces) * layout.shard_numel,
+            placement.optimizer_store.pins and master.crosses,
+        ),
         optimizer_state=state,
         sharded_gradient=NOTHING,
         gradients=Bytes(device=sum(p.numel() for p in form.parameters if p.requires_grad) * size * placement.trains),

@@ -145,13 +145,13 @@ def ceiling(module: nn.Module) -> Peak:
     """More than any plan of a module takes, at no cost."""
     numel = sum(p.numel() for p in module.parameters() if not is_lazy(p))  # the engine refuses those that are
     most = _CEILING * numel + sum(b.numel() * b.element_size() for b in module.buffers() if not is_lazy(b)) + _MORE
-    return Peak(most, most, most)
+    return Peak(most, most, most, most)
 
 
 def with_plan(found: Iterable[Claim], peak: Peak, device: torch.device) -> list[Claim]:
     """The claims with what a plan wants at its peak."""
     host = peak.total if device_type(device).shares_host_memory else peak.host
-    wanted = {"device": peak.device, "host": host, "locked": peak.host}
+    wanted = {"device": peak.device, "host": host, "locked": peak.pinned}
     return [replace(claim, wanted=wanted[claim.pool.side]) for claim in found]
 
 

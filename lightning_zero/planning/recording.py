@@ -160,7 +160,7 @@ class RecordedGradients(Reduction[RecordedTensor]):
         store = self._placement.optimizer_store
         dtype = sharded_gradient_dtype(self._placement.precision.grad_dtype, shard.dtype, again=not self._empty)
         if self._sharded is None:
-            self._sharded = self._take(RecordedTensor(shard.numel, dtype, store.memory))
+            self._sharded = self._take(RecordedTensor(shard.numel, dtype, store.memory, store.pins))
         elif torch.promote_types(self._sharded.dtype, dtype) != self._sharded.dtype:
             self._sharded = self._convert(self._sharded, dtype)
         if not self._empty and store.device != self._placement.device:
@@ -332,7 +332,7 @@ class RecordedRun:
         traced: TracedParameters | None = None,
     ) -> None:
         passing = max(placement.optimizer_store.passing_bytes, placement.param_store.passing_bytes)
-        self._lanes = RecordedLanes(placement.executor, account, passing_limit(passing, resting))
+        self._lanes = RecordedLanes(placement, account, passing_limit(passing, resting))
         self.buckets = [RecordedBucket(form, account, self._lanes) for form in forms]
         self._account = account
         self._footprints = footprints

@@ -43,7 +43,7 @@ def make_bucket(
     shard: Rested = Resident(flat[start:stop], "device")
     owned: list[_Owned] = []  # what becomes of this rank's part of the values
     if bucket.shards_params:
-        shard = placement.param_store.rest(layout.shard_numel, dtype, f"the parameters of {name}")
+        shard = placement.param_store.rest(layout.shard_numel, dtype, f"the parameters of {name}", crosses=True)
         owned.append(_Owned(shard, placement.param_store.memory))
     copy = _room_for_copy(bucket)
     owned += [] if copy is None else [_Owned(copy, placement.optimizer_store.memory)]
@@ -115,7 +115,7 @@ def _room_for_copy(bucket: Bucket) -> Rested | None:
     if not form.pieces:
         return None
     numel, what = bucket.layout.shard_numel, f"the masters of {bucket.name}"
-    copy = bucket.placement.optimizer_store.rest(numel, form.dtype, what)
+    copy = bucket.placement.optimizer_store.rest(numel, form.dtype, what, crosses=form.crosses)
     if copy.memory == "host":
         ops.zero_(copy.view(0, numel))  # its pages lie near the threads that will update them
     return copy

@@ -176,6 +176,11 @@ class ShardedGradient:
         """Memory held."""
         return 0 if self._values is None else self._values.nbytes
 
+    @property
+    def pinned(self) -> bool:
+        """Whether it is pinned host memory."""
+        return self._values is not None and self._values.device.type == "cpu" and self._values.is_pinned()
+
     def _ensure(self, dtype: torch.dtype) -> Tensor:
         """The tensor, at least as wide as ``dtype``; a wider one of an earlier step holds the same values."""
         if self._values is None:

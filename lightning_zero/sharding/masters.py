@@ -44,6 +44,7 @@ class Master(Protocol):
         device: where they can be computed on.
         memory: where :meth:`read` finds them.
         nbytes: bytes held in addition to the parameter shard, where they rest.
+        pinned: whether these are.
         tile: elements that are fetched together from where they rest; ``None``: they are where they are computed on.
         in_shard: whether :meth:`read` reads the parameter shard, which whoever edits parameters may change.
     """
@@ -59,6 +60,9 @@ class Master(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+    @property
+    def pinned(self) -> bool: ...
 
     @property
     def tile(self) -> int | None: ...
@@ -167,6 +171,7 @@ class NoMaster:
     """
 
     nbytes = 0
+    pinned = False
     in_shard = True
 
     def __init__(self, shard: Rested, memory: Memory) -> None:
@@ -251,6 +256,10 @@ class _RestedMaster:
     @property
     def nbytes(self) -> int:
         return sum(map(nbytes_of, self.rested))
+
+    @property
+    def pinned(self) -> bool:
+        return all(tensor.pinned for tensor in self.rested)
 
     @property
     def tile(self) -> int | None:

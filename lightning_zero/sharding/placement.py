@@ -45,12 +45,15 @@ class MasterForm(NamedTuple):
         pieces: dtypes of the tensors of the shard's length that they take in the optimizer's store, beside the shard;
             none where the shard is its own master.
         tile: elements of the shard that come to the host together, in passing, as a part of the values; 0: none do.
+        crosses: whether they are in host memory and copied to a shard on the device as they are, in one dtype; others
+            are converted on their way into memory in passing.
     """
 
     dtype: torch.dtype
     device: torch.device
     pieces: tuple[torch.dtype, ...] = ()
     tile: int = 0
+    crosses: bool = False
 
 
 class BucketPlacement(NamedTuple):
@@ -191,7 +194,8 @@ class BucketPlacement(NamedTuple):
         moved = (store.device != self.shard_device or store.exact) and not (self.sharding.shard_params and beside)
         if cast or (optimized and moved):
             values = torch.float32 if cast else dtype
-            return MasterForm(values, store.device, (values,))
+            crosses = values == dtype and (store.memory, self.shard_memory) == ("host", "device")
+            return MasterForm(values, store.device, (values,), crosses=crosses)
         return MasterForm(dtype, self.shard_device)
 
     def rounds(self, initial: torch.dtype, dtype: torch.dtype) -> bool:

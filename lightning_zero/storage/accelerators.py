@@ -242,11 +242,21 @@ class Cuda(Accelerator):
         _check(torch.cuda.cudart().cudaHostUnregister(address), "unpin host memory")
 
 
+class Imagined(Accelerator):
+    """Stands for an accelerator that is not there, in plans: what would be pinned for it is counted, and no more."""
+
+    can_pin = True
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Nothing copies to or from there."""
+
+    def unpin(self, address: int) -> None:
+        """Nothing was pinned."""
+
+
 def _check(result: object, action: str) -> None:
     if int(result) != 0:  # type: ignore[call-overload]
-        raise RuntimeError(
-            f"CUDA could not {action}: {result}; raise the memlock limit (ulimit -l) or use less host state"
-        )
+        raise RuntimeError(f"CUDA could not {action}: {result}")
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -256,7 +266,7 @@ def _with_index(device: torch.device) -> torch.device:
 
 # In errors of runtimes that say that memory has run out, of the device or pinned; torch's allocator has a type for it.
 OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-_TYPES: dict[str, DeviceType] = {"cpu": Cpu(), "cuda": Cuda("cuda")}
+_TYPES: dict[str, DeviceType] = {"cpu": Cpu(), "cuda": Cuda("cuda"), "meta": Imagined("meta")}
 
 
 def device_type(device: torch.device) -> DeviceType:

@@ -17,17 +17,18 @@ class DeviceStore:
     tile: int | None = None
     passing_bytes = 0
     as_on_host = False
+    pins = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def zeros(self, numel: int, dtype: torch.dtype, *, crosses: bool = True) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def close(self) -> None:
         """Nothing outside of memory."""
 
-    def rest(self, numel: int, dtype: torch.dtype, what: str) -> Resident:
+    def rest(self, numel: int, dtype: torch.dtype, what: str, *, crosses: bool = False) -> Resident:
         return Resident(self.zeros(numel, dtype), self.memory)
 
 

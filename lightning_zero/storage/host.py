@@ -3,6 +3,9 @@
 The C allocator keeps freed pieces and fragments under tensors of model size, and torch's pinned allocator rounds up to
 powers of two; a mapping of its own per tensor takes the bytes asked for (rounded to a page) and gives them back when
 the tensor dies.
+
+Pinned is only what copies to and from a device read or write. Optimizer state, remainders and masters of 16-bit
+parameters never leave host memory: limits of the system may refuse to lock so much.
 """
 
 from __future__ import annotations
@@ -10,11 +13,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+import threading
 
 import torch
 from torch import Tensor
 
-from lightning_zero import ops
+from lightning_zero import limits, ops
 from lightning_zero.storage.accelerators import device_type
 from lightning_zero.storage.rested import Memory, Resident
 
@@ -28,7 +32,8 @@ class HostStore:
     """State rests in host memory.
 
     Args:
-        pin_for: pin the memory for asynchronous copies to and from this device, where its type can; ``None``: do not.
+        pin_for: pin memory that crosses, for asynchronous copies to and from this device, where its type can;
+            ``None``: do not.
     """
 
     device = torch.device("cpu")
@@ -42,10 +47,18 @@ class HostStore:
     def __init__(self, pin_for: torch.device | None = None) -> None:
         self._pin_for = pin_for if pin_for is not None and device_type(pin_for).can_pin else None
 
-    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        mapping = (mmap.mmap if self._pin_for is None else _PinnedMapping)(
-            -1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE
-        )
+    @property
+    def pins(self) -> bool:
+        return self._pin_for is not None
+
+    def zeros(self, numel: int, dtype: torch.dtype, *, crosses: bool = True) -> Tensor:
+        """See :class:`~lightning_zero.storage.store.TensorStore`.
+
+        Raises:
+            RuntimeError: the memory cannot be pinned; with the bytes, what is pinned already, and the limit.
+        """
+        kind = _PinnedMapping if self.pins and crosses else mmap.mmap
+        mapping = kind(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE)
         if len(mapping) >= HUGE_PAGE:
             # Fewer TLB misses: 8 to 14% of an optimizer step's time. A kernel without huge pages ignores the advice.
             mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -61,8 +74,8 @@ class HostStore:
     def close(self) -> None:
         """Nothing outside of memory."""
 
-    def rest(self, numel: int, dtype: torch.dtype, what: str) -> Resident:
-        return Resident(self.zeros(numel, dtype), self.memory)
+    def rest(self, numel: int, dtype: torch.dtype, what: str, *, crosses: bool = False) -> Resident:
+        return Resident(self.zeros(numel, dtype, crosses=crosses), self.memory)
 
 
 class _PinnedMapping(mmap.mmap):
@@ -71,8 +84,12 @@ class _PinnedMapping(mmap.mmap):
     _pinned: tuple[int, torch.device] | None = None  # address, and for which device
 
     def pin(self, address: int, device: torch.device) -> None:
-        device_type(device).pin(address, len(self))
+        try:
+            device_type(device).pin(address, len(self))
+        except RuntimeError as error:
+            raise RuntimeError(_refusal(len(self), device, error)) from error
         self._pinned = address, device
+        _PINNED.add(len(self))
 
     def __del__(self) -> None:
         if self._pinned is not None and not sys.is_finalizing():  # then torch may be gone, and the memory goes with it
@@ -80,6 +97,38 @@ class _PinnedMapping(mmap.mmap):
             # Nobody says which streams still copy to or from here. Memory of this size is freed rarely.
             device_type(device).synchronize(device)
             device_type(device).unpin(address)
+            _PINNED.add(-len(self))
+
+
+class _Total:
+    """A number of bytes that any thread changes."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._lock = threading.RLock()  # garbage of the thread that holds it may be collected, and unpinned
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes += nbytes
+
+
+_PINNED = _Total()
+
+
+def pinned_bytes() -> int:
+    """Host memory that stores of this process have pinned, and not given back, in bytes."""
+    return _PINNED.nbytes
+
+
+def _refusal(nbytes: int, device: torch.device, error: RuntimeError) -> str:
+    limit = limits.locked_memory()
+    allowed = f"{limit:,} bytes" if isinstance(limit, int) else limit or "unknown"
+    return (
+        f"{nbytes:,} bytes of host memory could not be pinned for {device}, beside {pinned_bytes():,} that are: "
+        f"{error}. Expected: a limit of locked memory that allows both (ulimit -l, which is {allowed} here, or that of "
+        "a container or driver). Raise it (ulimit -l unlimited, in a container --ulimit memlock=-1), or pin less: a "
+        "smaller staging_buffer_mb or offload_fraction, a larger shard_size, parameters on the device"
+    )
 
 
 def note_freed(tensor: Tensor, nbytes: int) -> None:

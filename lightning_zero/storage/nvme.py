@@ -138,10 +138,15 @@ class DiskStore:
         store._folder = folder
         return store
 
-    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._host.zeros(numel, dtype)
+    @property
+    def pins(self) -> bool:
+        return self._host.pins
 
-    def rest(self, numel: int, dtype: torch.dtype, what: str) -> DiskTensor:
+    def zeros(self, numel: int, dtype: torch.dtype, *, crosses: bool = True) -> Tensor:
+        return self._host.zeros(numel, dtype, crosses=crosses)
+
+    def rest(self, numel: int, dtype: torch.dtype, what: str, *, crosses: bool = False) -> DiskTensor:
+        # Whatever it is, it passes through the store's buffer, which parameters cross from: all of that is pinned.
         return DiskTensor(self, numel, dtype, what)
 
     def close(self) -> None:

@@ -28,10 +28,14 @@ class Rested(Protocol):
         device: where its values can be computed on.
         tile: elements that are fetched and committed together: ranges ``[i * tile, (i + 1) * tile)``; ``None``: it is
             where it can be computed on.
+        pinned: whether the host memory in which it rests is.
     """
 
     @property
     def memory(self) -> Memory: ...
+
+    @property
+    def pinned(self) -> bool: ...
 
     @property
     def device(self) -> torch.device: ...
@@ -99,6 +103,10 @@ class Resident:
     @property
     def device(self) -> torch.device:
         return self._values.device
+
+    @property
+    def pinned(self) -> bool:
+        return self._values.device.type == "cpu" and self._values.is_pinned()
 
     @property
     def numel(self) -> int:

@@ -22,6 +22,7 @@ class TensorStore(Protocol):
         tile: see :class:`~lightning_zero.storage.rested.Rested`.
         passing_bytes: of host memory through which tiles may pass; 0 where there are none.
         as_on_host: whether what is computed of its tensors has the bits that the kernels on the host give.
+        pins: whether memory that crosses is pinned: that copies between it and the device read or write as it is.
     """
 
     @property
@@ -45,14 +46,24 @@ class TensorStore(Protocol):
     @property
     def as_on_host(self) -> bool: ...
 
-    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A new 1-D tensor of ``numel`` zeros, alive as long as something refers to it."""
+    @property
+    def pins(self) -> bool: ...
+
+    def zeros(self, numel: int, dtype: torch.dtype, *, crosses: bool = True) -> Tensor:
+        """A new 1-D tensor of ``numel`` zeros, alive as long as something refers to it; see ``pins``."""
         ...
 
     def close(self) -> None:
         """Give back what the store has outside of memory; nothing that it gave out is used any more."""
         ...
 
-    def rest(self, numel: int, dtype: torch.dtype, what: str) -> Rested:
-        """The same as one that is worked on range by range: master or optimizer state; ``what`` it is for messages."""
+    def rest(self, numel: int, dtype: torch.dtype, what: str, *, crosses: bool = False) -> Rested:
+        """The same as one that is worked on range by range, where it rests: state, which seldom crosses.
+
+        Args:
+            numel: elements.
+            dtype: of them.
+            what: it is, for messages.
+            crosses: see ``pins``.
+        """
         ...

@@ -311,16 +311,21 @@ class StreamExecutor:
             return self._threads[lane]
 
 
-def make_executor(device: torch.device, overlap: bool) -> Executor:
+def make_executor(device: torch.device, overlap: bool, staging_bytes: int = DEFAULT_BYTES) -> Executor:
     """The executor for a training on ``device``.
 
     Args:
         device: one that takes the host's memory, as CPU ranks do, has nothing to copy, and no streams.
         overlap: let work run beside the training.
+        staging_bytes: of one that has streams; see :class:`StreamExecutor`.
     """
     if not overlap:
         return InlineExecutor()
-    return ThreadExecutor() if device_type(device).shares_host_memory else StreamExecutor(device)
+    return (
+        ThreadExecutor()
+        if device_type(device).shares_host_memory
+        else StreamExecutor(device, staging_bytes=staging_bytes)
+    )
 
 
 def _work(jobs: Jobs, device: torch.device) -> None:

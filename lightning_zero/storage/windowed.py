@@ -35,6 +35,8 @@ class Window:
 class Windowed(ABC):
     """A tensor whose windows come to host memory; see :class:`~lightning_zero.storage.rested.Rested`."""
 
+    pinned = False  # it rests elsewhere
+
     def __init__(self) -> None:
         self._windows: list[Window] = []
 

@@ -93,7 +93,7 @@ class BlockShardState(ShardState):
     def _scales_of(self, name: str, segment: Segment, start: int, stop: int) -> Tensor:
         """Scales of elements ``[start, stop)`` of the shard, which lie in the segment; made on first use."""
         if name not in self._scales:
-            self._scales[name] = self._store.zeros(self._scale_count, torch.uint8)
+            self._scales[name] = self._store.zeros(self._scale_count, torch.uint8, crosses=False)
         index = segment.param_start + start - segment.start
         first = self._first_scale[segment] + index // ops.BLOCK - segment.param_start // ops.BLOCK
         return self._scales[name][first : first + ops.count_blocks(index, stop - start)]

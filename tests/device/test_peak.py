@@ -22,6 +22,7 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.integration import strategy as integration
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.storage import Executor, make_executor
+from lightning_zero.storage.streams import DEFAULT_BYTES
 
 WIDTH, DEPTH, MICRO = 512, 6, 2
 PRECISIONS = ("32-true", "bf16-true")
@@ -85,9 +86,10 @@ def measure(accelerator: str, cases: Sequence[Case]) -> dict[Case, dict[str, flo
     return figures
 
 
-def make_late(device: torch.device, overlap: bool) -> Executor:
+def make_late(device: torch.device, overlap: bool, staging_bytes: int = DEFAULT_BYTES) -> Executor:
     """Whose host jobs begin when somebody waits for them: then most is on its way at a time."""
-    return Late(device) if overlap else make_executor(device, overlap)
+    late = Late(device, DEFAULT_BYTES, staging_bytes)
+    return late if overlap else make_executor(device, overlap, staging_bytes)
 
 
 def _held(expected: int) -> int:

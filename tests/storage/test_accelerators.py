@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_zero import limits
 from lightning_zero.checkpoint import rng
 from lightning_zero.sharding import Group
 from lightning_zero.storage import HostStore, RandomState, Timers, accelerators, device_type, register_device_type
+from lightning_zero.storage.host import pinned_bytes
 
 DEVICE = torch.device("privateuseone", 1)
 
@@ -82,10 +84,25 @@ def test_memory_that_could_not_be_pinned_is_not_unpinned(recorded: Recorded, mon
         raise RuntimeError("no more")
 
     monkeypatch.setattr(recorded, "pin", refuse)
-    with pytest.raises(RuntimeError, match="no more"):
-        HostStore(pin_for=DEVICE).zeros(10, torch.float32)
+    monkeypatch.setattr(limits, "locked_memory", lambda: 2**16)
+    before = pinned_bytes()
+    with pytest.raises(RuntimeError, match=r"40,000 bytes .* for privateuseone:1, .*no more.*65,536 bytes.*memlock=-1"):
+        HostStore(pin_for=DEVICE).zeros(10_000, torch.float32)
     gc.collect()
     assert recorded.calls == []
+    assert pinned_bytes() == before
+
+
+def test_only_memory_that_crosses_is_pinned(recorded: Recorded) -> None:
+    store, before = HostStore(pin_for=DEVICE), pinned_bytes()
+    kept = [store.zeros(1000, torch.float32, crosses=False), store.rest(1000, torch.float32, "state")]
+    assert recorded.calls == []
+    shard = store.rest(1001, torch.bfloat16, "a shard", crosses=True)
+    assert [call[2] for call in recorded.calls] == [2002]
+    assert pinned_bytes() - before == 2002
+    del shard, kept
+    gc.collect()
+    assert pinned_bytes() == before
 
 
 @pytest.mark.parametrize("device", [None, torch.device("cpu"), torch.device("xpu")])

@@ -143,8 +143,8 @@ class Watch(TorchDispatchMode):
     def watching_stores(self) -> Iterator[None]:
         zeros = HostStore.zeros
 
-        def noted(store: HostStore, numel: int, dtype: torch.dtype) -> Tensor:
-            tensor = zeros(store, numel, dtype)
+        def noted(store: HostStore, numel: int, dtype: torch.dtype, *, crosses: bool = True) -> Tensor:
+            tensor = zeros(store, numel, dtype, crosses=crosses)
             bisect.insort(self.ranges, (tensor.data_ptr(), tensor.data_ptr() + max(tensor.nbytes, 1)))
             return tensor
 

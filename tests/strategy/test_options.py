@@ -32,6 +32,7 @@ OTHERS: dict[str, Any] = {
     "persistence_numel": 7,
     "max_live_numel": 8,
     "prefetch_mb": 0.5,
+    "staging_buffer_mb": 0.25,
     "activation_offload": True,
     "activation_offload_mb": 0.25,
     "check_steps": 9,

@@ -141,7 +141,7 @@ class ZeroFabricStrategy(CheckpointingStrategy):
         engines.check_world_size(self.num_nodes, self.num_processes, "Fabric")
         if self._mesh is None:
             self._mesh = engines.make_mesh(self.options, self.num_nodes, self.num_processes, self.local_rank)
-            self._executor = make_executor(self.root_device, self.options.overlap)
+            self._executor = make_executor(self.root_device, self.options.overlap, self.options.staging_bytes)
         assert isinstance(self.precision, FabricPrecision)
         self.precision.device = self.root_device
 
