@@ -24,10 +24,11 @@ class Trace(pl.Callback):
     """Writes what a few steps do, and when, to a file for each rank, which https://ui.perfetto.dev shows.
 
     Each *lane* is a track: copies to the device (``H2D``) and to host memory (``D2H``), work on host memory (``HOST``),
-    reads and writes of a disk, collectives that are issued beside the training (``COMM``); a slice is one piece of
-    work, with the name of its bucket. The track ``training`` has the phases of :class:`Breakdown`, and ``exposed`` what
-    the training has waited for, by its name and lane: what does not appear there, overlaps. Under ``otherData`` a file
-    says for how many seconds each lane was busy, and for how many the training has waited for it.
+    reads and writes of a disk, collectives that are issued beside the training (``COMM``), and what the device computes
+    beside it for an update (``SIDE``); a slice is one piece of work, with the name of its bucket. The track
+    ``training`` has the phases of :class:`Breakdown`, and ``exposed`` what the training has waited for, by its name and
+    lane: what does not appear there, overlaps. Under ``otherData`` a file says for how many seconds each lane was busy,
+    and for how many the training has waited for it.
 
     On an accelerator times are those of streams, by events; threads on host memory have the host's clock. Where nothing
     overlaps, as on CPU ranks, lanes work inside of phases, and ``exposed`` has the disk's alone. After the last traced

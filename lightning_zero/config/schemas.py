@@ -183,6 +183,7 @@ class MuonConf:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     adamw_eps: float = 1e-8
     batched: bool | None = None
+    on_device: bool = True
 
 
 @dataclass

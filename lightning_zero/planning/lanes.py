@@ -11,7 +11,9 @@ import torch
 from lightning_zero.planning.account import Account, Bytes
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.storage import Lane, Memory, device_type
+from lightning_zero.storage.rested import pieces
 from lightning_zero.storage.staging import staged_size
+from lightning_zero.update.footprint import Footprint
 
 
 class RecordedTensor(NamedTuple):
@@ -57,6 +59,7 @@ class RecordedLanes:
         self._most = {"gathered": 0, "updated": 0}  # tiles at work
         self._window = 0  # tiles in the last window of the bucket that was updated before
         self._largest = 0  # bytes of a tile
+        self._apart = Bytes()  # of the device, for what updates compute there beside the training
         self._account = account
         self.copied: Counter[str] = Counter()  # bytes between the memories, by direction
 
@@ -65,24 +68,52 @@ class RecordedLanes:
         """Host memory in passing that is kept."""
         return Bytes.on_host(self._kept.total() + self._kept_passing, self._pins)
 
-    def let_go(self, tensor: RecordedTensor) -> None:
-        """A tensor that was taken is on its way to the host, and nobody else needs it."""
-        self.copied["d2h"] += tensor.nbytes
+    def let_go(self, tensor: RecordedTensor, moved: int) -> None:
+        """A tensor that was taken is on its way to the host, as so many bytes, and nobody else needs it."""
+        self.copied["d2h"] += moved
         self._leaving.append(tensor.amount)
         while sum(amount.total for amount in self._leaving) > self._executor.in_flight_bytes:
             self._account.give(self._leaving.popleft())
 
-    def stage(self, lane: Lane, nbytes: int) -> None:
-        """So many bytes pass through host memory."""
+    def stage(self, lane: Lane, nbytes: int, held: int = 0) -> None:
+        """So many bytes pass through host memory, of which others are ``held`` meanwhile."""
         limit = self._executor.staging_bytes
-        if not limit or not nbytes:
-            self._account.touch(Bytes(host=nbytes))
+        if not limit or not nbytes + held:
+            self._account.touch(Bytes(host=nbytes + held))
             return
-        self._staged[lane] += staged_size(nbytes)
-        more = min(self._staged[lane], max(limit, staged_size(nbytes))) - self._kept[lane]
+        taken = held + (staged_size(nbytes) if nbytes else 0)
+        self._staged[lane] += taken
+        more = min(self._staged[lane], max(limit, taken)) - self._kept[lane]
         if more > 0:
             self._account.take(Bytes.on_host(more, self._pins))
             self._kept[lane] += more
+
+    def update(self, footprint: Footprint, numel: int, itemsize: int) -> None:
+        """Values pass between the memories while a shard is updated: rounded ones, high halves, what is computed apart.
+
+        Args:
+            footprint: of the update.
+            numel: elements of the shard.
+            itemsize: bytes of one.
+        """
+        apart = footprint.apart
+        self.copied.update(h2d=apart.moved, d2h=apart.moved)
+        self._account.touch(Bytes(device=apart.device))
+        if self._executor.overlaps:  # the longest one may be under way in the next forward
+            more = Bytes(device=max(0, apart.device - self._apart.device))
+            self._apart += self._account.take(more)
+        if not (tile := footprint.master.tile):
+            self.stage(Lane.H2D, footprint.staged, apart.staged)
+            return
+        self.copied["d2h"] += footprint.staged
+        # While one tile is updated, the next one comes.
+        for start, stop in pieces(2 * tile, 0, numel):
+            self.stage(Lane.H2D, (stop - start) * itemsize)
+
+    def end_updates(self) -> None:
+        """All parameters were used: updates have ended."""
+        self._account.give(self._apart)
+        self._apart = Bytes()
 
     def expect_tiles(self, bucket: Hashable, number: int, nbytes: int) -> None:
         """So many tiles of a shard, of so many bytes each, are fetched, and stay until they are gathered or changed."""

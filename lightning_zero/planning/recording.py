@@ -30,7 +30,6 @@ from lightning_zero.sharding.reduction import Reduction
 from lightning_zero.storage import Lane, device_type
 from lightning_zero.storage.disk_file import aligned
 from lightning_zero.storage.nvme import passing_limit, tiles_at_work
-from lightning_zero.storage.rested import pieces
 from lightning_zero.update.clipping import squares_scratch
 from lightning_zero.update.footprint import Footprint
 
@@ -167,9 +166,10 @@ class RecordedGradients(Reduction[RecordedTensor]):
             self._lanes.stage(Lane.D2H, shard.nbytes)  # moved, then added
         alone = device_type(self._placement.device).shares_host_memory
         self.known_squares = self._empty and store.as_on_host and not alone
+        moved = (self._sharded if self._empty else shard).nbytes  # it is converted before, or when it is added
         self._empty = False
         if store.memory == "host":
-            self._lanes.let_go(shard)
+            self._lanes.let_go(shard, moved)
         else:
             self._give(shard)
 
@@ -256,19 +256,10 @@ class RecordedBucket:
                 self._account.take(self.optimizer_state(footprint))
                 last = footprint.gradients if footprint.one_tile else footprint.scratch
                 self._account.touch(Bytes.of(memory, last + fresh))
-            self._stage(footprint)
+            self._lanes.update(footprint, self.layout.shard_numel, self.form.dtype.itemsize)
             self._update_tiles(footprint)
         if self.form.trained and self.state is BucketState.GATHERED and self.layout.shards > 1:
             self.state = BucketState.STALE
-
-    def _stage(self, footprint: Footprint) -> None:
-        if not (tile := footprint.master.tile):
-            self._lanes.stage(Lane.H2D, footprint.staged)
-            return
-        self._lanes.copied["d2h"] += footprint.staged
-        # While one tile is updated, the next one comes.
-        for start, stop in pieces(2 * tile, 0, self.layout.shard_numel):
-            self._lanes.stage(Lane.H2D, (stop - start) * self.form.dtype.itemsize)
 
     def _update_tiles(self, footprint: Footprint) -> None:
         store, numel = self.form.placement.optimizer_store, self.layout.shard_numel
@@ -426,6 +417,7 @@ class RecordedRun:
         for number in range(len(self._own)):
             self._run_forward(number)
         self._live_in(ROOT)
+        self._lanes.end_updates()
 
     def _live_in(self, unit: str) -> None:
         """Activations of a unit's forward come and go."""

@@ -160,6 +160,11 @@ class BucketPlacement(NamedTuple):
         return 0 if store.tile is None else tiles_ahead(store.passing_bytes, dtype.itemsize)
 
     @property
+    def updates_apart(self) -> bool:
+        """Whether updates are computed in another memory than the model: in the host's, and the device has its own."""
+        return self.optimizer_store.device.type != self.device.type
+
+    @property
     def shard_memory(self) -> Memory:
         """The memory in which parameter shards are read and written."""
         return self.param_store.memory if self.sharding.shard_params else "device"

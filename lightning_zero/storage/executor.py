@@ -36,6 +36,7 @@ class Lane(Enum):
     READ = auto()  # reads of files
     WRITE = auto()  # writes of files
     COMM = auto()  # collectives that wait for other lanes, issued beside the training
+    SIDE = auto()  # computations of the device beside the training, on a stream of their own
 
 
 _ON_HOST = frozenset({Lane.HOST, Lane.READ, Lane.WRITE})

@@ -5,7 +5,8 @@ begin when the stream of whoever submits them has reached that point, and an eve
 through memory that is not pinned: gradients are converted by the device before they leave it, parameters by the host
 on their way into pinned memory. Where memory cannot be pinned, copies block, which :attr:`StreamExecutor.blocked`
 counts. Jobs on host memory run in a thread, which takes the device's events into account where they read. Collectives
-that come after such a job are issued by another thread, on a stream of its own, once that has ended.
+that come after such a job are issued by another thread, on a stream of its own, once that has ended. What a job has the
+device compute in the lane SIDE runs on one more stream, which waits for the job's copies and not for the training.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from lightning_zero.storage.threads import Jobs, ThreadExecutor, start_lane
 from lightning_zero.storage.work_log import WORK_LOG
 
 DEFAULT_BYTES = 64 << 20  # of gradients on their way to the host, and of staging memory
-_STREAMS, _THREADS = frozenset({Lane.H2D, Lane.D2H}), frozenset({Lane.HOST, Lane.READ, Lane.WRITE, Lane.COMM})
+_STREAMS = frozenset({Lane.H2D, Lane.D2H, Lane.SIDE})
+_THREADS = frozenset({Lane.HOST, Lane.READ, Lane.WRITE, Lane.COMM})
 
 
 class _Job:
@@ -158,6 +160,7 @@ class StreamExecutor:
         self._threads: dict[Lane, Jobs] = {}
         self._copies: dict[Lane, deque[_Copy]] = {lane: deque() for lane in _STREAMS}
         self._lock = threading.RLock()
+        self._submitting = {lane: threading.Lock() for lane in _STREAMS}  # of the work that goes to its stream
 
     # ------------------------------------------------------------------------------------------------------- copies
 
@@ -219,7 +222,7 @@ class StreamExecutor:
         on_device: Sequence[Tensor] = (),
     ) -> _Work:
         before = self._begin(after)
-        with self._lock:
+        with self._submitting[lane]:  # while many kernels are submitted to one stream, the others are free
             stream = self._stream(lane)
             with stream:
                 for event in before:
@@ -268,14 +271,15 @@ class StreamExecutor:
 
     def _bound(self, copies: deque[_Copy]) -> None:
         """Let go of device memory beyond the limit, which later work on the current stream may use: that waits."""
-        leaving = sum(copy.leaving for copy in copies)
-        for copy in copies:
-            if leaving <= self.in_flight_bytes:
-                return
-            if copy.leaving:
-                self.follow([copy.event])
-                leaving -= copy.leaving
-                copy.on_device, copy.leaving = [], 0
+        with self._lock:
+            leaving = sum(copy.leaving for copy in copies)
+            for copy in copies:
+                if leaving <= self.in_flight_bytes:
+                    return
+                if copy.leaving:
+                    self.follow([copy.event])
+                    leaving -= copy.leaving
+                    copy.on_device, copy.leaving = [], 0
 
     def _stream(self, lane: Lane) -> torch.Stream:
         with self._lock:

@@ -253,6 +253,7 @@ class AttachedOptimizers:
                 grad_scale,
                 bucket.layout.align - 1,
                 bucket.parameters,
+                bucket.placement,
                 bucket.placement.optimizer_store.tile or bucket.master.tile,
                 call,
                 ahead,

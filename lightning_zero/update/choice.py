@@ -20,7 +20,9 @@ from lightning_zero.update.combined import CombinedUpdater, steps_by_rules
 from lightning_zero.update.cpu import CPUOptimizer
 from lightning_zero.update.native import NativeRule, Numbers, rule_of_torch
 from lightning_zero.update.native_updater import NativeUpdater, why_not_native
+from lightning_zero.update.newton_schulz import parts_of
 from lightning_zero.update.rules import ELEMENT_WISE, examine
+from lightning_zero.update.two_places import TwoPlacesUpdater
 from lightning_zero.update.updaters import NativeOptimizer, ShardUpdater, TorchUpdater
 from lightning_zero.update.whole import WholeUpdater
 
@@ -118,7 +120,10 @@ def _choose(
         return TorchUpdater(optimizer, examine(optimizer, store.device))
 
     def make_whole() -> WholeUpdater:
-        return WholeUpdater(optimizer, examine(optimizer, store.device), store.device)
+        traits, parts = examine(optimizer, store.device), parts_of(optimizer)
+        if parts is None or not placement.updates_apart:
+            return WholeUpdater(optimizer, traits, store.device)
+        return TwoPlacesUpdater(optimizer, traits, store.device, parts)
 
     if not steps_by_rules(optimizer):
         return make_whole()

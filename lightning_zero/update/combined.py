@@ -17,7 +17,7 @@ from lightning_zero.sharding import Bucket, BucketForm
 from lightning_zero.update.footprint import Footprint
 from lightning_zero.update.native import Group, MasterLayout
 from lightning_zero.update.rules import Traits
-from lightning_zero.update.shell import ShellGroup, run_step, snapshot
+from lightning_zero.update.shell import ShellGroup, loss_by, run_step, snapshot
 from lightning_zero.update.state import OptimizerState
 from lightning_zero.update.updaters import ShardUpdater
 from lightning_zero.update.view import UpdateView
@@ -45,10 +45,7 @@ class CombinedOptimizer(Optimizer, ABC):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient; returns what ``closure`` does."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_by(closure)
         for group in self.param_groups:
             members = [parameter for parameter in group["params"] if parameter.grad is not None]
             state = {parameter: self.state[parameter] for parameter in members if parameter in self.state}

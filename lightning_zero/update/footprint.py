@@ -18,6 +18,20 @@ from lightning_zero.update.shell import ShellGroup, run_step, trial_call
 _SAMPLE, _STEPS = 64, 7  # elements and steps of a trial; RAdam has another rule from its sixth step on
 
 
+class Apart(NamedTuple):
+    """Memory and copies of the part of a step that is computed on the device while masters rest on the host.
+
+    Attributes:
+        device: bytes there while an update is under way.
+        staged: bytes of host memory in passing that it holds meanwhile.
+        moved: bytes that are copied to the device, and as many back.
+    """
+
+    device: int = 0
+    staged: int = 0
+    moved: int = 0
+
+
 class Footprint(NamedTuple):
     """Memory that an updater takes for a bucket. What it takes in passing is where the master is.
 
@@ -32,6 +46,7 @@ class Footprint(NamedTuple):
         owned: bytes of the state of whole parameters, which the optimizer makes for each.
         scales: bytes of the scales of state in 8 bits, which stay in memory wherever that rests.
         window: elements that are fetched at once from where state rests, if that is more than a tile.
+        apart: of what is computed on the device, if that is not where the master is.
     """
 
     master: MasterForm
@@ -44,6 +59,7 @@ class Footprint(NamedTuple):
     owned: int = 0
     scales: int = 0
     window: int = 0
+    apart: Apart = Apart()
 
     @property
     def scratch(self) -> int:

@@ -45,6 +45,8 @@ class Muon(CombinedOptimizer):
         batched: where matrices of equal shape are iterated on together, by batched products: ``None`` in host memory,
             small ones, where a trial finds that these have the bits of single ones; ``True`` on accelerators too, where
             bits may then depend on how many matrices a rank has; ``False`` nowhere.
+        on_device: where momentum and masters rest in host memory or on a disk, and the model is on an accelerator, the
+            iteration runs there, and matrices go there and back in bf16; ``False``: on the host, whose bits may differ.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Muon(CombinedOptimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
         batched: bool | None = None,
+        on_device: bool = True,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -74,6 +77,7 @@ class Muon(CombinedOptimizer):
             "betas": betas,
             "adamw_eps": adamw_eps,
             "batched": batched,
+            "on_device": on_device,
         }
         # They check what they are given, in torch's words.
         torch.optim.Muon([torch.zeros(1, 1)], **{key: defaults[key] for key in _MUON})  # type: ignore[arg-type]
@@ -120,7 +124,11 @@ class Muon(CombinedOptimizer):
     def rule_of(self, group: Group) -> GroupRule:
         if group["use_muon"]:
             own = {key: group[key] for key in _MUON}
-            return GroupRule(_muon(), own | {"batched": group.get("batched")})  # older state dicts do not say
+            own |= {
+                "batched": group.get("batched"),
+                "on_device": group.get("on_device", True),
+            }  # old state dicts lack it
+            return GroupRule(_muon(), own)
         own = {key: group[key] for key in ("lr", "weight_decay", "betas")} | {"eps": group["adamw_eps"]}
         return GroupRule(_adamw(), {**_adamw().defaults, **own})
 

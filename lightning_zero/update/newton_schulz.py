@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_zero.update.native import Group
+from lightning_zero.update.shell import loss_by
+from lightning_zero.update.two_places import StepInParts
 
 # Elements that are iterated on at a time on the host. Small matrices gain most, for whom a call takes as long as its
 # arithmetic; larger batches leave the cache of a core between two products and are no faster than single matrices.
@@ -44,10 +47,7 @@ class BatchedMuon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the matrices that have a gradient; returns what ``closure`` does."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_by(closure)
         groups, single = self.param_groups, list[Group]()
         for group in groups:
             alone: list[Tensor] = []
@@ -86,21 +86,48 @@ class BatchedMuon(torch.optim.Muon):
 
     def _update(self, group: Group, members: Sequence[Tensor]) -> None:
         """Update matrices of equal shape: the arithmetic of torch's step, element for element."""
-        momentum, first = group["momentum"], members[0]
-        updates = torch.empty(len(members), *first.shape, dtype=torch.bfloat16, device=first.device)
+        parts, first = MuonInParts(), members[0]
+        updates = torch.empty(len(members), *first.shape, dtype=parts.dtype, device=first.device)
         for parameter, update in zip(members, updates, strict=True):
-            gradient, state = parameter.grad, self.state[parameter]
-            assert gradient is not None
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(gradient)
-            average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-            update.copy_(gradient.lerp(average, momentum) if group["nesterov"] else average)
+            assert parameter.grad is not None
+            parts.prepare(group, parameter.grad, self.state[parameter], update)
         updates = orthogonalized(updates, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        rate: Any = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
-        scale = _scale(group["adjust_lr_fn"], *first.shape)
         for parameter, update in zip(members, updates, strict=True):
-            parameter.mul_(1 - rate * group["weight_decay"])
-            parameter.add_(update, alpha=-(rate * scale))
+            parts.apply(group, parameter, update)
+
+
+class MuonInParts:
+    """The arithmetic of torch's Muon in three parts: momentum, the Newton-Schulz iteration, and the update of values.
+
+    See :class:`~lightning_zero.update.two_places.StepInParts`.
+    """
+
+    dtype = torch.bfloat16
+
+    def fits(self, group: Group, shape: torch.Size, dtype: torch.dtype) -> bool:
+        # Without Nesterov's momentum torch's step divides a bf16 momentum itself by its norm.
+        plain = dtype.is_floating_point and (group["nesterov"] or dtype != torch.bfloat16)
+        return plain and len(shape) == 2 and shape.numel() > 0 and bool(group.get("on_device", True))
+
+    def prepare(self, group: Group, gradient: Tensor, state: dict[str, Any], into: Tensor) -> None:
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        average = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        into.copy_(gradient.lerp(average, group["momentum"]) if group["nesterov"] else average)
+
+    def compute(self, group: Group, batch: Tensor) -> None:
+        for matrices in (batch,) if group.get("batched") else batch:
+            matrices.copy_(orthogonalized(matrices, group["ns_coefficients"], group["ns_steps"], group["eps"]))
+
+    def apply(self, group: Group, parameter: Tensor, update: Tensor) -> None:
+        rate: Any = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
+        parameter.mul_(1 - rate * group["weight_decay"])
+        parameter.add_(update, alpha=-(rate * _scale(group["adjust_lr_fn"], *parameter.shape)))
+
+
+def parts_of(optimizer: Optimizer) -> StepInParts | None:
+    """The step of ``optimizer`` in parts, where it is known to have them: that of torch's Muon itself."""
+    return MuonInParts() if type(optimizer) in (torch.optim.Muon, BatchedMuon) else None
 
 
 def orthogonalized(matrices: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
@@ -109,7 +136,7 @@ def orthogonalized(matrices: Tensor, coefficients: Sequence[float], steps: int, 
     See https://kellerjordan.github.io/posts/muon/.
 
     Args:
-        matrices: ``[batch, rows, columns]``, bf16.
+        matrices: ``[batch, rows, columns]``, bf16; or one, ``[rows, columns]``, with the operators of torch's Muon.
         coefficients: of x, x³ and x⁵ in the polynomial that every iteration applies to the singular values.
         steps: iterations.
         eps: the least Frobenius norm by which a matrix is divided before.
@@ -117,11 +144,14 @@ def orthogonalized(matrices: Tensor, coefficients: Sequence[float], steps: int, 
     first, third, fifth = coefficients
     tall = matrices.size(-2) > matrices.size(-1)
     found = matrices.mT if tall else matrices  # the smaller Gram matrix
-    found = found / torch.linalg.vector_norm(found, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    alone = found.dim() == 2
+    norm = found.norm() if alone else torch.linalg.vector_norm(found, dim=(-2, -1), keepdim=True)
+    multiply, add = (torch.mm, torch.addmm) if alone else (torch.bmm, torch.baddbmm)
+    found = found / norm.clamp(min=eps)
     for _ in range(steps):
-        gram = torch.bmm(found, found.mT)
-        gram = torch.baddbmm(gram, gram, gram, beta=third, alpha=fifth)
-        found = torch.baddbmm(found, gram, found, beta=first)
+        gram = multiply(found, found.mT)
+        gram = add(gram, gram, gram, beta=third, alpha=fifth)
+        found = add(found, gram, found, beta=first)
     return found.mT if tall else found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,14 @@ class ShellGroup(NamedTuple):
     hyperparameters: dict[str, Any]
 
 
+def loss_by(closure: Callable[[], Any] | None) -> Any:
+    """The loss that the closure of a ``step`` computes, with gradients; ``None`` without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class StepCall:
     """A call of an optimizer's ``step``, with the arguments of whoever called it.
 
@@ -64,8 +72,7 @@ class StepCall:
         closure = arguments[place] if positional else arguments.get(place)
         if closure is None:
             return None
-        with torch.enable_grad():
-            loss = closure()
+        loss = loss_by(closure)
         arguments[place] = lambda: loss
         return loss
 

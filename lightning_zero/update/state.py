@@ -280,6 +280,7 @@ class WholeState(OptimizerState):
     Where the bucket's store has tiles, tensors with several elements rest there between updates, each by itself.
 
     Attributes:
+        bucket: the name of the bucket.
         formats: of the bucket's parameters.
 
     Args:
@@ -288,7 +289,7 @@ class WholeState(OptimizerState):
 
     def __init__(self, bucket: Bucket) -> None:
         self._store = bucket.placement.optimizer_store
-        self._bucket = bucket.name
+        self.bucket = bucket.name
         self.formats = bucket.formats
         self._states: dict[int, State] = {}  # by index of the parameter
 
@@ -331,7 +332,7 @@ class WholeState(OptimizerState):
             if id(leaf) not in rested:
                 known = before[own] if own < len(before) else None
                 if not isinstance(known, _Resting) or not known.fits(leaf) or known in rested.values():
-                    what = f"state of parameter {param} of {self._bucket}"
+                    what = f"state of parameter {param} of {self.bucket}"
                     known = _Resting(self._store.rest(leaf.numel(), leaf.dtype, what), MemoryFormat.of(leaf))
                 keep(known.values, 0, known.form.flatten(leaf.detach()))
                 rested[id(leaf)] = known

@@ -9,7 +9,7 @@ from typing import Any
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.sharding import Segment
+from lightning_zero.sharding import BucketPlacement, Segment
 from lightning_zero.sharding.gradients import LentGradient
 from lightning_zero.sharding.masters import Master
 from lightning_zero.update.shell import StepCall
@@ -34,6 +34,7 @@ class UpdateView:
         grad_scale: factor to apply to the gradients.
         gap: segments at most this far apart may be updated as one; what lies between them are zeros.
         parameters: of the bucket, by index, to tell them apart; their values may be out of date.
+        placement: of the bucket: where it can be computed, and how what is computed with gets there.
         tile: of the optimizer's store, or else of the master; see :class:`~lightning_zero.storage.rested.Rested`.
         call: of the optimizer's ``step``, which an updater that runs the class's own passes on to it.
         ahead: begins to fetch what the update that follows this one needs first; called while the last window of this
@@ -49,6 +50,7 @@ class UpdateView:
     grad_scale: float
     gap: int
     parameters: Sequence[Parameter]
+    placement: BucketPlacement
     tile: int | None
     call: StepCall
     ahead: Callable[[], object]

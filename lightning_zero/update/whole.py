@@ -117,7 +117,11 @@ class WholeUpdater(TorchUpdater):
         """The state of this rank's parameters as the optimizer makes it; see the base class."""
         if not bucket.layout.keeps_whole:
             return super().footprint(bucket)
-        master, members = bucket.master, self._members(bucket)
+        return self._footprint(bucket, self._members(bucket))
+
+    def _footprint(self, bucket: BucketForm, members: Sequence[tuple[Segment, dict[str, Any]]]) -> Footprint:
+        """As :meth:`footprint`, of some segments of a bucket that keeps parameters whole, with their groups."""
+        master = bucket.master
         sizes = {
             segment: self._sizes_of(group, bucket.parameters[segment.param].shape, master.dtype)
             for segment, group in members

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,29 +21,38 @@ SEEDS = 10
 BUFFER_GB = 2.0**-12  # tiles of 4096 elements, the smallest there are
 
 
-def train(options: dict[str, Any], precision: str, schedules: Sequence[Schedule]) -> list[Digests]:
-    found = []
+def train(options: dict[str, Any], precision: str, optimizer: str, schedules: Sequence[Schedule]) -> list[Digests]:
+    found, recipe = [], dataclasses.replace(RECIPE, optimizer=optimizer)
     for schedule in schedules:
         with sim.scheduled(schedule):
             flags: dict[str, Any] = {"precision": precision, "gradient_clip_val": 0.3}
-            found.append(digests(fit(options, RECIPE, accelerator=sim.DEVICE, **flags)))
+            found.append(digests(fit(options, recipe, accelerator=sim.DEVICE, **flags)))
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.device("eager")  # the test chooses its schedules itself
-@pytest.mark.parametrize(("precision", "world"), [("32-true", 1), ("bf16-true", 2)])
+@pytest.mark.parametrize(
+    ("precision", "world", "optimizer"),
+    [("32-true", 1, "adamw"), ("bf16-true", 2, "adamw"), ("bf16-true", 1, "muon_and_adamw")],
+)
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
 def test_state_on_a_disk_gives_the_bits_of_state_in_host_memory(
-    device_pool1: DevicePool, device_pool2: DevicePool, tmp_path: Path, name: str, precision: str, world: int
+    device_pool1: DevicePool,
+    device_pool2: DevicePool,
+    tmp_path: Path,
+    name: str,
+    precision: str,
+    world: int,
+    optimizer: str,
 ) -> None:
     pool = (device_pool1, device_pool2)[world - 1]
     if not pool.where.simulated:
         pytest.skip("only the simulated device has schedules to choose")
     small = {"persistence_numel": 0}
     disk = STRATEGIES[f"{name}_nvme"] | small | {"nvme_path": str(tmp_path), "nvme_buffer_gb": BUFFER_GB}
-    (expected,) = pool.run(train, STRATEGIES[f"{name}_offload"] | small, precision, [EAGER])[0]
+    (expected,) = pool.run(train, STRATEGIES[f"{name}_offload"] | small, precision, optimizer, [EAGER])[0]
     schedules = [LAZY, *(Schedule("random", seed) for seed in range(SEEDS))]
-    found = pool.run(train, disk, precision, schedules)[0]
+    found = pool.run(train, disk, precision, optimizer, schedules)[0]
     wrong = [str(schedule) for schedule, actual in zip(schedules, found, strict=True) if actual != expected]
     assert not wrong

@@ -18,7 +18,7 @@ from strategy.fits import NAMES, make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_zero import ZeroStrategy
+from lightning_zero import Muon, ZeroStrategy
 from lightning_zero.integration import strategy as integration
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.storage import Executor, make_executor
@@ -48,6 +48,13 @@ class Deep(LightningModule):
         return DataLoader(torch.ones(2 * MICRO, WIDTH), batch_size=1)
 
 
+class Orthogonal(Deep):
+    """Trained by Muon; as many matrices as a bucket has go to the device together."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Muon(self.parameters(), lr=1e-3)
+
+
 class Planned(Callback):
     """Bytes on the device, by the plan."""
 
@@ -60,7 +67,7 @@ class Planned(Callback):
         self.held, self.peak = planned.held.device, planned.peak.device
 
 
-def measure(accelerator: str, cases: Sequence[Case]) -> dict[Case, dict[str, float]]:
+def measure(accelerator: str, cases: Sequence[Case], module: type[Deep] = Deep) -> dict[Case, dict[str, float]]:
     """What is held after two steps, and the peak from before the set-up on, in units of what is planned."""
     figures: dict[Case, dict[str, float]] = {}
     gc.collect()
@@ -77,7 +84,7 @@ def measure(accelerator: str, cases: Sequence[Case]) -> dict[Case, dict[str, flo
         flags: dict[str, Any] = {"accumulate_grad_batches": MICRO, "gradient_clip_val": 1e-6, "precision": precision}
         trainer = make_trainer(strategy, accelerator=accelerator, callbacks=[planned], **flags)
         with mock.patch.object(integration, "make_executor", make_late if accelerator == sim.DEVICE else make_executor):
-            trainer.fit(Deep())
+            trainer.fit(module())
         torch.accelerator.synchronize()
         held = _held(before + planned.held) - before
         peak = (torch.accelerator.max_memory_allocated() - before) / planned.peak
@@ -129,11 +136,21 @@ def test_the_peak_on_the_device_is_the_plans(
     device_pool1: DevicePool, device_pool2: DevicePool, ranks: int, cases: list[Case]
 ) -> None:
     """To the byte nearly, where copies overlap too; on CUDA what is then on its way at a time is up to the device."""
-    pool = {1: device_pool1, 2: device_pool2}[ranks]
+    assert_planned({1: device_pool1, 2: device_pool2}[ranks], cases)
+
+
+@pytest.mark.slow
+@pytest.mark.device
+@pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload"])
+def test_the_peak_is_the_plans_where_muon_iterates_on_the_device(device_pool2: DevicePool, name: str) -> None:
+    assert_planned(device_pool2, [case for precision in PRECISIONS for case in both(name, precision)], Orthogonal)
+
+
+def assert_planned(pool: DevicePool, cases: list[Case], module: type[Deep] = Deep) -> None:
     # On CUDA a block of memory may be up to a MiB larger than what was asked for.
     most = 1.01 if pool.where.simulated else 1.2
     wrong = []
-    for figures in pool.run(measure, pool.where.accelerator, cases):
+    for figures in pool.run(measure, pool.where.accelerator, cases, module):
         for case, found in figures.items():
             print(*case, {what: round(figure, 4) for what, figure in found.items()})
             least = 0.7 if case[2] and "offload" in case[0] and not pool.where.simulated else 0.99

@@ -507,3 +507,18 @@ def test_where_state_rests_changes_no_bit(device_pool1: DevicePool, rule: str) -
     first, *others = (device_pool1.run(trained_by, name, rule, "sim")[0] for name in names)
     for weights in others:
         assert_same(weights, first)
+
+
+@pytest.mark.slow
+@on_device
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_offloaded_muon_iterates_on_the_device(device_pool1: DevicePool, name: str) -> None:
+    """To the bits of a momentum that is there; on CUDA the host's rounds otherwise before it becomes bf16."""
+    recipe, accelerator = Recipe(optimizer="muon", micro=2), device_pool1.where.accelerator
+    kept, offloaded = (
+        device_pool1.run(fit, strategy, recipe, accelerator=accelerator)[0].weights
+        for strategy in (name, f"{name}_offload")
+    )
+    if device_pool1.where.simulated:
+        assert_same(offloaded, kept)
+    torch.testing.assert_close(offloaded, kept, rtol=1e-2, atol=1e-3)

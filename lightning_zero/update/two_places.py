@@ -1,0 +1,269 @@
+"""Updates in two places: masters and state rest on the host, and the device computes what is costly in between.
+
+Of an optimizer whose step has such a part (:class:`StepInParts`), matrices in 16 bits go to the device, a batch of
+equal shapes at a time, and come back: 4 bytes of copies per element, beside those of gradients and parameters. State
+stays where it is; to move fp32 momentum too would take 8 more. While the device computes on a batch, the host prepares
+the next one in other memory; it adds a batch to the masters when that has come back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero.sharding import BucketForm, BucketPlacement, Segment
+from lightning_zero.storage import Lane, Memory, Ticket
+from lightning_zero.storage.executor import Staged
+from lightning_zero.storage.staging import staged_size
+from lightning_zero.update.footprint import Apart, Footprint, Passing
+from lightning_zero.update.native import Group
+from lightning_zero.update.rules import Traits
+from lightning_zero.update.state import WholeState
+from lightning_zero.update.updaters import scaled_gradient
+from lightning_zero.update.view import UpdateView
+from lightning_zero.update.whole import WholeUpdater
+
+_BATCH = 1 << 22  # elements that go to the device together, but for larger matrices: copies of some MiB are fast
+
+_TO_DEVICE: tuple[Memory, Memory] = ("host", "device")
+_TO_HOST: tuple[Memory, Memory] = ("device", "host")
+
+
+class StepInParts(Protocol):
+    """An optimizer's step of one parameter in three parts, the second of which needs neither values nor state.
+
+    Together they have the bits of the step, where the second one is computed by the same routines.
+
+    Attributes:
+        dtype: of what the second part takes and leaves.
+    """
+
+    dtype: torch.dtype
+
+    def fits(self, group: Group, shape: torch.Size, dtype: torch.dtype) -> bool:
+        """Whether a parameter of this shape, with masters of ``dtype``, is updated by these parts."""
+        ...
+
+    def prepare(self, group: Group, gradient: Tensor, state: dict[str, Any], into: Tensor) -> None:
+        """Update the state, which is made where there is none; write what is to be computed on to ``into``."""
+        ...
+
+    def compute(self, group: Group, batch: Tensor) -> None:
+        """Replace each of the tensors that were prepared, ``[batch, *shape]``, by its update."""
+        ...
+
+    def apply(self, group: Group, parameter: Tensor, update: Tensor) -> None:
+        """Update the values."""
+        ...
+
+
+class TwoPlacesUpdater(WholeUpdater):
+    """Runs an optimizer's step in parts: on the host, on the device, and on the host again.
+
+    Buckets whose masters are on the device, and parameters that the parts do not fit, are updated as by the base class.
+
+    Args:
+        optimizer: see the base class.
+        traits: see there.
+        device: see there.
+        parts: of the optimizer's step.
+    """
+
+    def __init__(self, optimizer: Optimizer, traits: Traits, device: torch.device, parts: StepInParts) -> None:
+        super().__init__(optimizer, traits, device)
+        self._step = parts
+        self._taken: dict[Any, tuple[int, int]] = {}
+
+    def update(self, view: UpdateView) -> None:
+        if not isinstance(view.state, WholeState) or not view.placement.updates_apart:
+            super().update(view)
+            return
+        apart = self._apart(view.segments, view.groups, view.parameters, view.master.dtype)
+        if len(apart) < len(view.segments):
+            super().update(replace(view, segments=[segment for segment in view.segments if segment not in apart]))
+        if apart:
+            _Rounds(view, view.state, self._step, _batches(apart, view.groups)).run()
+
+    def _apart(
+        self, segments: Iterable[Segment], groups: Mapping[int, Group], parameters: Sequence[Tensor], dtype: torch.dtype
+    ) -> dict[Segment, torch.Size]:
+        """The segments that are updated in two places, with the shapes of their parameters."""
+        shapes = {segment: parameters[segment.param].shape for segment in segments}
+        return {s: shape for s, shape in shapes.items() if self._step.fits(groups[s.param], shape, dtype)}
+
+    def footprint(self, bucket: BucketForm) -> Footprint:
+        """See the base class; matrices are prepared on the host one at a time, and computed with on the device."""
+        if not bucket.layout.keeps_whole or not bucket.placement.updates_apart:
+            return super().footprint(bucket)
+        members, dtype = self._members(bucket), bucket.master.dtype
+        groups = {segment.param: group for segment, group in members}
+        apart = self._apart([segment for segment, _ in members], groups, bucket.parameters, dtype)
+        here = self._footprint(bucket, [(segment, group) for segment, group in members if segment not in apart])
+        if not apart:
+            return here
+        on_disk = bucket.placement.optimizer_store.tile is not None
+        scratch, owned, most = here, here.owned, 0
+        for segment, shape in apart.items():
+            group, values = groups[segment.param], shape.numel() * dtype.itemsize
+            state = self._sizes_of(group, shape, dtype).state
+            passing = self._taken_by(group, shape, dtype, 1)[0] + (state + values) * on_disk
+            scratch = max(scratch, here._replace(gradients=values, passing=passing), key=lambda each: each.scratch)
+            owned += state
+        batches = _batches(apart, groups)
+        for batch in batches:
+            shape = apart[batch[0]]
+            most = max(most, self._taken_by(groups[batch[0].param], shape, dtype, len(batch))[1])
+        form = _SlotForm.of(bucket.placement, self._step.dtype, batches, apart)
+        moved = sum(shape.numel() for shape in apart.values()) * self._step.dtype.itemsize
+        return scratch._replace(
+            owned=owned,
+            apart=Apart(most + form.number * form.nbytes, form.number * staged_size(form.nbytes), moved),
+        )
+
+    def _taken_by(self, group: Group, shape: torch.Size, dtype: torch.dtype, count: int) -> tuple[int, int]:
+        """Bytes in passing on the host, for one parameter, and on the device, for so many; without values."""
+        key = shape, dtype, count, repr({name: value for name, value in group.items() if name != "params"})
+        if key not in self._taken:
+            gradient = torch.empty(shape, dtype=dtype, device="meta")
+            batch = torch.empty(count, *shape, dtype=self._step.dtype, device="meta")
+            state: dict[str, Any] = {}
+            with torch.no_grad():
+                self._step.prepare(group, gradient, state, batch[0])  # makes the state
+                kept = [value for value in state.values() if isinstance(value, Tensor)]
+                with Passing([gradient, batch, *kept]) as on_host:
+                    self._step.prepare(group, gradient, state, batch[0])
+                with Passing([batch]) as on_device:
+                    self._step.compute(group, batch)
+            self._taken[key] = on_host.most, on_device.most
+        return self._taken[key]
+
+
+def _batches(shapes: Mapping[Segment, torch.Size], groups: Mapping[int, Group]) -> list[list[Segment]]:
+    """Segments whose parameters go to the device together: of one shape and group, and no more than fit a batch."""
+    alike: dict[tuple[int, torch.Size], list[Segment]] = {}
+    for segment, shape in shapes.items():
+        alike.setdefault((id(groups[segment.param]), shape), []).append(segment)
+    batches = []
+    for (_, shape), segments in alike.items():
+        count = max(1, _BATCH // shape.numel())
+        batches += [segments[start : start + count] for start in range(0, len(segments), count)]
+    return batches
+
+
+class _SlotForm(NamedTuple):
+    """How many batches are on their way at a time, and the bytes of the largest.
+
+    Two, so that the host and the device work at the same time, where memory in passing has room for both.
+    """
+
+    number: int
+    nbytes: int
+
+    @classmethod
+    def of(
+        cls,
+        placement: BucketPlacement,
+        dtype: torch.dtype,
+        batches: Sequence[Sequence[Segment]],
+        shapes: Mapping[Segment, torch.Size],
+    ) -> _SlotForm:
+        nbytes = max(len(batch) * shapes[batch[0]].numel() for batch in batches) * dtype.itemsize
+        both = len(batches) > 1 and 2 * staged_size(nbytes) <= placement.executor.staging_bytes
+        return cls(1 + both, nbytes)
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Memory of a batch on both sides, and the last work on it."""
+
+    staged: Staged
+    on_device: Tensor  # 1-D
+    work: Ticket
+
+    def tensors(self, count: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """``[count, *shape]`` on the host and on the device."""
+        numel = count * shape.numel()
+        on_host, on_device = (flat[:numel].view(count, *shape) for flat in (self.staged.tensor, self.on_device))
+        return on_host, on_device
+
+
+class _Rounds:
+    """One update of some of a bucket's parameters, batch by batch.
+
+    Args:
+        view: of the bucket.
+        own: its state.
+        step: of the optimizer, in parts.
+        batches: segments, by batch.
+    """
+
+    def __init__(
+        self, view: UpdateView, own: WholeState, step: StepInParts, batches: Sequence[Sequence[Segment]]
+    ) -> None:
+        self._view = view
+        self._own = own
+        self._step = step
+        self._batches = batches
+        self._what = f"the matrices of {own.bucket}"
+
+    def run(self) -> None:
+        """Update all of them; when this returns, nothing is under way but what publishes the values."""
+        free = self._take_slots()
+        slots, under_way = tuple(free), deque[tuple[Sequence[Segment], _Slot]]()
+        try:
+            for batch in self._batches:
+                if not free:
+                    free.append(self._finish(*under_way.popleft()))
+                slot = free.pop()
+                self._begin(batch, slot)
+                under_way.append((batch, slot))
+            while under_way:
+                self._finish(*under_way.popleft())
+        finally:
+            for slot in slots:
+                self._view.placement.executor.give(slot.staged, slot.work)
+
+    def _take_slots(self) -> list[_Slot]:
+        placement, dtype = self._view.placement, self._step.dtype
+        shapes = {batch[0]: self._view.parameters[batch[0].param].shape for batch in self._batches}
+        form = _SlotForm.of(placement, dtype, self._batches, shapes)
+        numel, on_device = form.nbytes // dtype.itemsize, list[Tensor]()
+
+        def take() -> None:  # on the stream on which it is computed with
+            on_device.extend(torch.empty(numel, dtype=dtype, device=placement.device) for _ in range(form.number))
+
+        taken = placement.executor.submit(take, Lane.SIDE, self._what)
+        return [_Slot(placement.executor.take(numel, dtype), tensor, taken) for tensor in on_device]
+
+    def _begin(self, batch: Sequence[Segment], slot: _Slot) -> None:
+        view, placement = self._view, self._view.placement
+        group = view.groups[batch[0].param]
+        on_host, on_device = slot.tensors(len(batch), view.parameters[batch[0].param].shape)
+        for segment, into in zip(batch, on_host, strict=True):
+            gradient = scaled_gradient(view, segment.start, segment.stop, view.master.dtype)
+            state = self._own.get(segment)
+            self._step.prepare(group, self._own.formats[segment.param].view(gradient), state, into)
+            self._own.put(segment, state)
+        slot.work = fetched = placement.move(on_device, on_host, _TO_DEVICE, self._what, [slot.work])
+        compute = partial(self._step.compute, group, on_device)
+        slot.work = computed = placement.executor.submit(compute, Lane.SIDE, self._what, [fetched])
+        slot.work = placement.move(on_host, on_device, _TO_HOST, self._what, [computed])
+
+    def _finish(self, batch: Sequence[Segment], slot: _Slot) -> _Slot:
+        view = self._view
+        view.placement.await_host(slot.work)
+        updates, _ = slot.tensors(len(batch), view.parameters[batch[0].param].shape)
+        for segment, update in zip(batch, updates, strict=True):
+            values = view.master.read(segment.start, segment.stop)
+            parameter = self._own.formats[segment.param].view(values)
+            self._step.apply(view.groups[segment.param], parameter, update)
+            view.master.keep(segment.start, values)
+            view.master.write(segment.start, segment.stop)
+        return slot

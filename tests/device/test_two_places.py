@@ -1,0 +1,204 @@
+"""Muon with momentum on the host and its iteration on the device: the bits, what moves, and what memory it takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from device import sim
+from device.test_overlap import BF16, FP16, FP32, Late, bits
+from engine import driver
+from engine.driver import Session
+from helpers import models
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_zero import Muon
+from lightning_zero.engine import Engine
+from lightning_zero.planning import plan
+from lightning_zero.planning.memory import held_by, planned_parts
+from lightning_zero.sharding import BucketForm, BucketPlacement, Mesh, MixedPrecisionPolicy, ShardingPolicy
+from lightning_zero.storage import DeviceStore, Executor, HostStore, InlineExecutor, Lane, StreamExecutor
+from lightning_zero.update import DynamicLossScaler, Footprint, kept_whole, make_updater, two_places
+from lightning_zero.update.attached import parameters_of
+
+MICRO = 2
+
+
+def start(
+    device: torch.device,
+    executor: Executor,
+    stage: int = 2,
+    precision: MixedPrecisionPolicy = FP32,
+    model: nn.Module | None = None,
+    kind: type[torch.optim.Optimizer] = Muon,
+    **options: Any,
+) -> Session:
+    """Parameters on the device, at stage 3 their shards on the host; master and momentum on the host."""
+    torch.manual_seed(0)
+    model = model or models.TinyTransformer(depth=4)
+    optimizer = make_optimizer(model, kind, **options)
+    scaler = DynamicLossScaler(init_scale=2.0**17) if precision is FP16 else None
+    placement = place(device, executor, stage, precision)
+    optimized, whole = parameters_of(optimizer), kept_whole([optimizer], torch.device("cpu"))
+    options = {"optimized": optimized, "whole": whole, "scaler": scaler, "bucket_size_mb": 1.0, "check_steps": 0}
+    engine = Engine(model, placement, **options)
+    engine.attach([make_updater(optimizer, engine)])
+    return Session(model, engine, optimizer, engine.updaters[0])
+
+
+def make_optimizer(model: nn.Module, kind: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
+    groups = Muon.groups_of(model)
+    return kind(groups if kind is Muon else groups[:1], lr=2e-2, **options)  # type: ignore[call-arg]
+
+
+def place(device: torch.device, executor: Executor, stage: int, precision: MixedPrecisionPolicy) -> BucketPlacement:
+    on_device, store = DeviceStore(device), HostStore(pin_for=device)
+    params = store if stage == 3 else on_device
+    policy = ShardingPolicy.from_stage(stage)
+    return BucketPlacement(Mesh.single(), policy, precision, device, store, params, executor)
+
+
+def train(session: Session, device: torch.device, steps: int) -> list[Tensor]:
+    """Masters, weights and state after some steps of two micro-batches, clipped by turns."""
+    for step, micro in enumerate(models.make_batches(steps, MICRO, 1)):
+        batches = [batch.to(device) for (batch,) in micro]
+        driver.run_step(session, batches, clip_norm=[0.01, 1e9][step % 2])
+    session.engine.settle()
+    assert not getattr(session.engine.placement.executor, "blocked", None)  # nothing went through pageable memory
+    left = []
+    for bucket in session.engine.buckets:
+        bucket.await_update()
+        left += [bucket.master.read(0, bucket.layout.shard_numel), bucket.shard.read(0, bucket.shard.numel)]
+        left += [leaf for leaf in tree_leaves(session.updater.gather_state(bucket)) if isinstance(leaf, Tensor)]
+    return [tensor.cpu().clone() for tensor in left]
+
+
+def on_the_host(device: torch.device, *arguments: Any, steps: int, **options: Any) -> list[Tensor]:
+    return train(start(device, InlineExecutor(), *arguments, **options, on_device=False), device, steps)
+
+
+@pytest.mark.device("lazy", "random2")
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [(2, FP16), (3, BF16), *(pytest.param(stage, FP32, marks=pytest.mark.slow) for stage in (1, 3))],
+)
+def test_the_bits_are_those_of_an_iteration_on_the_host(
+    device: torch.device, stage: int, precision: MixedPrecisionPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With clipping, micro-batches and, in fp16, steps that overflow; in more batches than are under way at a time."""
+    monkeypatch.setattr(two_places, "_BATCH", 250)
+    expected = on_the_host(device, stage, precision, steps=5)
+    limits = ((64 << 20, 64 << 20), (500, 2000), (0, 0))[stage - 1]  # bytes in flight and of staging memory
+    executor = (Late if device.type == sim.DEVICE else StreamExecutor)(device, *limits)
+    session = start(device, executor, stage, precision)
+    actual = train(session, device, 5)
+    if precision is FP16:
+        assert session.engine.loss_scale < 2.0**17
+    if device.type == sim.DEVICE:
+        assert [bits(values) for values in actual] == [bits(values) for values in expected]
+    else:  # whose products have other orders of sums, in 16 bits
+        torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.01)
+
+
+class Counting(StreamExecutor):
+    """Counts the bytes that it copies, by direction, and those of matrices that come back."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.counts: Counter[str] = Counter()
+
+    def _copy(self, lane: Lane, target: Tensor, source: Tensor, what: str, *rest: Any) -> Any:
+        self.counts[lane.name.lower()] += target.nbytes
+        self.counts["matrices"] += target.nbytes if lane is Lane.D2H and what.startswith("the matrices of") else 0
+        return super()._copy(lane, target, source, what, *rest)
+
+
+class Alike(nn.Module):
+    """Matrices of two shapes, a MiB in fp32, and vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(models.VOCAB, 128)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 128)) for _ in range(4)
+        )
+        self.head = nn.Linear(128, models.VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def make_alike(kind: type[torch.optim.Optimizer]) -> nn.Module:
+    """Beside torch's own Muon everything else is frozen."""
+    model = Alike()
+    for parameter in Muon.groups_of(model)[1]["params"]:
+        parameter.requires_grad_(kind is Muon)
+    return model
+
+
+@pytest.mark.device
+@pytest.mark.parametrize(
+    ("stage", "precision", "kind", "options"),
+    [
+        (2, BF16, Muon, {"batched": True}),
+        (2, BF16, torch.optim.Muon, {}),
+        pytest.param(2, FP32, Muon, {}, marks=pytest.mark.slow),
+        pytest.param(3, FP32, Muon, {"batched": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_memory_and_copies_follow_the_plan(
+    device: torch.device,
+    stage: int,
+    precision: MixedPrecisionPolicy,
+    kind: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the update of a bucket takes on the device, too."""
+    monkeypatch.setattr(two_places, "_BATCH", 1 << 16)
+    executor, footprints = Counting(device), list[Footprint]()
+    plain = two_places.TwoPlacesUpdater.footprint
+
+    def footprint(self: two_places.TwoPlacesUpdater, bucket: BucketForm) -> Footprint:
+        footprints.append(plain(self, bucket))
+        return footprints[-1]
+
+    monkeypatch.setattr(two_places.TwoPlacesUpdater, "footprint", footprint)
+    model, placement = make_alike(kind), place(device, executor, stage, precision)
+    optimizers = [make_optimizer(model, kind, **options)]
+    planned = plan(model, placement, optimizers, bucket_size_mb=1.0, micro_batches=MICRO)
+    session = start(device, executor, stage, precision, make_alike(kind), kind, **options)
+    for _ in range(3):
+        executor.counts.clear()
+        backward(session, device)
+        torch.accelerator.synchronize()
+        executor.release()
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
+        session.optimizer.step()
+        session.engine.settle()
+    taken = torch.accelerator.max_memory_allocated(device) - before
+    apart = [footprint.apart for footprint in footprints]
+    numbers = 2048  # bytes of norms, which no plan counts
+    assert taken - numbers <= max(each.device for each in apart) <= taken, (apart, taken)
+    assert {way: executor.counts[way] for way in ("h2d", "d2h")} == dict(planned.copied)
+    assert sum(each.moved for each in apart) == executor.counts["matrices"] == 2 * 8 * 256 * 128
+    held, parts = held_by(session.engine), planned_parts(planned)
+    staging = held.pop("staging").host, parts.pop("staging").host
+    assert held == parts
+    assert 0 < staging[0] <= staging[1]
+
+
+def backward(session: Session, device: torch.device) -> None:
+    session.optimizer.zero_grad()
+    (micro,) = models.make_batches(1, MICRO, 1)
+    for number, (batch,) in enumerate(micro, start=1):
+        with session.engine.forward_context():
+            loss = models.next_token_loss(session.model, batch.to(device))
+        driver.backward(session.engine, loss, last=number == MICRO)
