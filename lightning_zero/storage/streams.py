@@ -160,7 +160,7 @@ class StreamExecutor:
         self._threads: dict[Lane, Jobs] = {}
         self._copies: dict[Lane, deque[_Copy]] = {lane: deque() for lane in _STREAMS}
         self._lock = threading.RLock()
-        self._submitting = {lane: threading.Lock() for lane in _STREAMS}  # of the work that goes to its stream
+        self._submitting = {lane: threading.RLock() for lane in _STREAMS}  # of the work that goes to its stream
 
     # ------------------------------------------------------------------------------------------------------- copies
 

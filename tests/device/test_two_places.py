@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from typing import Any
 
@@ -181,8 +182,10 @@ def test_memory_and_copies_follow_the_plan(
         executor.release()
         torch.accelerator.reset_peak_memory_stats(device)
         before = torch.accelerator.memory_allocated(device)
-        session.optimizer.step()
-        session.engine.settle()
+        with sim.counted() if device.type == sim.DEVICE else contextlib.nullcontext() as counts:
+            session.optimizer.step()
+            session.engine.settle()
+        assert counts is None or not counts.waits + counts.pageable  # the training's thread waits for no device
     taken = torch.accelerator.max_memory_allocated(device) - before
     apart = [footprint.apart for footprint in footprints]
     numbers = 2048  # bytes of norms, which no plan counts

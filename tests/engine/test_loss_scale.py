@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero.engine import Engine
 from lightning_zero.sharding import Mesh, MixedPrecisionPolicy
@@ -199,7 +200,8 @@ def snapshot(session: Session) -> dict[str, Tensor]:
         values[f"{bucket.names}.master"] = bucket.master.read(0, bucket.layout.shard_numel).clone()
     for piece in driver.state_pieces(session.engine, session.updater):
         for key, value in (piece.elements | piece.scalars).items():
-            values[f"{piece.name}.{piece.start}.{key}"] = torch.as_tensor(value).clone()
+            for number, leaf in enumerate(tree_leaves(value)):  # Shampoo's is a list
+                values[f"{piece.name}.{piece.start}.{key}.{number}"] = torch.as_tensor(leaf).clone()
     return values
 
 
@@ -341,7 +343,7 @@ def test_optimizers_of_whole_parameters_skip_an_overflow_in_fp16(pool: RankPool)
             planted=Place(1, 0, last),
         )
         for stage in STAGES
-        for index, optimizer in enumerate(("muon_and_adamw", "adafactor", "lamb"))
+        for index, optimizer in enumerate(("muon_and_adamw", "adafactor", "lamb", "shampoo"))
     ]
     check_cases(pool, cases)
 
