@@ -37,7 +37,7 @@ INSIDE = {
         ("background", "file", "folder", "remote_file"),
         ("destination", "folder_reader", "state"),
         ("archive_reader", "shards"),
-        ("archive", "safetensors"),
+        ("archive", "decoding", "safetensors"),
         ("boxes", "commit", "lazy", "rng"),
         ("remote",),
         ("errors", "tiles"),

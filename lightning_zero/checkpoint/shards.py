@@ -20,7 +20,7 @@ from lightning_zero.engine.runtime import engines as all_engines
 from lightning_zero.sharding import Bucket
 from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.storage import Memory
-from lightning_zero.update import OwnedTensor, ShardUpdater
+from lightning_zero.update import BlockShardState, OwnedTensor, ScaleLayout, ShardUpdater
 
 PIECE = 2 * TILE  # bytes of a part that is gathered apart
 
@@ -28,7 +28,8 @@ PIECE = 2 * TILE  # bytes of a part that is gathered apart
 class Key(NamedTuple):
     """Names one value per element of a bucket: its masters, a shadow's, or an optimizer's state.
 
-    Or the tensor ``owned`` of the state of a parameter that lies whole on one rank. With ``piece`` only the one of this
+    Or the tensor ``owned`` of the state of a parameter that lies whole on one rank, or a ``part`` of state in blocks,
+    "codes" or "scales". With ``piece`` only the one of this
     number is meant, as :meth:`SharedValues.gather_piece` counts them.
     """
 
@@ -41,6 +42,7 @@ class Key(NamedTuple):
     param: int = 0
     owned: OwnedTensor | None = None
     piece: int | None = None
+    part: str = ""
 
     @property
     def piece_numel(self) -> int:
@@ -112,10 +114,12 @@ class SharedValues(ABC):
     @torch.no_grad()
     def gather_piece(self, number: int) -> Tensor:
         """Those of :meth:`gather` in piece ``number``, :data:`PIECE` bytes or what is left; on the CPU. Collective."""
-        numel, placement = self.key.piece_numel, self.bucket.placement
-        held, ranges = self._held, self._ranges
-        first = number * numel
-        stop = min(first + numel, ranges[-1][1])
+        first = number * self.key.piece_numel
+        return self._gathered(first, min(first + self.key.piece_numel, self._ranges[-1][1])).to("cpu")
+
+    def _gathered(self, first: int, stop: int) -> Tensor:
+        """Elements ``[first, stop)`` of those of :meth:`gather`; on the device. Collective."""
+        placement, held, ranges = self.bucket.placement, self._held, self._ranges
         piece = torch.empty(stop - first, dtype=self.key.dtype, device=placement.device)
         shard = placement.mesh.shard
         for rank, (begin, end) in enumerate(ranges):
@@ -126,7 +130,7 @@ class SharedValues(ABC):
                     values = held.read(low - begin, high - begin)
                     placement.copy(target, values, (held.memory, "device"), self.bucket.name)
                 shard.broadcast_(target, f"gather state of {self.bucket.name}", rank)
-        return piece.to("cpu")
+        return piece
 
     @property
     @abstractmethod
@@ -219,6 +223,77 @@ class ShardedValues(SharedValues):
                 yield Slice(segment.param_start + start - segment.start, start, stop)
 
 
+class CodeValues(ShardedValues):
+    """The 8-bit codes of optimizer state in blocks; of each parameter 1-D, in the order of its memory."""
+
+    def form(self, param: int) -> MemoryFormat:
+        return _one_dimensional(self.bucket.layout.numels[param])
+
+    def cut(self, full: Tensor, param: int) -> Tensor:
+        return full[slice(*self.place(param))].to("cpu", copy=True)
+
+    @property
+    def _held(self) -> _Held:
+        state = _blocks_of(self)
+        return _Held(partial(state.read_codes, self.key.state), state.memory)
+
+
+class ScaleValues(SharedValues):
+    """The scales of optimizer state in blocks, one for each that a segment touches; of each parameter 1-D."""
+
+    @property
+    def _layout(self) -> ScaleLayout:
+        return ScaleLayout.of(self.bucket.layout)
+
+    def form(self, param: int) -> MemoryFormat:
+        start, stop = self.place(param)
+        return _one_dimensional(stop - start)
+
+    def place(self, param: int) -> tuple[int, int]:
+        return self._layout.place(param)
+
+    def cut(self, full: Tensor, param: int) -> Tensor:
+        return full[slice(*self.place(param))].to("cpu", copy=True)
+
+    @torch.no_grad()
+    def gather(self) -> Tensor:
+        return self._gathered(0, self._ranges[-1][1])
+
+    @property
+    def _held(self) -> _Held:
+        return _Held(self.read, _blocks_of(self).memory)
+
+    @property
+    def _ranges(self) -> list[tuple[int, int]]:
+        return self._layout.ranges
+
+    def slices(self, param: int) -> Iterator[Slice]:
+        layout, rank = self._layout, self.bucket.placement.mesh.shard.rank
+        begin, end = layout.ranges[rank]
+        low, high = self._share(end - begin)
+        for piece in layout.pieces[param]:
+            start, stop = max(piece.first - begin, low), min(piece.first - begin + piece.blocks, high)
+            if piece.rank == rank and start < stop:
+                yield Slice(begin + start - layout.place(param)[0], start, stop)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return _blocks_of(self).read_scales(self.key.state, start, stop)
+
+
+def _blocks_of(values: SharedValues) -> BlockShardState:
+    """The state that codes and scales are read of."""
+    assert values.key.optimizer is not None
+    updater = values.engine.updaters[values.key.optimizer]
+    assert isinstance(updater, ShardUpdater)
+    state = updater.state_of(values.bucket)
+    assert isinstance(state, BlockShardState)
+    return state
+
+
+def _one_dimensional(numel: int) -> MemoryFormat:
+    return MemoryFormat(torch.Size([numel]), (1,))
+
+
 class OwnedValues(SharedValues):
     """A tensor of the optimizer's state of a parameter that lies whole on one rank of the shard group."""
 
@@ -292,7 +367,8 @@ def values_of(key: Key, engines: Sequence[Engine]) -> SharedValues:
         engines: of the checkpoint.
     """
     engine = _on_mesh(engines[0])[key.engine]
-    kind = ShardedValues if key.owned is None else OwnedValues
+    parts = {"": ShardedValues, "codes": CodeValues, "scales": ScaleValues}
+    kind = parts[key.part] if key.owned is None else OwnedValues
     return kind(engine, key._replace(engine=engine.number, piece=None))
 
 

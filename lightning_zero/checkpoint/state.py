@@ -12,7 +12,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,23 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_zero.advice import Case, advice
 from lightning_zero.checkpoint.archive_reader import give_back_pages
-from lightning_zero.checkpoint.shards import Key, OwnedValues, ShardedValues, masters
+from lightning_zero.checkpoint.decoding import decoded_lazily
+from lightning_zero.checkpoint.shards import CodeValues, Key, OwnedValues, ScaleValues, ShardedValues, masters
 from lightning_zero.engine import Engine, Shadow
 from lightning_zero.sharding import Bucket
 from lightning_zero.sharding.compiled import names_of, plain_name, plain_names
 from lightning_zero.sharding.freed import is_metadata
 from lightning_zero.sharding.sharded_init import ShardedParameter, load_shard
 from lightning_zero.torch_private import load_hooks, tree_leaves, tree_map, version_of
-from lightning_zero.update import OwnedTensor, ShardUpdater
+from lightning_zero.update import (
+    Blocks,
+    BlockShardState,
+    OwnedTensor,
+    ScaleLayout,
+    ShardUpdater,
+    compacted,
+    in_blocks,
+)
 
 StateDict = dict[str, Any]
 KIND = "class"  # an optimizer state dict's entry: the name of the optimizer's class; torch's own has none
@@ -216,8 +225,13 @@ def _run_load_hooks(module: nn.Module, state: StateDict) -> None:
             hook(state, f"{name}." if name else "", {}, True, [], [], [])
 
 
-def optimizer_state_dict(engine: Engine, updater: ShardUpdater) -> StateDict:
+def optimizer_state_dict(engine: Engine, updater: ShardUpdater, compact: bool = False) -> StateDict:
     """``{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}``, the same on all ranks. Collective.
+
+    Args:
+        engine: of the parameters.
+        updater: of the optimizer.
+        compact: 8-bit state in the form of :mod:`lightning_zero.update.compact`, not as fp32.
 
     Returns:
         Per-element state, in the parameters' shapes, is lazy; see :func:`module_state_dict`.
@@ -232,9 +246,14 @@ def optimizer_state_dict(engine: Engine, updater: ShardUpdater) -> StateDict:
     optimizer = engine.updaters.index(updater)
     state: StateDict = {}
     for (number, bucket), form in zip(buckets.items(), updater.describe_state([*buckets.values()]), strict=True):
+        keys = {name: Key(engine.number, number, dtype, optimizer, name) for name, dtype in form.dtypes.items()}
+        blocks = updater.state_of(bucket) if compact else None
+        in_compact_form = isinstance(blocks, BlockShardState)
         values = {
-            name: ShardedValues(engine, Key(engine.number, number, dtype, optimizer, name))
-            for name, dtype in form.dtypes.items()
+            name: _Moments(engine, key, blocks.signed[name])
+            if isinstance(blocks, BlockShardState)
+            else ShardedValues(engine, key)
+            for name, key in keys.items()
         }
 
         def lazy(leaf: Any, key: Key) -> Any:
@@ -248,8 +267,23 @@ def optimizer_state_dict(engine: Engine, updater: ShardUpdater) -> StateDict:
             rest = tree_map(partial(lazy, key=key), own.rest)
             # Plain SGD has none, and in torch's format then no entry either.
             if (entry := tensors | rest) and id(bucket.parameters[index]) in mine:
-                state[names[id(bucket.parameters[index])]] = entry
+                state[names[id(bucket.parameters[index])]] = compacted(entry) if in_compact_form else entry
     return {"state": state, "param_groups": groups, KIND: type(updater.optimizer).__name__}
+
+
+class _Moments(NamedTuple):
+    """State of a bucket in blocks, parameter by parameter, in compact form."""
+
+    engine: Engine
+    key: Key
+    signed: bool
+
+    def tensor(self, param: int) -> dict[str, Any]:
+        codes = CodeValues(self.engine, self.key._replace(dtype=torch.int8, part="codes"))
+        scales = ScaleValues(self.engine, self.key._replace(dtype=torch.uint8, part="scales"))
+        bucket = codes.bucket
+        blocks = Blocks(self.signed, bucket.formats[param], ScaleLayout.of(bucket.layout).starts(param))
+        return in_blocks(blocks, codes.tensor(param), scales.tensor(param))
 
 
 def check_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapping[str, Any]) -> dict[int, Any]:
@@ -261,6 +295,7 @@ def check_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Map
     Raises:
         ValueError: where the groups or the kind of state do not match the optimizer's.
     """
+    saved = decoded_lazily(saved)
     optimizer, names = updater.optimizer, _parameter_names(engine.module)
     name = type(optimizer).__name__
     if len(saved["param_groups"]) != len(optimizer.param_groups):
@@ -296,6 +331,7 @@ def load_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapp
     Raises:
         ValueError: as :func:`check_optimizer_state_dict`, before anything has changed.
     """
+    kept, saved = saved, decoded_lazily(saved)
     keys, optimizer = check_optimizer_state_dict(engine, updater, saved), updater.optimizer
     updater.clear()
     for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
@@ -305,11 +341,12 @@ def load_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapp
     optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            state = saved["state"].get(keys.get(id(parameter)))
+            key = keys.get(id(parameter))
+            state = saved["state"].get(key)
             bucket = engine.bucket_of(parameter)
             if state is not None and bucket is not None:
                 updater.load(bucket, bucket.index[id(parameter)], state)
-                for value in state.values():
+                for value in tree_leaves(kept["state"][key]):
                     if isinstance(value, Tensor):
                         give_back_pages(value)
 

@@ -407,7 +407,10 @@ def _export(
 
 @app.command("consolidate", rich_help_panel=_CHECKPOINTS)
 def _consolidate(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A sharded checkpoint.", show_default=False)],
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="CHECKPOINT", help="A sharded checkpoint, or one with 8-bit state.", show_default=False),
+    ],
     path: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.", show_default=False)],
     dtype: Annotated[
         _Dtype | None, typer.Option(help="The dtype of floating-point weights.", show_default="as in the checkpoint")
@@ -415,13 +418,14 @@ def _consolidate(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Write a sharded checkpoint, this package's or FSDP's, into one ordinary file.
+    """Write a sharded checkpoint, this package's or FSDP's, into one ordinary file, for any strategy.
 
-    All checksums are compared first. It takes memory for a few MiB at a time.
+    8-bit optimizer state in compact form becomes fp32, exactly; a file that holds such state is taken, too. All
+    checksums are compared first. It takes memory for a few MiB at a time.
     """
     from lightning_zero.cli.consolidate import run
 
-    raise typer.Exit(run(folder, path, dtype=dtype, overwrite=overwrite, as_json=as_json))
+    raise typer.Exit(run(source, path, dtype=dtype, overwrite=overwrite, as_json=as_json))
 
 
 @app.command("convert-deepspeed", rich_help_panel=_CHECKPOINTS)

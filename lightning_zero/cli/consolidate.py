@@ -1,4 +1,4 @@
-"""`lightning-zero consolidate`: a checkpoint folder as one file.
+"""`lightning-zero consolidate`: a checkpoint as one ordinary file.
 
 `--json` prints one object. Within a schema version fields are added, never renamed or removed.
 
@@ -20,10 +20,10 @@ from lightning_zero.tools.consolidate import consolidate
 SCHEMA = 1
 
 
-def run(folder: Path, path: Path, *, dtype: str | None, overwrite: bool, as_json: bool = False) -> int:
+def run(source: Path, path: Path, *, dtype: str | None, overwrite: bool, as_json: bool = False) -> int:
     """Consolidates, and prints what was written; returns the exit code."""
     try:
-        written = consolidate(folder, path, dtype=None if dtype is None else DTYPES[dtype], overwrite=overwrite)
+        written = consolidate(source, path, dtype=None if dtype is None else DTYPES[dtype], overwrite=overwrite)
     except (CheckpointError, OSError) as error:
         return complain(error)
     if as_json:

@@ -15,6 +15,7 @@ from lightning_zero.integration.options import (
     CHOSEN,
     FREE,
     AutoOptions,
+    CheckpointStateName,
     FormatName,
     LayoutName,
     NativeName,
@@ -42,6 +43,7 @@ Store = _choice("Store", StoreName)
 NativeOptimizer = _choice("NativeOptimizer", NativeName)
 Preflight = _choice("Preflight", PreflightName)
 CheckpointFormat = _choice("CheckpointFormat", FormatName)
+CheckpointState = _choice("CheckpointState", CheckpointStateName)
 StartMethod = _choice("StartMethod", StartMethodName)
 
 
@@ -59,6 +61,7 @@ _REPLACED = {
     LayoutName: MasterLayout,
     PreflightName: Preflight,
     FormatName: CheckpointFormat,
+    CheckpointStateName: CheckpointState,
     StartMethodName: StartMethod,
     Sequence[str | type] | None: list[str] | None,  # classes by their names
 }

@@ -92,6 +92,7 @@ class EngineStrategy(DDPStrategy):
     skip_nonfinite = _Option(lambda options: options.skip_nonfinite)
     max_consecutive_skips = _Option(lambda options: options.max_consecutive_skips)
     checkpoint_format = _Option(lambda options: options.checkpoint_format)
+    checkpoint_state = _Option(lambda options: options.checkpoint_state)
     async_save = _Option(lambda options: options.async_save)
     checksums = _Option(lambda options: options.checksums)
     evaluation_masters = _Option(lambda options: options.evaluation_masters)

@@ -27,7 +27,7 @@ from lightning_zero.integration.precision import ZeroPrecision, unwrap
 from lightning_zero.sharding import Group, Mesh
 from lightning_zero.sharding.compiled import plain_names
 from lightning_zero.sharding.sharded_init import usable_inside
-from lightning_zero.update import ShardUpdater
+from lightning_zero.update import ShardUpdater, decoded
 from lightning_zero.version import __version__
 
 WRITTEN_BY = "lightning_zero"  # the checkpoint's entry on the run that wrote it
@@ -146,7 +146,7 @@ class CheckpointingStrategy(EngineStrategy):
 
     def _state_of(self, updater: ShardUpdater) -> dict[str, Any]:
         """See :meth:`_module_state`."""
-        state = _checkpoint.full_on_first(self._lazy_state_of(updater), self.engine)
+        state = _checkpoint.full_on_first(_checkpoint.optimizer_state_dict(self.engine, updater), self.engine)
         return state if self.is_global_zero else {**state, "state": {}}
 
     def _lazy_module_state(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class CheckpointingStrategy(EngineStrategy):
 
     def _lazy_state_of(self, updater: ShardUpdater) -> dict[str, Any]:
         """See :meth:`_lazy_module_state`."""
-        return _checkpoint.optimizer_state_dict(self.engine, updater)
+        return _checkpoint.optimizer_state_dict(self.engine, updater, self.options.checkpoint_state == "compact")
 
     def _dump(self, connector: private.CheckpointConnector, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run the connector's own ``dump_checkpoint``, whose requests for state are answered by lazy tensors."""
@@ -262,7 +262,7 @@ class CheckpointingStrategy(EngineStrategy):
 
 
 class FileCheckpointIO(TorchCheckpointIO):
-    """Reads and writes files for other strategies, and says what to do with a folder."""
+    """Reads and writes files for other strategies, also those with 8-bit state; says what to do with a folder."""
 
     @override
     def load_checkpoint(self, path: private.PathLike, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -276,7 +276,8 @@ class FileCheckpointIO(TorchCheckpointIO):
                 f"{path} is a folder, a sharded checkpoint, which this strategy cannot read. Write it as one file "
                 f"first, `lightning-zero consolidate {path} one.ckpt`, and load that; or use a zero strategy"
             )
-        return super().load_checkpoint(path, *args, **kwargs)
+        loaded: dict[str, Any] = decoded(super().load_checkpoint(path, *args, **kwargs))
+        return loaded
 
 
 def begins_epoch(loop: private.FitLoop) -> bool:

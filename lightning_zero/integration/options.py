@@ -21,6 +21,7 @@ StoreName = Literal["none", "cpu", "nvme"]
 NativeName = Literal["auto", "off"]
 LayoutName = Literal["fp32", "split"]
 FormatName = Literal["full", "sharded"]
+CheckpointStateName = Literal["fp32", "compact"]
 PreflightName = Literal["error", "warn", "off"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _STAGES = (0, 1, 2, 3)
@@ -63,6 +64,7 @@ class StrategyOptions:
     skip_nonfinite: bool = True
     max_consecutive_skips: int | None = 25
     checkpoint_format: FormatName = "full"
+    checkpoint_state: CheckpointStateName = "fp32"
     async_save: bool = False
     checksums: bool = True
     evaluation_masters: bool = False
@@ -257,6 +259,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "master_layout": get_args(LayoutName),
     "start_method": get_args(StartMethod),
     "checkpoint_format": get_args(FormatName),
+    "checkpoint_state": get_args(CheckpointStateName),
     "preflight": get_args(PreflightName),
     "offload_optimizer": get_args(StoreName),
     "offload_params": get_args(StoreName),

@@ -31,6 +31,7 @@ from lightning_zero.integration.deepspeed import FromDeepSpeed
 from lightning_zero.integration.launchers import make_launcher, tell_why
 from lightning_zero.integration.names import make_auto_strategy, make_strategy, register_in
 from lightning_zero.integration.options import (
+    CheckpointStateName,
     FormatName,
     LayoutName,
     NativeName,
@@ -136,6 +137,9 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         checkpoint_format: ``"full"``: one ordinary file, which all ranks write together, or rank 0 alone where they
             share no file system. ``"sharded"``: a folder by ``torch.distributed.checkpoint``, to which each rank adds
             its part.
+        checkpoint_state: how checkpoints store 8-bit optimizer state (``state_dtype=torch.int8``; other state is as it
+            is). ``"fp32"``: decoded, as torch's optimizers load it. ``"compact"``: as it is kept, a quarter of the
+            bytes; any options of this strategy resume from it, and ``lightning-zero consolidate`` decodes it.
         async_save: checkpoints during ``fit`` are copied to host memory, which takes as much of it as the rank's part
             of the checkpoint, and written while training goes on. An error appears at the next save or at the end.
         checksums: write checksums of all tensors into checkpoints, and verify them when one is loaded; it is read once
@@ -183,6 +187,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         skip_nonfinite: bool = True,
         max_consecutive_skips: int | None = 25,
         checkpoint_format: FormatName = "full",
+        checkpoint_state: CheckpointStateName = "fp32",
         async_save: bool = False,
         checksums: bool = True,
         evaluation_masters: bool = False,
@@ -221,6 +226,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             skip_nonfinite=skip_nonfinite,
             max_consecutive_skips=max_consecutive_skips,
             checkpoint_format=checkpoint_format,
+            checkpoint_state=checkpoint_state,
             async_save=async_save,
             checksums=checksums,
             evaluation_masters=evaluation_masters,

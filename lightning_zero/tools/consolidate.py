@@ -1,4 +1,4 @@
-"""Consolidation of a folder of many files into one file, on any machine, in memory for a tile of it."""
+"""Consolidation of a checkpoint into one ordinary file, on any machine, in memory for a tile of it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint import CheckpointError, load
+from lightning_zero.checkpoint.decoding import decoded_lazily
 from lightning_zero.checkpoint.file import write_alone
 from lightning_zero.checkpoint.lazy import StoredSource, StoredTensor
 from lightning_zero.sharding import Group
 from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.tools.contents import cast, explained
+from lightning_zero.update import holds_compact
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +34,30 @@ class Consolidated:
     bytes: int
 
 
-def consolidate(folder: Path, path: Path, *, dtype: torch.dtype | None = None, overwrite: bool = False) -> Consolidated:
-    """Write a checkpoint that ``torch.distributed.checkpoint`` made, ours or FSDP's, into one ordinary file.
+def consolidate(source: Path, path: Path, *, dtype: torch.dtype | None = None, overwrite: bool = False) -> Consolidated:
+    """Write a checkpoint as one file that any strategy and torch's optimizers load.
 
     Args:
-        folder: of the checkpoint.
+        source: the folder of a checkpoint that ``torch.distributed.checkpoint`` made, ours or FSDP's; or a file with
+            8-bit optimizer state in compact form.
         path: of the file; it is there when it is complete.
-        dtype: of floating-point weights; default: as they are. Optimizer state stays as it is.
+        dtype: of floating-point weights; default: as they are. Optimizer state stays as it is, but for 8-bit state in
+            compact form, which becomes fp32, exactly.
         overwrite: replace a file that is there.
 
     Raises:
-        CheckpointError: the folder is incomplete, damaged, or holds pickled objects; the file is there; or a weight is
-            infinite in ``dtype``.
+        CheckpointError: the checkpoint is incomplete, damaged, or holds pickled objects; it is a file already, and
+            nothing in it is compact; the new file is there; or a weight is infinite in ``dtype``.
         OSError: files cannot be read or written.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder; a checkpoint in one file needs no consolidation.")
     if path.exists() and not overwrite:
         raise CheckpointError(f"{path} is already there; name another file, or replace it by --overwrite.")
-    with explained(folder):
-        checkpoint = load(folder, Group())
+    with explained(source):
+        if not source.is_dir() and not holds_compact(load(source, Group(), checksums=False)):
+            raise CheckpointError(
+                f"{source} is no folder, and holds no 8-bit state in compact form; it needs no consolidation."
+            )
+        checkpoint = decoded_lazily(load(source, Group()))
     weights: dict[str, Any] = checkpoint.get("state_dict", {})
     if dtype is not None:
         converted: dict[int, Tensor] = {}  # tied weights stay tied

@@ -23,6 +23,7 @@ from lightning_zero.checkpoint.commit import META
 from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.checkpoint.folder_reader import Folder, as_one
 from lightning_zero.checkpoint.lazy import StoredTensor
+from lightning_zero.update import state_as_kept
 
 # Errors that `torch.load` raises for a file that was cut short, changed, or that something else wrote.
 UNREADABLE = (
@@ -299,7 +300,7 @@ def _describe_optimizer(saved: Mapping[str, Any]) -> OptimizerInfo:
     ]
     found: dict[str, list[Any]] = {}
     for entries in saved["state"].values():
-        for name, value in entries.items():
+        for name, value in state_as_kept(entries).items():
             found.setdefault(str(name), []).append(value)
     state = []
     for name, values in found.items():

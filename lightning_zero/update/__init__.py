@@ -1,9 +1,11 @@
 """The optimizer step over shards: loss scale, clipping, torch's optimizers, and the native kernels on the host."""
 
 from lightning_zero.update.attached import Updater
+from lightning_zero.update.block_state import BlockShardState, ScaleLayout
 from lightning_zero.update.choice import choose_updater, kept_whole, make_updater
 from lightning_zero.update.clipping import GradientStats
 from lightning_zero.update.combined import CombinedUpdater
+from lightning_zero.update.compact import Blocks, compacted, decoded, holds_compact, in_blocks, state_as_kept
 from lightning_zero.update.cpu import CPUOptimizer, block_of
 from lightning_zero.update.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion
 from lightning_zero.update.footprint import Footprint
@@ -18,6 +20,8 @@ from lightning_zero.update.whole import WholeUpdater
 
 __all__ = [
     "CPUSGD",
+    "BlockShardState",
+    "Blocks",
     "CPUAdagrad",
     "CPUAdam",
     "CPUAdamW",
@@ -33,6 +37,7 @@ __all__ = [
     "NativeUpdater",
     "OptimizerState",
     "OwnedTensor",
+    "ScaleLayout",
     "ShardState",
     "ShardUpdater",
     "SkippedStepsError",
@@ -46,7 +51,12 @@ __all__ = [
     "WholeUpdater",
     "block_of",
     "choose_updater",
+    "compacted",
+    "decoded",
     "examine",
+    "holds_compact",
+    "in_blocks",
     "kept_whole",
     "make_updater",
+    "state_as_kept",
 ]

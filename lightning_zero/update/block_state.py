@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_zero import ops
-from lightning_zero.sharding import Bucket, BucketForm, Run, Segment
+from lightning_zero.sharding import Bucket, BucketForm, FlatLayout, Run, Segment
 from lightning_zero.storage.rested import changing, pieces
 from lightning_zero.update.state import ShardState, State
 
@@ -17,6 +19,46 @@ from lightning_zero.update.state import ShardState, State
 def count_scales(bucket: Bucket | BucketForm) -> int:
     """The blocks that this rank's segments touch: one scale each, for every name of the state."""
     return sum(ops.count_blocks(segment.param_start, segment.numel) for segment in bucket.segments)
+
+
+class ScalePiece(NamedTuple):
+    """The scales of one segment of a bucket."""
+
+    rank: int  # of the shard group
+    first: int  # of all scales of the bucket: rank 0's, then rank 1's, ...
+    blocks: int  # one scale for each
+    param_start: int  # of the segment
+
+
+class ScaleLayout(NamedTuple):
+    """Places of a bucket's scales, of all ranks of the shard group."""
+
+    ranges: list[tuple[int, int]]  # of each rank's scales
+    pieces: dict[int, list[ScalePiece]]  # by index of the parameter, in ascending order
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def of(cls, layout: FlatLayout) -> ScaleLayout:
+        """The places for a layout of parameters."""
+        found, first = cls([], {}), 0
+        for rank in range(layout.shards):
+            begin = first
+            for segment in layout.segments(rank):
+                blocks = ops.count_blocks(segment.param_start, segment.numel)
+                piece = ScalePiece(rank, first, blocks, segment.param_start)
+                found.pieces.setdefault(segment.param, []).append(piece)
+                first += blocks
+            found.ranges.append((begin, first))
+        return found
+
+    def place(self, param: int) -> tuple[int, int]:
+        """Where the scales of parameter ``param`` begin and end; those of adjacent segments are adjacent."""
+        pieces = self.pieces[param]
+        return pieces[0].first, pieces[-1].first + pieces[-1].blocks
+
+    def starts(self, param: int) -> tuple[int, ...]:
+        """Where parameter ``param`` begins and, inside of it, shard borders cut blocks."""
+        return (0, *(piece.param_start for piece in self.pieces[param] if piece.param_start % ops.BLOCK))
 
 
 class BlockShardState(ShardState):
@@ -43,6 +85,20 @@ class BlockShardState(ShardState):
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
         return dict.fromkeys(self.flat, torch.float32)
+
+    @property
+    def signed(self) -> Mapping[str, bool]:
+        """By name of the per-element state, in which format it is."""
+        return self._signed
+
+    def read_codes(self, name: str, start: int, stop: int) -> Tensor:
+        """Codes of elements ``[start, stop)`` of the shard, int8; zeros where there are none yet."""
+        return super().read(name, torch.int8, start, stop)
+
+    def read_scales(self, name: str, start: int, stop: int) -> Tensor:
+        """This rank's scales ``[start, stop)``, uint8, segment by segment; zeros where there are none yet."""
+        scales = self._scales.get(name)
+        return torch.zeros(stop - start, dtype=torch.uint8) if scales is None else scales[start:stop]
 
     def parts(self, name: str, dtype: torch.dtype, run: Run) -> ops.Quantized:
         (segment,) = run.segments

@@ -21,6 +21,7 @@ from lightning_zero.storage import HostStore
 from lightning_zero.storage.host import HUGE_PAGE
 from lightning_zero.storage.rested import Resident
 from lightning_zero.torch_private import version_of
+from lightning_zero.update.compact import decoded
 from lightning_zero.update.native import Group, NativeRule, Numbers, first_index
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -194,8 +195,9 @@ class CPUOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class or of the torch optimizer of the same name.
 
-        Moments are kept in this optimizer's ``state_dtype``, masters in its ``master_layout``. Load the model before,
-        where the saved layout is "split" and this one's is not: a remainder means nothing without its parameter.
+        Moments, also those of a checkpoint with ``checkpoint_state="compact"``, are kept in this optimizer's
+        ``state_dtype``, masters in its ``master_layout``. Load the model before, where the saved layout is "split" and
+        this one's is not: a remainder means nothing without its parameter.
         """
 
         def note(_: Optimizer, loaded: dict[str, Any]) -> None:  # after the hooks of others, before anything is written
@@ -205,7 +207,7 @@ class CPUOptimizer(Optimizer):
 
         hook = self.register_load_state_dict_pre_hook(note)
         try:
-            super().load_state_dict(state_dict)
+            super().load_state_dict(decoded(state_dict))
         finally:
             hook.remove()
             self._loaded = None

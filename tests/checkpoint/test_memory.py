@@ -15,6 +15,7 @@ from strategy.fits import make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_zero import CPUAdamW
 from lightning_zero.integration.names import STRATEGIES
 
 LAYERS, WIDTH = 10, 3500  # 122M parameters
@@ -43,10 +44,17 @@ class Large(LightningModule):
         return DataLoader(torch.ones(4, WIDTH), batch_size=1)  # type: ignore[arg-type]
 
 
+class InBlocks(Large):
+    """With 8-bit state."""
+
+    def configure_optimizers(self) -> Any:
+        return CPUAdamW(self.parameters(), lr=1e-3, state_dtype="int8")
+
+
 def make(strategy: dict[str, Any], steps: int, *callbacks: Callback) -> tuple[Trainer, Large]:
     trainer = make_trainer(strategy, max_epochs=-1, max_steps=steps, callbacks=list(callbacks))
     with trainer.init_module(empty_init=False):
-        return trainer, Large()
+        return trainer, InBlocks() if "checkpoint_state" in strategy else Large()
 
 
 class Peak:
@@ -106,12 +114,22 @@ def resume(strategy: dict[str, Any], path: str) -> int:
 @pytest.mark.slow
 @ranks(2)
 @pytest.mark.parametrize(
-    ("protocol", "container"),
-    [("", "full"), ("", "sharded"), ("shared://", "full"), ("shared://", "sharded")],
+    ("protocol", "container", "options"),
+    [
+        ("", "full", {}),
+        ("", "sharded", {}),
+        ("shared://", "full", {}),
+        ("shared://", "sharded", {}),
+        ("", "full", {"checkpoint_state": "compact"}),
+        ("", "full", {"checkpoint_state": "fp32"}),
+    ],
 )
-def test_saving_and_loading_take_little_memory(pool: RankPool, protocol: str, container: str, tmp_path: Path) -> None:
-    """At a URL, too, where rank 0 streams one file, and all ranks write theirs of a folder."""
-    strategy, path = {**STRATEGIES["zero3"], "checkpoint_format": container}, f"{protocol}{tmp_path}/a.ckpt"
+def test_saving_and_loading_take_little_memory(
+    pool: RankPool, protocol: str, container: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """At a URL, too, where rank 0 streams one file, and all ranks write theirs of a folder; of 8-bit state, too."""
+    strategy = {**STRATEGIES["zero3"], "checkpoint_format": container, **options}
+    path = f"{protocol}{tmp_path}/a.ckpt"
     saved = pool.run_within(200, train_and_save, strategy, path)
     loaded = pool.run_within(200, resume, strategy, path)
     print(f"MiB, of {LIMIT >> 20}: save {[n >> 20 for n in saved]}, load {[n >> 20 for n in loaded]}")

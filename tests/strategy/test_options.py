@@ -44,6 +44,7 @@ OTHERS: dict[str, Any] = {
     "skip_nonfinite": False,
     "max_consecutive_skips": 6,
     "checkpoint_format": "sharded",
+    "checkpoint_state": "compact",
     "async_save": True,
     "checksums": False,
     "evaluation_masters": True,

@@ -90,7 +90,7 @@ class CheckpointingStrategy(EnginesStrategy):
             engine = self._engine_with(value)
             return value.state_dict() if engine is None else _checkpoint.module_state_dict(engine)
         if isinstance(value, Optimizer) and (found := self._updater_of(value)):
-            return _checkpoint.optimizer_state_dict(*found)
+            return _checkpoint.optimizer_state_dict(*found, self.options.checkpoint_state == "compact")
         if _is_list_of_objects(value):
             return [self._state_of(item) for item in value]
         return value.state_dict() if _is_stateful(value) else value
