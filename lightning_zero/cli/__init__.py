@@ -420,8 +420,9 @@ def _consolidate(
 ) -> None:
     """Write a sharded checkpoint, this package's or FSDP's, into one ordinary file, for any strategy.
 
-    8-bit optimizer state in compact form becomes fp32, exactly; a file that holds such state is taken, too. All
-    checksums are compared first. It takes memory for a few MiB at a time.
+    8-bit optimizer state in compact form becomes fp32, exactly, also that of
+    a file. All checksums are compared first. It takes memory for a few MiB at
+    a time.
     """
     from lightning_zero.cli.consolidate import run
 
