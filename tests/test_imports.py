@@ -27,7 +27,7 @@ ORDER = (
     ("sharding",),
     ("storage",),
     ("ops",),
-    ("advice", "cgroups", "limits", "torch_private", "version"),
+    ("advice", "cgroups", "limits", "numa", "torch_private", "version"),
 )
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 # The modules of a part from the top down, "" for its `__init__`: a module imports modules of lower levels.

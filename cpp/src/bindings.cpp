@@ -281,7 +281,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
         fill_with_zeros(pointer<void>(memory), bytes, threads);
       },
       py::kw_only(), py::arg("memory"), py::arg("nbytes"), py::arg("threads"));
-  m.def("bind_threads", &bind_threads, py::arg("cores"));
+  m.def("bind_threads", &bind_threads, py::arg("cores"), py::arg("together"));
 
   py::class_<DiskPool>(m, "DiskPool")
       .def("transfer", &transfer, py::arg("transfers"), py::kw_only(), py::arg("alignment"),

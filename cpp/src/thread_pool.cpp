@@ -10,7 +10,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
-#include <deque>
+#include <limits>
 #include <list>
 #include <mutex>
 #include <stdexcept>
@@ -30,103 +30,142 @@ cpu_set_t allowed_cores() {
 }
 #endif
 
+// What threads are bound to: one core each, or all of them together.
+struct Binding {
+  std::vector<int> cores;
+  bool together = false;
+};
+
 // What bind_threads was last told; null before. Never freed: a thread, or the child of a fork, may still read
 // it.
-std::atomic<const std::vector<int>*> bound_cores{nullptr};
+std::atomic<const Binding*> told_binding{nullptr};
+
+// A thread's part of the pieces of a job, on a cache line of its own.
+struct alignas(64) Part {
+  std::atomic<std::size_t> next{0};
+  std::size_t stop = 0;
+};
+
+// The pieces that one caller has asked for. It lives in the call, which ends when nobody works on it.
+struct Job {
+  Job(std::size_t count, std::size_t threads, const std::function<void(std::size_t)>& piece)
+      : piece(piece), parts(threads), joined(threads, false) {
+    for (std::size_t t = 0; t < threads; ++t) {
+      parts[t].next = count * t / threads;
+      parts[t].stop = count * (t + 1) / threads;
+    }
+  }
+
+  const std::function<void(std::size_t)>& piece;
+  std::vector<Part> parts;
+  std::vector<bool> joined;  // by thread: it is at work, or has found nothing left
+  std::size_t busy = 0;      // workers that have joined and not left
+};
 
 class ThreadPool {
  public:
   void run(std::size_t count, std::size_t threads, const std::function<void(std::size_t)>& piece) {
-    const std::lock_guard<std::mutex> turn(turn_);
+    Job job(count, hire(std::min(threads, count)), piece);
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      threads_ = std::min(threads, count);
-      try {
-        for (; workers_ + 1 < threads_; ++workers_) {
-          std::thread(&ThreadPool::work, this, workers_ + 1).detach();
-        }
-      } catch (const std::system_error&) {  // a limit of the system: those that there are do the work
-        threads_ = workers_ + 1;
-      }
-      while (parts_.size() < threads_) parts_.emplace_back();
-      for (std::size_t t = 0; t < threads_; ++t) {
-        parts_[t].next = count * t / threads_;
-        parts_[t].stop = count * (t + 1) / threads_;
-      }
-      piece_ = &piece;
-      open_ = true;
-      ++job_;
+      jobs_.push_back(&job);
+      ++newest_;
     }
     wake_.notify_all();
-    take_pieces(0);
+    take_pieces(job, 0, std::numeric_limits<std::uint64_t>::max());
     std::unique_lock<std::mutex> lock(mutex_);
-    open_ = false;  // who wakes up only now is not needed, and must not see a job that has ended
-    done_.wait(lock, [this] { return busy_ == 0; });
+    jobs_.remove(&job);  // who wakes up only now is not needed, and must not see a job that has ended
+    done_.wait(lock, [&job] { return job.busy == 0; });
   }
 
  private:
-  // A thread's part of the pieces, on a cache line of its own.
-  struct alignas(64) Part {
-    std::atomic<std::size_t> next{0};
-    std::size_t stop = 0;
-  };
+  // Makes workers for so many threads, the caller among them; returns how many threads there are, if the
+  // system lets there be fewer.
+  std::size_t hire(std::size_t threads) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    try {
+      for (; workers_ + 1 < threads; ++workers_) {
+        std::thread(&ThreadPool::work, this, workers_ + 1).detach();
+      }
+    } catch (const std::system_error&) {  // a limit of the system: those that there are do the work
+      return workers_ + 1;
+    }
+    return threads;
+  }
 
   // What a worker does for the rest of the process: it is never joined, it sleeps when the process exits.
   void work(std::size_t thread) {
-    std::uint64_t job = 0;
-    const std::vector<int>* bound = nullptr;
+    const Binding* bound = nullptr;
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
-      wake_.wait(lock, [&] { return open_ && job_ != job && thread < threads_; });
-      job = job_;
-      ++busy_;
-      if (const std::vector<int>* const cores = bound_cores; cores != bound) {
-        bound = cores;
-        bind_self(thread, *cores);
+      Job* job = nullptr;
+      wake_.wait(lock, [&] { return (job = newest_for(thread)) != nullptr; });
+      const std::uint64_t seen = newest_;
+      job->joined[thread] = true;
+      ++job->busy;
+      if (const Binding* const binding = told_binding; binding != bound) {
+        bound = binding;
+        bind_self(thread, *binding);
       }
       lock.unlock();
-      take_pieces(thread);
+      const bool finished = take_pieces(*job, thread, seen);
       lock.lock();
-      if (--busy_ == 0) done_.notify_one();
+      // Who leaves for a newer job comes back after it, and holds up nobody meanwhile.
+      job->joined[thread] = finished;
+      if (--job->busy == 0) done_.notify_all();
     }
   }
 
-  void take_pieces(std::size_t thread) {
-    for (std::size_t k = 0; k < threads_; ++k) {
-      Part& part = parts_[(thread + k) % threads_];
-      for (std::size_t i = part.next++; i < part.stop; i = part.next++) (*piece_)(i);
-    }
+  // The newest job that has a place for a worker.
+  Job* newest_for(std::size_t thread) const {
+    const auto found = std::find_if(jobs_.rbegin(), jobs_.rend(), [thread](const Job* job) {
+      return thread < job->joined.size() && !job->joined[thread];
+    });
+    return found == jobs_.rend() ? nullptr : *found;
   }
 
-  void bind_self(std::size_t thread, const std::vector<int>& named) const {
+  // Runs pieces until none is left: true, or until there is a job that is newer than the one last `seen`:
+  // false.
+  bool take_pieces(Job& job, std::size_t thread, std::uint64_t seen) {
+    const std::size_t threads = job.parts.size();
+    for (std::size_t k = 0; k < threads; ++k) {
+      Part& part = job.parts[(thread + k) % threads];
+      for (std::size_t i = part.next++; i < part.stop; i = part.next++) {
+        job.piece(i);
+        if (newest_ > seen) return false;
+      }
+    }
+    return true;
+  }
+
+  void bind_self(std::size_t thread, const Binding& binding) const {
 #ifdef __linux__
     cpu_set_t cores = allowed_;
-    if (!named.empty()) {
+    if (const std::vector<int>& named = binding.cores; !named.empty()) {
       CPU_ZERO(&cores);
-      CPU_SET(named[(thread - 1) % named.size()], &cores);
+      if (binding.together) {
+        for (const int core : named) CPU_SET(core, &cores);
+      } else {
+        CPU_SET(named[(thread - 1) % named.size()], &cores);
+      }
     }
     // Checked in bind_threads; a core that has gone since then leaves the thread where it is.
     pthread_setaffinity_np(pthread_self(), sizeof cores, &cores);
 #else
     static_cast<void>(thread);
-    static_cast<void>(named);
+    static_cast<void>(binding);
 #endif
   }
 
 #ifdef __linux__
   const cpu_set_t allowed_ = allowed_cores();
 #endif
-  std::mutex turn_;   // held by the caller whose job it is
-  std::mutex mutex_;  // guards what follows; a thread that has joined reads the job without it
+  std::mutex mutex_;  // guards what follows, and all of a job but its parts and its piece
   std::condition_variable wake_;
   std::condition_variable done_;
-  std::size_t workers_ = 0;  // numbered from 1; the caller is thread 0
-  std::size_t busy_ = 0;     // workers that have joined and not left
-  bool open_ = false;        // whether workers may still join
-  std::uint64_t job_ = 0;
-  std::size_t threads_ = 0;
-  std::deque<Part> parts_;
-  const std::function<void(std::size_t)>* piece_ = nullptr;
+  std::size_t workers_ = 0;               // numbered from 1; a caller is thread 0 of its job
+  std::list<Job*> jobs_;                  // whose callers have not ended them
+  std::atomic<std::uint64_t> newest_{0};  // the number of the newest job there ever was
 };
 
 // Never destroyed: sleeping workers use it until the process ends.
@@ -153,7 +192,7 @@ void parallel_for(std::size_t count, std::size_t threads, const std::function<vo
   the_pool()->run(count, threads, piece);
 }
 
-void bind_threads(const std::vector<int>& cores) {
+void bind_threads(const std::vector<int>& cores, bool together) {
 #ifdef __linux__
   const cpu_set_t allowed = allowed_cores();
   for (const int core : cores) {
@@ -166,10 +205,10 @@ void bind_threads(const std::vector<int>& cores) {
   if (!cores.empty()) throw std::runtime_error("threads cannot be bound to cores on this system");
 #endif
   static std::mutex mutex;
-  static auto* const told = new std::list<std::vector<int>>;  // all there ever were: see bound_cores
+  static auto* const told = new std::list<Binding>;  // all there ever were: see told_binding
   const std::lock_guard<std::mutex> lock(mutex);
-  told->push_back(cores);
-  bound_cores = &told->back();
+  told->push_back({cores, together});
+  told_binding = &told->back();
 }
 
 void fill_with_zeros(void* memory, std::size_t bytes, std::size_t threads) {

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
@@ -131,7 +132,7 @@ TEST(ThreadPoolTest, StartsJobsQuicklyOneAfterTheOther) {
   }
 }
 
-TEST(ThreadPoolTest, CallersTakeTurns) {
+TEST(ThreadPoolTest, CallersShareTheWorkers) {
   std::atomic<int> wrong{0};
   std::vector<std::thread> callers;
   for (int caller = 0; caller < 8; ++caller) {
@@ -144,6 +145,63 @@ TEST(ThreadPoolTest, CallersTakeTurns) {
   }
   for (std::thread& caller : callers) caller.join();
   EXPECT_EQ(wrong, 0);
+}
+
+// Two pieces at a time that end when they are told to, by a caller in the background.
+class HeldJob {
+ public:
+  HeldJob() {
+    caller_ = std::thread([this] {
+      parallel_for(2, 2, [this](std::size_t) {
+        ++started_;
+        while (!stop_) std::this_thread::yield();
+      });
+      ended_ = true;
+    });
+    while (started_ != 2) std::this_thread::yield();
+  }
+  ~HeldJob() {
+    stop_ = true;
+    caller_.join();
+  }
+  bool ended() const { return ended_; }
+
+ private:
+  std::atomic<int> started_{0};
+  std::atomic<bool> stop_{false};
+  std::atomic<bool> ended_{false};
+  std::thread caller_;
+};
+
+TEST(ThreadPoolTest, ACallerDoesNotWaitForTheJobOfAnother) {
+  const HeldJob held;
+  for (const std::size_t threads : {2, 1, 4}) {
+    const std::vector<int> calls = calls_of_pieces(50, threads);
+    EXPECT_EQ(std::count(calls.begin(), calls.end(), 1), 50);
+  }
+  EXPECT_FALSE(held.ended());
+}
+
+TEST(ThreadPoolTest, WorkersLeaveALongJobForANewOneAndComeBack) {
+  constexpr std::size_t threads = 3;
+  constexpr std::size_t count = 30000;  // of a tenth of a millisecond, until the new job has ended
+  std::atomic<bool> met{false};
+  std::atomic<std::size_t> started{0};
+  std::vector<int> calls(count);
+  std::thread caller([&] {
+    parallel_for(count, threads, [&](std::size_t i) {
+      ++started;
+      ++calls[i];
+      if (!met) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    });
+  });
+  while (started < threads) std::this_thread::yield();
+  on_every_thread(threads, [](std::size_t) {});  // all of them, at one time
+  const std::size_t before = started;
+  met = true;
+  caller.join();
+  EXPECT_LT(before, count);
+  EXPECT_EQ(std::count(calls.begin(), calls.end(), 1), static_cast<std::ptrdiff_t>(count));
 }
 
 TEST(ThreadPoolTest, FillsWithZerosAndNothingElse) {
@@ -194,6 +252,15 @@ TEST_F(BindThreadsTest, BindsAllButTheCaller) {
     EXPECT_EQ(cores[0], allowed_);
     for (std::size_t k = 1; k < threads; ++k) EXPECT_EQ(cores[k], std::vector<int>{bound[(k - 1) % 2]}) << k;
   }
+}
+
+TEST_F(BindThreadsTest, TogetherEveryThreadGetsAllOfThem) {
+  bind_threads(allowed_, true);
+  for (const std::vector<int>& cores : cores_of_threads(4)) EXPECT_EQ(cores, allowed_);
+  bind_threads({allowed_.back()}, true);
+  const auto cores = cores_of_threads(4);
+  EXPECT_EQ(cores[0], allowed_);
+  for (std::size_t k = 1; k < 4; ++k) EXPECT_EQ(cores[k], std::vector<int>{allowed_.back()}) << k;
 }
 
 TEST_F(BindThreadsTest, WithoutCoresReleasesThem) {

@@ -6,8 +6,8 @@ is unknown here, "unlimited" that there is no limit; a name that ends in `_bytes
 - `schema`: 1
 - `ok`: whether nothing has severity "problem"; the exit code is 0 exactly then
 - `findings`: list of `severity` ("problem" or "warning"), `section`, `message`, `remedy`
-- `kernels`: `extension` (the file), `compiled`, `supported`, `chosen`, `forced` (LIGHTNING_ZERO_ISA), `threads`; null
-  where the kernels cannot be loaded
+- `kernels`: `extension` (the file), `compiled`, `supported`, `chosen`, `forced` (LIGHTNING_ZERO_ISA), `threads`,
+  `threads_beside` (the training); null where the kernels cannot be loaded
 - `checks`: list of `kernel`, `case`, `isa`, `against` ("torch", "isa", "threads"), `passed`, `detail`
 - `machine`: see `lightning_zero.cli.machine.Machine`
 - `environment`: the environment variables that matter, by name
@@ -94,6 +94,7 @@ class Kernels:
         chosen: the one in use; None if the environment asks for one that cannot be.
         forced: what LIGHTNING_ZERO_ISA asks for; None if it asks for nothing.
         threads: number of threads at most.
+        threads_beside: number of those that work beside the training.
     """
 
     extension: str
@@ -102,6 +103,7 @@ class Kernels:
     chosen: str | None
     forced: str | None
     threads: int
+    threads_beside: int
 
 
 @dataclass(slots=True)
@@ -247,6 +249,7 @@ def _read_kernels(ops: ModuleType, usable: bool) -> Kernels:
         chosen=None if refused else ops.isa() if usable or forced is None else forced,
         forced=forced,
         threads=ops.get_num_threads(),
+        threads_beside=ops.threads_beside(),
     )
 
 
@@ -418,7 +421,7 @@ def _render_kernels(report: Report, marks: Mapping[str, str]) -> list[Renderable
         "compiled": ", ".join(kernels.compiled),
         "detected": ", ".join(kernels.supported),
         "chosen": (kernels.chosen or "none") + forced,
-        "threads": str(kernels.threads),
+        "threads": f"{kernels.threads}, beside the training {kernels.threads_beside}",
     }
     isas = list(dict.fromkeys(check.isa for check in report.checks))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -486,7 +489,7 @@ def _render_accelerators(report: Report) -> list[RenderableType]:
     if accelerators is None:
         return []
     facts = {
-        f"GPU {index}": f"{device.name}, {size(device.memory_bytes)}, capability {device.capability}"
+        f"GPU {index}": f"{device.name}, {size(device.memory_bytes)}, capability {device.capability}{device.near}"
         for index, device in enumerate(accelerators.devices)
     } or {"GPU": "none that torch can use"}
     facts["driver"] = accelerators.driver or "none"

@@ -21,6 +21,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from lightning_zero.cgroups import read_text
+from lightning_zero.numa import node_of, write_cores
 
 DISTRIBUTION = "lightning-zero"
 COMPROMISED = {"lightning": ("2.6.2", "2.6.3")}
@@ -72,11 +73,31 @@ class Torch:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU that this process sees."""
+    """A GPU that this process sees.
+
+    Attributes:
+        name: the model.
+        memory_bytes: all of it.
+        capability: of its kernels.
+        pci_address: where it is attached, if that is known.
+        numa_node: the memory node there.
+        numa_cores: that node's cores, as in "0-15,32-47", to which the kernels of a rank with this GPU keep where the
+            process may run on others, too.
+    """
 
     name: str
     memory_bytes: int
     capability: str
+    pci_address: str | None = None
+    numa_node: int | None = None
+    numa_cores: str | None = None
+
+    @property
+    def near(self) -> str:
+        """Cores that are near, for people."""
+        return (
+            "" if self.numa_node is None else f", NUMA node {self.numa_node}: kernels keep to cores {self.numa_cores}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +182,8 @@ def read_accelerators(root: Path = Path("/")) -> Accelerators:
     """Reads GPUs, driver and communication libraries; no context is made on a GPU."""
     import torch
 
+    from lightning_zero.storage.accelerators import pci_address_of
+
     devices: list[Device] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -170,7 +193,9 @@ def read_accelerators(root: Path = Path("/")) -> Accelerators:
             for index in range(torch.cuda.device_count() if available else 0):
                 properties = torch.cuda.get_device_properties(index)
                 capability = f"{properties.major}.{properties.minor}"
-                devices.append(Device(properties.name, properties.total_memory, capability))
+                node = None if (address := pci_address_of(properties)) is None else node_of(address, root)
+                near = (None, None) if node is None else (node.number, write_cores(node.cores))
+                devices.append(Device(properties.name, properties.total_memory, capability, address, *near))
         except RuntimeError as error:  # the driver or a device refuses
             messages.append(str(error))
     messages += [str(warning.message) for warning in caught]

@@ -303,7 +303,9 @@ class ZeroAutoStrategy(ZeroStrategy):
         self._policy = ShardingPolicy.from_stage(self.options.stage)
         assert self._mesh is not None
         if self._shard_size() != self._mesh.shard.size:
-            self._mesh = engines.make_mesh(self.options, self.num_nodes, self.num_processes, self.local_rank)
+            self._mesh = engines.make_mesh(
+                self.options, self.num_nodes, self.num_processes, self.local_rank, self.parallel_devices or ()
+            )
 
 
 def _free(path: str | None) -> int:

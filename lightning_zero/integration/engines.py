@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -12,7 +14,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_zero import ops
+from lightning_zero import numa, ops
 from lightning_zero.engine import ActivationLimits, Engine
 from lightning_zero.integration import remedies
 from lightning_zero.integration.disk import make_disk_store
@@ -52,9 +54,25 @@ def check_world_size(num_nodes: int, num_processes: int, caller: str) -> None:
         )
 
 
-def make_mesh(options: StrategyOptions, num_nodes: int, num_processes: int, local_rank: int) -> Mesh:
+def keep_near(devices: Sequence[torch.device], number: int, root: Path = Path("/")) -> None:
+    """Keep the kernels of a rank to the cores of the memory node that its device is attached to, where that is known.
+
+    Args:
+        devices: of all ranks of the machine.
+        number: of this rank there.
+        root: of `/sys`.
+    """
+    addresses = [device_type(device).pci_address(device) for device in devices]
+    nodes = [None if address is None else numa.node_of(address, root) for address in addresses]
+    ops.keep_near(numa.share_of(nodes, number, os.sched_getaffinity(0)) if any(nodes) else ())
+
+
+def make_mesh(
+    options: StrategyOptions, num_nodes: int, num_processes: int, local_rank: int, devices: Sequence[torch.device]
+) -> Mesh:
     """Make the process groups of all ranks. Collective."""
     ops.share_cores(num_processes, local_rank)  # the ranks of a machine update at the same time
+    keep_near(devices, local_rank)
     mesh = Mesh.create(shard_size(options, num_nodes, num_processes), timedelta(seconds=options.timeout))
     if options.shard_size is None and not options.replicates and mesh.replica.size > 1:
         rank_zero_info(

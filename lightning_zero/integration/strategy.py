@@ -282,7 +282,9 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         super().setup_environment()
         engines.check_world_size(self.num_nodes, self.num_processes, "Trainer")
         if self._mesh is None:
-            self._mesh = engines.make_mesh(self.options, self.num_nodes, self.num_processes, self.local_rank)
+            self._mesh = engines.make_mesh(
+                self.options, self.num_nodes, self.num_processes, self.local_rank, self.parallel_devices or ()
+            )
             self._executor = make_executor(self.root_device, self.options.overlap, self.options.staging_bytes)
             if self.options.async_save:
                 timeout = timedelta(seconds=self.options.timeout)

@@ -196,7 +196,7 @@ def dequantize(
     *, isa: str, whole: int, codes: int, scales: int, is_signed: bool, lead: int, count: int, threads: int
 ) -> None: ...
 def fill_with_zeros(*, memory: int, nbytes: int, threads: int) -> None: ...
-def bind_threads(cores: Sequence[int]) -> None:
+def bind_threads(cores: Sequence[int], together: bool) -> None:
     """Raises ValueError for a core that this process may not run on."""
 
 class DiskPool:

@@ -24,7 +24,15 @@ from lightning_zero.ops.blocks import BLOCK, Quantized, count_blocks, dequantize
 from lightning_zero.ops.disk import DiskBackend, DiskPool, TransferFailure, io_uring_refusal
 from lightning_zero.ops.formulas import Updates, updates_on
 from lightning_zero.ops.isa import compiled_isas, isa, supported_isas
-from lightning_zero.ops.threads import bind_threads, get_num_threads, set_num_threads, share_cores
+from lightning_zero.ops.threads import (
+    bind_threads,
+    get_num_threads,
+    keep_near,
+    set_num_threads,
+    share_cores,
+    threads_beside,
+    work_beside,
+)
 from lightning_zero.ops.updates import Options, Ties, adagrad_, adamw_, lion_, sgd_
 
 __all__ = [
@@ -46,6 +54,7 @@ __all__ = [
     "io_uring_refusal",
     "isa",
     "join_",
+    "keep_near",
     "lion_",
     "quantize_",
     "runs_on",
@@ -55,6 +64,8 @@ __all__ = [
     "split_",
     "sum_of_squares",
     "supported_isas",
+    "threads_beside",
     "updates_on",
+    "work_beside",
     "zero_",
 ]

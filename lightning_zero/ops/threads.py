@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
+import threading
 from collections.abc import Sequence
 
 from lightning_zero.cgroups import cpu_quota
+from lightning_zero.numa import parse_cores
 from lightning_zero.ops import _C
+
+# Cores that work beside the training leaves: for the thread that trains, or that of autograd, and for loaders.
+_LEFT_CORES = 2
 
 
 def _cores() -> int:
@@ -35,18 +39,50 @@ class _Threads:
         self.asked = positive("LIGHTNING_ZERO_NUM_THREADS", int(environment)) if environment else None
         self.processes = 1
         self.cores = _cores()
+        self.near: tuple[int, ...] = ()  # cores that the kernels keep to, near the device; none: to all
+
+    @property
+    def share(self) -> int:
+        share = self.cores // self.processes
+        return max(1, min(share, len(self.near)) if self.near else share)
 
     @property
     def number(self) -> int:
-        return self.asked or max(1, self.cores // self.processes)
+        return self.asked or self.share
+
+    @property
+    def beside(self) -> int:
+        return self.asked or max(1, self.share - _LEFT_CORES)
 
 
+class _Beside(threading.local):
+    """Whether this thread works beside the training."""
+
+    yes = False
+
+
+_BESIDE = _Beside()
 _THREADS = _Threads(os.environ.get("LIGHTNING_ZERO_NUM_THREADS", ""))
 
 
 def get_num_threads() -> int:
-    """Returns the number of threads that a kernel takes at most; small arrays take fewer."""
-    return _THREADS.number
+    """Returns the number of threads that a kernel takes at most, called by this thread; small arrays take fewer."""
+    return _THREADS.beside if _BESIDE.yes else _THREADS.number
+
+
+def threads_beside() -> int:
+    """Returns the number of threads that a kernel takes at most that runs beside the training.
+
+    That is two less than the process's share of the cores, which autograd and loaders have, or what was asked for.
+    """
+    return _THREADS.beside
+
+
+def work_beside() -> None:
+    """Notes that the calling thread works beside the training, and keeps it to the cores that the kernels keep to."""
+    _BESIDE.yes = True
+    if _THREADS.near:
+        os.sched_setaffinity(0, _THREADS.near)
 
 
 def set_num_threads(threads: int | None) -> None:
@@ -79,6 +115,19 @@ def share_cores(processes: int, number: int = 0) -> None:
         bind_threads(_NAMED_CORES[first : first + share])
 
 
+def keep_near(cores: Sequence[int]) -> None:
+    """Keeps the kernels' threads to cores, such as those near a device: each to all of them. Without cores, to none.
+
+    What `LIGHTNING_ZERO_CORES` names comes first: then this does nothing.
+
+    Raises:
+        ValueError: the calling thread may not run on one of them.
+    """
+    if not _NAMED_CORES and (cores or _THREADS.near):
+        _C.bind_threads([*cores], together=True)
+        _THREADS.near = tuple(cores)
+
+
 def bind_threads(cores: Sequence[int] | None) -> None:
     """Binds the kernels' threads to cores, in turn; `None`: to none. The calling thread, which takes part, stays free.
 
@@ -91,20 +140,15 @@ def bind_threads(cores: Sequence[int] | None) -> None:
     wanted = list(cores or ())
     if outside := [core for core in wanted if not 0 <= core < 2**31]:
         raise ValueError(f"core {outside[0]} is out of range; expected the number of a core")
-    _C.bind_threads(wanted)
+    _C.bind_threads(wanted, together=False)
 
 
 def _cores_named(text: str) -> list[int]:
     """Reads numbers and ranges of cores: `"0-2,5"` means [0, 1, 2, 5]."""
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
-        raise ValueError(f"LIGHTNING_ZERO_CORES={text!r} must be numbers and ranges such as '0-3,8', or unset")
-    cores: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if int(last or first) < int(first):
-            raise ValueError(f"LIGHTNING_ZERO_CORES={text!r} has a range that runs downwards: {part!r}")
-        cores.extend(range(int(first), int(last or first) + 1))
-    return cores
+    try:
+        return parse_cores(text)
+    except ValueError as error:
+        raise ValueError(f"LIGHTNING_ZERO_CORES={error}; or leave it unset") from error
 
 
 _NAMED_CORES = _cores_named(_ENVIRONMENT) if (_ENVIRONMENT := os.environ.get("LIGHTNING_ZERO_CORES")) else []

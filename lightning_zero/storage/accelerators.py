@@ -83,6 +83,10 @@ class DeviceType(Protocol):
         """The model of a device, as its vendor calls it, or its type where nobody says."""
         ...
 
+    def pci_address(self, device: torch.device) -> str | None:
+        """Where a device is attached, such as "0000:3b:00.0"; ``None``: nobody says."""
+        ...
+
     def peak_bytes(self, device: torch.device) -> int | None:
         """The most memory that torch's tensors took on a device so far; ``None``: nobody counts."""
         ...
@@ -153,6 +157,9 @@ class Cpu:
     def name(self, device: torch.device) -> str:
         return "cpu"
 
+    def pci_address(self, device: torch.device) -> str | None:
+        return None
+
     def peak_bytes(self, device: torch.device) -> int | None:
         return None
 
@@ -217,6 +224,9 @@ class Accelerator:
         ask = getattr(torch.get_device_module(device), "get_device_name", None)  # not every backend has it
         return device.type if ask is None else str(ask(device))
 
+    def pci_address(self, device: torch.device) -> str | None:
+        return None
+
     def peak_bytes(self, device: torch.device) -> int | None:
         return torch.accelerator.max_memory_allocated(device)
 
@@ -238,6 +248,9 @@ class Cuda(Accelerator):
     def pin(self, address: int, nbytes: int) -> None:
         _check(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0), f"pin {nbytes} bytes of host memory")
 
+    def pci_address(self, device: torch.device) -> str | None:
+        return pci_address_of(torch.cuda.get_device_properties(device))
+
     def unpin(self, address: int) -> None:
         _check(torch.cuda.cudart().cudaHostUnregister(address), "unpin host memory")
 
@@ -252,6 +265,13 @@ class Imagined(Accelerator):
 
     def unpin(self, address: int) -> None:
         """Nothing was pinned."""
+
+
+def pci_address_of(properties: Any) -> str | None:
+    """The address in what torch says of a GPU; ``None``: it does not have it."""
+    parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    domain, bus, slot = (0 if part is None else int(part) for part in parts)
+    return None if None in parts else f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
 def _check(result: object, action: str) -> None:

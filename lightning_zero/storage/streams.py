@@ -23,6 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_zero import ops
 from lightning_zero.storage.accelerators import device_type
 from lightning_zero.storage.executor import DONE, Executor, InlineExecutor, Lane, Staged, Ticket, noting_work
 from lightning_zero.storage.staging import Staging
@@ -311,7 +312,7 @@ class StreamExecutor:
         with self._lock:
             if lane not in self._threads:
                 jobs = self._threads[lane] = queue.SimpleQueue()
-                start_lane(self, jobs, partial(_work, jobs, self.device), lane)
+                start_lane(self, jobs, partial(_work, jobs, self.device, lane), lane)
             return self._threads[lane]
 
 
@@ -332,10 +333,12 @@ def make_executor(device: torch.device, overlap: bool, staging_bytes: int = DEFA
     )
 
 
-def _work(jobs: Jobs, device: torch.device) -> None:
+def _work(jobs: Jobs, device: torch.device, lane: Lane) -> None:
     """Runs the jobs of a lane, in a thread of its own, until the executor is gone."""
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
+    if lane is Lane.HOST:
+        ops.work_beside()
     with torch.no_grad():
         while (job := jobs.get()) is not None:
             job()

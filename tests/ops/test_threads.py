@@ -8,9 +8,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,9 +33,9 @@ needs_affinity = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason
 @pytest.fixture(autouse=True)
 def settings_of_before() -> Iterator[None]:
     threads = ops.threads._THREADS
-    asked, processes = threads.asked, threads.processes
+    asked, processes, near = threads.asked, threads.processes, threads.near
     yield
-    threads.asked, threads.processes = asked, processes
+    threads.asked, threads.processes, threads.near = asked, processes, near
 
 
 @pytest.fixture
@@ -77,7 +79,7 @@ def test_any_number_of_threads_gives_the_same_bits(count: int, grad_dtype: torch
         assert_equal(updated(threads, count, grad_dtype), expected)
 
 
-def test_callers_on_several_threads_take_turns() -> None:
+def test_callers_on_several_threads_get_what_one_does() -> None:
     expected = updated(1)
     results: list[list[Tensor]] = []
 
@@ -197,6 +199,39 @@ def test_the_number_is_the_share_of_the_cores_unless_one_is_asked_for() -> None:
     assert ops.get_num_threads() == 1
     ops.set_num_threads(5)
     assert ops.get_num_threads() == 5
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def beside() -> tuple[int, set[int]]:
+    ops.work_beside()
+    return ops.get_num_threads(), os.sched_getaffinity(0)
+
+
+@needs_affinity
+def test_work_beside_the_training_leaves_two_cores_and_keeps_near_the_device(unbound: None) -> None:
+    threads, free = ops.threads._THREADS, os.sched_getaffinity(0)
+    ops.set_num_threads(None)
+    ops.share_cores(1)
+    with mock.patch.object(threads, "cores", 16):
+        assert in_thread(beside) == (14, free)
+        assert (ops.get_num_threads(), ops.threads_beside()) == (16, 14)  # other threads do not
+        ops.share_cores(5)
+        assert in_thread(beside) == (1, free)
+        ops.set_num_threads(7)
+        assert in_thread(beside) == (7, free)
+        ops.set_num_threads(None)
+        ops.share_cores(1)
+        last = max(free)
+        ops.keep_near([last])
+        assert in_thread(beside) == (1, {last})
+        assert ops.get_num_threads() == 1
+        assert os.sched_getaffinity(0) == free
+        ops.keep_near([])
+        assert in_thread(beside) == (14, free)
 
 
 @pytest.mark.parametrize("value", ["1", "3", "64"])
@@ -322,10 +357,10 @@ def test_cores_of_the_environment(text: str, monkeypatch: pytest.MonkeyPatch, un
     cores = allowed()
     text = text.format(cores[0], cores[0] + 1 if cores[0] + 1 in cores else cores[0])
     bound: list[Any] = []
-    monkeypatch.setattr(ops._C, "bind_threads", bound.append)
+    monkeypatch.setattr(ops._C, "bind_threads", lambda cores, together: bound.append((cores, together)))
     monkeypatch.setenv("LIGHTNING_ZERO_CORES", text)
     fresh("threads")
-    assert bound == [ops.threads._cores_named(text)]
+    assert bound == [(ops.threads._cores_named(text), False)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 9)), min_size=1, max_size=5))

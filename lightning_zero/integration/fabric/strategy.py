@@ -140,7 +140,9 @@ class ZeroFabricStrategy(CheckpointingStrategy):
         super().setup_environment()
         engines.check_world_size(self.num_nodes, self.num_processes, "Fabric")
         if self._mesh is None:
-            self._mesh = engines.make_mesh(self.options, self.num_nodes, self.num_processes, self.local_rank)
+            self._mesh = engines.make_mesh(
+                self.options, self.num_nodes, self.num_processes, self.local_rank, self.parallel_devices or ()
+            )
             self._executor = make_executor(self.root_device, self.options.overlap, self.options.staging_bytes)
         assert isinstance(self.precision, FabricPrecision)
         self.precision.device = self.root_device

@@ -1,0 +1,90 @@
+"""Nodes of memory: which cores are near a device, by `/sys`, which lies under a `root`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_zero.cgroups import read_text
+
+_CORES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node of memory.
+
+    Attributes:
+        number: the system's.
+        cores: of this node, in order.
+    """
+
+    number: int
+    cores: tuple[int, ...]
+
+
+def node_of(pci_address: str, root: Path = Path("/")) -> Node | None:
+    """Finds the node that a device is attached to; None where there is one memory, or nobody knows.
+
+    Args:
+        pci_address: of the device, as in `/sys/bus/pci/devices`: "0000:3b:00.0".
+        root: see above.
+    """
+    number = (read_text(root / "sys/bus/pci/devices" / pci_address.lower() / "numa_node") or "").strip()
+    if not number.isdecimal():  # -1: the firmware does not say
+        return None
+    cores = (read_text(root / "sys/devices/system/node" / f"node{number}" / "cpulist") or "").strip()
+    return Node(int(number), tuple(parse_cores(cores))) if _CORES.fullmatch(cores) else None
+
+
+def share_of(nodes: list[Node | None], number: int, allowed: Iterable[int]) -> list[int]:
+    """The cores near its device that one of several processes takes; none where it makes no difference.
+
+    Processes whose devices are at one node share its cores out. A process that may run on a part of them was given
+    that part, such as by its launcher, and takes all of it.
+
+    Args:
+        nodes: of the processes' devices.
+        number: the process.
+        allowed: cores that it may run on.
+    """
+    node, all_allowed = nodes[number], set(allowed)
+    if node is None or all_allowed <= set(node.cores):
+        return []
+    cores = [core for core in node.cores if core in all_allowed]
+    if len(cores) < len(node.cores):
+        return cores
+    beside = [other for other, its in enumerate(nodes) if its == node]
+    share = max(1, len(cores) // len(beside))
+    first = beside.index(number) * share % len(cores)
+    return cores[first : first + share]
+
+
+def parse_cores(text: str) -> list[int]:
+    """Reads numbers and ranges of cores: `"0-2,5"` means [0, 1, 2, 5].
+
+    Raises:
+        ValueError: that is not such a text, or a range runs downwards.
+    """
+    if not _CORES.fullmatch(text):
+        raise ValueError(f"{text!r} must be numbers and ranges such as '0-3,8'")
+    cores: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if int(last or first) < int(first):
+            raise ValueError(f"{text!r} has a range that runs downwards: {part!r}")
+        cores.extend(range(int(first), int(last or first) + 1))
+    return cores
+
+
+def write_cores(cores: Iterable[int]) -> str:
+    """Writes cores in order as :func:`parse_cores` reads them: [0, 1, 2, 5] becomes `"0-2,5"`."""
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and core == runs[-1][1] + 1:
+            runs[-1][1] = core
+        else:
+            runs.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
