@@ -17,6 +17,7 @@ from lightning_zero.integration.options import (
     AutoOptions,
     CheckpointStateName,
     FormatName,
+    GradientStoreName,
     LayoutName,
     NativeName,
     PreflightName,
@@ -40,6 +41,7 @@ def _choice(name: str, words: Any) -> Any:
 
 
 Store = _choice("Store", StoreName)
+GradientStore = _choice("GradientStore", GradientStoreName)
 NativeOptimizer = _choice("NativeOptimizer", NativeName)
 Preflight = _choice("Preflight", PreflightName)
 CheckpointFormat = _choice("CheckpointFormat", FormatName)
@@ -57,6 +59,7 @@ class MasterLayout(_Choice):
 # The types of options that a configuration cannot hold, and what it holds in their place.
 _REPLACED = {
     StoreName: Store,
+    GradientStoreName: GradientStore,
     NativeName: NativeOptimizer,
     LayoutName: MasterLayout,
     PreflightName: Preflight,

@@ -74,6 +74,7 @@ class EngineStrategy(DDPStrategy):
     nvme_path = _Option(lambda options: options.nvme_path)
     nvme_buffer_gb = _Option(lambda options: options.nvme_buffer_gb)
     nvme_checksums = _Option(lambda options: options.nvme_checksums)
+    offload_gradients = _Option(lambda options: options.offload_gradients)
     shard_size = _Option(lambda options: options.shard_size)
     bucket_size_mb = _Option(lambda options: options.bucket_size_mb)
     units = _Option(lambda options: options.units)

@@ -139,6 +139,7 @@ def make_engine(
             block=block_of(optimizers or ()),
             offload_fraction=options.offload_fraction,
             split_masters=options.master_layout == "split",
+            gradients_rest=options.gradients_rest,
         ),
         optimized=None if optimizers is None else optimized,
         units=options.units,

@@ -18,6 +18,7 @@ from typing import Any, Literal, ParamSpec, get_args
 
 P = ParamSpec("P")
 StoreName = Literal["none", "cpu", "nvme"]
+GradientStoreName = Literal["auto", "cpu", "nvme"]
 NativeName = Literal["auto", "off"]
 LayoutName = Literal["fp32", "split"]
 FormatName = Literal["full", "sharded"]
@@ -46,6 +47,7 @@ class StrategyOptions:
     nvme_path: str | None = None
     nvme_buffer_gb: float = 0.25
     nvme_checksums: bool = True
+    offload_gradients: GradientStoreName = "auto"
     shard_size: int | None = None
     bucket_size_mb: float = 25.0
     units: Sequence[str | type] | None = None
@@ -164,6 +166,11 @@ class StrategyOptions:
         return self.offload_optimizer == "nvme"
 
     @property
+    def gradients_rest(self) -> bool | None:
+        """Whether sharded gradients rest on the disk where state does; ``None``: where they do not fit the buffer."""
+        return None if self.offload_gradients == "auto" else self.offload_gradients == "nvme"
+
+    @property
     def disk_path(self) -> str | None:
         """The folder where a disk would be used; ``None``: nobody has named one."""
         return self.nvme_path or os.environ.get(NVME_PATH) or None
@@ -263,6 +270,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "preflight": get_args(PreflightName),
     "offload_optimizer": get_args(StoreName),
     "offload_params": get_args(StoreName),
+    "offload_gradients": get_args(GradientStoreName),
 }
 
 

@@ -42,6 +42,7 @@ def setting_of(options: StrategyOptions, shard_size: int, precision: MixedPrecis
         options.offload_fraction,
         options.master_layout == "split",
         options.staging_bytes,
+        options.gradients_rest if options.uses_disk else None,
     )
 
 
@@ -72,6 +73,8 @@ def candidates(
             yield f"strategy={name}", other
     if options.offload_optimizer == "none" and now.sharding.shard_params:
         yield "strategy.offload_optimizer=cpu", changed(offload_optimizer="cpu")
+    if options.uses_disk and options.offload_gradients != "nvme":
+        yield "strategy.offload_gradients=nvme", changed(offload_gradients="nvme")
     if options.offload_fraction < 1:
         yield "strategy.offload_fraction=1", changed(offload_fraction=1.0)
     if options.offload_optimizer != "none" and options.master_layout != "split":

@@ -33,6 +33,7 @@ from lightning_zero.integration.names import make_auto_strategy, make_strategy, 
 from lightning_zero.integration.options import (
     CheckpointStateName,
     FormatName,
+    GradientStoreName,
     LayoutName,
     NativeName,
     PreflightName,
@@ -78,7 +79,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         stage: 0, 1, 2 or 3.
         offload_optimizer: where masters, optimizer state and reduced gradients rest: ``"none"`` (the device) or
             ``"cpu"``; ``"nvme"``: masters and optimizer state on a disk, from where they pass through host memory,
-            a tile at a time, while they are updated; gradients in host memory.
+            a tile at a time, while they are updated; for gradients see ``offload_gradients``.
         offload_params: where parameter shards rest at stage 3: ``"none"`` (the device), ``"cpu"``, or ``"nvme"``, a
             disk, where optimizer state must rest, too.
         offload_fraction: of what optimizers update, in (0, 1]: so much is offloaded, in whole buckets. What the engine
@@ -88,6 +89,9 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             lives. Default: the environment variable ``LIGHTNING_ZERO_NVME_PATH``.
         nvme_buffer_gb: host memory, in 2^30 bytes per rank, that tiles on their way from and to the disk take.
         nvme_checksums: note a checksum of every tile that is written to the disk, and verify it when it is read.
+        offload_gradients: where sharded gradients rest when optimizer state rests on a disk: ``"cpu"``, host memory, or
+            ``"nvme"``, beside the state. ``"auto"``: host memory, if the rank's fit ``nvme_buffer_gb`` in the dtype in
+            which micro-batches add up (fp32 at least), else the disk.
         shard_size: number of neighbouring ranks that share one copy of the state; must divide the number of ranks.
             Default: those of one node, so that only sums of gradient shards cross the network between nodes. Each node
             then holds a full copy; the number of all ranks takes the least memory, and is the default where nodes have
@@ -169,6 +173,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         nvme_path: str | None = None,
         nvme_buffer_gb: float = 0.25,
         nvme_checksums: bool = True,
+        offload_gradients: GradientStoreName = "auto",
         shard_size: int | None = None,
         bucket_size_mb: float = 25.0,
         units: Sequence[str | type[nn.Module]] | None = None,
@@ -208,6 +213,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             nvme_path=nvme_path,
             nvme_buffer_gb=nvme_buffer_gb,
             nvme_checksums=nvme_checksums,
+            offload_gradients=offload_gradients,
             shard_size=shard_size,
             bucket_size_mb=bucket_size_mb,
             units=units,

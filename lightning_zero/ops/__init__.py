@@ -19,7 +19,7 @@ except ImportError as error:
     ) from error
 
 from lightning_zero.ops.arguments import runs_on
-from lightning_zero.ops.arrays import join_, split_, sum_of_squares, zero_
+from lightning_zero.ops.arrays import SQUARES_PIECE, join_, split_, sum_of_squares, sum_of_squares_in_pieces, zero_
 from lightning_zero.ops.blocks import BLOCK, Quantized, count_blocks, dequantize_, quantize_
 from lightning_zero.ops.disk import DiskBackend, DiskPool, TransferFailure, io_uring_refusal
 from lightning_zero.ops.formulas import Updates, updates_on
@@ -37,6 +37,7 @@ from lightning_zero.ops.updates import Options, Ties, adagrad_, adamw_, lion_, s
 
 __all__ = [
     "BLOCK",
+    "SQUARES_PIECE",
     "DiskBackend",
     "DiskPool",
     "Options",
@@ -63,6 +64,7 @@ __all__ = [
     "share_cores",
     "split_",
     "sum_of_squares",
+    "sum_of_squares_in_pieces",
     "supported_isas",
     "threads_beside",
     "updates_on",

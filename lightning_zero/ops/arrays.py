@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -11,6 +14,9 @@ from lightning_zero.ops import _C
 from lightning_zero.ops.arguments import ANY, DTYPES, FP32, HALF, check_allocated, check_disjoint, runs_on, span
 from lightning_zero.ops.isa import isa as chosen_isa
 from lightning_zero.ops.threads import get_num_threads, positive
+
+_ROWS = 16  # of reduce.h
+SQUARES_PIECE = _ROWS**4  # elements whose squares the kernel sums by themselves
 
 
 def sum_of_squares(values: Tensor, *, isa: str | None = None, threads: int | None = None) -> float:
@@ -36,6 +42,18 @@ def sum_of_squares(values: Tensor, *, isa: str | None = None, threads: int | Non
         count=values.numel(),
         threads=get_num_threads() if threads is None else positive("threads", threads),
     )
+
+
+def sum_of_squares_in_pieces(pieces: Iterable[Tensor]) -> float:
+    """Sums the squares of a tensor that is not in memory as a whole, to the bits of `sum_of_squares` of all of it.
+
+    Args:
+        pieces: of the tensor, in order, each of `SQUARES_PIECE` elements but the last, which may be shorter.
+    """
+    sums = [sum_of_squares(piece) for piece in pieces]
+    while len(sums) > 1:  # the order in which the kernel adds its own
+        sums = [reduce(operator.add, sums[i : i + _ROWS], 0.0) for i in range(0, len(sums), _ROWS)]
+    return sums[0] if sums else 0.0
 
 
 def split_(

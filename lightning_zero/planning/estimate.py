@@ -122,8 +122,17 @@ def times_of(plan: Plan, setting: Setting, flops: float, wide: bool, machine: Ma
         pcie=max(plan.copied.values(), default=0) / gpu.pcie,
         # Side by side, where they do not wait for the same memory.
         update=on_device + on_host if gpu.shares_host else max(on_device, on_host),
-        disk=2 * plan.held.disk / (machine.disk / machine.gpus),
+        disk=disk_bytes(plan) / (machine.disk / machine.gpus),
     )
+
+
+def disk_bytes(plan: Plan) -> int:
+    """Bytes that a step reads from a disk and writes to it: what an update changes once each, and gradients.
+
+    At stage 3 parameters are read by each pass, too, beside what is computed then.
+    """
+    gradients = sum(bucket.sharded_gradient.disk for bucket in plan.buckets)
+    return 2 * (plan.held.disk - gradients) + plan.summed
 
 
 def update_bytes(plan: Plan, setting: Setting) -> tuple[int, int]:
@@ -134,13 +143,13 @@ def update_bytes(plan: Plan, setting: Setting) -> tuple[int, int]:
     """
     on_device = on_host = 0
     for bucket in plan.buckets:
-        if not bucket.sharded_gradient.total:
+        if not _anywhere(bucket.sharded_gradient):
             continue
         numel = bucket.padded_numel // setting.shard_size
         # Without a master of their own, or as the high half of one, parameters are read too.
         passes = 1 if _anywhere(bucket.masters) >= _MASTER * numel else 2
         state = _anywhere(bucket.masters) + _anywhere(bucket.optimizer_state)
-        nbytes = bucket.sharded_gradient.total + 2 * state + passes * numel * bucket.dtype.itemsize
+        nbytes = _anywhere(bucket.sharded_gradient) + 2 * state + passes * numel * bucket.dtype.itemsize
         if bucket.sharded_gradient.device:
             on_device += nbytes
         else:

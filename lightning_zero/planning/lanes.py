@@ -11,6 +11,7 @@ import torch
 from lightning_zero.planning.account import Account, Bytes
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.storage import Lane, Memory, device_type
+from lightning_zero.storage.nvme import passing_limit
 from lightning_zero.storage.rested import pieces
 from lightning_zero.storage.staging import staged_size
 from lightning_zero.update.footprint import Footprint
@@ -44,24 +45,30 @@ class RecordedLanes:
     Args:
         placement: whose executor's limits it knows, and whether memory in passing is pinned for its device.
         account: notes the memory.
-        passing: bytes that tiles on their way from and to a disk may take; see ``passing_limit``.
+        buffer: bytes that tiles on their way from and to a disk may take.
+        resting: bytes that rest there.
+
+    Attributes:
+        copied: bytes between the memories, by direction.
+        summed: bytes of gradients that are written to a disk and read from it.
     """
 
-    def __init__(self, placement: BucketPlacement, account: Account, passing: int) -> None:
+    def __init__(self, placement: BucketPlacement, account: Account, buffer: int, resting: int) -> None:
         self._executor = placement.executor
         self._pins = device_type(placement.device).can_pin
         self._leaving: deque[Bytes] = deque()
         self._staged: Counter[Lane] = Counter()  # bytes, since the host has waited
         self._kept: Counter[Lane] = Counter()  # bytes
-        self._passing = passing
+        self._buffer, self._resting = buffer, resting
         self._kept_passing = 0
         self._expected: dict[Hashable, int] = {}  # tiles that are fetched long before they are gathered, by bucket
-        self._most = {"gathered": 0, "updated": 0}  # tiles at work
+        self._most = {"gathered": 0, "updated": 0, "summed": 0}  # tiles at work
         self._window = 0  # tiles in the last window of the bucket that was updated before
         self._largest = 0  # bytes of a tile
         self._apart = Bytes()  # of the device, for what updates compute there beside the training
         self._account = account
-        self.copied: Counter[str] = Counter()  # bytes between the memories, by direction
+        self.copied: Counter[str] = Counter()
+        self.summed = 0
 
     @property
     def staging(self) -> Bytes:
@@ -125,6 +132,21 @@ class RecordedLanes:
         expected = self._expected.pop(bucket, 0)
         self._pass_tiles("gathered", max(expected, number), nbytes)
 
+    def rest(self, nbytes: int) -> None:
+        """So many bytes more rest on the disk."""
+        self._resting += nbytes
+
+    def sum_tiles(self, number: int, tile_bytes: int, moved: int) -> None:
+        """Gradients are written to a disk, or read there for a sum.
+
+        Args:
+            number: of tiles that are at work at one time.
+            tile_bytes: of a tile.
+            moved: bytes that are written and read.
+        """
+        self.summed += moved
+        self._pass_tiles("summed", number, tile_bytes)
+
     def begin_updates(self) -> None:
         """The next bucket that is updated is the first of a step."""
         self._window = 0
@@ -147,7 +169,7 @@ class RecordedLanes:
         self._most[kind] = max(self._most[kind], at_work + sum(self._expected.values()))
         # Beside the training, an update may be under way while others are gathered.
         number = sum(self._most.values()) if self._executor.overlaps else max(self._most.values())
-        kept = max(self._passing, number * self._largest)
+        kept = max(passing_limit(self._buffer, self._resting), number * self._largest, self._kept_passing)
         self._account.take(Bytes.on_host(kept - self._kept_passing, self._pins))
         self._kept_passing = kept
 

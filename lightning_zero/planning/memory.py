@@ -95,6 +95,7 @@ class Setting:
     offload_fraction: float = 1.0
     split_masters: bool = False
     staging_bytes: int = DEFAULT_BYTES
+    gradients_rest: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -194,6 +195,7 @@ class Memory:
             trains=self.trains,
             offload_fraction=setting.offload_fraction,
             split_masters=setting.split_masters,
+            gradients_rest=setting.gradients_rest,
         )
         return plan(
             self.module,
@@ -231,7 +233,7 @@ def held_by(engine: Engine) -> dict[str, Bytes]:
     held = dict.fromkeys(_HELD, Bytes())
     for bucket in engine.buckets:
         placement = bucket.placement
-        store, gradient = placement.optimizer_store, engine.gradients_of(bucket).sharded
+        store, sharded = placement.optimizer_store, engine.gradients_of(bucket).sharded
         parts = {
             "parameters": Bytes(device=bucket.flat.untyped_storage().nbytes()),
             "param_shards": Bytes.of(
@@ -240,7 +242,7 @@ def held_by(engine: Engine) -> dict[str, Bytes]:
                 bucket.shard.pinned,
             ),
             "masters": Bytes.of(store.resting_memory, bucket.master.nbytes, bucket.master.pinned),
-            "sharded_gradient": Bytes.of(store.memory, gradient.nbytes, gradient.pinned),
+            "sharded_gradient": Bytes.of(sharded.memory, sharded.nbytes, sharded.pinned),
         }
         for updater in engine.updaters:
             assert isinstance(updater, ShardUpdater)

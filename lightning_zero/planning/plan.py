@@ -91,6 +91,7 @@ class Plan:
         sent: bytes per step after the first, by collective.
         calls: number of collectives per step after the first.
         copied: bytes per step after the first between device and host memory, ``"h2d"`` and ``"d2h"``.
+        summed: bytes per step after the first of gradients that rest on a disk, written to and read from it.
     """
 
     buckets: tuple[BucketPlan, ...]
@@ -100,6 +101,7 @@ class Plan:
     sent: Mapping[str, int]
     calls: Mapping[str, int]
     copied: Mapping[str, int] = field(default_factory=dict)
+    summed: int = 0
 
     @property
     def held(self) -> Bytes:
@@ -224,7 +226,7 @@ def plan(
     copied = Counter(run.copied)
     if trace is not None and placement.trains:
         copied.update({direction: micro_batches * nbytes for direction, nbytes in trace.copied.items()})
-    return Plan(tuple(rows), buffer_bytes, run.staging + activations, account.peak, sent, calls, copied)
+    return Plan(tuple(rows), buffer_bytes, run.staging + activations, account.peak, sent, calls, copied, run.summed)
 
 
 def _footprints(

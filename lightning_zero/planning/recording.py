@@ -17,19 +17,17 @@ from torch.nn import Parameter
 
 from lightning_zero.planning.account import NOTHING, Account, Bytes, state_of
 from lightning_zero.planning.lanes import RecordedLanes, RecordedTensor
+from lightning_zero.planning.recorded_gradients import RecordedGradients
 from lightning_zero.planning.tracing import Trace
 from lightning_zero.sharding.bucket import BucketState
 from lightning_zero.sharding.collectives import Group
 from lightning_zero.sharding.forms import BucketForm
-from lightning_zero.sharding.gradients import sharded_gradient_dtype
 from lightning_zero.sharding.partition import ROOT, Unit
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.sharding.prefetch import Prefetcher
 from lightning_zero.sharding.reducer import Reducer
-from lightning_zero.sharding.reduction import Reduction
-from lightning_zero.storage import Lane, device_type
 from lightning_zero.storage.disk_file import aligned
-from lightning_zero.storage.nvme import passing_limit, tiles_at_work
+from lightning_zero.storage.nvme import tiles_at_work
 from lightning_zero.update.clipping import squares_scratch
 from lightning_zero.update.footprint import Footprint
 
@@ -75,110 +73,6 @@ class TracedParameters:
     def number(self, parameter: Parameter) -> int:
         """The place of a parameter's gradient among all."""
         return self._order[self._names[id(parameter)]]
-
-
-class RecordedGradients(Reduction[RecordedTensor]):
-    """The gradients of one bucket, from their accumulation until they are cleared; see ``BucketGradients``.
-
-    Attributes:
-        reduction: the most bytes that a reduction has taken: of its buffer and of the collective.
-        known_squares: whether the squares of the sharded gradient were noted when it arrived.
-    """
-
-    def __init__(self, form: BucketForm, account: Account, lanes: RecordedLanes) -> None:
-        super().__init__(form.dtype, form.placement)
-        self.reduction = 0
-        self.known_squares = False
-        self._form = form
-        self._account = account
-        self._lanes = lanes
-        self._unsharded: dict[int, RecordedTensor] = {}  # by index of the parameter: its `grad`
-        self._sharded: RecordedTensor | None = None  # the reduced slice
-        self._empty = True  # no slice has arrived since the gradients were cleared
-
-    @property
-    def sharded(self) -> Bytes:
-        """Memory of the sharded gradient, which is kept from step to step."""
-        return NOTHING if self._sharded is None else self._sharded.amount
-
-    @property
-    def expected(self) -> int:
-        """The number of gradients that a backward brings, of parameters that an optimizer may update."""
-        return sum(p.requires_grad for p in self._form.parameters) if self._form.spec.optimized else 0
-
-    def arrive(self, index: int) -> None:
-        """The backward of parameter ``index`` has run."""
-        gradient = RecordedTensor(self._form.parameters[index].numel(), self._dtype)
-        if index in self._unsharded:  # it is added to that of an earlier micro-batch
-            self._account.touch(gradient.amount)
-        else:
-            self._unsharded[index] = self._take(gradient)
-
-    def clear(self) -> None:
-        """Forgets the sharded gradient; its memory is kept for the next step."""
-        self._empty = True
-
-    def _zeros(self, dtype: torch.dtype) -> RecordedTensor:
-        return self._take(RecordedTensor(self._form.layout.padded_numel, dtype))
-
-    def _add_unsharded(self, total: RecordedTensor) -> None:
-        for gradient in self._unsharded.values():
-            self._give(gradient)
-        self._unsharded = {}
-
-    def _take_unsharded(self, buffer: RecordedTensor) -> None:
-        self._add_unsharded(buffer)
-
-    def _merge(self, total: RecordedTensor, values: RecordedTensor) -> RecordedTensor:
-        self._give(values)
-        return total
-
-    def _convert(self, values: RecordedTensor, dtype: torch.dtype) -> RecordedTensor:
-        if values.dtype == dtype:
-            return values
-        converted = self._take(values._replace(dtype=dtype))  # both are there for a moment
-        self._give(values)
-        return converted
-
-    def _reduce_scatter(self, buffer: RecordedTensor) -> RecordedTensor:
-        shard = self._placement.mesh.shard
-        scratch = shard.scratch(buffer.nbytes, buffer.dtype, self._placement.device)
-        self.reduction = max(self.reduction, buffer.nbytes + scratch)
-        shard.count("reduce_scatter", buffer.nbytes)
-        self._account.touch(Bytes(device=scratch))
-        self._give(buffer)
-        return self._take(RecordedTensor(self._form.layout.shard_numel, buffer.dtype))
-
-    def _sum_replicas(self, shard: RecordedTensor) -> None:
-        replica, device = self._placement.mesh.replica, self._placement.device
-        replica.count("all_reduce", shard.nbytes + replica.padding(shard.numel, device) * shard.dtype.itemsize)
-        self._account.touch(Bytes(device=replica.scratch(shard.nbytes, shard.dtype, device)))
-
-    def _keep(self, shard: RecordedTensor) -> None:
-        """Adds a reduced slice to the sharded gradient; see ``ShardedGradient``."""
-        store = self._placement.optimizer_store
-        dtype = sharded_gradient_dtype(self._placement.precision.grad_dtype, shard.dtype, again=not self._empty)
-        if self._sharded is None:
-            self._sharded = self._take(RecordedTensor(shard.numel, dtype, store.memory, store.pins))
-        elif torch.promote_types(self._sharded.dtype, dtype) != self._sharded.dtype:
-            self._sharded = self._convert(self._sharded, dtype)
-        if not self._empty and store.device != self._placement.device:
-            self._lanes.stage(Lane.D2H, shard.nbytes)  # moved, then added
-        alone = device_type(self._placement.device).shares_host_memory
-        self.known_squares = self._empty and store.as_on_host and not alone
-        moved = (self._sharded if self._empty else shard).nbytes  # it is converted before, or when it is added
-        self._empty = False
-        if store.memory == "host":
-            self._lanes.let_go(shard, moved)
-        else:
-            self._give(shard)
-
-    def _take(self, tensor: RecordedTensor) -> RecordedTensor:
-        self._account.take(tensor.amount)
-        return tensor
-
-    def _give(self, tensor: RecordedTensor) -> None:
-        self._account.give(tensor.amount)
 
 
 class RecordedBucket:
@@ -258,6 +152,7 @@ class RecordedBucket:
                 self._account.touch(Bytes.of(memory, last + fresh))
             self._lanes.update(footprint, self.layout.shard_numel, self.form.dtype.itemsize)
             self._update_tiles(footprint)
+            self._lanes.summed += self.gradients.sharded.disk
         if self.form.trained and self.state is BucketState.GATHERED and self.layout.shards > 1:
             self.state = BucketState.STALE
 
@@ -267,6 +162,8 @@ class RecordedBucket:
             sizes = [dtype.itemsize for dtype in (*footprint.master.pieces, *footprint.state.values())]
             if self._shards_params and self.form.placement.param_store.tile is not None:
                 sizes.append(self.form.dtype.itemsize)
+            if (tile := self.gradients.tile) is not None:
+                sizes.append(tile.dtype.itemsize)
             window = max(footprint.window, min(store.tile, numel))
             largest = aligned(min(window, numel) * max(sizes))
             self._lanes.update_tiles(self, len(sizes), tiles_at_work(window, numel), largest)
@@ -323,7 +220,7 @@ class RecordedRun:
         traced: TracedParameters | None = None,
     ) -> None:
         passing = max(placement.optimizer_store.passing_bytes, placement.param_store.passing_bytes)
-        self._lanes = RecordedLanes(placement, account, passing_limit(passing, resting))
+        self._lanes = RecordedLanes(placement, account, passing, resting)
         self.buckets = [RecordedBucket(form, account, self._lanes) for form in forms]
         self._account = account
         self._footprints = footprints
@@ -390,9 +287,14 @@ class RecordedRun:
         """Bytes that were copied between device and host memory, by direction."""
         return self._lanes.copied
 
+    @property
+    def summed(self) -> int:
+        """Bytes of gradients that were written to a disk and read from it."""
+        return self._lanes.summed
+
     def reset_traffic(self) -> None:
         """Counts collectives and copies from here on."""
-        self._lanes.copied = Counter()
+        self._lanes.copied, self._lanes.summed = Counter(), 0
         for group in self._groups():
             group.reset_counters()
 
@@ -487,6 +389,7 @@ class RecordedRun:
             if bucket.form.trained and not bucket.gradients.known_squares:
                 store = bucket.form.placement.optimizer_store
                 self._account.touch(Bytes.of(store.memory, squares_scratch(bucket.layout.shard_numel, store)))
+                bucket.gradients.read_squares()
         flags = sum(len(bucket.form.parameters) + 1 for bucket in self.buckets)
         numbers = 2 * world.size + optimizers + flags + 1  # digests, squares, used, left over; whether buffers changed
         world.count("all_reduce", _SMALL_ITEM * (numbers + world.padding(numbers, device)))

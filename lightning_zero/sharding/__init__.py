@@ -40,12 +40,13 @@ from lightning_zero.sharding.bucket import Bucket, BucketState, ParameterSpec
 from lightning_zero.sharding.collectives import CollectiveError, Group, is_communication_error, tells_an_end
 from lightning_zero.sharding.forms import BucketForm
 from lightning_zero.sharding.freed import FreedParameter
-from lightning_zero.sharding.gradients import BucketGradients, ShardedGradient
+from lightning_zero.sharding.gradients import BucketGradients
 from lightning_zero.sharding.layout import FlatLayout, Run, Segment, WholeLayout, runs, tiles
 from lightning_zero.sharding.mesh import Mesh
 from lightning_zero.sharding.partition import Unit, find_units
 from lightning_zero.sharding.placement import BucketPlacement, MasterForm
 from lightning_zero.sharding.policies import MixedPrecisionPolicy, ShardingPolicy
+from lightning_zero.sharding.sharded_gradient import ShardedGradient
 from lightning_zero.sharding.sharded_init import (
     ShardedInit,
     ShardedParameter,

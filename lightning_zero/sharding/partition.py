@@ -65,6 +65,7 @@ class BucketSpec:
         persistent: whether they stay unsharded where the stage shards parameters.
         whole: whether each lies whole in one shard.
         resident: whether what the engine keeps of them stays on the device although that of others is offloaded.
+        gradients_rest: whether their sharded gradients rest on the disk, if their optimizer state does.
         specs: the parameters in module order.
     """
 
@@ -75,6 +76,7 @@ class BucketSpec:
     persistent: bool = False
     whole: bool = False
     resident: bool = False
+    gradients_rest: bool = False
     specs: list[ParameterSpec] = field(default_factory=list)
 
     @property
@@ -94,7 +96,7 @@ class BucketSpec:
         """Its own placement, where ``placement`` is that of all."""
         own = placement.resident() if self.resident else placement
         own = own.persistent() if self.persistent else own
-        return own._replace(whole=True) if self.whole else own
+        return own._replace(whole=own.whole or self.whole, gradients_rest=self.gradients_rest)
 
 
 class Partition(NamedTuple):
@@ -146,6 +148,7 @@ def partition(
     rest = placement.sharding, placement.precision, size, persistence_numel, dtypes
     buckets = make_buckets(root, found, chosen, *rest, whole_ids, balanced)
     keep_last_on_device(buckets, placement.offload_fraction)
+    rest_gradients(buckets, placement)
     return Partition(found, buckets)
 
 
@@ -161,6 +164,19 @@ def keep_last_on_device(buckets: Iterable[BucketSpec], offloaded: float) -> None
     for spec in updated:
         spec.resident = 0 < enough <= before
         before += spec.numel
+
+
+def rest_gradients(buckets: Iterable[BucketSpec], placement: BucketPlacement) -> None:
+    """Mark the buckets whose sharded gradients rest on a disk: all whose state does, or none.
+
+    Where the placement leaves that open, they rest there if they do not fit the memory that tiles pass through, in the
+    dtype in which micro-batches add up.
+    """
+    on_disk = [spec for spec in buckets if spec.optimized and spec.placed(placement).optimizer_store.tile is not None]
+    sizes = [layout_of(s, placement).shard_numel * placement.widest_gradient(s.dtype).itemsize for s in on_disk]
+    fits = sum(sizes) <= placement.optimizer_store.passing_bytes
+    for spec in on_disk:
+        spec.gradients_rest = not fits if placement.gradients_rest is None else placement.gradients_rest
 
 
 def layout_of(spec: BucketSpec, placement: BucketPlacement) -> FlatLayout:

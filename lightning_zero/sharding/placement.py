@@ -64,6 +64,8 @@ class BucketPlacement(NamedTuple):
     shard border cuts a block of ``block`` elements of a parameter: optimizers may keep state by block. Of the elements
     that optimizers update, ``offload_fraction`` rest in the stores, in whole buckets; the others are resident. Where
     masters may be split, ``split_masters`` says whether those of optimizers are that have no opinion of their own.
+    ``gradients_rest`` says whether sharded gradients rest on the disk where optimizer state does; ``None``: where those
+    of a rank do not fit the memory that tiles pass through.
     """
 
     mesh: Mesh
@@ -78,6 +80,7 @@ class BucketPlacement(NamedTuple):
     block: int = 1
     offload_fraction: float = 1.0
     split_masters: bool = False
+    gradients_rest: bool | None = None
 
     def persistent(self) -> BucketPlacement:
         """The placement of parameters that stay unsharded although the stage shards them."""
@@ -132,16 +135,25 @@ class BucketPlacement(NamedTuple):
             work.synchronize()
 
     def accumulate(
-        self, target: Tensor, source: Tensor, memory: Memory, what: str, after: Sequence[Ticket] = ()
+        self,
+        target: Tensor,
+        source: Tensor,
+        memory: Memory,
+        what: str,
+        after: Sequence[Ticket] = (),
+        lane: Lane = Lane.HOST,
     ) -> Ticket:
-        """Begin to add ``source``, on the device, to ``target`` in ``memory``; ``after`` work on ``target``."""
+        """Begin to add ``source``, on the device, to ``target`` in ``memory``, in a lane there.
+
+        ``after``: work on ``target``.
+        """
         if memory == "device":
             target.add_(source)
             return DONE
         with self._copying(("device", memory)):
             if source.device == target.device:
-                return self.executor.submit(partial(target.add_, source), Lane.HOST, what, after)
-            return self.executor.receive(source, target.add_, what, after)
+                return self.executor.submit(partial(target.add_, source), lane, what, after)
+            return self.executor.receive(source, target.add_, what, after, lane)
 
     def on_host(self, values: Tensor, what: str) -> Tensor:
         """``values`` on the CPU, where they may be already."""
@@ -163,6 +175,20 @@ class BucketPlacement(NamedTuple):
     def updates_apart(self) -> bool:
         """Whether updates are computed in another memory than the model: in the host's, and the device has its own."""
         return self.optimizer_store.device.type != self.device.type
+
+    @property
+    def rests_gradients(self) -> bool:
+        """Whether sharded gradients rest on a disk, as far as that has been decided."""
+        return bool(self.gradients_rest) and self.optimizer_store.tile is not None
+
+    @property
+    def gradient_memory(self) -> Memory:
+        """The memory in which sharded gradients rest."""
+        return self.optimizer_store.resting_memory if self.rests_gradients else self.optimizer_store.memory
+
+    def widest_gradient(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that sharded gradients of parameters of ``dtype`` have in the end."""
+        return self.precision.grad_dtype or self.sum_dtype(dtype)
 
     @property
     def shard_memory(self) -> Memory:

@@ -67,7 +67,7 @@ class Reduction(ABC, Generic[T]):
             if not last:
                 return
             self._sum_replicas(fresh)
-        self._keep(fresh)
+        self._keep(fresh, more=not last)
 
     def _collect(self, dtype: torch.dtype) -> T:
         """The unsharded gradients and their sum in one buffer of ``dtype``; all of them are freed."""
@@ -108,5 +108,5 @@ class Reduction(ABC, Generic[T]):
         """Sum slices over replicas, in place. Collective."""
 
     @abstractmethod
-    def _keep(self, shard: T) -> None:
-        """Add a slice to the sharded gradient."""
+    def _keep(self, shard: T, more: bool) -> None:
+        """Add a slice to the sharded gradient; ``more``: others will follow before the step."""

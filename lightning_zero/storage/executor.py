@@ -110,9 +110,14 @@ class Executor(Protocol):
         ...
 
     def receive(
-        self, source: Tensor, use: Callable[[Tensor], object], what: str, after: Sequence[Ticket] = ()
+        self,
+        source: Tensor,
+        use: Callable[[Tensor], object],
+        what: str,
+        after: Sequence[Ticket] = (),
+        lane: Lane = Lane.HOST,
     ) -> Ticket:
-        """Copy ``source``, on the device, to host memory in passing, and call ``use`` with that in the lane HOST."""
+        """Copy ``source``, on the device, to host memory in passing, and call ``use`` with that in a lane."""
         ...
 
     def filling(self, target: Tensor, what: str) -> AbstractContextManager[Tensor]:
@@ -177,10 +182,15 @@ class InlineExecutor:
         return self.submit(partial(target.copy_, source), Lane.D2H, what, after)
 
     def receive(
-        self, source: Tensor, use: Callable[[Tensor], object], what: str, after: Sequence[Ticket] = ()
+        self,
+        source: Tensor,
+        use: Callable[[Tensor], object],
+        what: str,
+        after: Sequence[Ticket] = (),
+        lane: Lane = Lane.HOST,
     ) -> Ticket:
         arrived = torch.empty_like(source, device="cpu")
-        return self.submit(partial(use, arrived), Lane.HOST, what, (*after, self.commit(arrived, source, what)))
+        return self.submit(partial(use, arrived), lane, what, (*after, self.commit(arrived, source, what)))
 
     @contextmanager
     def filling(self, target: Tensor, what: str) -> Iterator[Tensor]:

@@ -21,7 +21,7 @@ from zlib_ng.zlib_ng import crc32
 from lightning_zero.advice import Case, advice
 from lightning_zero.storage.disk_file import DiskError, DiskFile, aligned
 from lightning_zero.storage.disk_speed import Way, choose_way, usual_way
-from lightning_zero.storage.executor import Executor, Lane, Staged, Ticket
+from lightning_zero.storage.executor import DONE, Executor, Lane, Staged, Ticket
 from lightning_zero.storage.host import HostStore
 from lightning_zero.storage.rested import Memory
 from lightning_zero.storage.run_folder import RunFolder
@@ -81,7 +81,7 @@ def tiles_ahead(buffer_bytes: int, itemsize: int) -> int:
 
 
 class DiskStore:
-    """State rests in a file; what must be in memory, such as gradients, in host memory.
+    """State rests in a file; what must be in memory, such as gradients that fit there, in host memory.
 
     Attributes:
         file: where; ``None`` in a plan.
@@ -159,7 +159,7 @@ class DiskStore:
         Raises:
             DiskError: it has not; with the bytes that are needed and free.
         """
-        self.opened.reserve(nbytes, "masters and optimizer state")
+        self.opened.reserve(nbytes, "masters, optimizer state and gradients")
 
     def choose_way(self, seconds: float) -> Way:
         """Find the fastest way of transfers for what was reserved, before any of it is given out, in about so long.
@@ -293,6 +293,8 @@ class DiskTensor(Windowed):
             self._store.give(window.staged, written)
 
     def read(self, start: int, stop: int) -> Tensor:
+        if start == stop:
+            return torch.empty(0, dtype=self.dtype)
         if self.holds(start, stop):
             return self.view(start, stop)
         self._forget_unseen(start, stop)
@@ -314,10 +316,15 @@ class DiskTensor(Windowed):
             yield memory[start:end]
 
     def _fetch(self, start: int, stop: int) -> Window:
+        window, tiles = self._blank(start, stop), self._tiles_of(start, stop)
+        window.arrived = self._load(*tiles, window.staged.tensor)
+        return window
+
+    def _blank(self, start: int, stop: int) -> Window:
         first, last = self._tiles_of(start, stop)
         staged = self._store.take(self._bytes(first, last))
         values, begin = self._elements(first, last, staged.tensor), first * self.tile
-        return Window(begin, begin + values.numel(), staged, values, self._load(first, last, staged.tensor))
+        return Window(begin, begin + values.numel(), staged, values, DONE)
 
     def _give(self, staged: Staged, work: Ticket) -> None:
         self._store.give(staged, work)

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from lightning_zero.storage.executor import Ticket
+from lightning_zero.storage.executor import DONE, Ticket
 
 Memory = Literal["device", "host", "disk"]
 
@@ -61,13 +61,26 @@ class Rested(Protocol):
         """Elements ``[start, stop)``, to be changed in place before :meth:`commit`."""
         ...
 
+    def open(self, start: int, stop: int, blank: bool = False) -> tuple[Tensor, Ticket]:
+        """As :meth:`view`, but for work that itself waits until the elements are there.
+
+        Args:
+            start: first element.
+            stop: the one after the last.
+            blank: what is there does not matter: all of it, whole tiles, will be overwritten.
+
+        Returns:
+            The elements, and the ticket of their arrival.
+        """
+        ...
+
     def commit(self, start: int, stop: int, after: Sequence[Ticket] = ()) -> None:
         """Begin to keep what was changed in views of ``[start, stop)``, which end here, with the whole tiles around.
 
         Args:
             start: first element.
             stop: the one after the last.
-            after: work that still reads the views.
+            after: work that still reads or changes the views.
         """
         ...
 
@@ -124,6 +137,9 @@ class Resident:
 
     def view(self, start: int, stop: int) -> Tensor:
         return self._values[start:stop]
+
+    def open(self, start: int, stop: int, blank: bool = False) -> tuple[Tensor, Ticket]:
+        return self._values[start:stop], DONE
 
     def commit(self, start: int, stop: int, after: Sequence[Ticket] = ()) -> None:
         """Nothing to keep: views are the values."""

@@ -178,11 +178,16 @@ class StreamExecutor:
         return self._copy(Lane.D2H, target, source, what, after)
 
     def receive(
-        self, source: Tensor, use: Callable[[Tensor], object], what: str, after: Sequence[Ticket] = ()
+        self,
+        source: Tensor,
+        use: Callable[[Tensor], object],
+        what: str,
+        after: Sequence[Ticket] = (),
+        lane: Lane = Lane.HOST,
     ) -> Ticket:
         staged = self._arriving.take(source)
         arrived = self.commit(staged.tensor, source, what)
-        used = self._in_thread(Lane.HOST, partial(use, staged.tensor), what, (*after, arrived))
+        used = self._in_thread(lane, partial(use, staged.tensor), what, (*after, arrived))
         self._arriving.give(staged, used)
         return used
 

@@ -59,10 +59,26 @@ class Windowed(ABC):
         return self._held(start, stop) is not None
 
     def view(self, start: int, stop: int) -> Tensor:
-        window = self._window(start, stop)
-        window.arrived.synchronize()
+        values, arrived = self.open(start, stop)
+        arrived.synchronize()
+        return values
+
+    def open(self, start: int, stop: int, blank: bool = False) -> tuple[Tensor, Ticket]:
+        window = self._renewed(start, stop) if blank else self._window(start, stop)
         window.seen = True
-        return window.values[start - window.start : stop - window.start]
+        return window.values[start - window.start : stop - window.start], window.arrived
+
+    def _renewed(self, start: int, stop: int) -> Window:
+        for window in self._overlapping(start, stop):
+            window.arrived.synchronize()  # what is written next must not come under a read
+        self.drop(start, stop)
+        window = self._blank(start, stop)
+        self._windows.append(window)
+        return window
+
+    def _blank(self, start: int, stop: int) -> Window:
+        """A window of ``[start, stop)``, with any values."""
+        return self._fetch(start, stop)
 
     def drop(self, start: int, stop: int, after: Ticket | None = None) -> None:
         for window in self._overlapping(start, stop):

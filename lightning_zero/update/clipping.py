@@ -8,7 +8,7 @@ they are, and it comes again. And it tells whether a rank has changed buffers, w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -233,7 +233,8 @@ class GradientClipping:
             sharded = self._map.gradients_of(bucket).sharded
             if not sharded.empty:
                 for s in segments:  # nobody waits for one answer before the next is asked for
-                    finite = sharded.read(s.start, s.stop).isfinite().all()
+                    pieces = sharded.read_pieces(s.start, s.stop, _NORM_TILE)
+                    finite = torch.stack([piece.isfinite().all() for piece in pieces]).all()
                     if finite.device not in flags:
                         flags[finite.device] = torch.zeros(len(numbers), dtype=torch.float64, device=finite.device)
                     flags[finite.device][numbers[id(bucket.parameters[s.param])]] += finite.logical_not()
@@ -266,9 +267,12 @@ class GradientClipping:
     def clip_value_(self, optimizer: Optimizer, clip_value: float) -> None:
         """Clamp every gradient of ``optimizer`` to ``[-clip_value, clip_value]``, where it is."""
         self._fold_clipping(optimizer)
-        for gradients in self._slices(optimizer):
+
+        def clamp(gradients: Tensor) -> None:
             bound = min(clip_value * self._scale.value, torch.finfo(gradients.dtype).max)
             gradients.clamp_(-bound, bound)
+
+        self._change(optimizer, clamp)
         self._clamped = True
         self.version += 1
 
@@ -276,11 +280,10 @@ class GradientClipping:
         """Apply the factor of :meth:`clip_norm_` to the gradients, before more happens to them than a step."""
         scale = self._clip.pop(id(optimizer), 1.0)
         if scale != 1.0:
-            for gradients in self._slices(optimizer):
-                gradients.mul_(scale)
+            self._change(optimizer, lambda gradients: gradients.mul_(scale))
 
-    def _slices(self, optimizer: Optimizer) -> Iterator[Tensor]:
-        """Views of the sharded gradients that hold gradients of ``optimizer``'s parameters, to be changed in place.
+    def _change(self, optimizer: Optimizer, function: Callable[[Tensor], object]) -> None:
+        """Call a function that changes gradients of ``optimizer``'s parameters in place, with parts of them.
 
         In fp32 at least: 16 bits would round what is done to them, and the update itself does not.
         """
@@ -289,7 +292,7 @@ class GradientClipping:
             if not sharded.empty:
                 sharded.raise_precision()
                 for run in runs(segments, lambda _: True):
-                    yield sharded.read(run.start, run.stop)
+                    sharded.change(run.start, run.stop, function)
 
     # ----------------------------------------------------------------------------------------- changes by user code
 
@@ -333,10 +336,12 @@ class GradientClipping:
         bucket = self._map[parameter]
         if not any(id(parameter) in stats.used for stats in self._known.values()):
             return None
-        values = self._map.gradients_of(bucket).sharded.read(0, bucket.layout.shard_numel)
+        sharded, placement = self._map.gradients_of(bucket).sharded, bucket.placement
         # Clipping has raised the precision of some ranks' slices only.
-        placement = bucket.placement
-        full = bucket.gather_full(values.to(placement.sum_dtype(values.dtype)), placement.optimizer_store.memory)
+        dtype = placement.sum_dtype(sharded.dtype)
+        full = bucket.gather_read(
+            lambda start, stop: sharded.read(start, stop).to(dtype), dtype, placement.optimizer_store.memory
+        )
         gradient = bucket.view(full, bucket.index[id(parameter)])
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
         return wide.mul_(self.factor_of(parameter))
@@ -365,7 +370,11 @@ def _squares_of(gradients: BucketGradients, owners: dict[int, tuple[int, ...]]) 
         return owners.get(id(bucket.parameters[segment.param]))
 
     for run in runs(bucket.segments, owners_of, gap=bucket.layout.align - 1):
-        total = _sum_of_squares(sharded.read(run.start, run.stop), as_on_host)
+        if sharded.in_tiles and sharded.dtype != torch.float64:
+            parts = sharded.read_pieces(run.start, run.stop, ops.SQUARES_PIECE)
+            total: Tensor | float = ops.sum_of_squares_in_pieces(parts)
+        else:
+            total = _sum_of_squares(sharded.read(run.start, run.stop), as_on_host)
         for number in owners_of(run.segments[0]) or ():
             yield number, total
 

@@ -10,8 +10,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.sharding import BucketPlacement, Segment
-from lightning_zero.sharding.gradients import LentGradient
 from lightning_zero.sharding.masters import Master
+from lightning_zero.sharding.sharded_gradient import LentGradient
 from lightning_zero.update.shell import StepCall
 from lightning_zero.update.state import OptimizerState
 

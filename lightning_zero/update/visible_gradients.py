@@ -272,14 +272,14 @@ class _SharedSlice:
         self._clipping.fold_clipping(self._parameter)
         self._sharded.raise_precision()
         values, scale = self._sharded.read(self._start, self._stop), self._clipping.scale
-        if scale == 1.0:
-            function(values)
-        else:
+        if scale != 1.0:
             values.div_(scale)
-            try:
-                function(values)
-            finally:
+        try:
+            function(values)
+        finally:
+            if scale != 1.0:
                 values.mul_(scale)
+            self._sharded.keep(self._start, values)
         self._clipping.note_change()
 
     def norm(self, order: float) -> float:

@@ -63,6 +63,7 @@ def in_windows(
         if not following:
             view.ahead()
         yield tuple(window)
+        view.gradient.drop(*_range(window))
         view.master.commit(*_range(window))
         state.commit(*_range(window))
 
@@ -102,6 +103,7 @@ class _Alone(NamedTuple):
 
 def _expect(view: UpdateView, state: ShardState, window: Sequence[P], names: Callable[[P], Iterable[str]]) -> None:
     start, stop = _range(window)
+    view.gradient.expect(start, stop)
     view.master.expect(start, stop)
     state.expect(start, stop, sorted({name for part in window for name in names(part)}))
 

@@ -22,7 +22,7 @@ from strategy.fits import Recipe
 
 from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.collectives import _Collectives
-from lightning_zero.sharding.gradients import LentGradient, ShardedGradient
+from lightning_zero.sharding.sharded_gradient import LentGradient, ShardedGradient
 from lightning_zero.storage import HostStore
 from lightning_zero.storage.host import _PinnedMapping
 from lightning_zero.storage.staging import Staging

@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from device import sim
 from torch import Tensor
 
-from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardingPolicy
-from lightning_zero.storage import DeviceStore, HostStore, Lane, StreamExecutor
+from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardedGradient, ShardingPolicy
+from lightning_zero.storage import DeviceStore, DiskStore, HostStore, Lane, StreamExecutor
+from lightning_zero.storage.run_folder import RunFolder
 from lightning_zero.storage.streams import in_lane
 
 N = 1000
@@ -120,6 +122,27 @@ def test_a_copy_in_one_memory_follows_what_it_comes_after(device: torch.device) 
     came = executor.fetch(there, host(device, 7), "a")
     placement.move(target, there, ("device", "device"), "a", after=[came])
     assert target.cpu().eq(7).all()
+
+
+@pytest.mark.device("lazy", "random1", "random4")
+def test_a_gradient_is_written_to_a_disk_when_it_has_come(device: torch.device, tmp_path: Path) -> None:
+    executor, values = StreamExecutor(device), torch.arange(3 * 4096 + 5, dtype=torch.float32)
+    store = DiskStore.in_folder(RunFolder(tmp_path, "run", 0), executor, 1, pin_for=device)
+    placement = BucketPlacement(
+        Mesh.single(),
+        ShardingPolicy.from_stage(2),
+        MixedPrecisionPolicy(),
+        device,
+        store,
+        DeviceStore(device),
+        executor,
+        gradients_rest=True,
+    )
+    gradient = ShardedGradient("a", len(values), placement, [])
+    for times in (1, 2):
+        gradient.add(values.to(device))
+        assert gradient.read(0, len(values)).equal(times * values)
+    assert (gradient.memory, gradient.nbytes) == ("disk", values.nbytes)
 
 
 @pytest.mark.device("lazy", "random1", "random4")

@@ -54,6 +54,7 @@ class Setup:
     whole: bool = False  # each parameter lies whole in one shard
     disk: str | None = None  # with `offload`, a folder to rest the optimizer's state in instead
     disk_params: bool = False  # at stage 3 parameters rest there, too
+    disk_gradients: bool | None = False  # so do sharded gradients; `None`: where they do not fit the buffer
     overlap: bool = True
     direct: bool = True
     way: Way | None = None  # of transfers
@@ -96,6 +97,7 @@ def make_placement(setup: Setup, mesh: Mesh | None = None) -> BucketPlacement:
         DeviceStore(CPU) if not shared else optimizer_store if setup.disk_params else host,
         executor,
         whole=setup.whole,
+        gradients_rest=setup.disk_gradients,
     )
 
 

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,10 +29,10 @@ from lightning_zero.checkpoint.state import (
     module_state_dict,
     optimizer_state_dict,
 )
-from lightning_zero.planning import plan
+from lightning_zero.planning import Plan, plan
 from lightning_zero.planning.memory import held_by, planned_parts
-from lightning_zero.sharding import Mesh, MixedPrecisionPolicy
-from lightning_zero.storage import DiskStore, Executor, InlineExecutor, Lane, Ticket
+from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy
+from lightning_zero.storage import DiskError, DiskStore, Executor, InlineExecutor, Lane, Ticket
 from lightning_zero.storage.disk_file import aligned
 from lightning_zero.storage.disk_speed import RINGS, THREADS
 from lightning_zero.storage.nvme import DiskTensor
@@ -164,14 +166,17 @@ def tensors_of(result: driver.RankResult) -> dict[str, Tensor]:
 
 
 def compare(cases: Sequence[Case], folder: str) -> list[str]:
-    """Lines for cases whose bits the disk changes, inline or overlapped, by threads or rings, with O_DIRECT or not."""
+    """Lines for cases whose bits the disk changes, inline or overlapped, by threads or rings, with O_DIRECT or not.
+
+    Gradients rest there, too, but for one way, in which they stay in host memory.
+    """
     meshes, wrong = driver.Meshes(), []
     ways = itertools.cycle(
         [
-            {"overlap": True, "way": RINGS[0]},
-            {"overlap": False, "direct": False, "way": THREADS[0]},
-            {"overlap": False, "way": RINGS[0]},
-            {"overlap": True, "way": THREADS[0]},
+            {"overlap": True, "way": RINGS[0], "disk_gradients": True},
+            {"overlap": False, "direct": False, "way": THREADS[0], "disk_gradients": True},
+            {"overlap": False, "way": RINGS[0], "disk_gradients": True},
+            {"overlap": True, "way": THREADS[0], "disk_gradients": True},
             {"overlap": True, "direct": False, "way": RINGS[0]},
         ]
     )
@@ -225,7 +230,8 @@ def touched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def test_what_does_not_change_is_neither_read_nor_written(tmp_path: Path, touched: Counter[str]) -> None:
-    case = Case(dataclasses.replace(SETUP, stage=3, offload_params=False, units=("blocks.*",)), overflow=True)
+    setup = dataclasses.replace(SETUP, stage=3, offload_params=False, units=("blocks.*",), disk_gradients=True)
+    case = Case(setup, overflow=True)
     session = start(case.on_disk(str(tmp_path), overlap=False), Mesh.single())
     run_steps(session, case, [0])
     buckets = session.engine.buckets
@@ -237,12 +243,74 @@ def test_what_does_not_change_is_neither_read_nor_written(tmp_path: Path, touche
         idle = {key for key in everything if not touched[f"_keep {key}"]}
         assert idle == {key for key in everything if not touched[f"_load {key}"]}
         assert len(idle) == unused * 3
-    # An update reads and writes each tile once.
+    # An update reads and writes each tile once; those of gradients are written before, and read for the norm, too.
     touched.clear()
     run_steps(session, case, [0])
     rested = [tensor for b in buckets for tensor in (*b.master.rested, *session.updater.state_of(b).flat.values())]
     names = itertools.product(("_keep", "_load"), rested)
-    assert touched == {f"{name} {tensor.what}": aligned(nbytes_of(tensor)) for name, tensor in names}
+    expected = {f"{name} {tensor.what}": aligned(nbytes_of(tensor)) for name, tensor in names}
+    for bucket in buckets:
+        nbytes = aligned(session.engine.gradients_of(bucket).sharded.nbytes)
+        expected |= {
+            f"_keep the gradients of {bucket.name}": nbytes,
+            f"_load the gradients of {bucket.name}": 2 * nbytes,
+        }
+    assert touched == expected
+
+
+def planned_for(case: Case, placement: BucketPlacement) -> Plan:
+    return plan(
+        model := Blocks(),
+        placement,
+        [OPTIMIZERS[case.optimizer](model)],
+        bucket_size_mb=case.setup.bucket_size_mb,
+        units=case.setup.units,
+        micro_batches=case.micro,
+    )
+
+
+@pytest.mark.parametrize(("stage", "micro"), [(1, 2), (2, 3)])
+def test_a_plan_knows_the_traffic_of_gradients(tmp_path: Path, touched: Counter[str], stage: int, micro: int) -> None:
+    """Each micro-batch after the first of a step reads and writes them once more, but where it is summed before."""
+    setup = dataclasses.replace(SETUP, stage=stage, disk_gradients=True, precision=PURE_BF16)
+    case = Case(setup, "split", micro).on_disk(str(tmp_path))
+    session = start(case, Mesh.single())
+    for _ in range(2):
+        touched.clear()
+        run_steps(session, case, [0])
+        session.engine.placement.executor.submit(lambda: None, Lane.WRITE, "the end").synchronize()
+    planned, pages = planned_for(case, session.engine.placement), 4096 * 2 * (micro + 1) * len(session.engine.buckets)
+    moved = sum(nbytes for what, nbytes in touched.items() if "the gradients of" in what)
+    assert planned.summed <= moved <= planned.summed + pages
+    assert held_by(session.engine)["sharded_gradient"] == planned_parts(planned)["sharded_gradient"]
+    passes = 3 if stage == 1 else 2 * micro + 1
+    assert planned.summed == passes * planned_parts(planned)["sharded_gradient"].disk
+
+
+def test_gradients_rest_on_the_disk_where_they_do_not_fit_the_buffer(tmp_path: Path) -> None:
+    case = Case(dataclasses.replace(SETUP, disk_gradients=None)).on_disk(str(tmp_path))
+    placement = driver.make_placement(case.setup, Mesh.single())
+    for shards, memory in ((1, "disk"), (2, "host")):
+        planned = planned_for(case, placement._replace(mesh=Mesh.imagined(shards, 1, 0)))
+        gradients = planned_parts(planned)["sharded_gradient"]
+        assert (gradients.total + gradients.disk > driver.DISK_BUFFER) == (memory == "disk")
+        assert getattr(gradients, memory) == gradients.total + gradients.disk
+
+
+def test_a_gradient_that_a_disk_has_changed_is_an_error(tmp_path: Path) -> None:
+    case = Case(dataclasses.replace(SETUP, disk_gradients=True)).on_disk(str(tmp_path), overlap=False)
+    session = start(case, Mesh.single())
+    driver.backward(session.engine, loss_of(session.model, torch.ones(4, INPUT)))
+    (bucket, *_) = session.engine.buckets
+    tensor = session.engine.gradients_of(bucket).sharded._values
+    assert isinstance(tensor, DiskTensor)
+    with session.engine.placement.optimizer_store.opened.path.open("r+b") as file:  # type: ignore[attr-defined]
+        file.seek(tensor.offset_of(1) + 100)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+    with pytest.raises(DiskError, match=rf"the gradients of {re.escape(bucket.name)} in .*is not what was written"):
+        session.optimizer.step()
 
 
 def test_the_next_bucket_comes_while_the_last_tiles_of_one_are_updated(
@@ -356,14 +424,23 @@ class SlowDisk(InlineExecutor):
 
 @pytest.mark.parametrize(
     "case",
-    [Case(SETUP), Case(STAGE3, "muon"), Case(dataclasses.replace(STAGE3, precision=PURE_BF16), "copy")],
+    [
+        Case(dataclasses.replace(SETUP, disk_gradients=True), micro=2),
+        Case(dataclasses.replace(STAGE3, disk_gradients=True), "muon"),
+        Case(dataclasses.replace(STAGE3, precision=PURE_BF16), "copy"),
+    ],
     ids=["stage2", "muon", "stage3"],
 )
 def test_tiles_take_what_is_planned_however_slow_the_disk_is(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The buffer, whatever its size: but no more than what rests on the disk, and no less than two tiles at work."""
+    """The buffer, whatever its size: but no more than what rests on the disk, and no less than two tiles at work.
 
+    The bits are those of state and gradients in host memory.
+    """
+    in_memory = start(case, Mesh.single())
+    run_steps(in_memory, case, [0, 0])
+    expected = driver.finish(in_memory).weights
     for number, buffer in enumerate((1, 12 * 2**14, 25 * 2**14, 2**24)):
 
         def slow_store(
@@ -377,19 +454,14 @@ def test_tiles_take_what_is_planned_however_slow_the_disk_is(
         store = session.engine.placement.optimizer_store
         assert isinstance(store, DiskStore)
         assert store.tile is not None
-        planned = plan(
-            model := Blocks(),
-            session.engine.placement,
-            [OPTIMIZERS[case.optimizer](model)],
-            bucket_size_mb=case.setup.bucket_size_mb,
-            units=case.setup.units,
-        )
+        planned = planned_for(case, session.engine.placement)
         run_steps(session, case, [0, 0])
         staged, bound = store.staged_bytes, planned.staging.host
         assert bound <= max(buffer, planned.held.disk), buffer
         assert staged <= bound, (buffer, bound)
         if bound == buffer and case.optimizer != "muon":  # whose state is read where it is updated, after its writes
             assert staged > bound - 4 * store.tile, "some room is never used"
+        assert_equal(driver.finish(session).weights, expected)
 
 
 def state_dicts(session: driver.Session) -> tuple[dict[str, Any], dict[str, Any]]:

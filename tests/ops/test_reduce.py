@@ -49,9 +49,10 @@ def test_any_bits_give_the_same_sum_on_every_instruction_set(count: int, dtype: 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_threads_and_addresses_change_no_bit(dtype: torch.dtype) -> None:
-    for count in (PIECE, PIECE + 1, 5 * PIECE + 7):
+    for count in (PIECE, PIECE + 1, 5 * PIECE + 7, 18 * PIECE + 7):
         values = ordinary(count, dtype, torch.Generator().manual_seed(count))
         total = ops.sum_of_squares(values, threads=1)
+        assert ops.sum_of_squares_in_pieces(values.split(ops.SQUARES_PIECE)).hex() == total.hex()
         assert abs(total - exact(values)) <= bound(count) * exact(values)
         for threads in range(1, 9):
             view, _ = placed(values, 2 * threads + 1)

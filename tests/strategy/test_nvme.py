@@ -45,7 +45,7 @@ def fits(path: Path) -> list[tuple[str, Any, Any]]:
         host = STRATEGIES[name.replace("nvme", "offload")] | {"persistence_numel": 0}
         disk, memory = (
             fit(options, RECIPE, gradient_clip_val=0.3, accumulate_grad_batches=2)
-            for options in (nvme(name, path), host)
+            for options in (nvme(name, path, offload_gradients="nvme"), host)
         )
         found.append((name, (disk.weights, disk.optimizer_states), (memory.weights, memory.optimizer_states)))
     return found
@@ -137,22 +137,27 @@ class Look(Callback):
             self.folder = store.opened.path.parent
 
 
-def look(name: str, path: Path) -> tuple[dict[str, Bytes], dict[str, Bytes], int, str, str]:
+def look(name: str, path: Path, gradients: str) -> tuple[dict[str, Bytes], dict[str, Bytes], int, str, str]:
     look = Look()
-    trainer = make_trainer(nvme(name, path), accumulate_grad_batches=RECIPE.micro, callbacks=[look])
+    options = nvme(name, path, offload_gradients=gradients)
+    trainer = make_trainer(options, accumulate_grad_batches=RECIPE.micro, callbacks=[look])
     trainer.fit(Lit(RECIPE))
     assert look.folder.is_dir()  # for checkpoints, a test or another fit
     trainer.strategy.release()  # type: ignore[attr-defined]
     return look.held, look.planned, look.size, look.report, look.folder.relative_to(path).as_posix()
 
 
-@pytest.mark.parametrize(("name", "values"), [("zero2_nvme", "masters"), ("zero3_nvme", "param_shards")])
-def test_a_plan_knows_the_bytes_on_the_disk(pool2: RankPool, tmp_path: Path, name: str, values: str) -> None:
-    for rank, (held, planned, size, report, folder) in enumerate(pool2.run(look, name, tmp_path)):
+@pytest.mark.parametrize(
+    ("name", "values", "gradients"), [("zero2_nvme", "masters", "auto"), ("zero3_nvme", "param_shards", "nvme")]
+)
+def test_a_plan_knows_the_bytes_on_the_disk(
+    pool2: RankPool, tmp_path: Path, name: str, values: str, gradients: str
+) -> None:
+    for rank, (held, planned, size, report, folder) in enumerate(pool2.run(look, name, tmp_path, gradients)):
         for part in ("param_shards", "masters", "optimizer_state", "sharded_gradient"):
             assert held[part] == planned[part], part
         assert held["optimizer_state"].disk == 2 * held[values].disk > 0
-        assert held["sharded_gradient"].host > 0
+        assert (held["sharded_gradient"].host > 0) == (gradients == "auto")
         assert 0 < held["staging"].host <= planned["staging"].host <= BUFFER_GB * 2**30
         disk = sum(part.disk for part in planned.values())
         assert disk <= size <= disk + 4096 * 100  # extents end with pages

@@ -26,6 +26,7 @@ OTHERS: dict[str, Any] = {
     "nvme_path": "/local",
     "nvme_buffer_gb": 0.5,
     "nvme_checksums": False,
+    "offload_gradients": "nvme",
     "shard_size": 2,
     "bucket_size_mb": 1.5,
     "units": [nn.Linear, "Block"],

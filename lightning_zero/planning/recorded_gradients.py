@@ -1,0 +1,143 @@
+"""The gradients of a bucket in a planned step: tensors of which only the sizes are known."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_zero import ops
+from lightning_zero.planning.account import NOTHING, Account, Bytes
+from lightning_zero.planning.lanes import RecordedLanes, RecordedTensor
+from lightning_zero.sharding.forms import BucketForm
+from lightning_zero.sharding.reduction import Reduction
+from lightning_zero.sharding.sharded_gradient import sharded_gradient_dtype
+from lightning_zero.storage import Lane, device_type
+from lightning_zero.storage.disk_file import aligned
+from lightning_zero.storage.nvme import tiles_at_work
+
+
+class RecordedGradients(Reduction[RecordedTensor]):
+    """The gradients of one bucket, from their accumulation until they are cleared; see ``BucketGradients``.
+
+    Attributes:
+        reduction: the most bytes that a reduction has taken: of its buffer and of the collective.
+        known_squares: whether the squares of the sharded gradient were noted when it arrived.
+    """
+
+    def __init__(self, form: BucketForm, account: Account, lanes: RecordedLanes) -> None:
+        super().__init__(form.dtype, form.placement)
+        self.reduction = 0
+        self.known_squares = False
+        self._form = form
+        self._account = account
+        self._lanes = lanes
+        self._unsharded: dict[int, RecordedTensor] = {}  # by index of the parameter: its `grad`
+        self._sharded: RecordedTensor | None = None  # the reduced slice
+        self._empty = True  # no slice has arrived since the gradients were cleared
+
+    @property
+    def sharded(self) -> Bytes:
+        """Memory of the sharded gradient, which is kept from step to step."""
+        return NOTHING if self._sharded is None else self._sharded.amount
+
+    @property
+    def expected(self) -> int:
+        """The number of gradients that a backward brings, of parameters that an optimizer may update."""
+        return sum(p.requires_grad for p in self._form.parameters) if self._form.spec.optimized else 0
+
+    def arrive(self, index: int) -> None:
+        """The backward of parameter ``index`` has run."""
+        gradient = RecordedTensor(self._form.parameters[index].numel(), self._dtype)
+        if index in self._unsharded:  # it is added to that of an earlier micro-batch
+            self._account.touch(gradient.amount)
+        else:
+            self._unsharded[index] = self._take(gradient)
+
+    def clear(self) -> None:
+        """Forgets the sharded gradient; its memory is kept for the next step."""
+        self._empty = True
+
+    def _zeros(self, dtype: torch.dtype) -> RecordedTensor:
+        return self._take(RecordedTensor(self._form.layout.padded_numel, dtype))
+
+    def _add_unsharded(self, total: RecordedTensor) -> None:
+        for gradient in self._unsharded.values():
+            self._give(gradient)
+        self._unsharded = {}
+
+    def _take_unsharded(self, buffer: RecordedTensor) -> None:
+        self._add_unsharded(buffer)
+
+    def _merge(self, total: RecordedTensor, values: RecordedTensor) -> RecordedTensor:
+        self._give(values)
+        return total
+
+    def _convert(self, values: RecordedTensor, dtype: torch.dtype) -> RecordedTensor:
+        if values.dtype == dtype:
+            return values
+        converted = self._take(values._replace(dtype=dtype))  # both are there for a moment
+        self._give(values)
+        return converted
+
+    def _reduce_scatter(self, buffer: RecordedTensor) -> RecordedTensor:
+        shard = self._placement.mesh.shard
+        scratch = shard.scratch(buffer.nbytes, buffer.dtype, self._placement.device)
+        self.reduction = max(self.reduction, buffer.nbytes + scratch)
+        shard.count("reduce_scatter", buffer.nbytes)
+        self._account.touch(Bytes(device=scratch))
+        self._give(buffer)
+        return self._take(RecordedTensor(self._form.layout.shard_numel, buffer.dtype))
+
+    def _sum_replicas(self, shard: RecordedTensor) -> None:
+        replica, device = self._placement.mesh.replica, self._placement.device
+        replica.count("all_reduce", shard.nbytes + replica.padding(shard.numel, device) * shard.dtype.itemsize)
+        self._account.touch(Bytes(device=replica.scratch(shard.nbytes, shard.dtype, device)))
+
+    def _keep(self, shard: RecordedTensor, more: bool) -> None:
+        """Adds a reduced slice to the sharded gradient; see ``ShardedGradient``."""
+        placement, store = self._placement, self._placement.optimizer_store
+        summed = not self._empty or (more and placement.rests_gradients)
+        dtype = sharded_gradient_dtype(placement.precision.grad_dtype, shard.dtype, summed)
+        if self._sharded is None:
+            self._sharded = self._take(RecordedTensor(shard.numel, dtype, placement.gradient_memory, store.pins))
+            self._lanes.rest(self._sharded.amount.disk)
+        elif torch.promote_types(self._sharded.dtype, dtype) != self._sharded.dtype:
+            self._sharded = self._convert(self._sharded, dtype)
+        if not self._empty and store.device != self._placement.device:
+            self._lanes.stage(Lane.D2H, shard.nbytes)  # moved, then added
+        alone = device_type(self._placement.device).shares_host_memory
+        self.known_squares = self._empty and store.as_on_host and not alone
+        self._move_tiles(reads=not self._empty)
+        moved = (self._sharded if self._empty else shard).nbytes  # it is converted before, or when it is added
+        self._empty = False
+        if store.memory == "host":
+            self._lanes.let_go(shard, moved)
+        else:
+            self._give(shard)
+
+    def read_squares(self) -> None:
+        """Reads the sharded gradient for its norm, where it rests on a disk."""
+        if (tile := self.tile) is not None:
+            piece = min(ops.SQUARES_PIECE, self._form.layout.shard_numel)
+            self._account.touch(Bytes(host=piece * tile.dtype.itemsize))
+            self._move_tiles(reads=True, writes=False)
+
+    def _move_tiles(self, reads: bool, writes: bool = True) -> None:
+        """All of it, where it rests on a disk."""
+        if (tile := self.tile) is not None:
+            number = tiles_at_work(tile.numel, self._form.layout.shard_numel) if reads else 1
+            self._lanes.sum_tiles(number, aligned(tile.nbytes), (reads + writes) * self.sharded.disk)
+
+    @property
+    def tile(self) -> RecordedTensor | None:
+        """One of the sharded gradient, where it rests on a disk."""
+        size = self._placement.optimizer_store.tile
+        if size is None or self._sharded is None or not self.sharded.disk:
+            return None
+        return self._sharded._replace(numel=min(size, self._sharded.numel), memory="host")
+
+    def _take(self, tensor: RecordedTensor) -> RecordedTensor:
+        self._account.take(tensor.amount)
+        return tensor
+
+    def _give(self, tensor: RecordedTensor) -> None:
+        self._account.give(tensor.amount)
