@@ -50,7 +50,8 @@ def test_state_on_a_disk_gives_the_bits_of_state_in_host_memory(
     if not pool.where.simulated:
         pytest.skip("only the simulated device has schedules to choose")
     small = {"persistence_numel": 0}
-    disk = STRATEGIES[f"{name}_nvme"] | small | {"nvme_path": str(tmp_path), "nvme_buffer_gb": BUFFER_GB}
+    there = {"nvme_path": str(tmp_path), "nvme_buffer_gb": BUFFER_GB, "offload_gradients": "nvme"}
+    disk = STRATEGIES[f"{name}_nvme"] | small | there
     (expected,) = pool.run(train, STRATEGIES[f"{name}_offload"] | small, precision, optimizer, [EAGER])[0]
     schedules = [LAZY, *(Schedule("random", seed) for seed in range(SEEDS))]
     found = pool.run(train, disk, precision, optimizer, schedules)[0]

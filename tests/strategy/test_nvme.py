@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from callbacks.test_ema import EACH_STEP, Various, fit_averaged, floating
+from helpers import models
 from helpers.ranks import RankError, RankPool, slow_unless
 from lightning import Callback, LightningModule, Trainer
 from strategy.fits import DDP, Lit, Recipe, assert_same, fit, make_trainer
 from strategy.test_edits import VISIBLE, Edited, assert_same_after_every_batch, assign_data, from_vector, write_data
+from strategy.test_gradients_of_users import FAST, Assigned, ByHand, Changes, Scaled, half, to_floats
 
-from lightning_zero import ZeroStrategy, ops
+from lightning_zero import DynamicLossScaler, ZeroStrategy, ops
 from lightning_zero.integration import disk as integration_disk
 from lightning_zero.integration.disk import warn_of
 from lightning_zero.integration.names import STRATEGIES
@@ -110,6 +112,28 @@ def test_edits_of_parameters_on_a_disk_count(pool2: RankPool, tmp_path: Path) ->
     module = functools.partial(Edited, edits=edits)
     expected, actual = (pool2.run(fit, name, recipe, module)[0] for name in (DDP, nvme("zero3_nvme", tmp_path)))
     assert_same_after_every_batch(actual, expected, edits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "recipe", "flags"),
+    [
+        (Changes, Recipe("optional", "momentum", {"lr": 0.5}, flagged=models.by_turns), {}),
+        (ByHand, FAST, {"precision": "bf16-mixed"}),
+        (Assigned, FAST, {"precision": "bf16-mixed"}),
+        (Scaled, FAST, half(DynamicLossScaler(2.0**40, hysteresis=1, backoff_factor=2.0**-15))),
+    ],
+    ids=["changes", "manual", "assigned", "fp16"],
+)
+def test_what_is_done_to_gradients_on_a_disk_counts(
+    pool2: RankPool, tmp_path: Path, module: type[LightningModule], recipe: Recipe, flags: dict[str, Any]
+) -> None:
+    """As to those in host memory: read and changed in place, assigned, by optimizers by turns, with an overflow."""
+    places = STRATEGIES["zero2_offload"], nvme("zero2_nvme", tmp_path, offload_gradients="nvme")
+    expected, actual = (pool2.run(fit, place, recipe, module, **flags) for place in places)
+    for one, other in zip(actual, expected, strict=True):
+        assert_same(one.weights, other.weights)
+        assert [to_floats(note) for note in one.notes] == [to_floats(note) for note in other.notes]
 
 
 def test_an_average_of_parameters_on_a_disk_is_lightnings(pool2: RankPool, tmp_path: Path) -> None:
