@@ -24,6 +24,7 @@ _SECONDS = 1.0  # of each measurement
 # Bytes of a parameter that rest on the disk, and are read and written by each step that changes it.
 _RESTING = {
     "AdamW": 12,  # masters and moments of fp32
+    "AdamW, gradients on the disk": 16,  # of fp32: written in backward, read by the update
     "split CPUAdamW": 8,  # of parameters that rest at 16 bits on a GPU; moments of bf16
 }
 

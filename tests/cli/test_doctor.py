@@ -393,7 +393,7 @@ def test_a_disk_is_measured_where_one_is_named(monkeypatch: pytest.MonkeyPatch, 
     disk = json.loads(output)["disk"]
     assert code == 0
     assert [*disk] == [field.name for field in dataclasses.fields(Disk)]
-    assert [step["resting_bytes"] for step in disk["steps"]] == [12_000_000, 8_000_000]
+    assert [step["resting_bytes"] for step in disk["steps"]] == [12_000_000, 16_000_000, 8_000_000]
     for step in disk["steps"]:
         assert step["seconds"] == pytest.approx(2 * step["resting_bytes"] / disk["mixed_bytes_per_second"])
     assert not [*tmp_path.iterdir()]
