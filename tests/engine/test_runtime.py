@@ -1090,9 +1090,9 @@ class CountingStore(HostStore):
         super().__init__()
         self.asked = 0
 
-    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def zeros(self, numel: int, dtype: torch.dtype, *, crosses: bool = True) -> Tensor:
         self.asked += numel * dtype.itemsize
-        return super().zeros(numel, dtype)
+        return super().zeros(numel, dtype, crosses=crosses)
 
 
 @pytest.mark.parametrize("native", ["auto", "off"])
