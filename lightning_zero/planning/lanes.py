@@ -79,8 +79,13 @@ class RecordedLanes:
         """A tensor that was taken is on its way to the host, as so many bytes, and nobody else needs it."""
         self.copied["d2h"] += moved
         self._leaving.append(tensor.amount)
-        while sum(amount.total for amount in self._leaving) > self._executor.in_flight_bytes:
+        least = 1 if self._executor.overlaps else 0  # the last copy is not waited for at once
+        while len(self._leaving) > least and self._total_leaving > self._executor.in_flight_bytes:
             self._account.give(self._leaving.popleft())
+
+    @property
+    def _total_leaving(self) -> int:
+        return sum(amount.total for amount in self._leaving)
 
     def stage(self, lane: Lane, nbytes: int, held: int = 0) -> None:
         """So many bytes pass through host memory, of which others are ``held`` meanwhile."""
@@ -110,7 +115,9 @@ class RecordedLanes:
             more = Bytes(device=max(0, apart.device - self._apart.device))
             self._apart += self._account.take(more)
         if not (tile := footprint.master.tile):
-            self.stage(Lane.H2D, footprint.staged, apart.staged)
+            self.stage(Lane.H2D, 0, apart.staged)
+            for start, stop in pieces(footprint.published, 0, footprint.staged // itemsize):
+                self.stage(Lane.H2D, (stop - start) * itemsize)
             return
         self.copied["d2h"] += footprint.staged
         # While one tile is updated, the next one comes.

@@ -263,7 +263,8 @@ class RecordedRun:
                 self._backward()
         self._lanes.wait()
         self._sum_norms(optimizers)
-        updates = [*zip(self.buckets, self._footprints, strict=True)]
+        pairs = zip(self.buckets, self._footprints, strict=True)
+        updates = sorted(pairs, key=lambda each: not each[0].form.spec.in_root)  # as a forward needs them
         if first:  # up to here there may have been the state of a checkpoint
             for bucket, footprints in updates:
                 self._account.give(sum(map(bucket.optimizer_state, footprints), NOTHING))

@@ -160,9 +160,10 @@ class Bucket:
             self.moving = self.placement.mesh.submit(executor, self._gather_updated, what, after=[self.moving])
             self._await_shards = self.moving.wait
         else:
-            if (fetched := self._fetch_shard()) is not DONE:
+            alone = self.layout.shards == 1  # nobody sends what arrives here, and who needs it waits for it then
+            if (fetched := self._fetch_shard(follow=not alone)) is not DONE:
                 self.moving = fetched
-            self._await_shards = self._begin_gather()
+            self._await_shards = fetched.wait if alone else self._begin_gather()
         self.state = BucketState.GATHERING
 
     def expect_shard(self) -> None:
@@ -174,8 +175,12 @@ class Bucket:
             for tile in tiles:
                 self.shard.expect(*tile)
 
-    def _fetch_shard(self) -> Ticket:
-        """Have the current stream wait until this rank's part of ``flat`` is the shard, which nobody updates now."""
+    def _fetch_shard(self, follow: bool = True) -> Ticket:
+        """Begin to copy the shard, which nobody updates now, to this rank's part of ``flat``.
+
+        Args:
+            follow: have the current stream wait for that.
+        """
         if not self.shards_params:  # it is a part of `flat`
             return DONE
         if self.shard.tile is not None:  # what is fetched would be let go while another thread reads it
@@ -188,7 +193,8 @@ class Bucket:
                 self.shard.expect(*tile)
             source = self.shard.view(low, high)
             fetched = self.placement.move(target[low:high], source, memories, self.name)
-            fetched.wait()
+            if follow:
+                fetched.wait()
             self.shard.drop(low, high, after=fetched)
         return fetched
 

@@ -17,6 +17,7 @@ from lightning_zero import ops
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.storage import DONE, Memory, Rested, Ticket
 from lightning_zero.storage.rested import changing, keep, nbytes_of, pieces
+from lightning_zero.storage.staged import staged_tile
 
 
 def _nothing() -> None:
@@ -68,6 +69,14 @@ class Master(Protocol):
     def tile(self) -> int | None: ...
 
     @property
+    def published(self) -> int | None:
+        """Elements that a kernel takes at a time at most, so that they are on their way while the next are updated.
+
+        ``None``: all.
+        """
+        ...
+
+    @property
     def in_shard(self) -> bool: ...
 
     def expect(self, start: int, stop: int) -> None:
@@ -117,6 +126,10 @@ class Home:
 
     memory: Memory = "host"  # of a CPU optimizer that is used alone
 
+    def published(self, shard: Rested) -> int | None:
+        """Elements of the parameter shard that are copied there together; ``None``: all, nothing passes."""
+        return None
+
     def publish(self, shard: Tensor, values: Tensor) -> Ticket:
         """Begin to copy ``values`` to their part of the parameter shard."""
         shard.copy_(values)
@@ -148,10 +161,17 @@ class StoreHome(Home):
         placement = self._placement
         return placement.move(shard, values, (self.memory, placement.shard_memory), self._name)
 
+    def published(self, shard: Rested) -> int | None:
+        if not self._fills(shard.device):
+            return None
+        return staged_tile(self._placement.executor, shard.dtype)
+
     def filling(self, shard: Tensor) -> AbstractContextManager[Tensor]:
-        if (self.memory, self._placement.shard_memory) != ("host", "device") or ops.runs_on(shard.device):
-            return nullcontext(shard)
-        return self._placement.executor.filling(shard, self._name)
+        return self._placement.executor.filling(shard, self._name) if self._fills(shard.device) else nullcontext(shard)
+
+    def _fills(self, shard: torch.device) -> bool:
+        """Whether what is written for a parameter shard there passes through other memory."""
+        return (self.memory, self._placement.shard_memory) == ("host", "device") and not ops.runs_on(shard)
 
     def taken(self, shard: Tensor) -> Tensor:
         placement, device = self._placement, self._placement.optimizer_store.device
@@ -173,6 +193,7 @@ class NoMaster:
     nbytes = 0
     pinned = False
     in_shard = True
+    published = None
 
     def __init__(self, shard: Rested, memory: Memory) -> None:
         self._shard = shard
@@ -264,6 +285,10 @@ class _RestedMaster:
     @property
     def tile(self) -> int | None:
         return self.rested[0].tile
+
+    @property
+    def published(self) -> int | None:
+        return self._home.published(self._shard)
 
     def expect(self, start: int, stop: int) -> None:
         for tensor in (*self.rested, self._shard):

@@ -89,7 +89,8 @@ class Executor(Protocol):
 
     Attributes:
         overlaps: whether work may go on beside the training.
-        in_flight_bytes: of device memory that copies to the host may keep after everyone else has let go of it.
+        in_flight_bytes: of device memory that copies to the host may keep after everyone else has let go of it; the
+            last one keeps its own, however large it is.
         staging_bytes: of host memory in passing that it may keep, per direction; 0: none is kept.
         staged_bytes: that it keeps now.
     """

@@ -136,7 +136,7 @@ class StreamExecutor:
     Attributes:
         device: that trains.
         in_flight_bytes: see :class:`~lightning_zero.storage.executor.Executor`. Beyond them the stream that computes
-            waits for the oldest copy, and the host does not.
+            waits for the oldest copies, and the host does not.
         staging_bytes: see there. Beyond them the host waits for an earlier copy; one buffer there always is.
         blocked: bytes that were copied while the host waited, since memory was not pinned, by what they were for.
 
@@ -276,10 +276,13 @@ class StreamExecutor:
                     copies.popleft()
 
     def _bound(self, copies: deque[_Copy]) -> None:
-        """Let go of device memory beyond the limit, which later work on the current stream may use: that waits."""
+        """Let go of device memory beyond the limit, which later work on the current stream may use: that waits.
+
+        Not for the last copy, which has only begun: however large it is, what is computed next overlaps with it.
+        """
         with self._lock:
             leaving = sum(copy.leaving for copy in copies)
-            for copy in copies:
+            for copy in list(copies)[:-1]:
                 if leaving <= self.in_flight_bytes:
                     return
                 if copy.leaving:

@@ -21,6 +21,7 @@ from lightning_zero.advice import Case, advice
 from lightning_zero.sharding.adoption import begin_to_optimize, lay_out_master
 from lightning_zero.sharding.bucket import Bucket, BucketState
 from lightning_zero.sharding.bucket_map import BucketMap
+from lightning_zero.sharding.layout import Segment
 from lightning_zero.torch_private import mark_for_schedulers
 from lightning_zero.update.native import MasterLayout
 from lightning_zero.update.shell import StepCall, snapshot
@@ -223,7 +224,9 @@ class AttachedOptimizers:
         return any(not set(ids).isdisjoint(self._attached[id(optimizer)].admitted) for ids in others)
 
     def update(self, optimizer: Optimizer, used: Sequence[Parameter], grad_scale: float, call: StepCall) -> None:
-        """Begin to update the shards of some parameters of ``optimizer``, in forward order. The same call on all ranks.
+        """Begin to update the shards of some parameters of ``optimizer``, in the order in which a forward needs them.
+
+        The same call on all ranks.
 
         See :meth:`Bucket.begin_update`.
 
@@ -241,7 +244,7 @@ class AttachedOptimizers:
         used_ids, taken = set(map(id, used)), snapshot(optimizer)
         views: list[tuple[Bucket, UpdateView]] = []
         ahead: Callable[[], object] = _fetch_nothing
-        for bucket, segments in reversed([*self._map.segments_of(used)]):
+        for bucket, segments in reversed(self._in_order(used)):
             groups = {i: hyperparameters[id(p)] for i, p in enumerate(bucket.parameters) if id(p) in hyperparameters}
             view = UpdateView(
                 taken,
@@ -272,6 +275,11 @@ class AttachedOptimizers:
             if indices := [i for i, p in enumerate(bucket.parameters) if id(p) in used_ids]:
                 bucket.mark_updated(indices)
         attached.updater.advance(call)
+
+    def _in_order(self, used: Sequence[Parameter]) -> list[tuple[Bucket, list[Segment]]]:
+        """Segments by bucket, those first that a forward unshards before its first unit: the root's, and small ones."""
+        first = set(map(id, self._map.root))
+        return sorted(self._map.segments_of(used), key=lambda each: id(each[0]) not in first)
 
 
 def _end_gather(bucket: Bucket) -> None:

@@ -43,6 +43,7 @@ class Footprint(NamedTuple):
         fresh: bytes of the state that the optimizer makes for a tile at the first update, from where it is copied.
         one_tile: whether all is updated at once; the copies are the last thing that the first update takes then.
         staged: bytes of parameters that pass through host memory on their way to the device.
+        published: elements of which they pass together; ``None``: all.
         owned: bytes of the state of whole parameters, which the optimizer makes for each.
         scales: bytes of the scales of state in 8 bits, which stay in memory wherever that rests.
         window: elements that are fetched at once from where state rests, if that is more than a tile.
@@ -56,6 +57,7 @@ class Footprint(NamedTuple):
     fresh: int = 0
     one_tile: bool = False
     staged: int = 0
+    published: int | None = None
     owned: int = 0
     scales: int = 0
     window: int = 0

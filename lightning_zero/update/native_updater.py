@@ -14,6 +14,7 @@ from lightning_zero.advice import Case, advice
 from lightning_zero.ops import formulas
 from lightning_zero.sharding import Bucket, BucketForm, BucketPlacement, MasterForm, Run, Segment, runs
 from lightning_zero.sharding.masters import Master
+from lightning_zero.storage.staged import staged_tile
 from lightning_zero.update.block_state import BlockShardState, count_scales
 from lightning_zero.update.cpu import CPUOptimizer
 from lightning_zero.update.footprint import Footprint, Passing
@@ -99,7 +100,11 @@ class NativeUpdater(ShardUpdater):
         state = dict.fromkeys(sorted(names), self._numbers.state_dtype)
         scales = len(state) * count_scales(bucket) if self._numbers.in_blocks else 0
         staged = staged_bytes(bucket, bucket.master) if master.tile or not split else 0
-        return Footprint(master, state, passing=self._passing(bucket), staged=staged, scales=scales)
+        # Not in tiles, where these would cut blocks: see `_tile`.
+        whole = any((s.param_start - s.start) % self._numbers.block for s in bucket.segments)
+        published = staged_tile(bucket.placement.executor, bucket.dtype) if staged and not whole else None
+        passing = self._passing(bucket)
+        return Footprint(master, state, passing=passing, staged=staged, published=published, scales=scales)
 
     def _passing(self, bucket: BucketForm) -> int:
         """Bytes that an update takes in passing: none by kernels."""
@@ -147,7 +152,8 @@ class NativeUpdater(ShardUpdater):
     def _tile(self, view: UpdateView, run: Run) -> int | None:
         """Where a run is cut; ``None``: nowhere, since blocks of its state would be (see :class:`BlockShardState`)."""
         segment = run.segments[0]
-        return None if (segment.param_start - segment.start) % self._numbers.block else view.tile
+        blocks_are_cut = (segment.param_start - segment.start) % self._numbers.block
+        return None if blocks_are_cut else view.tile or view.master.published
 
     def _update_part(self, view: UpdateView, own: ShardState, part: _NativePart) -> None:
         run, group, step, fresh = part

@@ -88,6 +88,7 @@ def reset() -> None:
     c.hang_limit(60.0)
     c.reset_counters()
     c.trace(False)
+    c.clocked(False)
     c.reset_clock()
     c.reset_streams()
     for device in range(c.devices):

@@ -93,3 +93,33 @@ def test_a_stream_that_does_not_end_holds_up_who_waits_for_it_only(device: torch
     threading.Timer(0.05, c.clear_faults).start()  # it goes on after all
     side.synchronize()
     assert y.cpu().eq(2).all()
+
+
+@pytest.mark.device
+def test_a_thread_may_have_a_clock_of_its_own(device: torch.device) -> None:
+    """What it asks for begins then, and nobody else's time is moved; an event is seen by those who are as late."""
+    c = sim.install()
+    set_rates(c)
+    c.clocked(True)
+    host, there = torch.ones(MIB, dtype=torch.uint8).pin_memory(), torch.empty(MIB, dtype=torch.uint8, device=device)
+    side, seen = torch.Stream(device=device), []
+    c.reset_clock()
+
+    def work() -> None:
+        c.host_apart(0.25)
+        c.host_works(0.25)
+        with side:
+            there.copy_(host, non_blocking=True)
+            seen.append(side.record_event())
+        seen.append(c.now())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    copied, later = seen
+    assert later == 0.5
+    assert c.now() == 0
+    assert not copied.query()
+    copied.synchronize()
+    assert c.now() == pytest.approx(0.501)
+    assert copied.query()

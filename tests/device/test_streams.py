@@ -176,6 +176,18 @@ def test_memory_that_leaves_is_bounded_without_a_wait_of_the_host(device: torch.
 
 
 @pytest.mark.device("lazy")
+def test_nobody_waits_for_the_copy_that_has_just_begun(device: torch.device) -> None:
+    """However large it is: what is computed next overlaps with it, and only the copy after it makes that wait."""
+    if device.type != sim.DEVICE:
+        pytest.skip("CUDA does not say what has not been waited for")
+    executor = StreamExecutor(device, in_flight_bytes=0)
+    first, second = (executor.commit(host(device), torch.ones(N, device=device), "a") for _ in range(2))
+    torch.accelerator.current_stream().synchronize()
+    assert first.done()
+    assert not second.done()
+
+
+@pytest.mark.device("lazy")
 def test_memory_that_cannot_be_pinned_is_copied_all_the_same_and_counted(device: torch.device) -> None:
     executor, there, back = StreamExecutor(device), torch.zeros(N, device=device), torch.zeros(N)
     sim.install().pageable_is_error(True)

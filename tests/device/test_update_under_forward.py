@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -55,11 +56,11 @@ def backward(session: Session, device: torch.device) -> None:
 
 
 @pytest.mark.device("lazy", "eager")
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_unit_waits_for_no_later_update(device: torch.device, stage: int) -> None:
-    """Nor for that of the next unit, which stage 3 begins to gather."""
-    executor = Held(device)
-    session = start(Case(stage, precision=BF16), executor, device, models.TinyTransformer(depth=4))
+@pytest.mark.parametrize(("stage", "persistent"), [(1, 0), (2, 0), (3, 0), (3, 50)])
+def test_a_unit_waits_for_no_later_update(device: torch.device, stage: int, persistent: int) -> None:
+    """Nor for that of the next unit, which stage 3 begins to gather, nor do small parameters that stay unsharded."""
+    executor, options = Held(device), {"persistence_numel": persistent}
+    session = start(Case(stage, precision=BF16), executor, device, models.TinyTransformer(depth=4), **options)
     backward(session, device)
     weight = session.model.blocks[1].down.weight
     later = session.engine.bucket_of(weight)
@@ -83,6 +84,53 @@ def test_a_unit_waits_for_no_later_update(device: torch.device, stage: int) -> N
     assert seen == [True]
     assert torch.equal(used[0], session.engine.full_param(weight).to(used[0].dtype))
     assert not any(bucket.updating for bucket in session.engine.buckets)
+
+
+@pytest.mark.device("lazy")
+def test_a_unit_waits_for_no_parameters_of_the_next(device: torch.device) -> None:
+    """Those that stage 3 copies from the host ahead arrive while it computes."""
+    if device.type != sim.DEVICE:
+        pytest.skip("CUDA does not say what has not been waited for")
+    executor = StreamExecutor(device)
+    session = start(Case(3, precision=BF16), executor, device, models.TinyTransformer(depth=4))
+    following = session.engine.bucket_of(session.model.blocks[1].down.weight)
+    assert following is not None
+    arrived = []
+
+    def within_first_unit(*_: Any) -> None:
+        torch.accelerator.current_stream().synchronize()
+        arrived.append(following.moving.done())
+
+    session.model.blocks[0].down.register_forward_hook(within_first_unit)
+    with session.engine.forward_context():
+        session.model(torch.zeros(2, 4, dtype=torch.long, device=device))
+    assert arrived == [False]
+    assert following.state is BucketState.SHARDED  # it was gathered, and freed
+
+
+class Filled(StreamExecutor):
+    """Notes the elements that are rounded on the host for the device, by piece."""
+
+    def __init__(self, device: torch.device, staging_bytes: int) -> None:
+        super().__init__(device, staging_bytes=staging_bytes)
+        self.pieces: list[int] = []
+
+    def filling(self, target: Tensor, what: str) -> AbstractContextManager[Tensor]:
+        self.pieces.append(target.numel())
+        return super().filling(target, what)
+
+
+@pytest.mark.device("lazy")
+def test_updated_parameters_leave_in_pieces_of_the_memory_in_passing(device: torch.device) -> None:
+    """So that the next piece is updated while one is copied, in a bucket that is larger than that memory."""
+    executor = Filled(device, staging_bytes=4 * 256 * 2)
+    session = start(Case(2, precision=BF16), executor, device, bucket_size_mb=1.0)
+    backward(session, device)
+    session.optimizer.step()
+    session.engine.await_updates()
+    assert max(executor.pieces) == 256
+    assert sum(executor.pieces) == sum(bucket.shard.numel for bucket in session.engine.buckets) > 4 * 256
+    assert executor.staged_bytes <= executor.staging_bytes
 
 
 @pytest.mark.device("lazy")

@@ -75,6 +75,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("costs", [] { return &scheduler().costs; }, py::return_value_policy::reference);
   m.def("now", [] { return scheduler().now(); });
   m.def("host_works", [](double seconds) { scheduler().host_works(seconds); }, no_gil);
+  m.def("host_reaches", [](double time) { scheduler().host_reaches(time); }, no_gil);
+  m.def("host_apart", [](double time) { scheduler().host_apart(time); });
+  m.def("clocked", [](bool on) { scheduler().clocked = on; });
   m.def("reset_clock", [] { scheduler().reset_clock(); }, no_gil);
   m.def("trace", [](bool on) { scheduler().trace(on); }, no_gil);
   m.def("spans", [] {

@@ -202,12 +202,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     scheduler().submit(index_of(stream),
                        {"wait for an event", nullptr, {*static_cast<Event*>(event)}, nullptr});
   }
-  bool queryEvent(void* event) const override { return !event || (*static_cast<Event*>(event))->done; }
+  bool queryEvent(void* event) const override {
+    return !event || scheduler().seen_done(**static_cast<Event*>(event));
+  }
   void synchronizeEvent(void* event) const override {
     if (event) wait_for(*static_cast<Event*>(event), "synchronize an event");
   }
   double elapsedTime(void* from, void* to, c10::DeviceIndex) const override {
-    TORCH_CHECK(from && to && queryEvent(from) && queryEvent(to),
+    TORCH_CHECK(from && to && (*static_cast<Event*>(from))->done && (*static_cast<Event*>(to))->done,
                 "an event between which time is asked for has not been reached");
     return 1e3 * ((*static_cast<Event*>(to))->time - (*static_cast<Event*>(from))->time);
   }

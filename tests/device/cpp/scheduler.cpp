@@ -12,8 +12,10 @@
 namespace sim {
 namespace {
 
-thread_local bool noted = false;  // the thread is known to `HostThreads`, or is to stay unknown
-thread_local int running = 0;     // tasks that the thread is in
+thread_local bool noted = false;   // the thread is known to `HostThreads`, or is to stay unknown
+thread_local int running = 0;      // tasks that the thread is in
+thread_local bool apart = false;   // the thread has a clock of its own,
+thread_local double own_time = 0;  // which shows this
 
 }  // namespace
 
@@ -126,9 +128,10 @@ void Scheduler::submit(int stream, Task task, Lock& lock) {
 
 // Its place in virtual time, and the fault that was kept for it.
 void Scheduler::plan(int stream, Task& task) {
+  if (task.poisons) return;  // the device does no such thing
   if (defects.no_time) task.seconds = 0;
   const int device = stream / kStreams;
-  double start = std::max(stream_time_[stream], host_time_);
+  double start = std::max(stream_time_[stream], host_time());
   for (const auto& signal : task.waits) start = std::max(start, signal->time);
   double* resource = &resource_time_[device][int(task.resource)];
   if (task.resource != Resource::none) {
@@ -239,14 +242,23 @@ void Scheduler::clear_faults() {
   changed_.notify_all();
 }
 
+double Scheduler::now() const { return apart ? own_time : host_time_; }
+
+double& Scheduler::host_time() { return apart ? own_time : host_time_; }
+
 void Scheduler::host_works(double seconds) {
   Lock lock(mutex_);
-  host_time_ += seconds;
+  host_time() += seconds;
 }
 
 void Scheduler::host_reaches(double time) {
   Lock lock(mutex_);
-  host_time_ = std::max(host_time_, time);
+  host_time() = std::max(host_time(), time);
+}
+
+void Scheduler::host_apart(double time) {
+  apart = true;
+  own_time = time;
 }
 
 void Scheduler::reset_clock() {

@@ -130,10 +130,15 @@ class Scheduler {
   void clear_faults();
   void set_hang_limit(double seconds) { hang_limit_ = seconds; }
 
-  // The virtual clock.
-  double now() const { return host_time_; }
+  // The virtual clock of the host: threads share it, but for those that have one of their own.
+  double now() const;
   void host_works(double seconds);
   void host_reaches(double time);
+  // The calling thread has a clock of its own from now on, which shows `time`.
+  void host_apart(double time);
+  // Whether the host sees that a task has ended: with `clocked`, only once its clock has reached that.
+  bool seen_done(const Signal& signal) const { return signal.done && (!clocked || signal.time <= now()); }
+  std::atomic<bool> clocked{false};
   void reset_clock();
   void trace(bool on);
   std::vector<Span> spans();
@@ -159,6 +164,7 @@ class Scheduler {
   void plan(int stream, Task& task);
   void draw_pace(int stream);
   void raise_errors();
+  double& host_time();
   double chance() { return double(random_() >> 11) * 0x1p-53; }
 
   std::mutex mutex_;

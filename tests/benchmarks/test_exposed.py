@@ -1,0 +1,30 @@
+"""The benchmark of exposed time: the model's scale does not show, and what a step waits for is what cannot overlap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers.benchmark import load
+
+
+@pytest.fixture
+def benchmark() -> Any:
+    return load("exposed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("gpu", "strategy", "limit"), [("a100-40", "zero2_offload", 1.06), ("4090", "zero3_offload", 1.05)]
+)
+def test_a_step_takes_little_more_than_what_has_to_come_one_after_another(
+    benchmark: Any, gpu: str, strategy: str, limit: float
+) -> None:
+    """The update of the first unit before the forward, and what of the others outlasts the forward."""
+    found = benchmark.measure(benchmark.job_of(gpu, 100e9, 128, strategy, {}))
+    assert 1 <= found["ratio_to_exact"] <= limit
+    assert found["steps"][-1] == pytest.approx(found["steps"][-2])
+    assert found["step"] == pytest.approx(found["on_device"] + sum(found["exposed"].values()), rel=0.01)
+    fetched = {"zero2_offload": 2, "zero3_offload": 4}[strategy]
+    assert found["copied_bytes_per_parameter"] == pytest.approx({"D2H": 2, "H2D": fetched}, rel=0.02)
+    assert found["host"] == pytest.approx(found["parameters"] * (28 + 2 + fetched) / 100e9, rel=0.03)
