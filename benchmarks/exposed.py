@@ -136,7 +136,7 @@ def draw(cell: Result, title: str, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     tracks = ["exposed", "H2D", "HOST", "D2H", "training"]
-    colors = {"Phase.FORWARD": "tab:blue", "Phase.BACKWARD": "tab:orange", "exposed": "tab:red"}
+    colors = {"forward": "tab:blue", "backward": "tab:orange", "exposed": "tab:red"}
     figure, axes = plt.subplots(figsize=(9, 2.2), dpi=90)
     for track, _, name, start, stop in cell["slices"]:
         start, stop = max(start, 0.0), min(stop, cell["step"])

@@ -228,8 +228,8 @@ class ClockedExecutor(streams.StreamExecutor):
     host: Host
     clock: Any
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device, self.limit, self.limit)
+    def __init__(self, device: torch.device, staging_bytes: int = 0) -> None:
+        super().__init__(device, self.limit, self.limit)  # scaled, whatever is asked for
         self._order = Order(self.clock.now)
 
     def _in_thread(self, lane: Lane, job: Callable[[], object], what: str, after: Sequence[Ticket]) -> Any:

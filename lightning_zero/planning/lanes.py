@@ -115,7 +115,9 @@ class RecordedLanes:
             more = Bytes(device=max(0, apart.device - self._apart.device))
             self._apart += self._account.take(more)
         if not (tile := footprint.master.tile):
-            self.stage(Lane.H2D, 0, apart.staged)
+            if footprint.published is None:
+                self.stage(Lane.H2D, footprint.staged, apart.staged)
+                return
             for start, stop in pieces(footprint.published, 0, footprint.staged // itemsize):
                 self.stage(Lane.H2D, (stop - start) * itemsize)
             return
