@@ -257,7 +257,7 @@ def test_a_module_that_does_not_fit_names_the_keys(pool: RankPool, name: str, tm
     path = str(tmp_path / "a.ckpt")
     pool.run(save_at_end, name, RECIPE, path)
     misfits: dict[type[Lit], list[str]] = {
-        Larger: ["extra.weight", "extra.bias"],
+        Larger: ['Missing key(s) in state_dict: "extra.weight", "extra.bias"'],
         Wider: ["model.norm.bias"],
         Reshaped: ["model.positions.weight", "5, 6", "7, 6"],
     }

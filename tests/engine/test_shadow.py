@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_zero import CPUAdamW
+from lightning_zero.checkpoint import load_shadow_state_dict, module_state_dict
 from lightning_zero.engine import Engine
 from lightning_zero.engine.shadow import Shadow
 from lightning_zero.sharding import Mesh, MixedPrecisionPolicy
@@ -228,3 +229,15 @@ def test_a_released_engine_frees_it() -> None:
     session.engine.release()
     assert not shadow.shards
     assert not shadow.buffers
+
+
+def test_an_average_loads_strictly_unless_it_need_not() -> None:
+    model = nn.Sequential(nn.Linear(9, 7), nn.Linear(7, 5))
+    engine = driver.start(model, lambda module: SGD(module.parameters()), Setup(3), Mesh.single()).engine
+    shadow = engine.make_shadow()
+    saved = {name: value + 1 for name, value in module_state_dict(engine, shadow).items() if name != "1.bias"}
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "1\.bias"'):
+        load_shadow_state_dict(engine, shadow, saved)
+    load_shadow_state_dict(engine, shadow, saved, strict=False)
+    loaded = module_state_dict(engine, shadow)
+    assert_equal({name: loaded[name] for name in saved}, saved)

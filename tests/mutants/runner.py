@@ -31,7 +31,7 @@ from mutants.catalogue import Mutant
 # What the package has beside its folder when its installation is editable.
 ELSEWHERE = ("conf", "ops._C")
 OPTIONS = (
-    "-mnot slow and not gpu and not launch",  # without parameters, a node id names all of a test's
+    "-mnot slow and not gpu",  # without parameters, a node id names all of a test's
     "--hypothesis-seed=0",
     "--quiet",
     "--tb=short",
