@@ -52,8 +52,9 @@ $(VENV)/.installed-docs: $(BUILD_INPUTS) | $(BIN)/python
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/gpt2/train.py strategy=zero2_offload trainer.devices=2 $(ARGS)
 
-# Each worker has rank pools of its own; ranks that wait for each other leave their cores to the other worker's.
-SIDE_BY_SIDE = --numprocesses $(JOBS) --dist worksteal
+# Each worker has rank pools of its own; ranks that wait for each other leave their cores to other workers', of which
+# there are three for two cores.
+SIDE_BY_SIDE = --numprocesses $(shell expr 3 '*' $(JOBS) / 2) --dist worksteal
 
 # Tests build it themselves where it is missing; here no time limit of a test counts the minute.
 simulated-device: $(VENV)/.installed-dev
