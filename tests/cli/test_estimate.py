@@ -74,7 +74,7 @@ def test_every_name_is_there_with_what_it_takes() -> None:
 
 
 def test_names_with_a_disk_count_where_there_is_one(tmp_path: Path) -> None:
-    """12 bytes per parameter rest there: masters and two moments, which a step reads and writes."""
+    """14 bytes per parameter rest there: masters, two moments, 16-bit gradients, which a step reads and writes."""
     small = "--params 1.52e9 --layers 4 --hidden 5120 --precision bf16-true --gpu 24GB"
     report = found(f"{small} --host 16GB --disk 1TB --disk-rate 4GB")
     numel = report["model"]["parameters"]
@@ -84,7 +84,7 @@ def test_names_with_a_disk_count_where_there_is_one(tmp_path: Path) -> None:
     by_name = {each["hydra"].split()[0]: each for each in reversed(report["choices"])}
     assert {f"strategy={name}" for name in STRATEGIES} == by_name.keys()
     whole = by_name["strategy=zero2_nvme"]  # masters and state in fp32: the first of its rows
-    assert whole["disk_held_bytes"] == pytest.approx(12 * numel, rel=0.01)
+    assert whole["disk_held_bytes"] == pytest.approx(14 * numel, rel=0.01)
     assert whole["disk_seconds"] == pytest.approx(2 * whole["disk_held_bytes"] / 4e9)
     assert (whole["limit"], whole["step_seconds"] >= whole["disk_seconds"]) == ("disk", True)
     assert not any(each["fits"] for each in report["choices"] if re.search("offload prec.*=1$", each["hydra"]))

@@ -67,6 +67,8 @@ def train(case: Case, executor: Executor, device: torch.device, limits: Activati
     """What three steps leave, and what a second backward, by the same graph, has found."""
     model = MODELS.get(case.model, lambda: models.make_model(case.model))()
     session = start(case, executor, device, model, activations=limits)
+    if isinstance(executor, StreamExecutor):
+        executor.blocked.clear()  # masters were filled
     optimizers = [updater.optimizer for updater in session.engine.updaters]
     seen = []
     for micro in models.make_batches(3, case.micro, 1, flagged=models.by_turns):

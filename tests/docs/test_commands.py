@@ -266,13 +266,18 @@ class Block(nn.Sequential):
 
 @pytest.fixture(scope="module")
 def saved(prepared: Path, pool2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of the example with the model of transformers, as file and folder, and the same of DeepSpeed."""
+    """Checkpoints of the example with the model of transformers: a file, a folder, in compact form, of DeepSpeed."""
     folder = tmp_path_factory.mktemp("saved")
     run = shortened(f"python examples/gpt2/train.py model=hf_gpt2 trainer.devices=2 {shlex.join(TEXT_DATA)}")
-    for container in ("full", "sharded"):
-        options = ["strategy=zero3", f"strategy.checkpoint_format={container}", f"hydra.run.dir={folder}/run"]
-        pool2.run(run_script, run.script, [*run.arguments, *options, "trainer.max_steps=2"], prepared)
-        (folder / "run" / "checkpoints" / "last.ckpt").rename(folder / container)
+    kinds = {
+        "full": [],
+        "sharded": ["strategy.checkpoint_format=sharded"],
+        "compact": ["strategy.checkpoint_state=compact", "optimizer=adamw8bit"],
+    }
+    for kind, more in kinds.items():
+        options = ["strategy=zero3", f"hydra.run.dir={folder}/run", "trainer.max_steps=2", *more]
+        pool2.run(run_script, run.script, [*run.arguments, *options], prepared)
+        (folder / "run" / "checkpoints" / "last.ckpt").rename(folder / kind)
     checkpoint = torch.load(folder / "full", weights_only=True)
     names = {name for group in checkpoint["optimizer_states"][0]["param_groups"] for name in group["params"]}
     write_folder(folder / "deepspeed", checkpoint, set(), set(checkpoint["state_dict"]) - names, Folder(3))
@@ -303,7 +308,10 @@ def test_the_readme_shows_what_estimate_answers() -> None:
 def test_verbs(command: str, prepared: Path, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On checkpoints of the example: `...` is a run with our own model, the others one with that of transformers."""
     _, *arguments = shlex.split(command)
-    kind = "deepspeed" if arguments[0] == "convert-deepspeed" else "sharded" if "last.ckpt/" in arguments else "full"
+    of_files = {"convert-deepspeed": "deepspeed", "consolidate": "compact"}
+    kind = of_files.get(arguments[0], "full")
+    if "last.ckpt/" in arguments and kind != "deepspeed":
+        kind = "sharded"
     (tmp_path / "last.ckpt").symlink_to(saved / kind)
     (tmp_path / "outputs" / "gpt2" / "hf" / "checkpoints").mkdir(parents=True)
     (tmp_path / "outputs" / "gpt2" / "hf" / "checkpoints" / "last.ckpt").symlink_to(saved / kind)

@@ -66,7 +66,7 @@ def follow(name: str, precision: str, accelerator: str) -> tuple[list[dict[str, 
 def test_an_average_on_a_device_follows_the_weights(device_pool1: DevicePool, name: str, precision: str) -> None:
     where = device_pool1.where
     weights, places, end = device_pool1.run(follow, name, precision, where.accelerator)[0]
-    assert places == ({("cpu", True)} if "offload" in name else {(where.type, False)})
+    assert places == {("cpu" if "offload" in name else where.type, False)}  # it never leaves where masters are
     expected = {key: value for key, value in weights[0].items() if key != "cache"}
     for step in weights[1:]:
         expected = {key: 0.75 * value + 0.25 * step[key] for key, value in expected.items()}
