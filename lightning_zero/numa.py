@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_zero.cgroups import read_text
 
@@ -23,6 +24,13 @@ class Node:
 
     number: int
     cores: tuple[int, ...]
+
+
+def pci_address_of(properties: Any) -> str | None:
+    """Returns the address in what torch says of a GPU; None: it does not have it."""
+    parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    domain, bus, slot = (0 if part is None else int(part) for part in parts)
+    return None if None in parts else f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
 def node_of(pci_address: str, root: Path = Path("/")) -> Node | None:

@@ -21,7 +21,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from lightning_zero.cgroups import read_text
-from lightning_zero.numa import node_of, write_cores
+from lightning_zero.numa import node_of, pci_address_of, write_cores
 
 DISTRIBUTION = "lightning-zero"
 COMPROMISED = {"lightning": ("2.6.2", "2.6.3")}
@@ -181,8 +181,6 @@ def read_torch() -> Torch:
 def read_accelerators(root: Path = Path("/")) -> Accelerators:
     """Reads GPUs, driver and communication libraries; no context is made on a GPU."""
     import torch
-
-    from lightning_zero.storage.accelerators import pci_address_of
 
     devices: list[Device] = []
     with warnings.catch_warnings(record=True) as caught:

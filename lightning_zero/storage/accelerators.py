@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lightning_zero.numa import pci_address_of
+
 
 class Clock(Protocol):
     """Marks moments of what a device does, and tells the time between two."""
@@ -265,13 +267,6 @@ class Imagined(Accelerator):
 
     def unpin(self, address: int) -> None:
         """Nothing was pinned."""
-
-
-def pci_address_of(properties: Any) -> str | None:
-    """The address in what torch says of a GPU; ``None``: it does not have it."""
-    parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    domain, bus, slot = (0 if part is None else int(part) for part in parts)
-    return None if None in parts else f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
 def _check(result: object, action: str) -> None:

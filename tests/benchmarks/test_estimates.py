@@ -24,6 +24,7 @@ def test_the_plan_is_what_a_fit_takes(benchmark: Any, tmp_path: Path, monkeypatc
     benchmark.main()
     result = json.loads(out.read_text())
     assert (result["cases"], result["held_within_goal"], result["growth_within_goal"]) == (3, 3, 3)
-    assert (result["host_within_goal"], result["passing_within_goal"], result["disk_within_goal"]) == (2, 1, 1)
+    # Of zero3_nvme the disk holds everything, gradients, too.
+    assert (result["host_within_goal"], result["passing_within_goal"], result["disk_within_goal"]) == (1, 1, 1)
     for row in result["rows"]:
         assert row["growth_planned"] > 10_000_000  # more than the noise of resident memory

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from lightning_zero import ops
 from lightning_zero.integration import engines
-from lightning_zero.numa import Node, node_of, parse_cores, share_of, write_cores
+from lightning_zero.numa import Node, node_of, parse_cores, pci_address_of, share_of, write_cores
 from lightning_zero.storage import accelerators
-from lightning_zero.storage.accelerators import pci_address_of
 
 FAR, NEAR = Node(0, (0, 1, 2, 3)), Node(1, (4, 5, 6, 7))
 
