@@ -169,7 +169,9 @@ def _moment(value: Mapping[str, Any], make: Callable[[Blocks, Tensor, Tensor], T
 
 
 def _is_compact(tree: Any) -> bool:
-    return isinstance(tree, Mapping) and isinstance(tree.get(COMPACT), Mapping)
+    # As `compacted` makes it: a parameter, or an entry of the user's, may have the same name.
+    found = isinstance(tree, Mapping) and tree.keys() == {"step", COMPACT}
+    return found and isinstance(tree["step"], type(WARNING)) and isinstance(tree[COMPACT], Mapping)
 
 
 def _is_in_blocks(value: Any) -> bool:

@@ -105,8 +105,8 @@ class MuonInParts:
     dtype = torch.bfloat16
 
     def fits(self, group: Group, shape: torch.Size, dtype: torch.dtype) -> bool:
-        # Without Nesterov's momentum torch's step divides a bf16 momentum itself by its norm.
-        plain = dtype.is_floating_point and (group["nesterov"] or dtype != torch.bfloat16)
+        # Of bf16 values torch adds a transposed update with other roundings than one in memory of its own.
+        plain = dtype.is_floating_point and dtype != torch.bfloat16
         return plain and len(shape) == 2 and shape.numel() > 0 and bool(group.get("on_device", True))
 
     def prepare(self, group: Group, gradient: Tensor, state: dict[str, Any], into: Tensor) -> None:

@@ -67,7 +67,7 @@ class _Example(NamedTuple):
     @classmethod
     def of(cls, shape: Sequence[int], device: torch.device, dtype: torch.dtype = torch.float32) -> _Example:
         generator = torch.Generator().manual_seed(len(shape))
-        made = [torch.randn(*shape, generator=generator).to(device, dtype) for _ in range(_STEPS + 1)]
+        made = [torch.randn(tuple(shape), generator=generator).to(device, dtype) for _ in range(_STEPS + 1)]
         return cls(made[0], made[1:])
 
     def part(self, part: slice) -> _Example:

@@ -348,7 +348,9 @@ class WholeState(OptimizerState):
             own = next(number)
             if isinstance(leaf, _Resting):
                 return OwnedTensor(own, leaf.form, leaf.dtype)
-            return OwnedTensor(own, MemoryFormat.of(leaf), leaf.dtype) if _is_large(leaf) else leaf
+            if _is_large(leaf):
+                return OwnedTensor(own, MemoryFormat.of(leaf), leaf.dtype)
+            return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf  # who reads it need not have the device
 
         return ParameterState((), tree_map(described, self._states[segment.param]))
 
@@ -364,7 +366,7 @@ class WholeState(OptimizerState):
         def taken(leaf: Any, kind: torch.dtype | None) -> Any:
             if not isinstance(leaf, Tensor):
                 return copy.deepcopy(leaf)
-            if not _is_large(leaf):
+            if leaf.dim() == 0 or leaf.numel() == 0:  # counters stay where optimizers keep them
                 return leaf.detach().clone()
             # Not of the tensor itself, whose values a file may have.
             form = MemoryFormat.of(torch.empty_strided(leaf.shape, leaf.stride(), device="meta"))

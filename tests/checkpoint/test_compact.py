@@ -243,3 +243,14 @@ def test_fabric_has_the_option(pool1: RankPool, tmp_path: Path) -> None:
     assert holds_compact(load(Path(path), ALONE)["optimizer"])
     (loaded,) = pool1.run(save_with_fabric, path, True)
     assert_equal_trees(loaded, saved)
+
+
+def test_what_others_call_compact_is_theirs() -> None:
+    """A parameter of that name, hyperparameters, and a parameter that is called step beside it."""
+    theirs = {
+        "optimizer_states": [{"state": {"compact": {"step": 1.0}, "step": {"step": 2.0}}}],
+        "hyper_parameters": {"lr": 0.1, "compact": {"layers": 2}},
+    }
+    assert not holds_compact(theirs)
+    assert decoded(theirs) == theirs
+    assert decoded(theirs["optimizer_states"][0]["state"]) == theirs["optimizer_states"][0]["state"]  # type: ignore[index]

@@ -12,7 +12,9 @@ from helpers import models, whole
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero import Muon
 from lightning_zero.update import examine
+from lightning_zero.update.choice import kept_whole
 from lightning_zero.update.rules import ELEMENT_WISE, REFUSED
 from lightning_zero.update.shell import ShellGroup, run_step
 
@@ -250,6 +252,12 @@ def test_torchs_own_that_cannot_be_sharded_are_refused_by_name(name: str) -> Non
 def test_optimizers_of_whole_parameters_are_found_by_trial(name: str) -> None:
     found = examine(whole.make(name, models.make_model("mlp")), CPU).whole
     assert found == ((True, False) if name == "muon_and_adamw" else (True, True))
+
+
+def test_numbers_are_parameters_too() -> None:
+    """Such as the scale of CLIP's logits: a tensor without dimensions."""
+    scale, matrix = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(4, 4))
+    assert kept_whole([Muon([scale, matrix])], torch.device("cpu")) == [matrix]
 
 
 def test_no_torch_optimizer_is_unheard_of() -> None:
