@@ -207,7 +207,8 @@ def fit_until(node: str, how: str, note: Path) -> None:
     ("node", "how", "said"),
     [
         ("node1", "killed", {0: "because rank 2 on node1 has ended", 1: "because rank 3 on node1 has ended"}),
-        ("node0", "killed", dict.fromkeys((2, 3), "because rank 0 on node0 has ended")),
+        # Rank 1's end may be seen before rank 0 has ended, and the store with it.
+        ("node0", "killed", {2: "because rank 0 on node0 has ended", 3: "because rank [01] on node0 has ended"}),
         (
             "node1",
             "cut",
@@ -239,7 +240,7 @@ def test_ranks_end_soon_and_name_a_node_that_went_away(
         assert re.match(
             rf"rank {rank} of 4 on node{rank // 2} could not (sum|reduce) the gradients of ", failure.message
         )
-        assert said[rank] in failure.message
+        assert re.search(said[rank], failure.message)
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
