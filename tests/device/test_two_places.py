@@ -27,6 +27,7 @@ from lightning_zero.update import DynamicLossScaler, Footprint, kept_whole, make
 from lightning_zero.update.attached import parameters_of
 
 MICRO = 2
+NO_MASTERS = MixedPrecisionPolicy(torch.bfloat16, keep_norms=False, master_weights=False)
 
 
 def start(
@@ -86,7 +87,7 @@ def on_the_host(device: torch.device, *arguments: Any, steps: int, **options: An
 @pytest.mark.device("lazy", "random2")
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    [(2, FP16), (3, BF16), *(pytest.param(stage, FP32, marks=pytest.mark.slow) for stage in (1, 3))],
+    [(2, FP16), (3, BF16), (2, NO_MASTERS), *(pytest.param(stage, FP32, marks=pytest.mark.slow) for stage in (1, 3))],
 )
 def test_the_bits_are_those_of_an_iteration_on_the_host(
     device: torch.device, stage: int, precision: MixedPrecisionPolicy, monkeypatch: pytest.MonkeyPatch
