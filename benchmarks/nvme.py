@@ -11,7 +11,8 @@ Two questions, each in rounds that are interleaved:
   (`zero2_nvme`, by either backend), beside the time that the disk takes for the bytes of that state at the rate that is
   measured in the same round. The update includes the last writes. Where an interpreter has DeepSpeed and its operator
   of libaio, its NVMe offload updates the same model in the same rounds (see `benchmarks/nvme_peer.py`); both bypass the
-  page cache.
+  page cache. Its process may die at its exit, when it has printed its times: these count, and the results have the
+  exit codes.
 
 The goal: fio's throughput within 5%, and an update that takes at most 1.1 times the larger one of the disk's time and
 the update in host memory, and 0.8 times DeepSpeed's.
@@ -35,7 +36,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning import Callback, LightningModule, Trainer
@@ -198,11 +199,24 @@ def layers_of(options: argparse.Namespace) -> int:
     return max(1, round(options.params / WIDTH**2))
 
 
-def update_time_of_deepspeed(options: argparse.Namespace) -> list[float]:
+class PeerTimes(NamedTuple):
+    """What DeepSpeed's process has left.
+
+    Attributes:
+        seconds: of each update.
+        exit_code: of the process; not 0 where it ended badly after it had printed them, as some versions do when they
+            take their I/O threads down (-6: by an abort).
+    """
+
+    seconds: list[float]
+    exit_code: int
+
+
+def update_time_of_deepspeed(options: argparse.Namespace) -> PeerTimes:
     """Times a few updates by DeepSpeed, in a folder that is removed.
 
     Raises:
-        SystemExit: it does not run.
+        SystemExit: it gives no times.
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=options.path) as folder:
         job = {
@@ -219,10 +233,22 @@ def update_time_of_deepspeed(options: argparse.Namespace) -> list[float]:
         tools = f"{Path(options.deepspeed_python).parent}{os.pathsep}{os.environ['PATH']}"  # ninja, to build operators
         environment = os.environ | {"PATH": tools, "OMP_NUM_THREADS": str(torch.get_num_threads())}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"DeepSpeed's NVMe offload ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    seconds: list[float] = json.loads(done.stdout.splitlines()[-1])
-    return seconds
+    if (seconds := times_in(done.stdout, options.steps)) is None:
+        raise SystemExit(
+            f"DeepSpeed's NVMe offload ended with {done.returncode} and printed no times of {options.steps} updates:\n"
+            f"{done.stdout[-1000:]}\n{done.stderr[-4000:]}"
+        )
+    return PeerTimes(seconds, done.returncode)
+
+
+def times_in(output: str, steps: int) -> list[float] | None:
+    """The last line that is a list of so many numbers; other lines are what a library prints."""
+    for line in reversed(output.splitlines()):
+        with contextlib.suppress(json.JSONDecodeError):
+            found = json.loads(line)
+            if isinstance(found, list) and len(found) == steps and all(isinstance(each, float) for each in found):
+                return found
+    return None
 
 
 def deepspeed_version(options: argparse.Namespace) -> str | None:
@@ -239,7 +265,7 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
     if deepspeed is None:
         print(f"DeepSpeed is left out: {options.deepspeed_python} does not have it")
     rounds: dict[str, list[float]] = defaultdict(list)
-    resting = 0
+    resting, exit_codes = 0, list[int]()
     for _ in range(options.rounds):
         rounds["host"].append(statistics.median(update_time(options, offload_optimizer="cpu").seconds[1:]))
         for backend in backends():
@@ -249,7 +275,9 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
                 rounds[f"disk, {backend}"].append(statistics.median(updates.seconds[1:]))
                 rounds[f"disk alone, {backend}"].append(measured(options).seconds(resting, resting))
         if deepspeed is not None:
-            rounds["deepspeed"].append(statistics.median(update_time_of_deepspeed(options)))
+            theirs = update_time_of_deepspeed(options)
+            rounds["deepspeed"].append(statistics.median(theirs.seconds))
+            exit_codes.append(theirs.exit_code)
         alone = min(rounds[f"disk alone, {backend}"][-1] for backend in backends())
         for backend in backends():
             bound = max(alone, rounds["host"][-1])
@@ -264,6 +292,7 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
         "median": {what: statistics.median(found) for what, found in rounds.items()},
         "minimum": {what: min(found) for what, found in rounds.items()},
         "deepspeed": deepspeed,
+        "deepspeed_exit_codes": exit_codes,
         "deepspeed_aio": PEER._asdict() | {"backend": "libaio"} if deepspeed is not None else None,
     }
 

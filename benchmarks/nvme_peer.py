@@ -104,7 +104,7 @@ def main() -> None:
         start = time.perf_counter()
         engine.step()
         seconds.append(time.perf_counter() - start)
-    print(json.dumps(seconds[1:]))
+    print(json.dumps(seconds[1:]), flush=True)  # DeepSpeed's threads may end the process by an abort at its exit
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +35,27 @@ def test_rates_and_updates_are_measured(pool1: RankPool, tmp_path: Path) -> None
     assert update["resting_bytes"] == 12 * update["params"] == 12 * 8192
     assert min(update["median"].values()) > 0
     assert not [*disk.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("printed", "times"),
+    [
+        ("echo loading; echo '[0.25, 0.5]'; echo 1 2", [0.25, 0.5]),
+        ("echo loading; echo '[0.25]'", None),
+        ("echo no memory is left >&2", None),
+    ],
+    ids=["times", "fewer", "none"],
+)
+def test_a_peer_that_dies_at_its_exit_has_been_measured(tmp_path: Path, printed: str, times: list[float] | None) -> None:
+    """And one that dies before it has printed its times has not."""
+    benchmark: Any = load("nvme")
+    peer = tmp_path / "python"
+    peer.write_text(f"#!/bin/sh\n{printed}\nkill -ABRT $$\n")
+    peer.chmod(0o700)
+    options = Namespace(path=tmp_path, deepspeed_python=str(peer), params=1e6, steps=2)
+    if times is not None:
+        assert benchmark.update_time_of_deepspeed(options) == (times, -signal.SIGABRT)
+    else:
+        with pytest.raises(SystemExit, match=r"ended with -6 and printed no times of 2 updates:\n"):
+            benchmark.update_time_of_deepspeed(options)
+    assert [*tmp_path.iterdir()] == [peer]
