@@ -101,10 +101,8 @@ class DiskFile:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, size)  # give back what there was
-            free = os.statvfs(self.path.parent)
             message = (
-                f"{self.path} needs {nbytes - size:,} bytes more for {what}; the file system has "
-                f"{free.f_bavail * free.f_frsize:,} free"
+                f"{self.path} needs {nbytes - size:,} bytes more for {what}; the file system has {self._room:,} free"
             )
             raise _error(error.errno or errno.EIO, self.path, message + advice(Case.DISK_FULL, ". ")) from error
 
@@ -156,7 +154,11 @@ class DiskFile:
         failure = self.pool.write(self._file, memory, offset, ALIGNMENT if self.direct else 1)
         if failure is not None:
             where = f"{what} could not be written to {self.path} at byte {failure.offset:,}"
-            full = advice(Case.DISK_FULL, ". ") if failure.code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
+            full = ""
+            if failure.code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                needed = memory.nbytes - (failure.offset - offset)
+                full = f"; it needs {needed:,} bytes, and the file system has {self._room:,} free"
+                full += advice(Case.DISK_FULL, ". ")
             raise _error(failure.code, self.path, where, full)
 
     def settle(self) -> None:
@@ -173,6 +175,12 @@ class DiskFile:
                 os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise _error(error.errno or errno.EIO, self.path, f"{self.path} could not be written") from error
+
+    @property
+    def _room(self) -> int:
+        """Bytes that are free beside it."""
+        found = os.statvfs(self.path.parent)
+        return found.f_bavail * found.f_frsize
 
     @property
     def nbytes(self) -> int:

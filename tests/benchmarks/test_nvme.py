@@ -46,7 +46,7 @@ def test_rates_and_updates_are_measured(pool1: RankPool, tmp_path: Path) -> None
     ],
     ids=["times", "fewer", "none"],
 )
-def test_a_peer_that_dies_at_its_exit_has_been_measured(tmp_path: Path, printed: str, times: list[float] | None) -> None:
+def test_a_peer_that_dies_at_its_exit_was_measured(tmp_path: Path, printed: str, times: list[float] | None) -> None:
     """And one that dies before it has printed its times has not."""
     benchmark: Any = load("nvme")
     peer = tmp_path / "python"

@@ -191,25 +191,44 @@ def test_a_plan_knows_the_bytes_on_the_disk(
 
 
 class FillTheDisk(Callback):
-    """On one rank the disk is full from the second step on."""
+    """Saves a checkpoint after two steps; on one rank the disk is full from then on."""
 
-    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, index: int) -> None:
-        if index == 2 and trainer.global_rank == 1:
-            store = trainer.strategy.engine.placement.optimizer_store  # type: ignore[attr-defined]
-            os.dup2(os.open("/dev/full", os.O_RDWR), store.opened.descriptor)
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.checkpoint)
+            if trainer.global_rank == 1:
+                store = trainer.strategy.engine.placement.optimizer_store  # type: ignore[attr-defined]
+                os.dup2(os.open("/dev/full", os.O_RDWR), store.opened.descriptor)
 
 
 def fill_the_disk(path: Path) -> None:
-    fit(nvme("zero2_nvme", path, nvme_checksums=False), Recipe(steps=8), callbacks=[FillTheDisk()])
+    options = nvme("zero2_nvme", path, nvme_checksums=False, offload_gradients="nvme")
+    fit(options, Recipe(steps=8), callbacks=[FillTheDisk(path / "before.ckpt")])
+
+
+def fit_and_load(path: Path) -> list[Any]:
+    """What two steps have made, and what a checkpoint has of it."""
+    found = [
+        fit(nvme("zero2_nvme", path), Recipe(steps=8), ckpt_path=checkpoint, max_steps=2)
+        for checkpoint in (None, str(path / "before.ckpt"))
+    ]
+    return [(each.weights, each.optimizer_states) for each in found]
 
 
 def test_a_disk_that_fills_up_ends_the_run(pool2: RankPool, tmp_path: Path) -> None:
+    """The checkpoint before loads."""
     with pytest.raises(RankError) as caught:
         pool2.run_within(30.0, fill_the_disk, tmp_path)
     failure = caught.value.failures[1]
     assert failure.kind == "DiskError"
-    for part in ("could not be written to", "rank1/state.bin", "No space left on device", "choose another disk"):
-        assert part in failure.message
+    place = r"the gradients of .* could not be written to .*rank1/state\.bin at byte [\d,]+: No space left on device; "
+    bytes_of = r"it needs [\d,]+ bytes, and the file system has [\d,]+ free\. .*choose another disk"
+    assert re.search(place + bytes_of, failure.message), failure.message
+    expected, loaded = pool2.run(fit_and_load, tmp_path)[0]
+    torch.testing.assert_close(loaded, expected, rtol=0, atol=0)
 
 
 def fit_at(path: str) -> None:

@@ -1,0 +1,55 @@
+// Lets transfers of a part of a file fail; to be preloaded (LD_PRELOAD), and told what to do through ctypes.
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdatomic.h>
+#include <unistd.h>
+
+enum { kShort = -1 };  // a transfer that comes short, in the place of an errno
+
+typedef ssize_t (*Call)(int, void*, size_t, off_t);
+
+static atomic_int writes = -1;  // which direction is counted; -1: none
+static atomic_long begins, ends, first, times, code;
+static atomic_long seen;  // transfers of that direction in [begins, ends)
+
+// From now on: the transfers in [begins, ends) of the file, counted from `first`, so many times.
+void fault(int direction, long begin, long end, long from, long count, long fault_code) {
+  begins = begin;
+  ends = end;
+  first = from;
+  times = count;
+  code = fault_code;
+  seen = 0;
+  writes = direction;
+}
+
+// Those that there were since, and no fault any more.
+long end_of_faults(void) {
+  writes = -1;
+  return seen;
+}
+
+static ssize_t transfer(const char* name, int direction, int file, void* memory, size_t bytes, off_t offset) {
+  const Call call = (Call)dlsym(RTLD_NEXT, name);
+  if (direction == writes && begins <= offset && offset < ends) {
+    const long number = seen++ - first;
+    if (0 <= number && number < times) {
+      if (code != kShort) {
+        errno = (int)code;
+        return -1;
+      }
+      const ssize_t done = call(file, memory, bytes, offset);
+      return done > 5000 ? 5000 : done > 0 ? done - 1 : done;  // ends inside a page
+    }
+  }
+  return call(file, memory, bytes, offset);
+}
+
+ssize_t pread(int file, void* memory, size_t bytes, off_t offset) {
+  return transfer("pread", 0, file, memory, bytes, offset);
+}
+
+ssize_t pwrite(int file, const void* memory, size_t bytes, off_t offset) {
+  return transfer("pwrite", 1, file, (void*)memory, bytes, offset);
+}
