@@ -11,10 +11,10 @@ import logging
 import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from time import perf_counter  # the function, not the module: tests replace its clock
 from typing import TYPE_CHECKING
 
 import pytest
+from helpers.processes import Stopwatch
 from helpers.ranks import REPRODUCIBLE, ForkServer, RankPool
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from device import where
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-# Seconds for the call phase of a test without one of the markers below, on cores that no other worker uses.
+# Seconds for the call phase of a test without one of the markers below, on cores that nobody else uses. The work of
+# other workers is subtracted, but not that they use the disk and the caches.
 CALL_LIMIT = 5.0 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-STATISTICS = Path("/proc/stat")  # of Linux
 UNTIMED = ("slow", "launch", "gpu")
 MAX_LAUNCH = 18
 # Node ids without parameters that the limit does not apply to.
@@ -50,7 +50,9 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)
-    hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+    # A busy machine is no failure.
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=slow)
     hypothesis.settings.load_profile("untimed")
 
 
@@ -75,23 +77,16 @@ def is_limited(item: pytest.Item) -> bool:
     return item.nodeid.split("[")[0] not in MAY_BE_SLOW and not any(map(item.get_closest_marker, UNTIMED))
 
 
-def stolen_seconds() -> list[float]:
-    """Of each CPU of a virtual machine, how long others had it since the start while somebody here wanted it."""
-    lines = STATISTICS.read_text().splitlines() if STATISTICS.exists() else []
-    return [int(line.split()[8]) / os.sysconf("SC_CLK_TCK") for line in lines if line[:3] == "cpu" and line[3] != " "]
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Fail a test whose call takes too long twice; neither fixtures, which start ranks, nor stolen time count."""
-    stolen, start = stolen_seconds(), perf_counter()
+    """Fail a test whose call takes too long twice; neither fixtures, which start ranks, nor others' work count."""
+    stopwatch = Stopwatch()
     result = yield
-    took = perf_counter() - start
-    lost = max((after - before for before, after in zip(stolen, stolen_seconds(), strict=True)), default=0.0)
+    took, lost = stopwatch.read()
     if is_limited(item) and took - lost > CALL_LIMIT:
         raise TooSlowError(
-            f"{item.nodeid} took {took:.2f} s, the limit is {CALL_LIMIT:g} s (and {lost:.2f} s that the host took "
-            "away): make it smaller or mark it slow",
+            f"{item.nodeid} took {took:.2f} s, the limit is {CALL_LIMIT:g} s (and {lost:.2f} s in which the cores did "
+            "the work of others): make it smaller or mark it slow",
             pytrace=False,
         )
     return result

@@ -19,7 +19,7 @@ from typing import Self
 import pytest
 
 from helpers import rank_worker, slow_links
-from helpers.ranks import LATE, REPRODUCIBLE, ForkServer, RankPool
+from helpers.ranks import REPRODUCIBLE, ForkServer, RankPool, longest_wait
 
 TOOLS = ("unshare", "nsenter", "mount", "ip")  # of util-linux and iproute2
 NETWORK = "10.77.0"
@@ -233,6 +233,6 @@ class NodeRanks(RankPool):
             "SLURM_LOCALID": str(local),
             "TMPDIR": str(self.nodes.local),
         }
-        folder, limit = self._folder.name, self.timeout + LATE
+        folder, limit = self._folder.name, longest_wait(self.timeout)
         namespaces = self.nodes.nodes[node].namespaces
         return rank_worker.RankSpec(rank, self.world_size, folder, port, limit, self._setup, "", namespaces, variables)

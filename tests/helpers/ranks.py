@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from helpers import rank_worker
+from helpers import processes, rank_worker
 
 T = TypeVar("T")
 
@@ -40,9 +40,12 @@ REPRODUCIBLE = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
 }
 PRELOAD = ("numpy", "torch", "torch.distributed", "pytest", "lightning.pytorch", "lightning_zero")
-START_TIMEOUT = 120.0
-LATE = 5.0  # after the pool's own limit a collective fails, so that the pool sees which ranks hang, and where
-GRACE = 2.0  # seconds that the other ranks get to answer once one has failed
+START_TIMEOUT = 300.0
+PATIENCE = 4  # so many times a run's limit is its end where ranks still work: on a busy machine they are slow
+LATE = 5.0  # after that a collective fails, so that the pool sees which ranks hang, and where
+GRACE = 3.0  # seconds without anything to do after which ranks hang, where one has failed or the time is over
+GLANCE = 0.1  # seconds between two looks at whether they have
+PRINTING = 10.0  # seconds that ranks which hang get to print their stacks
 # The tests' own path as it is before any test adds to it (tests of the examples do), and no working folder: both
 # sides import the same installed package, whichever test is the first to start the fork server.
 IMPORT_PATH = tuple(str(Path(entry).absolute()) for entry in sys.path if entry)
@@ -175,14 +178,14 @@ class RankPool:
 
     def _spec(self, rank: int, port: int) -> rank_worker.RankSpec:
         return rank_worker.RankSpec(
-            rank, self.world_size, self._folder.name, port, self.timeout + LATE, self._setup, self._backend
+            rank, self.world_size, self._folder.name, port, longest_wait(self.timeout), self._setup, self._backend
         )
 
     def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
         """The results of `function(*args, **kwargs)` on every rank, in rank order.
 
         The function must be at module level; arguments and results are pickled. What the ranks print is
-        printed here. Raises RankError if any rank raises, dies or takes longer than the pool's time limit.
+        printed here. Raises RankError if any rank raises or dies, or the ranks do nothing after the pool's time limit.
         """
         return self.run_within(self.timeout, function, *args, **kwargs)
 
@@ -238,7 +241,7 @@ class RankPool:
             path=str(Path(inspect.getfile(function)).absolute()),
             qualname=function.__qualname__,
             arguments=pickle.dumps((args, kwargs)),
-            timeout=seconds + LATE,
+            timeout=longest_wait(seconds),
         )
         return pickle.dumps(dataclasses.asdict(job))
 
@@ -247,20 +250,23 @@ class RankPool:
         results: dict[int, bytes] = {}
         failures: dict[int, Failure] = {}
         waiting: dict[Any, int] = {connection: rank for rank, connection in enumerate(self._connections)}
-        deadline = time.monotonic() + seconds
+        begin = worked = time.monotonic()
         while waiting:
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
+            now, idle = time.monotonic(), worked + self.grace
+            if now >= min(begin + PATIENCE * seconds, idle if failures else max(begin + seconds, idle)):
                 failures.update(self._hung(list(waiting.values()), seconds))
                 break
-            for connection in ready:
+            unwatched = 0.0 if failures else begin + seconds - self.grace - now
+            for connection in wait(list(waiting), timeout=max(GLANCE, unwatched)):
                 rank = waiting.pop(connection)
                 reply = receive_reply(self._connections[rank])
                 if isinstance(reply, Failure):
-                    failures[rank] = reply
-                    deadline = min(deadline, time.monotonic() + self.grace)
+                    failures[rank], worked = reply, time.monotonic()
                 else:
                     results[rank] = reply
+            # On a busy machine a rank may come late to its end, or to its own error; one that hangs has nothing to do.
+            if unwatched <= 0.0 and any(processes.at_work(self._pids[rank]) for rank in waiting.values()):
+                worked = time.monotonic()
         return results, failures
 
     def _hung(self, hung: list[int], seconds: float) -> dict[int, Failure]:
@@ -268,20 +274,34 @@ class RankPool:
         for rank in hung:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pids[rank], signal.SIGUSR1)
-        time.sleep(0.2)
-        message = f"no answer within {seconds:g} s, or {self.grace:g} s after another rank's; stacks are printed"
+        deadline = time.monotonic() + PRINTING
+        while not all(map(self._has_printed_stacks, hung)) and time.monotonic() < deadline:
+            time.sleep(GLANCE)
+        message = f"no answer within {seconds:g} s, or {self.grace:g} s after another rank's error; stacks are printed"
         return {rank: Failure("timeout", message, answered=False) for rank in hung}
+
+    def _has_printed_stacks(self, rank: int) -> bool:
+        """Whether the stack of the first thread, which comes last, is whole."""
+        return b"in <module>\n" in self._output(rank).rpartition(b"(most recent call first):\n")[2]
+
+    def _output(self, rank: int) -> bytes:
+        """What a rank has printed that has not been printed here."""
+        with Path(self._folder.name, f"rank{rank}.log").open("rb") as file:
+            file.seek(self._printed[rank])
+            return file.read()
 
     def _print_output(self) -> None:
         """What the ranks printed in this run, which pytest shows if the test fails."""
         for rank in range(self.world_size):
-            log = Path(self._folder.name, f"rank{rank}.log")
-            with log.open("rb") as file:
-                file.seek(self._printed[rank])
-                text = file.read()
+            text = self._output(rank)
             self._printed[rank] += len(text)
             if text:
                 print(f"--- output of rank {rank} ---\n{text.decode(errors='replace')}")
+
+
+def longest_wait(seconds: float) -> float:
+    """Bounds the collectives of a run with this limit."""
+    return PATIENCE * seconds + LATE
 
 
 def receive_reply(connection: Connection) -> bytes | Failure:

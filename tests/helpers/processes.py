@@ -1,0 +1,93 @@
+"""What the processes of this machine do, as far as Linux tells; nothing elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+ROOT = Path("/")
+AT_WORK = "RDTt"  # of the states that proc_pid_stat(5) lists: runs or would, waits for a disk, is stopped by a signal
+
+
+class Measured(NamedTuple):
+    """Seconds: all that passed, and what of it others took from whom was measured."""
+
+    took: float
+    lost: float
+
+
+class Stopwatch:
+    """Measures seconds, and in how many of them the cores did the work of others; begins when it is made.
+
+    Others are the host of a virtual machine and all processes but this one and those that it has started. Where all
+    cores are busy, what is left is this process's share of them, as if it had had that without an interruption.
+
+    Args:
+        root: of the file system.
+        now: a clock.
+    """
+
+    def __init__(self, root: Path = ROOT, now: Callable[[], float] = perf_counter) -> None:
+        self._root, self._now = root, now
+        self._before = now(), *self._used()
+
+    def read(self) -> Measured:
+        begin, cores, own = self._before
+        cores_now, own_now = self._used()
+        took, lost = self._now() - begin, 0.0
+        if cores:
+            others = sum(cores_now) - sum(cores) - max(0.0, own_now - own)  # who was killed takes what it used along
+            lost = min(max(0.0, others / len(cores)), took)
+        return Measured(took, lost)
+
+    def _used(self) -> tuple[list[float], float]:
+        """Seconds of work: of each core, and of this process and its descendants."""
+        own = sum(seconds_of(pid, self._root) for pid in family(os.getpid(), self._root))
+        return busy_seconds(self._root), own
+
+
+def busy_seconds(root: Path = ROOT) -> list[float]:
+    """Of each CPU that this process may use: how long it has been busy, or the host of a virtual machine had it."""
+    found = []
+    for line in read(root / "proc/stat").splitlines():
+        name, *ticks = line.split()
+        if name[:3] == "cpu" and name[3:].isdigit() and int(name[3:]) in usable_cpus():
+            user, nice, system, _idle, _waiting, irq, softirq, stolen = map(int, ticks[:8])
+            found.append((user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK"))
+    return found
+
+
+def usable_cpus() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def family(pid: int, root: Path = ROOT) -> Iterator[int]:
+    """A process and its descendants, those aside that other threads than the first have started."""
+    yield pid
+    for child in read(root / f"proc/{pid}/task/{pid}/children").split():
+        yield from family(int(child), root)
+
+
+def seconds_of(pid: int, root: Path = ROOT) -> float:
+    """What a process has worked, with its children that have ended."""
+    fields = read(root / f"proc/{pid}/stat").rpartition(")")[2].split()  # from the third on: a name may have blanks
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def at_work(pid: int, root: Path = ROOT) -> bool:
+    """Whether a thread of a process has something to do, and so may be late for want of a core."""
+    stats = (read(path) for path in (root / f"proc/{pid}/task").glob("*/stat"))
+    return any(stat.rpartition(")")[2].lstrip()[:1] in AT_WORK for stat in stats if stat)
+
+
+def read(path: Path) -> str:
+    """A file's text; "" where there is none, or its process has ended."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
