@@ -8,11 +8,13 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import models
 from helpers.reference import LossFunction, OptimizerFactory, Trained
 from torch import Tensor, nn
@@ -71,6 +73,33 @@ class Meshes:
         if size not in self._meshes:
             self._meshes[size] = Mesh.create(size)
         return self._meshes[size]
+
+
+def limit_waits(mesh: Mesh, seconds: float) -> None:
+    """Have collectives fail that wait longer from here on, a place to which all ranks come.
+
+    A mesh that is made with a short limit has it for all that ranks do before, too, where one may be late.
+    """
+    limit = timedelta(seconds=seconds)
+
+    def hurried(wait: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
+        return lambda works, what: wait([(rank, Hurried(work, limit)) for rank, work in works], what)
+
+    dist.barrier()
+    for group in {mesh.world, mesh.shard, mesh.replica}:
+        if group.process_group is not None:
+            group.process_group.set_timeout(limit)  # gloo's connections keep theirs
+            group._wait = hurried(group._wait)  # type: ignore[method-assign]
+
+
+class Hurried(NamedTuple):
+    """A work of gloo with a limit of its own."""
+
+    work: dist.Work
+    limit: timedelta
+
+    def wait(self) -> None:
+        self.work.wait(self.limit)
 
 
 class Session(NamedTuple):
