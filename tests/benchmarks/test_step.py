@@ -60,7 +60,8 @@ def test_a_small_run(names: list[str], tmp_path: Path) -> None:
     (found,) = cell["rounds"]
     assert list(found) == list(cell["summary"]) == names
     for name in names:
-        assert found[name]["seconds"] == pytest.approx(sum(found[name]["of_each_step"]) / 2, rel=0.2)
+        of_rank_0 = sum(found[name]["of_each_step"]) / 2
+        assert found[name]["seconds"] >= 0.999 * of_rank_0 > 0  # that of the slowest rank
         assert found[name]["peak_gib"] >= found[name]["peak_of_steps_gib"] > 0.1
         assert cell["summary"][name]["to_ddp"] == found[name]["seconds"] / found["ddp"]["seconds"]
 
