@@ -92,7 +92,7 @@ class Gate:
         self.synchronize()
 
     def synchronize(self) -> None:
-        assert self._open.wait(30)
+        assert self._open.wait(120)
 
 
 class LateWork(_Work):

@@ -242,5 +242,5 @@ def test_nobody_waits_for_a_lane_that_hangs_when_all_ends(device: torch.device) 
     gc.collect()
     assert gone() is None  # the thread does not keep it
     release.set()
-    lane.join(timeout=30)
+    lane.join(timeout=120)
     assert not lane.is_alive()

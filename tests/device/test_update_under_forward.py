@@ -42,7 +42,7 @@ class Held(StreamExecutor):
     def _in_thread(self, lane: Lane, job: Callable[[], object], what: str, after: Sequence[Ticket]) -> Any:
         def held() -> None:
             if self.word in what:
-                assert self.gate.wait(10)
+                assert self.gate.wait(120)
             job()
 
         return super()._in_thread(lane, held, what, after)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -43,9 +44,10 @@ from lightning_zero import CheckpointError
 pytestmark = pytest.mark.slow
 
 TIMEOUT = 10.0  # seconds that a rank waits for others, also for those that import for the first time
-MARGIN = 10.0  # more, after which every rank must have ended
-LAUNCH = 150.0  # seconds of a real launch, most of which are imports
+MARGIN = 60.0  # more, after which every rank must have ended, on a busy machine too
+LAUNCH = 400.0  # seconds of a real launch, most of which are imports
 DELAY, RATE = 1e-3, 100e6  # of a slow link: seconds; bits in a second
+SEGMENT = 1600  # bytes on a link, at most
 OVERHEAD = 1.15  # bytes on a link for each that a rank sends: headers and acknowledgements, and the norm's sum
 
 
@@ -92,15 +94,23 @@ def bytes_on_link() -> int:
     raise LookupError(DEVICE)
 
 
-def round_trip(node: str) -> float:
-    """The seconds in which a node refuses a connection; the least of some."""
-    times = []
-    for _ in range(20):
+def sent_again() -> int:
+    """How many segments this node has sent once more: on a busy machine an acknowledgement may be late."""
+    names, counts = (line.split() for line in Path("/proc/self/net/snmp").read_text().splitlines() if "Tcp:" in line)
+    return int(counts[names.index("RetransSegs")])
+
+
+def round_trip(node: str, enough: float) -> float:
+    """The seconds in which a node refuses a connection; the least of some, or one that is short enough."""
+    least = float("inf")
+    for number in itertools.count(1):
         start = time.monotonic()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((node, 9))
-        times.append(time.monotonic() - start)
-    return min(times)
+        least = min(least, time.monotonic() - start)
+        if (number >= 20 and least < enough) or number == 1000:
+            return least
+    raise AssertionError
 
 
 class Counts(Lit):
@@ -117,7 +127,7 @@ class Counts(Lit):
         self.trainer.strategy.barrier()
         mesh = self.trainer.strategy._mesh
         sent = {name: dict(getattr(mesh, name).sent) for name in ("shard", "replica")}
-        self.notes.append({"link": bytes_on_link(), "time": time.monotonic(), **sent})
+        self.notes.append({"link": bytes_on_link(), "again": sent_again(), "time": time.monotonic(), **sent})
         self.trainer.strategy.barrier()
 
 
@@ -137,6 +147,11 @@ class Counted:
     @property
     def on_link(self) -> int:
         return self.after["link"] - self.before["link"]
+
+    @property
+    def again(self) -> int:
+        """At most so many bytes of them had been sent before."""
+        return SEGMENT * (self.after["again"] - self.before["again"])
 
     @property
     def seconds(self) -> float:
@@ -162,7 +177,7 @@ def test_nodes_exchange_nothing_but_sums_of_gradient_shards(
         if slow:
             stack.enter_context(nodes.slow(DELAY, RATE))
         pool = stack.enter_context(NodeRanks(nodes, 2, server, number))
-        assert (pool.run(round_trip, "node1")[0] > 2 * DELAY) == slow
+        assert (pool.run(round_trip, "node1", 2 * DELAY)[0] > 2 * DELAY) == slow
         ranks = pool.run(count, *strategies)
     gradient = sum(p.nbytes for p in LARGE.make_model().parameters())
     crossing = (LARGE.steps - 1) * gradient * 2 * (number - 1) / number  # of each node
@@ -175,7 +190,7 @@ def test_nodes_exchange_nothing_but_sums_of_gradient_shards(
             assert each.sent("shard")["reduce_scatter"] > 0
             assert {name for name, sent in each.sent("replica").items() if sent} == {"all_reduce"}
             assert each.sent("replica")["all_reduce"] == pytest.approx(crossing / 2, rel=0.01)
-            assert crossing <= each.on_link <= OVERHEAD * crossing
+            assert crossing <= each.on_link <= OVERHEAD * crossing + each.again
             assert not slow or each.seconds > 8 * crossing / RATE
 
 
@@ -322,7 +337,7 @@ def test_torchrun_restarts_from_the_last_checkpoint_when_a_node_is_killed(nodes:
     finally:
         for agent, output in zip(started, outputs, strict=True):
             agent.terminate()  # with its ranks, which are in sessions of their own
-            agent.wait(timeout=60.0)
+            agent.wait(timeout=240.0)
             print(output.read_text())
     assert [agent.returncode for agent in started] == [0, 0]
     assert "because rank 1 on node1 has ended without a Python error: it was killed" in outputs[0].read_text()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning import Trainer
+from lightning.fabric.strategies.launchers import subprocess_script
 from strategy.fits import Lit, Recipe
 from torch import Tensor
 
@@ -34,8 +35,16 @@ class FailsOn(Lit):
         return super().training_step(batch, index)
 
 
+class Unhurried(subprocess_script._ChildProcessObserver):
+    """Lightning's looks every five seconds, and may end this process while it is about to say why another has ended."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments, sleep_period=3600)
+
+
 def main(strategy: str | dict[str, Any], out: str, fail_on: int = -1, killed: bool = False) -> None:
     torch.set_num_threads(1)
+    subprocess_script._ChildProcessObserver = Unhurried  # type: ignore[misc]
     trainer = Trainer(
         strategy=ZeroStrategy(**strategy) if isinstance(strategy, dict) else strategy,
         accelerator="cpu",

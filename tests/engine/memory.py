@@ -68,7 +68,7 @@ def storage_bytes() -> int:
     return sum({s.data_ptr(): s.nbytes() for s in storages().values() if s.nbytes()}.values())
 
 
-def await_release(most: float, seconds: float = 2.0) -> None:
+def await_release(most: float, seconds: float = 30.0) -> None:
     """Wait until no more than so many bytes are alive: gloo's threads let go of a collective's tensors late."""
     until = time.monotonic() + seconds
     while storage_bytes() > most and time.monotonic() < until:

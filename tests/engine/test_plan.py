@@ -102,6 +102,7 @@ def measure(setup: Setup, optimizer: str, micro_batches: int, mesh: Mesh) -> Mem
             for _ in range(2):
                 driver.run_step(session, batches, loss_of)
             session.optimizer.zero_grad()
+        memory.await_release(1.009 * expected.held.total)
         return Memory(
             f"{cases.describe(setup)} {optimizer} x{micro_batches}",
             expected,
