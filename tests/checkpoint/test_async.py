@@ -66,7 +66,7 @@ def save_while_training(strategy: dict[str, Any], path: str, until: int) -> int:
     gate, complete = Gate(until), Draft.complete
 
     def completing(draft: Draft) -> None:
-        assert gate.opened.wait(20)
+        assert gate.opened.wait(120)
         gate.completed_at.append(trainer.global_step)
         complete(draft)
 

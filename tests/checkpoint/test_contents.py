@@ -278,5 +278,5 @@ except CheckpointError as error:
 def test_a_file_that_the_system_does_not_map_is_no_damaged_one(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ckpt", {"w": torch.zeros(20 << 20)})
     command = [sys.executable, "-P", "-c", LIMITED, str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert result.stdout.startswith(f"The system does not map {path} into memory."), result.stderr

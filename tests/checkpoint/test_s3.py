@@ -48,11 +48,13 @@ def endpoint() -> Iterator[str]:
         before = dict(os.environ)
         try:
             access(address)
-            for _ in range(100):
+            deadline = time.monotonic() + 120
+            while True:  # until it answers
                 try:
                     s3fs.S3FileSystem(skip_instance_cache=True).mkdir("bucket")
                     break
                 except OSError:
+                    assert time.monotonic() < deadline
                     time.sleep(0.2)
             yield address
         finally:

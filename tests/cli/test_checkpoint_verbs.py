@@ -220,7 +220,7 @@ print('lightning' in sys.modules, 'transformers' in sys.modules)
 """
     verbs = [["inspect", str(checkpoint)], ["export", str(checkpoint), str(tmp_path / "out")]]
     command = [sys.executable, "-P", "-c", code, json.dumps(verbs)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=os.environ)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=os.environ)
     assert (result.returncode, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert (lines.count("0"), lines[-2:]) == (2, ["0", "False False"])

@@ -72,7 +72,7 @@ def in_a_process(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> subp
     code += "print('lightning' in sys.modules, 'deepspeed' in sys.modules)"
     out = tmp_path_factory.mktemp("out") / "a.ckpt"
     command = [sys.executable, "-P", "-c", code, "convert-deepspeed", str(folder), str(out), "--trust"]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=os.environ)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=os.environ)
 
 
 def test_it_imports_neither_lightning_nor_deepspeed(in_a_process: subprocess.CompletedProcess[str]) -> None:

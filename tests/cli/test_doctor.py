@@ -85,7 +85,7 @@ def process() -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-P", "-m", "lightning_zero.cli", *arguments]
         env = os.environ | {"COLUMNS": "200", "PYTHONIOENCODING": "utf-8"} | environment
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=env)
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=env)
 
     return run
 
@@ -144,7 +144,9 @@ for arguments in (["--help"], ["doctor", "--help"], ["inspect", "--help"], ["exp
     assert result.exit_code == 0 and arguments[0].replace("--help", "doctor") in result.stdout, result.output
 print("torch" in sys.modules)
 """
-    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False, timeout=240
+    )
     assert result.stdout == "False\n", result.stderr
 
 

@@ -999,7 +999,7 @@ def launched(runs: Path, *command: str, overrides: tuple[str, ...] = ()) -> tupl
     arguments = [*command, str(EXAMPLE / "train.py"), *SHORT, f"data.path={runs}/text", "trainer.devices=2", *overrides]
     process = subprocess.Popen(arguments, cwd=runs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        printed, errors = process.communicate(timeout=120)
+        printed, errors = process.communicate(timeout=240)
     except subprocess.TimeoutExpired:
         process.terminate()  # not kill: the launcher must end its ranks first
         process.communicate()

@@ -40,7 +40,7 @@ print(isa, b"".join(a.tobytes() for a in memory).hex())
 
 def standalone(isa: str, *launcher: str) -> subprocess.CompletedProcess[str]:
     command = [*launcher, sys.executable, "-I", "-c", STANDALONE, str(_C.__file__), isa]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
 
 
 @pytest.mark.parametrize("isa", ops.supported_isas())
@@ -71,7 +71,7 @@ def test_an_unknown_name_is_refused_when_the_package_is_imported() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=240,
     )
     assert result.returncode == 1
     assert "ValueError: instruction set 'sse9' is not available" in result.stderr

@@ -109,7 +109,7 @@ class Threaded(Nesting):
 
         class Work:
             def wait(self) -> None:
-                begun.result(timeout=30)
+                begun.result(timeout=120)
 
             def done(self) -> bool:
                 return begun.done()

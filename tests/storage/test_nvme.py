@@ -330,7 +330,7 @@ def other_run(path: Path) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=240)
 
 
 @pytest.mark.launch
@@ -344,7 +344,7 @@ def test_a_folder_lives_as_long_as_its_owner(tmp_path: Path) -> None:
         assert not remove_stale(tmp_path)
         assert Path(theirs, "state.bin").exists()
         process.kill()
-        process.wait(timeout=60)
+        process.wait(timeout=240)
         assert remove_stale(tmp_path) == [theirs]
     assert [*tmp_path.iterdir()] == [folder.path.parent]
     del folder
