@@ -43,10 +43,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.contest import revision, save
 from benchmarks.environment import describe
 from benchmarks.examples import ROOT
 from benchmarks.exposed_cell import LAYERS, SEQUENCES, TOKENS, WIDTH
-from benchmarks.step import revision, save
 from lightning_zero.planning.devices import GPUS
 
 CELL = ROOT / "benchmarks/exposed_cell.py"

@@ -28,6 +28,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the last one, so that no source hides an installed package
+
+from benchmarks.transformer import Block
 from lightning_zero import ZeroStrategy
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.storage import WORK_LOG, Lane, Phase, Ticket, staged, streams, work_log
@@ -47,21 +50,6 @@ NAMES = {0: "none", 1: "compute", 2: "to_device", 3: "to_host", 4: "network"}  #
 Job = dict[str, Any]
 
 
-class Block(nn.Module):
-    """Attention and MLP, each normalized before."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.first(x)).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(self.second(x)), approximate="tanh"))
-
-
 class GPT(L.LightningModule):
     """Pre-norm blocks, each computed again in backward; input and output embeddings are one."""
 
@@ -71,7 +59,7 @@ class GPT(L.LightningModule):
         self.width, self.vocabulary, self.tokens = WIDTH // scale, VOCABULARY // scale, TOKENS // scale
         self.embedding = nn.Embedding(self.vocabulary, self.width)
         self.positions = nn.Embedding(self.tokens, self.width)
-        self.blocks = nn.ModuleList(Block(self.width) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(self.width, HEADS) for _ in range(LAYERS))
         self.norm = nn.LayerNorm(self.width)
 
     def training_step(self, tokens: Tensor, index: int = 0) -> Tensor:

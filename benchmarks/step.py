@@ -34,21 +34,29 @@ that lacks one of the contestants asked for is no full one, and another one is m
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import random
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from benchmarks.environment import describe, free_port
+from benchmarks import contest
+from benchmarks.contest import (
+    Contestant,
+    Result,
+    Round,
+    ask,
+    begin,
+    check_torch,
+    contend,
+    ratios,
+    revision,
+    run_ranks,
+    seconds_of,
+)
 from benchmarks.examples import ROOT, STRATEGIES
 
 RANKS = 2
@@ -60,27 +68,16 @@ PRECISIONS = ("bf16", "fp32")
 BASE, BEFORE = "ddp", "before "
 MAX_SECONDS = 1800  # of one contestant in one round
 LOSS = {"bf16": 0.02, "fp32": 1e-3}  # DeepSpeed rounds the initial weights to bf16, and `ddp_no_masters` all of them
-
-Result = dict[str, Any]
-Round = dict[str, Result]  # by contestant
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """Who takes part.
-
-    Attributes:
-        name: unique.
-        system: what `benchmarks/step_rank.py` calls it.
-        python: the interpreter that has it installed.
-    """
-
-    name: str
-    system: str
-    python: str
-
-    def takes_part(self, precision: str) -> bool:
-        return self.system != "ddp_no_masters" or precision == "bf16"
+COLUMNS = {
+    "median, s": "median",
+    "min, s": "min",
+    "to ddp": "to_ddp",
+    "min": "to_ddp_min",
+    "to before": "to_before",
+    "min ": "to_before_min",
+    "peak, GiB": "peak_gib",
+    "of the steps": "peak_of_steps_gib",
+}
 
 
 @dataclass(frozen=True)
@@ -110,14 +107,8 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
     return [*found, *deepspeed, *before]
 
 
-def ask(python: str, expression: str) -> str:
-    """What an interpreter prints for an expression with `version` and `lightning_zero`; empty where it fails."""
-    code = f"from importlib.metadata import version; print({expression})"
-    return subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=False).stdout.strip()
-
-
 def deepspeed_version(options: argparse.Namespace) -> str:
-    return ask(options.deepspeed_python, "version('deepspeed')")
+    return contest.version_in(options.deepspeed_python, "deepspeed")
 
 
 def check_interpreters(field: Sequence[Contestant], against: Path | None) -> None:
@@ -126,11 +117,7 @@ def check_interpreters(field: Sequence[Contestant], against: Path | None) -> Non
     Raises:
         SystemExit: one of them does not.
     """
-    for python in {contestant.python for contestant in field}:
-        if (found := ask(python, "version('torch')")) != version("torch"):
-            raise SystemExit(
-                f"{python} has torch {found or 'not'}; expected {version('torch')}, as this one: install it there"
-            )
+    check_torch(field)
     for python in {contestant.python for contestant in field if contestant.name.startswith(BEFORE)}:
         file = ask(python, "__import__('lightning_zero').__file__")
         assert against is not None
@@ -141,56 +128,22 @@ def check_interpreters(field: Sequence[Contestant], against: Path | None) -> Non
             )
 
 
+def takes_part(contestant: Contestant, precision: str) -> bool:
+    return contestant.system != "ddp_no_masters" or precision == "bf16"
+
+
 def measure(contestant: Contestant, cell: Cell, options: argparse.Namespace) -> Result:
     """Start the ranks of one contestant and wait for them."""
-    with tempfile.TemporaryDirectory(prefix="step-") as name:
-        folder = Path(name)
+    # LOCAL_SIZE is for DeepSpeed's communication in shared memory.
+    variables = {"LOCAL_SIZE": RANKS, "OMP_NUM_THREADS": threads(), "DS_ACCELERATOR": "cpu"}
+    with tempfile.TemporaryDirectory(prefix="step-") as folder:
+        job = {"system": contestant.system, "folder": folder, **vars(cell)}
+        job |= {key: getattr(options, key) for key in ("batch", "tokens", "warmup", "steps")}
         start = time.monotonic()
-        run_ranks(contestant, job_of(contestant, cell, options, folder), folder)
+        results = run_ranks(contestant, RANK, job, RANKS, variables, MAX_SECONDS)
         taken = time.monotonic() - start
-        results = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
     largest = {key: max(r[key] for r in results) for key in ("seconds", "peak_gib", "peak_of_steps_gib")}
     return largest | {key: results[0][key] for key in ("loss", "of_each_step")} | {"seconds_with_start": taken}
-
-
-def job_of(contestant: Contestant, cell: Cell, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """What the ranks are told."""
-    what = {"system": contestant.system, "folder": str(folder), **vars(cell)}
-    return what | {key: getattr(options, key) for key in ("batch", "tokens", "warmup", "steps")}
-
-
-def run_ranks(contestant: Contestant, job: dict[str, Any], folder: Path) -> None:
-    """Run both ranks to their end.
-
-    Raises:
-        RuntimeError: a rank failed, or they took too long.
-    """
-    # LOCAL_SIZE is for DeepSpeed's communication in shared memory.
-    shared: dict[str, Any] = {"WORLD_SIZE": RANKS, "LOCAL_SIZE": RANKS, "NODE_RANK": 0, "OMP_NUM_THREADS": threads()}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "DS_ACCELERATOR": "cpu"}
-    command = [contestant.python, "-P", str(RANK), json.dumps(job)]
-    ranks: list[subprocess.Popen[bytes]] = []
-    failed: list[int] = []
-    end = time.monotonic() + MAX_SECONDS
-    try:
-        for rank in range(RANKS):
-            own = {key: str(value) for key, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-            with (folder / f"output{rank}").open("w") as output:
-                ranks.append(
-                    subprocess.Popen(command, cwd=folder, env=os.environ | own, stdout=output, stderr=subprocess.STDOUT)
-                )
-        while not failed and any(rank.poll() is None for rank in ranks):
-            time.sleep(0.05)
-            failed = [number for number, rank in enumerate(ranks) if rank.poll()]
-            if time.monotonic() > end:
-                raise RuntimeError(f"{contestant.name} took more than {MAX_SECONDS} s")
-    finally:
-        for process in ranks:
-            process.kill()  # one whose peer has failed waits for it
-            process.wait()
-    for number in failed:
-        said = (folder / f"output{number}").read_text()[-5000:]
-        raise RuntimeError(f"rank {number} of {contestant.name} ended with {ranks[number].returncode}:\n{said}")
 
 
 def threads() -> int:
@@ -218,49 +171,17 @@ def summary(rounds: Sequence[Round]) -> dict[str, dict[str, float]]:
     """By contestant: seconds, peaks in GiB, and ratios to DDP and to the checkout before in the same round."""
     found: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(name for one in rounds for name in one):
-        mine = [one for one in rounds if name in one]
-        seconds = [one[name]["seconds"] for one in mine]
-        row = found[name] = {"median": median(seconds), "min": min(seconds), "rounds": len(mine)}
-        row |= {key: median(one[name][key] for one in mine) for key in ("peak_gib", "peak_of_steps_gib")}
+        mine = [one[name] for one in rounds if name in one]
+        row = found[name] = seconds_of(mine, ("peak_gib", "peak_of_steps_gib"))
         for label, other in (("to_ddp", BASE), ("to_before", BEFORE + name)):
-            if ratios := [one[name]["seconds"] / one[other]["seconds"] for one in mine if other in one]:
-                row |= {label: median(ratios), f"{label}_min": min(ratios)}
+            if found_ratios := ratios(rounds, name, other):
+                row |= {label: found_ratios["median"], f"{label}_min": found_ratios["min"]}
     return found
 
 
-def table(found: dict[str, dict[str, float]]) -> str:
-    """A cell's summary as a Markdown table."""
-    columns = {
-        "median, s": "median",
-        "min, s": "min",
-        "to ddp": "to_ddp",
-        "min": "to_ddp_min",
-        "to before": "to_before",
-        "min ": "to_before_min",
-        "peak, GiB": "peak_gib",
-        "of the steps": "peak_of_steps_gib",
-    }
-    lines = [f"| who | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
-    for name, row in found.items():
-        lines.append(f"| {name} | {' | '.join(f'{row[c]:.3f}' if c in row else '' for c in columns.values())} |")
-    return "\n".join(lines)
-
-
-def revision(checkout: Path) -> str:
-    """The last commit that changed the package, and whether files differ from it."""
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(checkout), *words, "--", "lightning_zero", "cpp"]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-    return git("log", "-1", "--format=%h", "--abbrev=12") + ("-dirty" if git("status", "--porcelain") else "")
-
-
 def environment_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Hardware, versions, commits and command; paths of this machine are none of it."""
-    found = describe() | {"threads_of_a_rank": threads(), "commit": revision(ROOT)}
-    words = found["command"].split(" ")
-    found["command"] = " ".join(Path(word).name if Path(word).is_absolute() else word for word in words)
+    """Hardware, versions, commits and command."""
+    found = contest.environment() | {"threads_of_a_rank": threads()}
     if options.against:
         found["commit_before"] = revision(options.against)
     if deepspeed := deepspeed_version(options):
@@ -268,40 +189,9 @@ def environment_of(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def begin(options: argparse.Namespace) -> dict[str, Any]:
-    """Empty results, or those to go on with.
-
-    Raises:
-        SystemExit: what is there was measured otherwise.
-    """
-    setting = {key: getattr(options, key) for key in ("batch", "tokens", "warmup", "steps", "seed")} | {"ranks": RANKS}
-    environment = environment_of(options)
-    if not (options.resume and options.out.exists()):
-        return {"environment": environment, "setting": setting, "cells": {}}
-    result: dict[str, Any] = json.loads(options.out.read_text())
-    run = {key: environment.pop(key) for key in ("date", "command")}
-    old, new = result["environment"] | result["setting"], environment | setting
-    # A peer or a checkout may join, or be left out this time.
-    if differing := [key for key in old.keys() & new.keys() if old[key] != new[key]]:
-        there, here = (", ".join(f"{key}={values[key]!r}" for key in differing) for values in (old, new))
-        raise SystemExit(
-            f"{options.out} was measured with {there}; expected {here}: "
-            "leave out --resume, or name another file with --out"
-        )
-    result["environment"] = environment | result["environment"]
-    result["environment"].setdefault("resumed", []).append(run)
-    return result
-
-
-def save(result: dict[str, Any], path: Path) -> None:
-    temporary = path.with_suffix(".incomplete")
-    temporary.write_text(json.dumps(result, indent=1) + "\n")
-    temporary.replace(path)
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    contest.add_arguments(parser, ROOT / "benchmarks/results/step.json", rounds=7)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=["tiny", *MODELS])
     parser.add_argument("--precisions", nargs="+", default=PRECISIONS, choices=PRECISIONS)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4])
@@ -310,20 +200,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="of a sequence")
     parser.add_argument("--warmup", type=int, default=10, help="optimizer steps before the measured ones, at least 1")
     parser.add_argument("--steps", type=int, default=5, help="measured optimizer steps")
-    parser.add_argument("--seed", type=int, default=0, help="of the order")
     parser.add_argument("--against", type=Path, help="another checkout of this package, for 'before'")
     parser.add_argument("--against-python", help="its interpreter; default: .venv/bin/python in that checkout")
-    parser.add_argument("--deepspeed-python", default=sys.executable, help="an interpreter that has DeepSpeed")
-    parser.add_argument("--resume", action="store_true", help="go on with the results that --out has")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/step.json")
     options = parser.parse_args()
     if options.warmup < 1 or options.steps < 1:
         parser.error(f"--warmup {options.warmup} --steps {options.steps}; expected at least 1 of each")
-    # Absolute, since ranks work in a folder of their own; links stay, for they are what makes an environment.
-    options.deepspeed_python = str(Path(options.deepspeed_python).absolute())
+    options.deepspeed_python = contest.interpreter(options.deepspeed_python)
     if options.against:
-        python = options.against_python or options.against / ".venv/bin/python"
-        options.against_python = str(Path(python).absolute())
+        options.against_python = contest.interpreter(options.against_python or options.against / ".venv/bin/python")
     return options
 
 
@@ -332,25 +216,16 @@ def main() -> None:
     field = contestants(options)
     # First: what cannot be described or compared need not be measured.
     check_interpreters(field, options.against)
-    result = begin(options)
+    setting = {key: getattr(options, key) for key in ("batch", "tokens", "warmup", "steps", "seed")} | {"ranks": RANKS}
+    result = begin(options, setting, environment_of(options))
     cells = [Cell(m, p, k) for m in options.models for p in options.precisions for k in options.micro_batches]
-    for number in range(options.rounds):
-        for cell in cells:
-            kept = result["cells"].setdefault(str(cell), {"summary": {}, "rounds": []})
-            taking_part = [contestant for contestant in field if contestant.takes_part(cell.precision)]
-            names = [contestant.name for contestant in taking_part]
-            if sum(one.keys() >= set(names) for one in kept["rounds"]) > number:
-                continue
-            start = time.monotonic()
-            order = random.Random(f"{options.seed} {cell} {len(kept['rounds'])}").sample(taking_part, len(taking_part))
-            found = {contestant.name: measure(contestant, cell, options) for contestant in order}
-            check(found, cell)
-            kept["rounds"].append({name: found[name] for name in names})
-            kept["summary"] = summary(kept["rounds"])
-            save(result, options.out)
-            print(f"{cell}, round {number + 1}: {time.monotonic() - start:.0f} s", flush=True)
+
+    def field_of(cell: Cell) -> list[Contestant]:
+        return [contestant for contestant in field if takes_part(contestant, cell.precision)]
+
+    contend(result, cells, field_of, options, measure, check, summary)
     for cell in cells:
-        print(f"\n{cell}\n\n{table(result['cells'][str(cell)]['summary'])}")
+        print(f"\n{cell}\n\n{contest.table(result['cells'][str(cell)]['summary'], COLUMNS)}")
 
 
 if __name__ == "__main__":
