@@ -60,6 +60,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "all": {},
     "split": {"master_layout": "split"},
     "fraction 0.75": {"offload_fraction": 0.75},
+    "in backward": {"update_in_backward": True, "skip_nonfinite": False},
 }
 
 Result = dict[str, Any]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_zero.sharding.checksum import checksum
 from lightning_zero.sharding.freed import mark_freed, mark_gathered
 from lightning_zero.sharding.held import hold_parameter, release_parameter
 from lightning_zero.sharding.layout import Segment
@@ -32,8 +33,6 @@ from lightning_zero.storage import DONE, Memory, Rested, Ticket
 from lightning_zero.storage.rested import changing, pieces
 from lightning_zero.storage.timers import Phase, timed
 from lightning_zero.torch_private import version_of
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
 class BucketState(Enum):
@@ -50,16 +49,6 @@ class ParameterSpec(NamedTuple):
 
     name: str
     parameter: Parameter
-
-
-def checksum(values: Tensor) -> Tensor:
-    """The sum of the bits of a 1-D tensor as 64-bit integers; 0-dim int64 on its device."""
-    # Eight bytes at a time, several times as fast as elements; a slice may begin and end inside of eight.
-    width = 8 // values.itemsize
-    start = min(-values.storage_offset() % width, values.numel())
-    stop = start + (values.numel() - start) // width * width
-    total = torch.cat([values[:start], values[stop:]]).view(_INTEGERS[values.itemsize]).sum()
-    return total + values[start:stop].view(torch.int64).sum() if stop > start else total
 
 
 class Bucket:
@@ -283,10 +272,13 @@ class Bucket:
         lane, what = self.placement.update_lane, f"the update of {self.name}"
         self.moving = self.placement.executor.submit(update, lane, what, after=[self.moving])
         self.updating = self.moving is not DONE
+        self._mark_updating()
+        return self.moving
+
+    def _mark_updating(self) -> None:
         if self.updating and not self.shards_params:
             for parameter in self.parameters:
                 mark_pending(parameter, self.await_update)
-        return self.moving
 
     def await_update(self) -> None:
         """Wait for an update that goes on beside the training: the host for its end, the stream for its copies.
@@ -304,6 +296,21 @@ class Bucket:
         if self._need is None:  # else they are stale
             for parameter in self.parameters:
                 end_pending(parameter)
+
+    def hold_back(self, indices: Iterable[int], refuse: Callable[[], None]) -> None:
+        """Until :meth:`end_hold`, whoever reads a parameter calls ``refuse``: an update has begun within a backward.
+
+        Autograd refuses operators of that backward that have saved one of the parameters ``indices``.
+        """
+        torch.autograd.graph.increment_version([self.parameters[i] for i in indices])
+        self.defer(refuse, refuse)
+
+    def end_hold(self) -> None:
+        """Let parameters be read, as after :meth:`begin_update` alone."""
+        self._need = None
+        for parameter in self.parameters:
+            end_pending(parameter)
+        self._mark_updating()
 
     def mark_updated(self, indices: Iterable[int]) -> None:
         """The shards have new values for the parameters ``indices``: what is gathered is out of date."""
@@ -454,12 +461,7 @@ class Bucket:
         note(index)
 
     def gather_full(self, shard: Tensor, memory: Memory) -> Tensor:
-        """All-gather any 1-D tensor laid out as the shard; returns the full one (padded) on the device. Collective.
-
-        Args:
-            shard: in any dtype.
-            memory: in which it rests.
-        """
+        """All-gather a 1-D tensor in ``memory``, laid out as the shard; all of it, on the device. Collective."""
         return self.gather_read(lambda start, stop: shard[start:stop], shard.dtype, memory)
 
     def gather_read(self, read: Callable[[int, int], Tensor], dtype: torch.dtype, memory: Memory) -> Tensor:
