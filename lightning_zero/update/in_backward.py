@@ -10,9 +10,10 @@ one, each of this rank's segments among them, and stage 3 has freed its paramete
 step they have values of two steps, as the parameters of one module: reading one is an error, here and, by the versions
 of tensors, in autograd. So is another gradient of it, which only a backward inside backward can bring.
 
-Of updates on host memory, which go on beside the training, those of the first quarter of the model wait for the end of
-backward: all of them would be done in the order of backward, the first that the next forward needs last of all. They
-come in its order then, under it, while those of the rest have had the longest part of the step.
+Of updates on host memory, which go on beside the training, every fourth waits for the step. A lane does them in the
+order of submission, those of backward in its order: the next forward, which goes the other way, would need the last of
+them first, and later find nothing to run beside. So a quarter is left that comes in forward order, spread over all of
+it: as large a part as forward is of a step, where activations are computed again (elsewhere it is a third).
 
 A step that ends between its first update and its last has torn the weights: some are of this step, some of the one
 before. Nothing is computed with them or saved from then on, until all of them are loaded.
@@ -42,7 +43,7 @@ from lightning_zero.update.rules import ELEMENT_WISE
 from lightning_zero.update.shell import StepCall
 from lightning_zero.update.step_updates import StepUpdates
 
-_LATE = 0.25  # of the elements that are updated beside the training, in forward order
+_LATE = 0.25  # of the elements that are updated beside the training
 
 
 class TornStepError(RuntimeError):
@@ -127,9 +128,8 @@ class UpdatesInBackward:
         optimizer = self._expected
         if not last or optimizer is None or not self._optimizers.is_prepared(optimizer):
             return
-        self._map.absorb_edits()
         self._updates = self._optimizers.begin_step(optimizer, self._clipping.factor(optimizer), StepCall(optimizer))
-        late = _needed_first(self._map.buckets)
+        late = _left_to_forward(self._map.buckets)
         found = self._map.segments_of(parameters_of(optimizer))
         self._waiting = {id(bucket): segments for bucket, segments in found if id(bucket) not in late}
         self._gradients_version = self._clipping.version
@@ -165,14 +165,15 @@ class UpdatesInBackward:
         if self._has_begun(gradients.bucket):
             raise TornStepError(
                 f"another gradient of {gradients.bucket.names[index]!r} has arrived in the backward in which it was "
-                "updated: a backward inside backward, as of checkpointing with use_reentrant=True, has brought it in "
-                f"parts. Use use_reentrant=False{advice(Case.NOT_IN_BACKWARD, '; ')}. {_torn()}"
+                f"updated, by a backward inside it{advice(Case.NOT_IN_BACKWARD, '. ')}. {_torn()}"
             )
 
     def _refuse_read(self) -> None:
         raise TornStepError(
-            "a parameter is read in the step that updates it, after its gradient was complete; it has the value of the "
-            f"step before, or of this one{advice(Case.NOT_IN_BACKWARD, '. ')}. {_torn()}"
+            "a parameter is read in the step that updates it, after its gradient was complete: by a hook, a function "
+            "that is computed again and used it without a gradient, or by a backward inside backward, as of "
+            f"checkpointing with use_reentrant=True. Use use_reentrant=False{advice(Case.NOT_IN_BACKWARD, '; ')}. "
+            f"{_torn()}"
         )
 
     def _has_begun(self, bucket: Bucket) -> bool:
@@ -239,15 +240,20 @@ class UpdatesInBackward:
             bucket.end_hold()
 
 
-def _needed_first(buckets: Iterable[Bucket]) -> set[int]:
-    """Ids of the first buckets in forward order of those that are updated beside the training."""
-    lanes = [(b, b.placement.update_lane) for b in buckets if b.optimized and b.placement.executor.overlaps]
-    beside = [bucket for bucket, lane in lanes if lane is Lane.HOST]
-    enough, before, found = _LATE * sum(b.layout.shard_numel for b in beside), 0, set()
-    for bucket in beside:
-        if before < enough:
-            found.add(id(bucket))
-        before += bucket.layout.shard_numel
+def _left_to_forward(buckets: Iterable[Bucket]) -> set[int]:
+    """Ids of the buckets that are updated beside the training and not before the step; evenly spread over all of it.
+
+    Args:
+        buckets: in forward order; the first is among them.
+    """
+    found, owed = set(), 0.0  # elements
+    for bucket in buckets:
+        placement = bucket.placement
+        if bucket.optimized and placement.executor.overlaps and placement.update_lane is Lane.HOST:
+            owed += _LATE * bucket.layout.shard_numel
+            if owed > 0:
+                found.add(id(bucket))
+                owed -= bucket.layout.shard_numel
     return found
 
 
