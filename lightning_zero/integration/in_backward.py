@@ -36,7 +36,7 @@ def check(
 def _reasons(
     trainer: pl.Trainer, module: pl.LightningModule, optimizers: Sequence[Optimizer], precision: Precision
 ) -> Iterator[tuple[str, str]]:
-    """What stands against it, each with a remedy."""
+    """Reasons against it, each with a remedy."""
     name = type(module).__name__
     if not module.automatic_optimization:
         yield (

@@ -223,10 +223,10 @@ class Bucket:
         self._versions = [version_of(p) for p in self.parameters]  # the shard is what it was
 
     def defer(self, need: Callable[[], None], read: Callable[[], None]) -> None:
-        """Leave it to others when the stale bucket is gathered, by :meth:`begin_unshard` and :meth:`end_deferred`.
+        """Leave it to others when parameters may be read, until :meth:`end_deferred`.
 
         Args:
-            need: called by :meth:`unshard`; gathers this bucket, among others.
+            need: called by :meth:`unshard`; gathers this bucket, among others, or raises.
             read: called before a parameter is read by someone else than a unit's forward.
         """
         self._need = need
@@ -238,11 +238,17 @@ class Bucket:
         """Whether :meth:`defer` was called, and it has not been gathered since."""
         return self._need is not None
 
-    def end_deferred(self) -> None:
-        """Gather what :meth:`defer` has left."""
-        self.begin_unshard()
+    def end_deferred(self, gather: bool = True) -> None:
+        """Let parameters be read that :meth:`defer` was called for; ``gather`` them now, or when it is their turn."""
+        if gather:
+            self.begin_unshard()
         self._need = None
-        self.unshard()
+        if gather:
+            self.unshard()
+            return
+        for parameter in self.parameters:
+            end_pending(parameter)
+        self._mark_updating()
 
     @torch.no_grad()
     def reshard(self) -> None:
@@ -296,21 +302,6 @@ class Bucket:
         if self._need is None:  # else they are stale
             for parameter in self.parameters:
                 end_pending(parameter)
-
-    def hold_back(self, indices: Iterable[int], refuse: Callable[[], None]) -> None:
-        """Until :meth:`end_hold`, whoever reads a parameter calls ``refuse``: an update has begun within a backward.
-
-        Autograd refuses operators of that backward that have saved one of the parameters ``indices``.
-        """
-        torch.autograd.graph.increment_version([self.parameters[i] for i in indices])
-        self.defer(refuse, refuse)
-
-    def end_hold(self) -> None:
-        """Let parameters be read, as after :meth:`begin_update` alone."""
-        self._need = None
-        for parameter in self.parameters:
-            end_pending(parameter)
-        self._mark_updating()
 
     def mark_updated(self, indices: Iterable[int]) -> None:
         """The shards have new values for the parameters ``indices``: what is gathered is out of date."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -33,7 +34,8 @@ from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.bucket_map import BucketMap
 from lightning_zero.sharding.freed import without_freed_checks
 from lightning_zero.sharding.gradients import BucketGradients
-from lightning_zero.sharding.layout import Segment
+from lightning_zero.sharding.layout import FlatLayout, Segment
+from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.storage import Lane
 from lightning_zero.torch_private import has_pre_step_hooks
 from lightning_zero.update.attached import AttachedOptimizers, parameters_of, state_was_edited
@@ -129,9 +131,9 @@ class UpdatesInBackward:
         if not last or optimizer is None or not self._optimizers.is_prepared(optimizer):
             return
         self._updates = self._optimizers.begin_step(optimizer, self._clipping.factor(optimizer), StepCall(optimizer))
-        late = _left_to_forward(self._map.buckets)
+        waits = {id(b): left for b, left in zip(self._map.buckets, left_to_forward(self._map.buckets), strict=True)}
         found = self._map.segments_of(parameters_of(optimizer))
-        self._waiting = {id(bucket): segments for bucket, segments in found if id(bucket) not in late}
+        self._waiting = {id(bucket): segments for bucket, segments in found if not waits[id(bucket)]}
         self._gradients_version = self._clipping.version
 
     def offer(self, completed: Sequence[BucketGradients]) -> None:
@@ -154,7 +156,10 @@ class UpdatesInBackward:
             edit = bucket.hidden_edit()
             bucket.absorb_edits(everything=edit is not None and bool(edit))
             self._updates.begin([(bucket, segments)])
-            bucket.hold_back([i for i, received in enumerate(gradients.received) if received], self._refuse_read)
+            # Autograd refuses operators that have saved one of them.
+            updated = [p for p, received in zip(bucket.parameters, gradients.received, strict=True) if received]
+            torch.autograd.graph.increment_version(updated)
+            bucket.defer(self._refuse_read, self._refuse_read)
 
     def check_arrival(self, gradients: BucketGradients, index: int) -> None:
         """For a gradient that has arrived.
@@ -237,23 +242,33 @@ class UpdatesInBackward:
 
     def _let_read(self) -> None:
         for bucket in self._begun:
-            bucket.end_hold()
+            bucket.end_deferred(gather=False)
 
 
-def _left_to_forward(buckets: Iterable[Bucket]) -> set[int]:
-    """Ids of the buckets that are updated beside the training and not before the step; evenly spread over all of it.
+class Updated(Protocol):
+    """A bucket that is updated, or one of a plan."""
+
+    @property
+    def optimized(self) -> bool: ...
+    @property
+    def placement(self) -> BucketPlacement: ...
+    @property
+    def layout(self) -> FlatLayout: ...
+
+
+def left_to_forward(buckets: Iterable[Updated]) -> list[bool]:
+    """Whether each bucket's update beside the training waits for the step; those that do are spread over all of it.
 
     Args:
-        buckets: in forward order; the first is among them.
+        buckets: in forward order; the first that is updated there is among them.
     """
-    found, owed = set(), 0.0  # elements
+    found, owed = list[bool](), 0.0  # elements
     for bucket in buckets:
         placement = bucket.placement
-        if bucket.optimized and placement.executor.overlaps and placement.update_lane is Lane.HOST:
-            owed += _LATE * bucket.layout.shard_numel
-            if owed > 0:
-                found.add(id(bucket))
-                owed -= bucket.layout.shard_numel
+        beside = bucket.optimized and placement.executor.overlaps and placement.update_lane is Lane.HOST
+        owed += _LATE * bucket.layout.shard_numel * beside
+        found.append(beside and owed > 0)
+        owed -= bucket.layout.shard_numel * found[-1]
     return found
 
 

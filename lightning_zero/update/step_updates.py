@@ -19,7 +19,7 @@ from lightning_zero.update.view import Updater, UpdateView
 
 
 class StepUpdates:
-    """What one step of an optimizer updates with, as it is when this is made, and the buckets that it has begun with.
+    """Values that one step of an optimizer updates with, as they are when this is made, and what has begun of it.
 
     Attributes:
         begun: ids of the buckets whose updates were submitted.
