@@ -2,6 +2,7 @@
 
     python -m benchmarks.exposed --resume
     python -m benchmarks.exposed --gpus h100 --variants "fraction 0.75" --resume
+    python -m benchmarks.exposed --scales 64 --variants "in backward" --out benchmarks/results/exposed_in_backward.json
     python -m benchmarks.exposed --gpus a100-40 --dram 100 --scales 128 --picture step.png --out exposed.json
 
 A model of 10B parameters (48 layers 4096 wide, vocabulary 50304) trains with 16 sequences of 1024 tokens a step, in one
@@ -29,7 +30,8 @@ What is told of a cell, in seconds of a step in the steady state: the step; forw
 (`compute`); the update on the host; each direction of PCIe; the bound, the largest of these; the ratio to it; what the
 computing stream has stood still for, by lane. An update that is exact cannot begin before the last gradient is there,
 since norm and overflow are not known: it has only the forward to hide under. `exact` is the bound that this leaves:
-compute + max(0, update - forward), or PCIe where that is larger.
+compute + max(0, update - forward), or PCIe where that is larger. The variant "in backward" (`update_in_backward=True`,
+without clipping) leaves the bound itself.
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "all": {},
     "split": {"master_layout": "split"},
     "fraction 0.75": {"offload_fraction": 0.75},
+    "in backward": {"update_in_backward": True, "skip_nonfinite": False},
 }
 
 Result = dict[str, Any]

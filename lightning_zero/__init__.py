@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         Muon,
         SkippedStepsError,
         StaticLossScaler,
+        TornStepError,
     )
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "Muon",
     "SkippedStepsError",
     "StaticLossScaler",
+    "TornStepError",
     "ZeroAutoStrategy",
     "ZeroFabricStrategy",
     "ZeroPrecision",
@@ -78,6 +80,7 @@ _HOMES = {
     "Muon": "lightning_zero.update",
     "SkippedStepsError": "lightning_zero.update",
     "StaticLossScaler": "lightning_zero.update",
+    "TornStepError": "lightning_zero.update",
     "ZeroAutoStrategy": "lightning_zero.integration.auto",
     "ZeroFabricStrategy": "lightning_zero.integration.fabric",
     "ZeroPrecision": "lightning_zero.integration.precision",

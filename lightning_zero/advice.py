@@ -38,6 +38,8 @@ class Case(Enum):
     DISK_PATH = auto()  # the folder for state on a disk is missing, read-only or taken
     DISK_FULL = auto()  # that disk has no room
     DISK_DAMAGED = auto()  # it gave back something else than was written
+    NOT_IN_BACKWARD = auto()  # something does not go together with updates that begin in backward
+    TORN = auto()  # a step has ended after some of its updates and before others
     STEP_OF_ITS_OWN = auto()  # an optimizer overrides `step`, and the driver has a hook for that
 
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.storage import TypedStorage, UntypedStorage
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -51,6 +51,7 @@ __all__ = [
     "gradient_hooks",
     "has_own_apply",
     "has_post_step_hooks",
+    "has_pre_step_hooks",
     "inside_backward",
     "is_traceable_wrapper_subclass",
     "load_hooks",
@@ -257,6 +258,11 @@ def foreach_devices() -> frozenset[str]:
 def has_post_step_hooks(optimizer: Optimizer) -> bool:
     """Whether user code runs after the optimizer's steps; public functions register such hooks, none lists them."""
     return bool(optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks)
+
+
+def has_pre_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether user code runs before the optimizer's steps."""
+    return bool(optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
 
 
 def note_step(optimizer: Optimizer) -> None:

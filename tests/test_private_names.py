@@ -277,6 +277,7 @@ OWNERS: dict[str, Callable[[], object]] = {
     "_modules": lambda: torch.nn.Linear(1, 1),
     "_opt_called": stepped,
     "_optimizer_step_post_hooks": stepped,
+    "_optimizer_step_pre_hooks": stepped,
     "_post_accumulate_grad_hooks": parameter,
     "_schema": lambda: torch.ops.aten.add.Tensor,
     "_sequence_nr": lambda: (parameter() * 2).grad_fn,

@@ -16,7 +16,7 @@ from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.checkpoint.lazy import LazyTensor
 from lightning_zero.checkpoint.tiles import TILE, tiles
 from lightning_zero.engine import Engine, Shadow
-from lightning_zero.engine.runtime import engines as all_engines
+from lightning_zero.engine.runtime import ENGINES
 from lightning_zero.sharding import Bucket
 from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.storage import Memory
@@ -374,7 +374,7 @@ def values_of(key: Key, engines: Sequence[Engine]) -> SharedValues:
 
 def _on_mesh(engine: Engine) -> list[Engine]:
     """All engines of the mesh, in one order on all ranks, which may number them differently."""
-    return [other for other in all_engines() if other.placement.mesh is engine.placement.mesh]
+    return [other for other in ENGINES.in_order() if other.placement.mesh is engine.placement.mesh]
 
 
 def masters(engine: Engine, shadow: Shadow | None = None) -> list[ShardedValues]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.engine.runtime import Engine, engines
+from lightning_zero.engine.runtime import ENGINES, Engine
 from lightning_zero.sharding.sharded_init import unsharded_inside
 
 
@@ -124,4 +124,4 @@ def _engine_of(parameter: Tensor) -> Engine | None:
 
 def _engines_with(parameters: Iterable[Tensor]) -> list[Engine]:
     wanted = list(parameters)
-    return [engine for engine in engines() if any(engine.bucket_of(p) is not None for p in wanted)]
+    return [engine for engine in ENGINES.in_order() if any(engine.bucket_of(p) is not None for p in wanted)]

@@ -24,6 +24,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.engine.activations import ActivationLimits, make_activations
+from lightning_zero.engine.registry import Registry
 from lightning_zero.engine.shadow import Shadow
 from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.bucket_map import BucketMap
@@ -40,12 +41,14 @@ from lightning_zero.sharding.reducer import Reducer
 from lightning_zero.storage import TensorStore
 from lightning_zero.storage.timers import Phase, Timers, timed
 from lightning_zero.torch_private import has_post_step_hooks, note_step
-from lightning_zero.update.attached import AttachedOptimizers, Updater, attach_module, detach_module, parameters_of
+from lightning_zero.update.attached import AttachedOptimizers, attach_module, detach_module, parameters_of
 from lightning_zero.update.clipping import GradientClipping, GradientStats
 from lightning_zero.update.gradient_scale import GradientScale
+from lightning_zero.update.in_backward import UpdatesInBackward
 from lightning_zero.update.loss_scaler import LossScaler
 from lightning_zero.update.outcomes import StepOutcome, StepOutcomes
 from lightning_zero.update.shell import StepCall
+from lightning_zero.update.view import Updater
 from lightning_zero.update.visible_gradients import VisibleGradients
 
 
@@ -56,13 +59,13 @@ class Engine:
     written of sharded tensors; each passes on to the object whose job it is.
 
     Attributes:
-        module: as it was given.
-        placement: as it was given.
+        module, placement: as they were given.
         released: whether :meth:`release` was called; the engine holds nothing then.
         skip_nonfinite: whether steps with a gradient that is not finite are skipped.
         outcomes: of the steps of the attached optimizers.
         number: of the engines of this process, in the order of their making.
         shows_sums: whether user code sees averaged sums before the last micro-batch, which takes a small all-reduce.
+        in_backward: updates that begin before their step.
         shadows: those of :meth:`make_shadow` that someone refers to, by their number.
 
     Args:
@@ -83,8 +86,8 @@ class Engine:
         check_steps: number of first optimizer steps in which ranks compare notes before each collective.
         detect_data_edits: find what user code wrote through ``parameter.data`` outside of ``gathered`` at stages 0 to
             2, at the cost of two passes over the shard and a wait for the device in every step.
-        whole: parameters that must each lie whole on one rank of the shard group, see
-            :func:`~lightning_zero.update.kept_whole`.
+        whole: parameters that must each lie whole on one rank, see :func:`~lightning_zero.update.kept_whole`.
+        update_in_backward: see :mod:`lightning_zero.update.in_backward`; not with a scaler or ``skip_nonfinite``.
         activations: which tensors that autograd saves in forward rest in host memory until backward; ``None``: none.
 
     Raises:
@@ -108,20 +111,19 @@ class Engine:
         check_steps: int = 10,
         detect_data_edits: bool = False,
         whole: Iterable[Parameter] = (),
+        update_in_backward: bool = False,
         activations: ActivationLimits | None = None,
     ) -> None:
         self.module = module
         self.placement = placement
-        self.released = False
+        self.released = self.shows_sums = False
         self.skip_nonfinite = skip_nonfinite or scaler is not None
-        self.shows_sums = False
         self._scale = GradientScale(scaler)
         self.outcomes = StepOutcomes(self._scale, max_consecutive_skips, placement.mesh.world.rank == 0)
         self.shadows: weakref.WeakValueDictionary[int, Shadow] = weakref.WeakValueDictionary()
         self._shadow_numbers = itertools.count()
-        unit_list, specs = partition(
-            module, placement, optimized, units, bucket_size_mb, persistence_numel, whole=whole
-        )
+        rest = bucket_size_mb, persistence_numel, None, whole
+        unit_list, specs = partition(module, placement, optimized, units, *rest)
         check_initialized(specs)
         check_exact(specs, placement)
         check_same(specs, placement.mesh.world)
@@ -133,6 +135,7 @@ class Engine:
         self._reducer = Reducer(self._map.gradients, placement.sharding)
         self._optimizers = AttachedOptimizers(self._map)
         self._clipping = GradientClipping(self._map, self._optimizers, self._scale, placement, self._buffer_watch)
+        self.in_backward = UpdatesInBackward(self._map, self._optimizers, self._clipping, update_in_backward)
         self._visible = VisibleGradients(self._map, self._reducer, self._clipping, self.zero_grad)
         answer_for((p for bucket in self.buckets for p in bucket.parameters), self._visible)
         self._prefetcher = Prefetcher([self._map.own(unit) for unit in unit_list], max_live_numel, prefetch_mb)
@@ -146,8 +149,7 @@ class Engine:
             self._refresh_hooks = install_refresh_hooks(self._map, unit_list)
         for submodule in module.modules():
             attach_module(submodule, self)
-        self.number = next(_NUMBERS)
-        _ENGINES.add(self)
+        self.number = ENGINES.add(self)
 
     @property
     def timers(self) -> Timers:
@@ -162,6 +164,7 @@ class Engine:
 
         With gradients enabled they stay so until the flush after backward, else they are freed at the end.
         """
+        self.in_backward.check()
         with self._map.refresher.reading(), self._activations.saving():
             for bucket in self._map.root:
                 bucket.unshard()
@@ -204,19 +207,22 @@ class Engine:
         self._adopt_scale()
         self._scale.begin_backward()
         self._reducer.begin(eager)
+        self.in_backward.begin(eager and self._reducer.last_micro_batch)
 
     def _on_gradient(self, number: int, index: int) -> None:
         """The gradient of parameter ``index`` of a bucket has been accumulated."""
         if not self._reducer.in_backward:  # `loss.backward()` by user code: reduced when it steps
             self._scale.check_loss()
             self.begin_backward(eager=False)
-        self._reducer.mark_ready(self._map.gradients[number], index)
+        self.in_backward.check_arrival(gradients := self._map.gradients[number], index)
+        self.in_backward.offer(self._reducer.mark_ready(gradients, index))
 
     def _end_unit(self, buckets: Sequence[Bucket]) -> None:
         """Stage 3: all backward of a unit has run."""
-        self._reducer.end_unit([self._map.gradients_of(bucket) for bucket in buckets])
+        complete = self._reducer.end_unit([self._map.gradients_of(bucket) for bucket in buckets])
         for bucket in buckets:
             bucket.reshard()
+        self.in_backward.offer(complete)
 
     @without_freed_checks
     def flush(self) -> None:
@@ -253,18 +259,16 @@ class Engine:
         """
         self.begin_training()
         self._map.check_exact()
-        self._forget_steps()
+        self.outcomes.forget()
+        self._clipping.forget()
         self._optimizers.attach(updaters, self)
+        self.in_backward.check_optimizers()
         self.zero_grad(p for b in self.buckets for p in b.parameters)
 
     def begin_training(self) -> None:
         """Make the masters that were left out, of what was not cast or is loaded next. The same call on all ranks."""
         self.settle()
         self.placement = self._map.begin_to_train()
-
-    def _forget_steps(self) -> None:
-        self.outcomes.forget()
-        self._clipping.forget()
 
     @property
     def updaters(self) -> list[Updater]:
@@ -308,6 +312,7 @@ class Engine:
     @torch.no_grad()
     def full_param(self, parameter: Parameter) -> Tensor:
         """The full values of one of the module's parameters, at full precision. Collective."""
+        self.in_backward.check()
         return self._map.full(parameter)
 
     @without_freed_checks
@@ -375,7 +380,9 @@ class Engine:
         self._map.refresher.finish()
         self._map.absorb_edits()
         used = [p for p in parameters_of(optimizer) if id(p) in used_anywhere]
-        self._optimizers.update(optimizer, used, self._clipping.factor(optimizer), call)
+        with self.in_backward.completing(optimizer) as begun:
+            updates = begun or self._optimizers.begin_step(optimizer, self._clipping.factor(optimizer), call)
+            self._optimizers.update(optimizer, used, updates)
         if has_post_step_hooks(optimizer):
             self.end_step()  # they may read parameters
 
@@ -451,8 +458,10 @@ class Engine:
 
     def release(self) -> None:
         """Undo everything: ordinary parameters at full precision, no hooks, optimizers of their own. Collective."""
+        self.in_backward.give_up()
         self.settle()
-        self._forget_steps()
+        self.outcomes.forget()
+        self._clipping.forget()
         self._optimizers.detach()
         for module in self.module.modules():
             detach_module(module)
@@ -463,7 +472,7 @@ class Engine:
             shadow.release()
         self._map.release()
         self.released = True
-        _ENGINES.discard(self)
+        ENGINES.discard(self)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -487,10 +496,4 @@ class Engine:
         return all(self._map[p].layout.keeps_whole for p in parameters)
 
 
-_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()  # those that hold parameters
-_NUMBERS = itertools.count()
-
-
-def engines() -> list[Engine]:
-    """All engines that hold parameters, in the order of their making: the same on all ranks."""
-    return sorted(_ENGINES, key=lambda engine: engine.number)
+ENGINES: Registry[Engine] = Registry()

@@ -78,6 +78,11 @@ def provide_advice() -> None:
             Case.DISK_DAMAGED: (
                 "The disk or the memory is faulty: resume from the last checkpoint with another nvme_path"
             ),
+            Case.NOT_IN_BACKWARD: "update_in_backward=False makes all updates after backward",
+            Case.TORN: (
+                "Resume from the last checkpoint: trainer.fit(model, ckpt_path=path). "
+                "ModelCheckpoint(every_n_train_steps=n) writes one every n steps"
+            ),
             Case.STEP_OF_ITS_OWN: "or change gradients in `on_before_optimizer_step`",
         }
     )

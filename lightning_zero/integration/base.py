@@ -87,6 +87,7 @@ class EngineStrategy(DDPStrategy):
     check_steps = _Option(lambda options: options.check_steps)
     detect_data_edits = _Option(lambda options: options.detect_data_edits)
     overlap = _Option(lambda options: options.overlap)
+    update_in_backward = _Option(lambda options: options.update_in_backward)
     native_optimizer = _Option(lambda options: options.native_optimizer)
     master_layout = _Option(lambda options: options.master_layout)
     preflight = _Option(lambda options: options.preflight)

@@ -153,6 +153,7 @@ def make_engine(
         skip_nonfinite=options.skip_nonfinite,
         max_consecutive_skips=options.max_consecutive_skips,
         whole=whole,
+        update_in_backward=options.update_in_backward,
         activations=activation_limits(options),
     )
     if (uneven := imbalance_of(bucket.layout for bucket in engine.buckets)) > MAX_IMBALANCE:

@@ -60,6 +60,7 @@ class StrategyOptions:
     check_steps: int = 10
     detect_data_edits: bool = False
     overlap: bool = True
+    update_in_backward: bool = False
     native_optimizer: NativeName = "auto"
     master_layout: LayoutName = "fp32"
     preflight: PreflightName = "error"
@@ -92,10 +93,11 @@ class StrategyOptions:
         _check_positive("timeout", self.timeout, "a number of seconds greater than 0; the default is 1800")
         for name in (
             *("skip_nonfinite", "detect_data_edits", "overlap", "async_save", "checksums", "evaluation_masters"),
-            *("nvme_checksums", "activation_offload"),
+            *("nvme_checksums", "activation_offload", "update_in_backward"),
         ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
+        self._check_update_in_backward()
         _check_units(self.units)
         all_sharded = "a number of elements >= 0; 0 shards every parameter"
         _check_count("persistence_numel", self.persistence_numel, all_sharded)
@@ -142,6 +144,20 @@ class StrategyOptions:
             raise ValueError(
                 f"offload_fraction={fraction!r} is a part of what is offloaded, and offload_optimizer='none' offloads "
                 "nothing; use offload_optimizer='cpu' with it"
+            )
+
+    def _check_update_in_backward(self) -> None:
+        if self.update_in_backward and self.skip_nonfinite:
+            raise ValueError(
+                "update_in_backward=True updates parameters before it is known whether all gradients of the step are "
+                f"finite; got skip_nonfinite={self.skip_nonfinite}. Use skip_nonfinite=False, which takes all steps, "
+                "or update_in_backward=False"
+            )
+        if self.update_in_backward and self.uses_disk:
+            raise ValueError(
+                f"update_in_backward=True is for state in memory; got offload_optimizer={self.offload_optimizer!r}, "
+                "whose tiles would share the buffer with gradients that arrive. Use offload_optimizer='cpu' or 'none', "
+                "or update_in_backward=False"
             )
 
     def _check_disk(self) -> None:

@@ -43,6 +43,7 @@ def setting_of(options: StrategyOptions, shard_size: int, precision: MixedPrecis
         options.master_layout == "split",
         options.staging_bytes,
         options.gradients_rest if options.uses_disk else None,
+        options.update_in_backward,
     )
 
 
@@ -63,8 +64,8 @@ def candidates(
 
     on_device = {"offload_optimizer": "none", "offload_params": "none", "offload_fraction": 1.0}
     for name, arguments in STRATEGIES.items():
-        if "nvme" in arguments.values() and options.nvme_path is None:  # nobody knows where
-            continue
+        if "nvme" in arguments.values() and (options.nvme_path is None or options.update_in_backward):
+            continue  # nobody knows where, or it would be refused
         if StrategyOptions(**arguments, nvme_path=options.nvme_path).replicates:  # it takes the most
             continue
         part = {"offload_fraction": options.offload_fraction} if "offload_optimizer" in arguments else {}

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint import Background, CheckpointError
 from lightning_zero.engine import engines_of
-from lightning_zero.integration import engines, patches, preflight, private
+from lightning_zero.integration import engines, in_backward, patches, preflight, private
 from lightning_zero.integration.checkpointing import CheckpointingStrategy
 from lightning_zero.integration.deepspeed import FromDeepSpeed
 from lightning_zero.integration.launchers import make_launcher, tell_why
@@ -123,6 +123,11 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         overlap: let copies between the device and host memory, and updates on host memory, run beside the training; the
             results are the same bits. ``False`` finishes each before the next begins, which is easier to debug. On CPU
             ranks it changes nothing.
+        update_in_backward: begin to update a bucket's shard as soon as its gradient is reduced, in the backward of a
+            step's last micro-batch; the results are the same bits. For one optimizer, of torch or on the CPU, with
+            ``skip_nonfinite=False``, where nothing else decides about the whole step: no ``gradient_clip_val``, no loss
+            scaler, no hooks between backward and step, no manual optimization. An error in such a backward ends the
+            run: from then on nothing is saved but by a fit that resumes from a checkpoint.
         native_optimizer: ``"auto"`` runs torch's Adam(W), Adagrad, SGD by native kernels where state rests in host
             memory; ``"off"`` runs torch's own code.
         master_layout: of 16-bit parameters whose masters are offloaded, with an optimizer of torch that a native kernel
@@ -186,6 +191,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         check_steps: int = 10,
         detect_data_edits: bool = False,
         overlap: bool = True,
+        update_in_backward: bool = False,
         native_optimizer: NativeName = "auto",
         master_layout: LayoutName = "fp32",
         preflight: PreflightName = "error",
@@ -226,6 +232,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             check_steps=check_steps,
             detect_data_edits=detect_data_edits,
             overlap=overlap,
+            update_in_backward=update_in_backward,
             native_optimizer=native_optimizer,
             master_layout=master_layout,
             preflight=preflight,
@@ -366,6 +373,8 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
                 self.model = self._layer_sync.apply(self.lightning_module)
             self.setup_optimizers(trainer)
             optimizers = [o for o in self.optimizers if not private.is_stand_in(o)]
+        if fitting and self.options.update_in_backward:
+            in_backward.check(trainer, self.lightning_module, optimizers, self.precision_plugin)
         self._settle_options(trainer, optimizers if fitting else None)
         if fitting or self._engine is None or not self._engine.placement.trains:  # else there is what a fit has left
             micro_batches, planned = trainer.accumulate_grad_batches, optimizers if fitting else None

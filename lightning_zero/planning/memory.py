@@ -96,6 +96,7 @@ class Setting:
     split_masters: bool = False
     staging_bytes: int = DEFAULT_BYTES
     gradients_rest: bool | None = None
+    update_in_backward: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -208,6 +209,7 @@ class Memory:
             max_live_numel=setting.max_live_numel,
             prefetch_mb=setting.prefetch_mb,
             micro_batches=self.micro_batches,
+            update_in_backward=setting.update_in_backward,
             dtypes=self.dtypes,
             trace=self.trace,
         )

@@ -149,6 +149,7 @@ def plan(
     max_live_numel: int | None = None,
     prefetch_mb: float = 0.0,
     micro_batches: int = 1,
+    update_in_backward: bool = False,
     recomputed: bool = False,
     dtypes: Mapping[int, torch.dtype] | None = None,
     trace: Trace | None = None,
@@ -169,6 +170,7 @@ def plan(
         max_live_numel: see :class:`Engine`.
         prefetch_mb: see :class:`Engine`.
         micro_batches: backward passes per step, >= 1.
+        update_in_backward: see :class:`Engine`; of a training that makes its steps with a closure.
         recomputed: units run under reentrant checkpointing, which at stage 3 gathers them once more. (Non-reentrant
             checkpointing recomputes inside the unit's backward, which has gathered it.)
         dtypes: of the module's parameters, by their ids, before an engine has made them 16-bit.
@@ -213,6 +215,7 @@ def plan(
         prefetch_mb,
         recomputed,
         held.disk,
+        update_in_backward,
         watched,
     )
     for first in (True, False):  # the first learns the order of units

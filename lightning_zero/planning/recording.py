@@ -30,6 +30,7 @@ from lightning_zero.storage.disk_file import aligned
 from lightning_zero.storage.nvme import tiles_at_work
 from lightning_zero.update.clipping import squares_scratch
 from lightning_zero.update.footprint import Footprint
+from lightning_zero.update.in_backward import left_to_forward
 
 _SMALL_ITEM = 8  # bytes of each number in the step's small all-reduce: float64
 
@@ -202,6 +203,7 @@ class RecordedRun:
         prefetch_mb: see there.
         recomputed: whether units run under reentrant checkpointing.
         resting: bytes that rest on a disk.
+        in_backward: whether updates begin there; see :mod:`lightning_zero.update.in_backward`.
         traced: activations, if they are known.
     """
 
@@ -217,6 +219,7 @@ class RecordedRun:
         prefetch_mb: float,
         recomputed: bool,
         resting: int,
+        in_backward: bool = False,
         traced: TracedParameters | None = None,
     ) -> None:
         passing = max(placement.optimizer_store.passing_bytes, placement.param_store.passing_bytes)
@@ -234,6 +237,10 @@ class RecordedRun:
         self._own = [self._own_buckets(ps) for ps in self._parameters]  # of those that get no gradient, too
         self._first_root, self._last_root = self._split(parameters[ROOT])
         self._reducer = Reducer([bucket.gradients for bucket in self.buckets], placement.sharding)
+        self._of_gradients = {id(bucket.gradients): n for n, bucket in enumerate(self.buckets)}
+        self._in_backward = [in_backward and not left for left in left_to_forward(forms)]
+        self._waiting: set[int] = set()  # numbers of the buckets that this step has not updated
+        self._first = False  # whether this step is
         self._prefetcher = Prefetcher(self._own, max_live_numel, prefetch_mb)
 
     def _split(self, root: Sequence[Parameter]) -> tuple[list[Parameter], list[Parameter]]:
@@ -256,6 +263,7 @@ class RecordedRun:
         """Runs one step; see :class:`Engine`. In the first one optimizers make their state."""
         for bucket in self.buckets:
             bucket.gradients.clear()
+        self._waiting, self._first = set(range(len(self.buckets))), first
         for number in range(1, micro_batches + 1):
             with torch.enable_grad():
                 self._forward()
@@ -263,14 +271,26 @@ class RecordedRun:
                 self._backward()
         self._lanes.wait()
         self._sum_norms(optimizers)
-        pairs = zip(self.buckets, self._footprints, strict=True)
-        updates = sorted(pairs, key=lambda each: not each[0].form.spec.in_root)  # as a forward needs them
+        updates = sorted(self._waiting, key=lambda n: not self.buckets[n].form.spec.in_root)  # as a forward needs them
         if first:  # up to here there may have been the state of a checkpoint
-            for bucket, footprints in updates:
-                self._account.give(sum(map(bucket.optimizer_state, footprints), NOTHING))
+            self._give_state(updates)
         self._lanes.begin_updates()
-        for bucket, footprints in updates:
-            bucket.update(footprints, first)
+        for number in updates:
+            self.buckets[number].update(self._footprints[number], first)
+
+    def _give_state(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._account.give(sum(map(self.buckets[number].optimizer_state, self._footprints[number]), NOTHING))
+
+    def _update_early(self, completed: Iterable[RecordedGradients]) -> None:
+        """Updates what may be in the last backward of a step, of which these gradients are complete and reduced."""
+        for number in (self._of_gradients[id(gradients)] for gradients in completed):
+            if self._reducer.last_micro_batch and self._in_backward[number] and number in self._waiting:
+                self._waiting.remove(number)
+                if self._first:
+                    self._give_state([number])
+                self._lanes.begin_updates()
+                self.buckets[number].update(self._footprints[number], self._first)
 
     def evaluate(self) -> None:
         """Runs a forward without gradients; see :meth:`Engine.forward_context`."""
@@ -354,9 +374,10 @@ class RecordedRun:
             self._enter_backward(number - 1)
             if self._placement.sharding.shard_params:
                 with self._beside(self._parameters[number]):
-                    self._reducer.end_unit([bucket.gradients for bucket in self._own[number]])
-                for bucket in self._own[number]:
-                    bucket.reshard()
+                    complete = self._reducer.end_unit([bucket.gradients for bucket in self._own[number]])
+                    for bucket in self._own[number]:
+                        bucket.reshard()
+                    self._update_early(complete)
         self._run_backward(self._last_root)
         self._reducer.flush()
         self._end_pass()
@@ -374,7 +395,7 @@ class RecordedRun:
                 gradients, index = self._bucket_of[id(parameter)].gradients, self._index_of[id(parameter)]
                 gradients.arrive(index)
                 with self._beside([parameter]):
-                    self._reducer.mark_ready(gradients, index)
+                    self._update_early(self._reducer.mark_ready(gradients, index))
 
     @contextlib.contextmanager
     def _beside(self, parameters: Iterable[Parameter]) -> Iterator[None]:

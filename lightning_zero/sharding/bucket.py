@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_zero.sharding.checksum import checksum
 from lightning_zero.sharding.freed import mark_freed, mark_gathered
 from lightning_zero.sharding.held import hold_parameter, release_parameter
 from lightning_zero.sharding.layout import Segment
@@ -32,8 +33,6 @@ from lightning_zero.storage import DONE, Memory, Rested, Ticket
 from lightning_zero.storage.rested import changing, pieces
 from lightning_zero.storage.timers import Phase, timed
 from lightning_zero.torch_private import version_of
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
 class BucketState(Enum):
@@ -50,16 +49,6 @@ class ParameterSpec(NamedTuple):
 
     name: str
     parameter: Parameter
-
-
-def checksum(values: Tensor) -> Tensor:
-    """The sum of the bits of a 1-D tensor as 64-bit integers; 0-dim int64 on its device."""
-    # Eight bytes at a time, several times as fast as elements; a slice may begin and end inside of eight.
-    width = 8 // values.itemsize
-    start = min(-values.storage_offset() % width, values.numel())
-    stop = start + (values.numel() - start) // width * width
-    total = torch.cat([values[:start], values[stop:]]).view(_INTEGERS[values.itemsize]).sum()
-    return total + values[start:stop].view(torch.int64).sum() if stop > start else total
 
 
 class Bucket:
@@ -234,10 +223,10 @@ class Bucket:
         self._versions = [version_of(p) for p in self.parameters]  # the shard is what it was
 
     def defer(self, need: Callable[[], None], read: Callable[[], None]) -> None:
-        """Leave it to others when the stale bucket is gathered, by :meth:`begin_unshard` and :meth:`end_deferred`.
+        """Leave it to others when parameters may be read, until :meth:`end_deferred`.
 
         Args:
-            need: called by :meth:`unshard`; gathers this bucket, among others.
+            need: called by :meth:`unshard`; gathers this bucket, among others, or raises.
             read: called before a parameter is read by someone else than a unit's forward.
         """
         self._need = need
@@ -249,11 +238,17 @@ class Bucket:
         """Whether :meth:`defer` was called, and it has not been gathered since."""
         return self._need is not None
 
-    def end_deferred(self) -> None:
-        """Gather what :meth:`defer` has left."""
-        self.begin_unshard()
+    def end_deferred(self, gather: bool = True) -> None:
+        """Let parameters be read that :meth:`defer` was called for; ``gather`` them now, or when it is their turn."""
+        if gather:
+            self.begin_unshard()
         self._need = None
-        self.unshard()
+        if gather:
+            self.unshard()
+            return
+        for parameter in self.parameters:
+            end_pending(parameter)
+        self._mark_updating()
 
     @torch.no_grad()
     def reshard(self) -> None:
@@ -283,10 +278,13 @@ class Bucket:
         lane, what = self.placement.update_lane, f"the update of {self.name}"
         self.moving = self.placement.executor.submit(update, lane, what, after=[self.moving])
         self.updating = self.moving is not DONE
+        self._mark_updating()
+        return self.moving
+
+    def _mark_updating(self) -> None:
         if self.updating and not self.shards_params:
             for parameter in self.parameters:
                 mark_pending(parameter, self.await_update)
-        return self.moving
 
     def await_update(self) -> None:
         """Wait for an update that goes on beside the training: the host for its end, the stream for its copies.
@@ -454,12 +452,7 @@ class Bucket:
         note(index)
 
     def gather_full(self, shard: Tensor, memory: Memory) -> Tensor:
-        """All-gather any 1-D tensor laid out as the shard; returns the full one (padded) on the device. Collective.
-
-        Args:
-            shard: in any dtype.
-            memory: in which it rests.
-        """
+        """All-gather a 1-D tensor in ``memory``, laid out as the shard; all of it, on the device. Collective."""
         return self.gather_read(lambda start, stop: shard[start:stop], shard.dtype, memory)
 
     def gather_read(self, read: Callable[[int, int], Tensor], dtype: torch.dtype, memory: Memory) -> Tensor:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.sharding.bucket import checksum
+from lightning_zero.sharding.checksum import checksum
 from lightning_zero.sharding.collectives import Group
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.storage.accelerators import device_type

@@ -36,6 +36,11 @@ class BucketForm:
         return tuple(spec.parameter for spec in self.spec.specs)
 
     @property
+    def optimized(self) -> bool:
+        """Whether an optimizer may update them."""
+        return self.spec.optimized
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype that forward and backward see."""
         return self.spec.dtype

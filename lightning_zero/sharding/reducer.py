@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from lightning_zero.sharding.policies import ShardingPolicy
 
@@ -38,7 +38,10 @@ class Reducible(Protocol):
         ...
 
 
-class Reducer:
+R = TypeVar("R", bound=Reducible)
+
+
+class Reducer(Generic[R]):
     """Decides when gradients are reduced, during and after backward.
 
     Args:
@@ -46,13 +49,13 @@ class Reducer:
         sharding: whether gradients are sharded after every micro-batch, and whether parameters are.
     """
 
-    def __init__(self, gradients: Sequence[Reducible], sharding: ShardingPolicy) -> None:
+    def __init__(self, gradients: Sequence[R], sharding: ShardingPolicy) -> None:
         self._all = tuple(gradients)
         self._sharding = sharding
         self.in_backward = False
         self.last_micro_batch = True  # whether a step follows the backward that runs, or the last one
         self._eager = False  # reduce during backward, not only at its flush
-        self._pending: list[Reducible] = []  # not yet reduced in this backward, in launch order
+        self._pending: list[R] = []  # not yet reduced in this backward, in launch order
         self._expected: dict[int, int] = {}  # by id: parameters that require a gradient
         self._ready: dict[int, set[int]] = {}  # by id: parameters whose gradient has arrived
         self._open: set[int] = set()  # ids of those that took part in an earlier micro-batch of this step
@@ -80,23 +83,29 @@ class Reducer:
     def _reduces_now(self) -> bool:
         return self._sharding.shard_grads or self.last_micro_batch
 
-    def mark_ready(self, gradients: Reducible, index: int) -> None:
-        """The gradient of a bucket's parameter ``index`` has been accumulated."""
+    def mark_ready(self, gradients: R, index: int) -> list[R]:
+        """The gradient of a bucket's parameter ``index`` has been accumulated; returns what was reduced therefore."""
         self._ready[id(gradients)].add(index)
+        reduced = []
         if self._eager and not self._sharding.shard_params:
             while self._pending and self._complete(self._pending[0]):
+                reduced.append(self._pending[0])
                 self._reduce(self._pending[0])
+        return reduced
 
-    def _complete(self, gradients: Reducible) -> bool:
+    def _complete(self, gradients: R) -> bool:
         return len(self._ready[id(gradients)]) >= self._expected[id(gradients)]
 
-    def end_unit(self, unit: Iterable[Reducible]) -> None:
-        """Stage 3: all backward of a unit has run."""
+    def end_unit(self, unit: Iterable[R]) -> list[R]:
+        """Stage 3: all backward of a unit has run; returns what has all the gradients that this backward brings it."""
+        complete = []
         for gradients in unit:
             if self._eager and self._expected[id(gradients)]:
                 self._reduce(gradients)
+                complete += [gradients] * self._complete(gradients)
+        return complete
 
-    def _reduce(self, gradients: Reducible) -> None:
+    def _reduce(self, gradients: R) -> None:
         gradients.reduce(self.last_micro_batch)
         if gradients in self._pending:  # a unit that is called twice is reduced twice
             self._pending.remove(gradients)
@@ -116,7 +125,7 @@ class Reducer:
             self._open = set()
 
     @staticmethod
-    def reduce_left_over(left_over: Iterable[Reducible]) -> None:
+    def reduce_left_over(left_over: Iterable[R]) -> None:
         """Before a step: reduce what arrived after its bucket was reduced. The same call on all ranks.
 
         A parameter's hook fires several times under reentrant checkpointing, and user code may assign gradients.

@@ -1,6 +1,5 @@
 """The optimizer step over shards: loss scale, clipping, torch's optimizers, and the native kernels on the host."""
 
-from lightning_zero.update.attached import Updater
 from lightning_zero.update.block_state import BlockShardState, ScaleLayout
 from lightning_zero.update.choice import choose_updater, kept_whole, make_updater
 from lightning_zero.update.clipping import GradientStats
@@ -9,6 +8,7 @@ from lightning_zero.update.compact import Blocks, compacted, decoded, holds_comp
 from lightning_zero.update.cpu import CPUOptimizer, block_of
 from lightning_zero.update.cpu_optimizers import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion
 from lightning_zero.update.footprint import Footprint
+from lightning_zero.update.in_backward import TornStepError, why_not_in_backward
 from lightning_zero.update.loss_scaler import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
 from lightning_zero.update.muon import Muon
 from lightning_zero.update.native_updater import NativeUpdater
@@ -16,6 +16,7 @@ from lightning_zero.update.outcomes import SkippedStepsError, StepOutcome, StepO
 from lightning_zero.update.rules import Traits, examine
 from lightning_zero.update.state import OptimizerState, OwnedTensor, ShardState, WholeState
 from lightning_zero.update.updaters import ShardUpdater, TorchUpdater
+from lightning_zero.update.view import Updater
 from lightning_zero.update.whole import WholeUpdater
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "StepOutcome",
     "StepOutcomes",
     "TorchUpdater",
+    "TornStepError",
     "Traits",
     "Updater",
     "WholeState",
@@ -59,4 +61,5 @@ __all__ = [
     "kept_whole",
     "make_updater",
     "state_as_kept",
+    "why_not_in_backward",
 ]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -19,78 +18,13 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.advice import Case, advice
 from lightning_zero.sharding.adoption import begin_to_optimize, lay_out_master
-from lightning_zero.sharding.bucket import Bucket, BucketState
+from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.bucket_map import BucketMap
 from lightning_zero.sharding.layout import Segment
 from lightning_zero.torch_private import mark_for_schedulers
-from lightning_zero.update.native import MasterLayout
-from lightning_zero.update.shell import StepCall, snapshot
-from lightning_zero.update.state import OptimizerState
-from lightning_zero.update.view import UpdateView
-
-
-class Updater(Protocol):
-    """Applies one optimizer's rule to shards. See :mod:`lightning_zero.update`."""
-
-    optimizer: Optimizer
-
-    def master_layout(self, bucket: Bucket) -> MasterLayout | None:
-        """The layout that updates need of a 16-bit bucket's master; ``None``: any will do.
-
-        Args:
-            bucket: in which the optimizer has parameters.
-
-        Raises:
-            ValueError: the bucket, as it is placed and laid out, cannot be updated.
-        """
-        ...
-
-    def check(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Raise what updates with these hyperparameters would raise, on all ranks and before anything is written.
-
-        Raises:
-            ValueError: a hyperparameter is out of range.
-        """
-        ...
-
-    def update(self, view: UpdateView) -> None:
-        """Update the masters of ``view.segments`` from its gradients and publish them."""
-        ...
-
-    def expect(self, view: UpdateView) -> None:
-        """Begin to fetch what :meth:`update` of ``view``, which comes next, will need first."""
-        ...
-
-    def advance(self, call: StepCall) -> None:
-        """Write to the optimizer's groups and attributes what its step writes there: once, after updates have begun."""
-        ...
-
-    def own_state(self, bucket: Bucket) -> OptimizerState:
-        """The state of this rank's segments of ``bucket``, to be written by an update; made on first use."""
-        ...
-
-    def adopt(self, holder: Callable[[Tensor], Bucket | None]) -> None:
-        """Move state that lies in the optimizer itself into shards.
-
-        Args:
-            holder: gives the bucket that holds a parameter.
-        """
-        ...
-
-    def gather_state(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
-        """The full state of a bucket's parameters, by their index in it. Collective.
-
-        Args:
-            bucket: holds the parameters.
-
-        Returns:
-            Per parameter that has state, in torch's names: tensors in the parameter's shape, on the CPU, and scalars.
-        """
-        ...
-
-    def clear(self) -> None:
-        """Forget all state, as before the first step."""
-        ...
+from lightning_zero.update.shell import StepCall
+from lightning_zero.update.step_updates import StepUpdates
+from lightning_zero.update.view import Updater
 
 
 @dataclass
@@ -223,83 +157,47 @@ class AttachedOptimizers:
         others = [a.admitted for key, a in self._attached.items() if key != id(optimizer)]
         return any(not set(ids).isdisjoint(self._attached[id(optimizer)].admitted) for ids in others)
 
-    def update(self, optimizer: Optimizer, used: Sequence[Parameter], grad_scale: float, call: StepCall) -> None:
-        """Begin to update the shards of some parameters of ``optimizer``, in the order in which a forward needs them.
-
-        The same call on all ranks.
-
-        See :meth:`Bucket.begin_update`.
+    def begin_step(self, optimizer: Optimizer, grad_scale: float, call: StepCall) -> StepUpdates:
+        """Copy what ``optimizer`` updates with, before anything is updated; see :class:`StepUpdates`.
 
         Args:
-            optimizer: its hyperparameters and attributes are copied before anything is updated.
-            used: the parameters to update.
+            optimizer: whose step it is.
             grad_scale: factor to apply to the gradients.
             call: of the optimizer's ``step``.
         """
         if state_was_edited(optimizer):
             self.adopt_state(optimizer)
-        attached, hyperparameters = self._attached[id(optimizer)], _snapshot(optimizer)
-        attached.updater.check({id(group): group for group in hyperparameters.values()}.values())
+        attached = self._attached[id(optimizer)]
+        updates = StepUpdates(attached.updater, self._map, grad_scale, call)
         self._prepare(attached)
-        used_ids, taken = set(map(id, used)), snapshot(optimizer)
-        views: list[tuple[Bucket, UpdateView]] = []
-        ahead: Callable[[], object] = _fetch_nothing
-        for bucket, segments in reversed(self._in_order(used)):
-            groups = {i: hyperparameters[id(p)] for i, p in enumerate(bucket.parameters) if id(p) in hyperparameters}
-            view = UpdateView(
-                taken,
-                segments,
-                bucket.master,
-                self._map.gradients_of(bucket).sharded.lend(),
-                attached.updater.own_state(bucket),
-                groups,
-                grad_scale,
-                bucket.layout.align - 1,
-                bucket.parameters,
-                bucket.placement,
-                bucket.placement.optimizer_store.tile or bucket.master.tile,
-                call,
-                ahead,
-            )
-            views.insert(0, (bucket, view))
-            on_disk = bucket.placement.optimizer_store.tile is not None
-            ahead = partial(attached.updater.expect, view) if on_disk else _fetch_nothing
-        # All of them before the first update, which fetches for the next one, in its own thread.
-        for bucket, _ in views:
-            _end_gather(bucket)
-        for bucket, view in views:
-            lent_to = bucket.begin_update(partial(attached.updater.update, view))
-            self._map.gradients_of(bucket).sharded.lent_to(lent_to)
+        return updates
+
+    def is_prepared(self, optimizer: Optimizer) -> bool:
+        """Tell whether the updater has seen all that was admitted to ``optimizer``: an update changes no layout."""
+        return self._attached[id(optimizer)].prepared
+
+    def update(self, optimizer: Optimizer, used: Sequence[Parameter], updates: StepUpdates) -> None:
+        """Begin to update the shards of some parameters of ``optimizer``, in the order in which a forward needs them.
+
+        The same call on all ranks.
+
+        Args:
+            optimizer: whose step it is.
+            used: the parameters to update.
+            updates: those of the step, of which some may have begun; on this rank, others on others.
+        """
+        used_ids = set(map(id, used))
+        updates.begin([(b, segments) for b, segments in self._in_order(used) if id(b) not in updates.begun])
         for bucket in self._map.buckets:
             # Stale on all ranks or on none, also where this rank owns no segment of it.
             if indices := [i for i, p in enumerate(bucket.parameters) if id(p) in used_ids]:
                 bucket.mark_updated(indices)
-        attached.updater.advance(call)
+        self._attached[id(optimizer)].updater.advance(updates.call)
 
     def _in_order(self, used: Sequence[Parameter]) -> list[tuple[Bucket, list[Segment]]]:
         """Segments by bucket, those first that a forward unshards before its first unit: the root's, and small ones."""
         first = set(map(id, self._map.root))
         return sorted(self._map.segments_of(used), key=lambda each: id(each[0]) not in first)
-
-
-def _end_gather(bucket: Bucket) -> None:
-    """Wait for a gather that has begun, and let go of tiles that were fetched for one: the shard is about to change."""
-    if bucket.state is BucketState.GATHERING:
-        bucket.unshard()
-    bucket.shard.drop(0, bucket.shard.numel)
-
-
-def _fetch_nothing() -> None:
-    """Do nothing: what follows is in memory, or nothing does."""
-
-
-def _snapshot(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-    """The hyperparameters of every parameter, by its id; parameters of one group share one copy."""
-    snapshot: dict[int, dict[str, Any]] = {}
-    for group in optimizer.param_groups:
-        frozen = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
-        snapshot.update((id(parameter), frozen) for parameter in group["params"])
-    return snapshot
 
 
 class ShardedState(defaultdict[Tensor, dict[str, Any]]):
@@ -327,9 +225,17 @@ class ShardedState(defaultdict[Tensor, dict[str, Any]]):
         return defaultdict, (dict,), None, None, iter(self.items())  # a copy of the optimizer has no shards
 
 
+class Expecting(Protocol):
+    """Is told of a step before its backward."""
+
+    def expecting(self, optimizer: Optimizer) -> AbstractContextManager[None]: ...
+
+
 class Target(Protocol):
     """Receives the calls of the methods that are replaced."""
 
+    @property
+    def in_backward(self) -> Expecting: ...
     def step(self, optimizer: Optimizer, call: StepCall) -> bool: ...
     def zero_grad(self, parameters: Iterable[Parameter], set_to_none: bool = True) -> None: ...
     def adopt_state(self, optimizer: Optimizer) -> None: ...
@@ -346,7 +252,8 @@ def attach_optimizer(optimizer: Optimizer, target: Target) -> list[RemovableHand
 
     def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         call = StepCall(optimizer, *args, **kwargs)
-        loss = call.run_closure()
+        with _alive(engine).in_backward.expecting(optimizer):
+            loss = call.run_closure()
         _alive(engine).step(optimizer, call)
         return loss
 

@@ -1,17 +1,20 @@
-"""Views: all that an updater sees of a bucket that it updates."""
+"""Updaters, and views: all that one sees of a bucket that it updates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.sharding import BucketPlacement, Segment
+from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.masters import Master
 from lightning_zero.sharding.sharded_gradient import LentGradient
+from lightning_zero.update.native import MasterLayout
 from lightning_zero.update.shell import StepCall
 from lightning_zero.update.state import OptimizerState
 
@@ -54,3 +57,67 @@ class UpdateView:
     tile: int | None
     call: StepCall
     ahead: Callable[[], object]
+
+
+class Updater(Protocol):
+    """Applies one optimizer's rule to shards. See :mod:`lightning_zero.update`."""
+
+    optimizer: Optimizer
+
+    def master_layout(self, bucket: Bucket) -> MasterLayout | None:
+        """The layout that updates need of a 16-bit bucket's master; ``None``: any will do.
+
+        Args:
+            bucket: in which the optimizer has parameters.
+
+        Raises:
+            ValueError: the bucket, as it is placed and laid out, cannot be updated.
+        """
+        ...
+
+    def check(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Raise what updates with these hyperparameters would raise, on all ranks and before anything is written.
+
+        Raises:
+            ValueError: a hyperparameter is out of range.
+        """
+        ...
+
+    def update(self, view: UpdateView) -> None:
+        """Update the masters of ``view.segments`` from its gradients and publish them."""
+        ...
+
+    def expect(self, view: UpdateView) -> None:
+        """Begin to fetch what :meth:`update` of ``view``, which comes next, will need first."""
+        ...
+
+    def advance(self, call: StepCall) -> None:
+        """Write to the optimizer's groups and attributes what its step writes there: once, after updates have begun."""
+        ...
+
+    def own_state(self, bucket: Bucket) -> OptimizerState:
+        """The state of this rank's segments of ``bucket``, to be written by an update; made on first use."""
+        ...
+
+    def adopt(self, holder: Callable[[Tensor], Bucket | None]) -> None:
+        """Move state that lies in the optimizer itself into shards.
+
+        Args:
+            holder: gives the bucket that holds a parameter.
+        """
+        ...
+
+    def gather_state(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
+        """The full state of a bucket's parameters, by their index in it. Collective.
+
+        Args:
+            bucket: holds the parameters.
+
+        Returns:
+            Per parameter that has state, in torch's names: tensors in the parameter's shape, on the CPU, and scalars.
+        """
+        ...
+
+    def clear(self) -> None:
+        """Forget all state, as before the first step."""
+        ...

@@ -47,7 +47,7 @@ class VisibleGradients:
     def __init__(
         self,
         bucket_map: BucketMap,
-        reducer: Reducer,
+        reducer: Reducer[BucketGradients],
         clipping: GradientClipping,
         clear: Callable[[Iterable[Parameter]], None],
     ) -> None:

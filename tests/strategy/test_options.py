@@ -39,6 +39,7 @@ OTHERS: dict[str, Any] = {
     "check_steps": 9,
     "detect_data_edits": True,
     "overlap": False,
+    "update_in_backward": True,
     "native_optimizer": "off",
     "master_layout": "split",
     "preflight": "warn",

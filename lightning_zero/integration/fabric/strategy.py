@@ -66,7 +66,7 @@ class ZeroFabricStrategy(CheckpointingStrategy):
         cluster_environment: see there.
         checkpoint_io: see there.
         precision: a plugin; a :class:`~lightning_zero.ZeroPrecision` has options that ``Fabric(precision=...)`` lacks.
-        **options: those of :class:`~lightning_zero.ZeroStrategy`, but for ``async_save``.
+        **options: those of :class:`~lightning_zero.ZeroStrategy`, but for ``async_save`` and ``update_in_backward``.
 
     Raises:
         ValueError: for a value that is not one of those described there, or a combination that cannot work.
@@ -90,6 +90,11 @@ class ZeroFabricStrategy(CheckpointingStrategy):
             raise ValueError(
                 "async_save=True works with the Trainer, which waits for the last save when it ends; Fabric's own loop "
                 "has no such end. Use async_save=False"
+            )
+        if self.options.update_in_backward:
+            raise ValueError(
+                "update_in_backward=True works with the Trainer, which says before a backward that a step follows, and "
+                "what comes between; Fabric's own loop says neither. Use update_in_backward=False"
             )
         super().__init__(
             accelerator=accelerator,
