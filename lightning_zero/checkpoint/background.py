@@ -31,17 +31,17 @@ class Background:
         self._afterwards: list[Future[None]] = []
 
     def start(self, save: Save, world: Group) -> None:
-        """Take a snapshot of what ``save`` writes and begin to write it, once the one before has ended. Collective.
+        """Take a snapshot of what ``save`` writes and begin to write it. Collective; :meth:`wait` comes before.
 
         Args:
             save: has begun.
             world: all ranks, for this thread.
 
         Raises:
-            CheckpointError: on all ranks, where one of them cannot hold the copy, or the one before has failed.
+            CheckpointError: on all ranks, where one of them cannot hold the copy.
         """
+        assert self._written is None, "one checkpoint at a time"
         try:
-            self.wait()
             together(world, partial(save.hold, self._copier), "copy the checkpoint to host memory")
         except BaseException:
             save.abandon()

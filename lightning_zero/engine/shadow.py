@@ -80,14 +80,15 @@ class Shadow:
 
         Integers, such as indices and counts, are copied: what lies between two of them means nothing. Of masters in
         host memory it goes on beside the training, after the update that may be under way, unless a part of them is in
-        the gathered parameters. Whoever asks for the second values waits for it, and so does the next call.
+        the gathered parameters. Whoever asks for the second values waits for it, and the next call comes after it.
 
         Args:
             rule: element by element; of tensors of one shape, both on the shadow's device and in its dtype.
             buffer_rule: for buffers; ``None``: the same.
         """
         self._map.absorb_edits()
-        for bucket, shard in zip(self._map.buckets, self.shards, strict=True):
+        self._work = [work for work in self._work if not work.done()]
+        for bucket, shard in zip(self._map.buckets, self._shards, strict=True):
             job = partial(self._update_shard, bucket, shard, rule)
             lane, what = _lane(self.memory_of(bucket)), f"the second values of {bucket.name}"
             work = bucket.placement.executor.submit(job, lane, what, after=[bucket.moving, bucket.reading])
@@ -132,8 +133,8 @@ class Shadow:
         them: a split master of fp16 rounds what is not in fp16's range of normal numbers.
         """
         self._map.absorb_edits()
-        for bucket, shard in zip(self._map.buckets, self.shards, strict=True):
-            bucket.await_moves()
+        for bucket, shard in zip(self._map.buckets, self._shards, strict=True):
+            bucket.await_moves()  # and for what is under way on its second values, which reads its master
             memories = self.memory_of(bucket), bucket.master.memory
             for second, start, stop in _tiles(shard):
                 live = bucket.master.read(start, stop)

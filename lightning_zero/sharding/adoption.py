@@ -152,16 +152,15 @@ def lay_out_master(bucket: Bucket, split: bool) -> None:
 
     bf16 ties round away from zero then, in both layouts. The same call on all ranks.
     """
-    bucket.await_update()
     master = bucket.master
     fitting = isinstance(master, SplitMaster) if split else getattr(master, "ties", None) == "away"
     if bucket.dtype.itemsize == 2 and not fitting and not isinstance(master, NoMaster):
+        bucket.await_moves()
         if bucket.state is BucketState.GATHERED or not bucket.shards_params:
             edit = bucket.hidden_edit()
             bucket.absorb_edits(everything=edit is not None and bool(edit))
         store, numel = bucket.placement.optimizer_store, bucket.layout.shard_numel
         home, what = StoreHome(bucket.placement, bucket.name), f"the masters of {bucket.name}"
-        bucket.await_moves()
         if split:
             form, shard = bucket.placement.split_master(bucket.dtype), bucket.shard
             remainder, *high = (store.rest(numel, dtype, what) for dtype in form.pieces)

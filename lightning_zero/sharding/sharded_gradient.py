@@ -183,8 +183,7 @@ class ShardedGradient:
             held.commit(low, high)
 
     def keep(self, start: int, values: Tensor) -> None:
-        """Make elements from ``start`` on equal to ``values``, which may be what :meth:`read` has given."""
-        self._arrive()
+        """Keep what was changed in what :meth:`read` has given, of elements from ``start`` on; nothing came since."""
         self.squares = None
         keep(self._filled(), start, values)
 

@@ -167,9 +167,11 @@ class StreamExecutor:
 
     def fetch(self, target: Tensor, source: Tensor, what: str, after: Sequence[Ticket] = ()) -> Ticket:
         if source.dtype != target.dtype:
+            for ticket in after:  # the host converts
+                ticket.synchronize()
             staged = self._leaving.take(target)
             staged.tensor.copy_(source)
-            ticket = self._copy(Lane.H2D, target, staged.tensor, what, after)
+            ticket = self._copy(Lane.H2D, target, staged.tensor, what, ())
             self._leaving.give(staged, ticket)
             return ticket
         return self._copy(Lane.H2D, target, source, what, after)

@@ -57,12 +57,11 @@ class _Work:
         self._what = what
         self._ended = ended
 
-    def wait(self) -> None:
-        self.synchronize()
-
     def synchronize(self) -> None:
         with WORK_LOG.wait(self._lane.name, self._what):
             self._ended.result()
+
+    wait = synchronize
 
     def done(self) -> bool:
         if self._ended.done():

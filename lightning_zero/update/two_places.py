@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.sharding import BucketForm, BucketPlacement, Segment
-from lightning_zero.storage import Lane, Memory, Ticket
+from lightning_zero.storage import DONE, Lane, Memory, Ticket
 from lightning_zero.storage.executor import Staged
 from lightning_zero.storage.staging import staged_size
 from lightning_zero.update.footprint import Apart, Footprint, Passing
@@ -239,8 +239,8 @@ class _Rounds:
         def take() -> None:  # on the stream on which it is computed with
             on_device.extend(torch.empty(numel, dtype=dtype, device=placement.device) for _ in range(form.number))
 
-        taken = placement.executor.submit(take, Lane.SIDE, self._what)
-        return [_Slot(placement.executor.take(numel, dtype), tensor, taken) for tensor in on_device]
+        placement.executor.submit(take, Lane.SIDE, self._what)  # where all earlier rounds have ended
+        return [_Slot(placement.executor.take(numel, dtype), tensor, DONE) for tensor in on_device]
 
     def _begin(self, batch: Sequence[Segment], slot: _Slot) -> None:
         view, placement = self._view, self._view.placement
@@ -251,7 +251,7 @@ class _Rounds:
             state = self._own.get(segment)
             self._step.prepare(group, self._own.formats[segment.param].view(gradient), state, into)
             self._own.put(segment, state)
-        slot.work = fetched = placement.move(on_device, on_host, _TO_DEVICE, self._what, [slot.work])
+        slot.work = fetched = placement.move(on_device, on_host, _TO_DEVICE, self._what)
         compute = partial(self._step.compute, group, on_device)
         slot.work = computed = placement.executor.submit(compute, Lane.SIDE, self._what, [fetched])
         slot.work = placement.move(on_host, on_device, _TO_HOST, self._what, [computed])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,10 @@ def test_a_copy_gives_its_memory_back(pool1: RankPool) -> None:
 
 
 class Gate(Callback):
-    """Lets a save complete when training has come to a step, and no sooner."""
+    """Lets a save complete when training has come to a step, and no sooner; who loads it then waits for that."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
         self.opened = threading.Event()
         self.completed_at: list[int] = []
 
@@ -59,14 +60,16 @@ class Gate(Callback):
         if trainer.global_step == self.step:
             assert not self.completed_at
             self.opened.set()
+            assert trainer.strategy.load_checkpoint(self.path)["global_step"] == 1
 
 
 def save_while_training(strategy: dict[str, Any], path: str, until: int) -> int:
     """Save after step 1; the checkpoint is complete after step `until`. How often it was not there in between."""
-    gate, complete = Gate(until), Draft.complete
+    gate, complete = Gate(until, path), Draft.complete
 
     def completing(draft: Draft) -> None:
         assert gate.opened.wait(120)
+        time.sleep(0.1)
         gate.completed_at.append(trainer.global_step)
         complete(draft)
 

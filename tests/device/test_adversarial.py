@@ -1,11 +1,14 @@
 """Overlapped training has the bits of inline training, whatever is trained, in whatever order things happen.
 
-Each seed draws what is trained, the order in which streams and threads run, and what user code does meanwhile. A longer
-run, of 200 seeds from 1000 on, with 50 steps each: `PYTHONPATH=tests python -P -m device.test_adversarial 1000 200 50`.
+Each seed draws what is trained, the order in which streams and threads run, and what user code does meanwhile: reads,
+edits, saves, forwards and backwards that fail, and what it does then. A longer run, of 200 seeds from 1000 on, with 50
+steps each, on two ranks (one where nothing is said):
+`PYTHONPATH=tests python -P -m device.test_adversarial 1000 200 50 2`.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 import sys
@@ -17,20 +20,32 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from device import sim, where
 from device.test_overlap import BF16, FP16, FP32, LIMITS, Case, Late, User, bits, left_by, start
 from device.where import DevicePool
 from engine import driver
 from engine.driver import Session
 from helpers import models
+from helpers.ranks import ForkServer, RankError, RankPool
 from torch import Tensor, nn
 
+from lightning_zero.checkpoint.state import (
+    load_module_state_dict,
+    load_optimizer_state_dict,
+    module_state_dict,
+    optimizer_state_dict,
+)
+from lightning_zero.sharding import Mesh
 from lightning_zero.storage import Executor, InlineExecutor, StreamExecutor
+from lightning_zero.update import DynamicLossScaler
 
-SEEDS, STEPS = 60, 5
+SEEDS, STEPS = {1: 40, 2: 16}, 5  # seeds by the number of ranks
 LEAST_RATE = 1e-3
+WINDOW = 3  # steps without an overflow, after which the loss scale grows: long runs would end at the smallest one
 PRECISIONS = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
 CLIPPED = (0.0, 0.01, 0.5, 1.0)  # of the steps
+POINTS = 20  # of a backward, that hooks see: more than there are
 
 
 class SurpriseError(Exception):
@@ -46,9 +61,12 @@ class Drawn:
     overflows: float  # of the steps, by a gradient that is not finite
     fails: float  # of the micro-batches, in a forward
     alternates: bool  # optimizers step by turns, as those of a GAN do, with the other's parameters frozen
+    breaks: float  # of the micro-batches, in a backward
+    shards: int  # ranks that share a shard group
+    reads: bool  # user code reads parameters after steps; otherwise several ranks gather them when they are needed
 
     @classmethod
-    def by(cls, seed: int) -> Drawn:
+    def by(cls, seed: int, ranks: int = 1) -> Drawn:
         draw = random.Random(seed)
         stage, name = draw.choice([0, 1, 2, 2, 3, 3]), draw.choice([*PRECISIONS])
         host = stage > 0 and draw.random() < 0.8
@@ -71,22 +89,55 @@ class Drawn:
         if case.split and name == "fp16":  # a part of it is refused
             case = dataclasses.replace(case, fraction=1.0)
         clipped, overflows, fails = draw.choice(CLIPPED), draw.choice([0.0, 0.2]), draw.choice([0.0, 0.1])
-        return cls(case, clipped, overflows, fails, optimizers > 1 and draw.random() < 0.5)
+        alternates, breaks = optimizers > 1 and draw.random() < 0.5, draw.choice([0.0, 0.15, 0.3])
+        shards = draw.choice([1, 2, 2]) if stage > 0 and ranks > 1 else 1
+        return cls(case, clipped, overflows, fails, alternates, breaks, shards, draw.random() < 0.5)
+
+    def flagged(self, step: int, micro: int, rank: int) -> bool:
+        """Where backwards fail, they do so on all ranks alike."""
+        return models.by_turns(step, micro, 0 if self.breaks else rank)
+
+
+class Fragile(torch.autograd.Function):
+    """Passes values on; its backward may fail."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, user: Adversary) -> Tensor:
+        ctx.user = user
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.user.in_backward("function")
+        return gradient, None
 
 
 class Adversary(User):
-    """Reads a weight in the middle of a forward, and fails there, too; clips as often as was drawn."""
+    """Reads a weight in the middle of a forward, and fails there and in backward, too; clips as often as was drawn."""
 
     def __init__(self, drawn: Drawn, session: Session) -> None:
         super().__init__(drawn.case, session)
         self._drawn = drawn
         self.did: Counter[str] = Counter()
         self._failing = False
+        self._points = -1  # of a backward, before the one that fails; negative: none does
+        self.join(session)
+
+    def join(self, session: Session) -> None:
+        """Goes on with another one."""
+        self._session = session
         # Inside a unit: outside it stage 3 has freed the parameters.
         for block in [module for module in session.model.modules() if type(module) is models.Block]:
             for module in (block.qkv, block.up):
                 module.register_forward_pre_hook(self._in_forward)
                 module.register_forward_hook(self._in_forward)
+            block.project.register_forward_hook(lambda module, args, output: Fragile.apply(output, self))
+            block.down.register_forward_hook(self._hook)
+        parameters = [*session.model.parameters()]
+        for parameter in parameters[::4]:
+            parameter.register_hook(self._at_parameter)  # type: ignore[arg-type]
+        for parameter in parameters[1::4]:
+            parameter.register_post_accumulate_grad_hook(self._at_parameter)
 
     def __deepcopy__(self, memo: object) -> Adversary:
         return self  # of the hooks of a module that is copied
@@ -102,6 +153,21 @@ class Adversary(User):
         self.did["read"] += 1
         self.saw.append(next(module.parameters()).detach().clone())
 
+    def _hook(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda _: self.in_backward("tensor"))  # type: ignore[arg-type,return-value]
+
+    def _at_parameter(self, _: Tensor) -> None:
+        self.in_backward("parameter")
+
+    def in_backward(self, where: str) -> None:
+        """A point at which a backward may fail."""
+        self._points -= self._points >= 0
+        if self._points == 0:
+            self._points = -1
+            self.did[f"broke in a {where}"] += 1
+            raise SurpriseError
+
     @contextmanager
     def surviving(self) -> Iterator[None]:
         """Goes on after a failure of its own."""
@@ -109,6 +175,22 @@ class Adversary(User):
         with suppress(SurpriseError):
             yield
         self._failing = False
+
+    def breaks(self) -> bool:
+        """Whether a backward, which comes next, may fail."""
+        if breaks := self._random.random() < self._drawn.breaks:
+            self._points = self._random.randrange(1, POINTS)
+        return breaks
+
+    def calm(self) -> None:
+        """No backward fails until another one may."""
+        self._points = -1
+
+    def recover(self) -> str:
+        """What it does after a backward that has failed."""
+        does = self._random.choice(["clears", "clears", "goes on", "resumes"])
+        self.did[does] += 1
+        return does
 
     def clip(self, optimizer: torch.optim.Optimizer) -> None:
         bound = 1e-3 if self._random.random() < self._drawn.clipped else 1e9
@@ -125,6 +207,9 @@ class Adversary(User):
                 self._random.choice(gradients).mul_(float("inf"))
 
     def after_step(self) -> None:
+        self._session.engine.end_step(self._drawn.reads)
+        # What only collective calls may read.
+        self._sharded = self._drawn.case.stage == 3 or (self._drawn.shards > 1 and not self._drawn.reads)
         super().after_step()
         for group in self._session.optimizer.param_groups:  # else long runs would end with weights that stand still
             group["lr"] = max(group["lr"], LEAST_RATE)
@@ -135,11 +220,12 @@ class Adversary(User):
         with engine.gathered([parameter], full_precision=full_precision), torch.no_grad():
             parameter.mul_(factor).clamp_(-2, 2)
 
-    def save(self) -> None:
-        """Keeps all that a checkpoint holds."""
-        if self._random.random() < 0.15:
+    def saves(self) -> bool:
+        """Whether it keeps all that a checkpoint holds."""
+        if saves := self._random.random() < 0.15:
             self.did["saved"] += 1
             self.saw += left_after(self._session)
+        return saves
 
 
 def left_after(session: Session) -> list[Tensor]:
@@ -148,47 +234,109 @@ def left_after(session: Session) -> list[Tensor]:
     return left_by(session)
 
 
-def train(drawn: Drawn, executor: Executor, device: torch.device, steps: int) -> tuple[list[Tensor], Counter[str]]:
-    """All that training leaves, and what user code has seen and done."""
-    case = drawn.case
-    session = start(case, executor, device)
-    user = Adversary(drawn, session)
-    engine, optimizers = session.engine, [updater.optimizer for updater in session.engine.updaters]
-    owners = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
-    for step, micro in enumerate(models.make_batches(steps, case.micro, 1, case.seed, flagged=models.by_turns)):
-        turn = optimizers[step % 2 :][:1] if drawn.alternates else optimizers
-        for optimizer, parameters in zip(optimizers, owners, strict=True):
-            for parameter in parameters:
-                parameter.requires_grad_(optimizer in turn)
+class Training:
+    """One training, by an executor; user code may end it, and resume from what was saved last."""
+
+    def __init__(self, drawn: Drawn, executor: Executor, device: torch.device) -> None:
+        self._drawn, self._executor, self._device = drawn, executor, device
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._mesh = Mesh.create(drawn.shards) if self._ranks > 1 else Mesh.single()
+        self._saved: dict[str, Any] = {}
+        self._begin()
+        self.user = Adversary(drawn, self.session)
+        self._save()
+
+    def _begin(self) -> None:
+        case = self._drawn.case
+        self._scaler = DynamicLossScaler(init_scale=2.0**17, window=WINDOW) if case.overflow else None
+        self.session = start(case, self._executor, self._device, mesh=self._mesh, scaler=self._scaler)
+
+    def _save(self) -> None:
+        engine = self.session.engine
+        self._saved = copy.deepcopy({
+            "weights": module_state_dict(engine),
+            "optimizers": [optimizer_state_dict(engine, updater) for updater in engine.updaters],  # type: ignore[arg-type]
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+        })  # fmt: skip
+
+    def _resume(self) -> None:
+        self._begin()
+        engine = self.session.engine
+        load_module_state_dict(engine, self._saved["weights"])
+        for updater, state in zip(engine.updaters, self._saved["optimizers"], strict=True):
+            load_optimizer_state_dict(engine, updater, state)  # type: ignore[arg-type]
+        if self._scaler is not None:
+            self._scaler.load_state_dict(self._saved["scaler"])
+        self.user.join(self.session)
+
+    def step(self, number: int, micro: list[list[Tensor]]) -> None:
+        """One step; it is left out where it resumes in it."""
+        user, optimizers = self.user, [updater.optimizer for updater in self.session.engine.updaters]
+        turn = optimizers[number % 2 :][:1] if self._drawn.alternates else optimizers
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.requires_grad_(optimizer in turn)
         for optimizer in optimizers:
             optimizer.zero_grad()
-        for index, (batch,) in enumerate(micro, start=1):
-            with user.surviving(), engine.forward_context():
-                models.next_token_loss(session.model, batch.to(device))  # a failing one is done again
-            with engine.forward_context():
-                loss = models.next_token_loss(session.model, batch.to(device))
-            driver.backward(engine, loss, last=index == len(micro))
-        user.saw.append(torch.tensor(engine.loss_scale))
+        for index, batches in enumerate(micro, start=1):
+            batch, last = batches[self._mesh.world.rank].to(self._device), index == len(micro)
+            with user.surviving():
+                self._forward(batch)  # a failing one is done again
+            if user.breaks() and not self._survives_backward(batch, last):
+                does = user.recover()
+                if does == "resumes":
+                    self._resume()
+                    return
+                for optimizer in optimizers if does == "clears" else ():
+                    optimizer.zero_grad()
+            driver.backward(self.session.engine, self._forward(batch), last=last)
+        user.saw.append(torch.tensor(self.session.engine.loss_scale))
         user.overflow()
         for optimizer in turn:
             user.clip(optimizer)
             optimizer.step()
-        user.save()
+        if user.saves():
+            self._save()
         user.after_step()
+
+    def _forward(self, batch: Tensor) -> Tensor:
+        with self.session.engine.forward_context():
+            return models.next_token_loss(self.session.model, batch)
+
+    def _survives_backward(self, batch: Tensor, last: bool) -> bool:
+        try:
+            driver.backward(self.session.engine, self._forward(batch), last=last)
+        except SurpriseError:
+            return False
+        finally:
+            self.user.calm()
+        return True
+
+
+def train(drawn: Drawn, executor: Executor, device: torch.device, steps: int) -> tuple[list[Tensor], Counter[str]]:
+    """All that training leaves, and what user code has seen and done."""
+    training, case = Training(drawn, executor, device), drawn.case
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    for step, micro in enumerate(models.make_batches(steps, case.micro, ranks, case.seed, flagged=drawn.flagged)):
+        training.step(step, micro)
+    user = training.user
     user.did["steps"] += steps
-    return [*(seen.cpu() for seen in user.saw), *left_after(session)], user.did
+    return [*(seen.cpu() for seen in user.saw), *left_after(training.session)], user.did
 
 
 def compare(seed: int, steps: int, kind: str) -> Counter[str]:
-    """Trains twice; the second time in the order that the seed draws."""
-    drawn, device, simulated = Drawn.by(seed), torch.device(kind, 0), kind == sim.DEVICE
+    """Trains twice; the second time in the order that the seed draws, another one on each rank."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    drawn, device, simulated = Drawn.by(seed, ranks), torch.device(kind, rank), kind == sim.DEVICE
+    torch.accelerator.set_device_index(rank)
     if simulated:
         torch.accelerator.synchronize()
         sim.install().schedule("eager", 0)
     expected, did = train(drawn, InlineExecutor(), device, steps)
     if simulated:
         torch.accelerator.synchronize()
-        sim.install().schedule(*(("random", seed) if seed % 4 else ("lazy", 0)))
+        sim.install().schedule(*(("random", seed + rank) if seed % 4 else ("lazy", 0)))
     limits = LIMITS[seed % len(LIMITS)]
     late = simulated and random.Random(seed).random() < 0.7
     actual, did_too = train(drawn, (Late if late else StreamExecutor)(device, *limits), device, steps)
@@ -200,31 +348,41 @@ def compare(seed: int, steps: int, kind: str) -> Counter[str]:
     return did
 
 
+BROKEN = ("broke in a function", "broke in a tensor", "broke in a parameter", "clears", "goes on", "resumes")
+
+
 @pytest.mark.slow
 @pytest.mark.device("lazy")
-def test_overlapped_is_inline_whatever_happens(device_pool1: DevicePool) -> None:
-    did, settings = Counter[str](), Counter[str]()
-    for seed in range(SEEDS):
-        did += device_pool1.run(compare, seed, STEPS, device_pool1.where.type)[0]
-        drawn = Drawn.by(seed)
-        settings.update([f"zero{drawn.case.stage}", "alternates" if drawn.alternates else "", drawn.case.model])
-    print(dict(did), dict(settings))
-    assert all(did[what] for what in ("failed", "read", "clipped", "overflowed", "saved"))  # all of it has happened
-    assert all(settings[what] for what in ("zero0", "zero1", "zero2", "zero3", "alternates", "optional"))
+def test_overlapped_is_inline_whatever_happens(device_pool1: DevicePool, device_pool2: DevicePool) -> None:
+    for pool in (device_pool1, device_pool2):
+        did, settings = Counter[str](), Counter[str]()
+        for seed in range(SEEDS[pool.world_size]):
+            did += pool.run(compare, seed, STEPS, pool.where.type)[0]
+            drawn = Drawn.by(seed, pool.world_size)
+            settings.update([f"zero{drawn.case.stage}", "alternates" if drawn.alternates else "", drawn.case.model])
+        print(dict(did), dict(settings))
+        for what in ("failed", "read", "clipped", "overflowed", "saved", *BROKEN):  # all of it has happened
+            assert did[what], (pool.world_size, what)
+        assert all(settings[what] for what in ("zero0", "zero1", "zero2", "zero3", "alternates", "optional"))
 
 
-def run_longer(first: int, seeds: int, steps: int) -> None:
+def run_longer(first: int, seeds: int, steps: int, ranks: int = 1) -> None:
     """Goes on after a seed that fails, and names it."""
-    where.prepare_rank()
+    server = ForkServer()
+    pool = RankPool(ranks, server, timeout=60.0 + 2.0 * steps * ranks, **where.rank_options())
+    simulated = DevicePool(pool, where.Where(sim.DEVICE))
     for seed in range(first, first + seeds):
-        began = time.process_time()
-        with sim.scheduled(sim.LAZY):
-            try:
-                found = str(dict(compare(seed, steps, sim.DEVICE)))
-            except Exception as error:  # noqa: BLE001  (it is printed, and the next seed follows)
-                found = f"FAILED: {type(error).__name__}: {error}"
-        print(f"{seed}: {time.process_time() - began:.1f} s, {found}", flush=True)
+        began = time.monotonic()
+        try:
+            found = str(dict(simulated.run(compare, seed, steps, sim.DEVICE)[0]))
+        except RankError as error:
+            found = f"FAILED: {error}"
+        print(f"{seed}: {time.monotonic() - began:.1f} s, {found}", flush=True)
+    pool.close()
+    server.close()
 
 
 if __name__ == "__main__":
-    run_longer(*map(int, sys.argv[1:]))
+    from device import test_adversarial  # ranks know its functions by this name
+
+    test_adversarial.run_longer(*map(int, sys.argv[1:]))

@@ -61,7 +61,8 @@ def train(make: Callable[[torch.device], Executor], case: Case) -> list[Tensor]:
         with engine.forward_context():
             saw += [session.model.blocks[number].up.weight.detach().clone() for number in reads[rank]]
             loss = forward(session.model, batch.to(device), orders[rank])
-            saw.append(engine.full_param(session.model.blocks[1].up.weight))  # a collective: what is left comes before
+            if len(deferred) != 1:  # a collective: what is left comes before; otherwise when the forward has ended
+                saw.append(engine.full_param(session.model.blocks[1].up.weight))
         assert not any(bucket.deferred for bucket in engine.buckets)
         driver.backward(engine, loss, last=True)
         engine.clip_grad_norm_(session.optimizer, 0.5)

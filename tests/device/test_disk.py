@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from device import sim
 from device.sim import Schedule
+from device.test_overlap import BF16, Case, Late, assert_overlapped_is_inline, start
 from device.test_training import EAGER, LAZY, Digests, digests
+from device.test_update_under_forward import Held, left_by_zeros
 from device.where import DevicePool
+from helpers import models
 from strategy.fits import Recipe, fit
 
+from lightning_zero.engine.shadow import follow
 from lightning_zero.integration.names import STRATEGIES
+from lightning_zero.sharding import BucketPlacement
+from lightning_zero.storage import InlineExecutor
+from lightning_zero.storage.nvme import DiskTensor
 
 RECIPE = Recipe(steps=3, micro=2, optimizer="adamw")
 SEEDS = 10
@@ -57,3 +66,53 @@ def test_state_on_a_disk_gives_the_bits_of_state_in_host_memory(
     found = pool.run(train, disk, precision, optimizer, schedules)[0]
     wrong = [str(schedule) for schedule, actual in zip(schedules, found, strict=True) if actual != expected]
     assert not wrong
+
+
+CASES = [
+    Case(2, micro=2, native="off"),
+    Case(1, precision=BF16, split=True),
+    Case(3, micro=2, precision=BF16, prefetch_mb=1.0),
+    Case(3),
+]
+
+
+@pytest.mark.device("lazy")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_overlapped_is_inline(device: torch.device, tmp_path: Path, case: Case) -> None:
+    """With gradients on the disk, and at stage 3 parameters."""
+    assert_overlapped_is_inline(dataclasses.replace(case, disk=tmp_path), device, (500, 2000))
+
+
+@pytest.mark.device("lazy")
+def test_gradients_that_an_update_reads_are_not_overwritten(device: torch.device, tmp_path: Path) -> None:
+    """Nor are tiles of them let go in another thread."""
+    left = [left_by_zeros(Case(2, disk=tmp_path), executor, device) for executor in (InlineExecutor(), Late(device))]
+    assert all(map(torch.equal, *left))
+
+
+@pytest.mark.device("lazy")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_parameters_are_fetched_when_nobody_else_reads_them(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """An average, in another thread; also those that are fetched long before their unit needs them."""
+    monkeypatch.setattr(BucketPlacement, "tiles_ahead", lambda placement, dtype: int(ahead))
+    executor, expect, seen = Held(device), DiskTensor.expect, list[bool]()
+    session = start(Case(3, disk=tmp_path), executor, device, models.TinyTransformer(depth=4))
+    later, shadow = session.engine.bucket_of(session.model.blocks[2].down.weight), session.engine.make_shadow()
+    assert later is not None
+    assert len(shadow.shards) == len(session.engine.buckets)  # and what they begin with has come
+    executor.word = f"the second values of {later.name}"
+    shadow.update(follow)
+
+    def noted(tensor: DiskTensor, start: int, stop: int) -> None:
+        if tensor is later.shard:
+            seen.append(executor.gate.is_set())
+        expect(tensor, start, stop)
+
+    monkeypatch.setattr(DiskTensor, "expect", noted)
+    threading.Timer(0.3, executor.gate.set).start()
+    with torch.no_grad(), session.engine.forward_context():
+        session.model(torch.zeros(2, 4, dtype=torch.long, device=device))
+    assert seen
+    assert all(seen)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import random
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +22,18 @@ from torch import Tensor, nn
 import lightning_zero
 from lightning_zero.engine import Engine
 from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardingPolicy
-from lightning_zero.storage import DeviceStore, Executor, HostStore, InlineExecutor, Lane, StreamExecutor, Ticket
+from lightning_zero.storage import (
+    DeviceStore,
+    DiskStore,
+    Executor,
+    HostStore,
+    InlineExecutor,
+    Lane,
+    StreamExecutor,
+    TensorStore,
+    Ticket,
+)
+from lightning_zero.storage.run_folder import RunFolder
 from lightning_zero.storage.streams import _Work
 from lightning_zero.update import DynamicLossScaler, make_updater
 from lightning_zero.update.updaters import NativeOptimizer
@@ -29,6 +42,7 @@ FP32 = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(torch.bfloat16, keep_norms=False)
 FP16 = MixedPrecisionPolicy(torch.float16, keep_norms=False)
 STEPS = 4
+RUNS = itertools.count()
 LIMITS = [(64 << 20, 64 << 20), (500, 2000), (0, 0)]  # bytes in flight and of staging memory
 
 
@@ -49,6 +63,7 @@ class Case:
     optimizers: int = 1  # each has a part of the parameters; they step one after another
     fraction: float = 1.0  # that is offloaded
     edits: bool = True  # whether user code changes 16-bit parameters in place
+    disk: Path | None = None  # a folder in which state and gradients rest, and at stage 3 parameters
 
     def __str__(self) -> str:
         dtype = str(self.precision.param_dtype or torch.float32).removeprefix("torch.")
@@ -131,11 +146,21 @@ def start(
     **options: Any,
 ) -> Session:
     on_device = DeviceStore(device)
-    store = HostStore(pin_for=device) if case.host else on_device
+    store: TensorStore = HostStore(pin_for=device) if case.host else on_device
+    if case.disk is not None:
+        store = DiskStore.in_folder(RunFolder(case.disk, f"run{next(RUNS)}", 0), executor, 1, pin_for=device)
     params = store if case.stage == 3 else on_device
     policy = ShardingPolicy.from_stage(case.stage)
     placement = BucketPlacement(
-        mesh or Mesh.single(), policy, case.precision, device, store, params, executor, offload_fraction=case.fraction
+        mesh or Mesh.single(),
+        policy,
+        case.precision,
+        device,
+        store,
+        params,
+        executor,
+        offload_fraction=case.fraction,
+        gradients_rest=case.disk is not None,
     )
     model = model or models.make_model(case.model)
     make = lightning_zero.CPUAdamW if case.split else torch.optim.AdamW
@@ -144,8 +169,8 @@ def start(
     parts = [parameters[number :: case.optimizers] for number in range(case.optimizers)]  # of the same buckets
     optimizers = [make(part, lr=1e-2, **layout) for part in parts]
     scaler = DynamicLossScaler(init_scale=2.0**17) if case.overflow else None
-    options = {"bucket_size_mb": 0.0003, "check_steps": 0, "prefetch_mb": case.prefetch_mb} | options
-    engine = Engine(model, placement, scaler=scaler, **options)
+    options = {"bucket_size_mb": 0.0003, "check_steps": 0, "prefetch_mb": case.prefetch_mb, "scaler": scaler} | options
+    engine = Engine(model, placement, **options)
     engine.attach([make_updater(optimizer, engine, case.native) for optimizer in optimizers])
     return Session(model, engine, optimizers[0], engine.updaters[0])
 
@@ -244,9 +269,9 @@ def left_by(session: Session) -> list[Tensor]:
         return [tensor.cpu().clone() for tensor in left]
 
 
-def assert_overlapped_is_inline(case: Case, device: torch.device) -> None:
+def assert_overlapped_is_inline(case: Case, device: torch.device, limits: tuple[int, int] | None = None) -> None:
     expected = train(case, InlineExecutor(), device)
-    limits = LIMITS[(case.seed + CASES.index(dataclasses.replace(case, seed=0))) % len(LIMITS)]
+    limits = limits or LIMITS[(case.seed + CASES.index(dataclasses.replace(case, seed=0))) % len(LIMITS)]
     executor = Late(device, *limits) if device.type == sim.DEVICE else StreamExecutor(device, *limits)
     actual = train(case, executor, device)
     assert len(actual) == len(expected)

@@ -80,6 +80,9 @@ def test_a_tensor_of_the_device_is_worked_on_a_tile_at_a_time(device: torch.devi
 
     executor.submit(twice, Lane.HOST, "a").wait()
     assert values[:256].cpu().eq(40).all()
+    tile = tensor.view(0, 256)
+    tensor.commit(0, 256, after=[executor.commit(tile, torch.full_like(values[:256], 41), "a")])
+    assert values[:256].cpu().eq(41).all()
     assert executor.staged_bytes <= SMALL + 512
     assert not executor.blocked
 

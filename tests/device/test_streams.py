@@ -38,6 +38,10 @@ def test_work_follows_what_it_comes_after(device: torch.device) -> None:
     more = executor.receive(torch.full((N,), 0.5, device=device), arrived.add_, "a", after=[doubled, fetched])
     executor.commit(again, back, "a", after=[fetched]).synchronize()
     assert again.eq(6).all()
+    came = executor.commit(again, torch.full((N,), 0.25, device=device), "a")
+    narrow = torch.zeros(N, dtype=torch.bfloat16, device=device)
+    executor.fetch(narrow, again, "a", after=[came]).wait()  # converted by the host
+    assert narrow.cpu().eq(0.25).all()
     more.synchronize()
     assert arrived.eq(6.5).all()
     assert not executor.blocked
@@ -114,7 +118,7 @@ def test_what_a_job_submits_follows_what_it_has_waited_for(device: torch.device)
 
 
 @pytest.mark.device("lazy")
-def test_a_copy_in_one_memory_follows_what_it_comes_after(device: torch.device) -> None:
+def test_a_copy_follows_what_it_comes_after_in_one_memory_and_between_two(device: torch.device) -> None:
     executor, store = StreamExecutor(device), DeviceStore(device)
     policy = ShardingPolicy.from_stage(2)
     placement = BucketPlacement(Mesh.single(), policy, MixedPrecisionPolicy(), device, store, store, executor)
@@ -122,6 +126,10 @@ def test_a_copy_in_one_memory_follows_what_it_comes_after(device: torch.device) 
     came = executor.fetch(there, host(device, 7), "a")
     placement.move(target, there, ("device", "device"), "a", after=[came])
     assert target.cpu().eq(7).all()
+    passing = host(device)
+    left = placement.move(passing, torch.full((N,), 8.0, device=device), ("device", "host"), "a")
+    placement.move(target, passing, ("host", "device"), "a", after=[left]).wait()
+    assert target.cpu().eq(8).all()
 
 
 @pytest.mark.device("lazy", "random1", "random4")
@@ -143,6 +151,32 @@ def test_a_gradient_is_written_to_a_disk_when_it_has_come(device: torch.device, 
         gradient.add(values.to(device))
         assert gradient.read(0, len(values)).equal(times * values)
     assert (gradient.memory, gradient.nbytes) == ("disk", values.nbytes)
+
+
+@pytest.mark.device("lazy")
+def test_gradients_that_were_cleared_stay_until_they_have_been_read(device: torch.device) -> None:
+    """By an update; the next one finds zeros."""
+    executor, store, values = StreamExecutor(device), HostStore(pin_for=device), torch.arange(5.0)
+    policy = ShardingPolicy.from_stage(2)
+    parameters = DeviceStore(device)
+    placement = BucketPlacement(
+        Mesh.single(), policy, MixedPrecisionPolicy(), device, store, parameters, executor
+    )  # fmt: skip
+    gradient, seen = ShardedGradient("a", len(values), placement, []), list[Tensor]()
+    gradient.add(values.to(device))
+    lent, begins = gradient.lend(), threading.Event()
+
+    def update() -> None:
+        assert begins.wait(10)
+        seen.append(lent.read(0, len(values)).clone())
+
+    gradient.lent_to(executor.submit(update, Lane.HOST, "an update"))
+    gradient.clear()
+    threading.Timer(0.2, begins.set).start()
+    assert not gradient.lend().read(0, len(values)).any()
+    begins.set()
+    executor.submit(lambda: None, Lane.HOST, "what follows").synchronize()
+    assert seen[0].equal(values)
 
 
 @pytest.mark.device("lazy", "random1", "random4")

@@ -21,13 +21,16 @@ from engine.driver import Session
 from helpers import models
 from strategy.fits import Lit, Recipe, make_trainer
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.checkpoint.shards import masters
+from lightning_zero.checkpoint.state import module_state_dict, optimizer_state_dict
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.sharding import BucketState
 from lightning_zero.sharding.freed import MarkedParameter
 from lightning_zero.sharding.pending import PendingParameter
-from lightning_zero.storage import DeviceStore, HostStore, InlineExecutor, Lane, StreamExecutor, Ticket
+from lightning_zero.storage import DeviceStore, Executor, HostStore, InlineExecutor, Lane, StreamExecutor, Ticket
 from lightning_zero.update import ShardUpdater
 from lightning_zero.update.view import UpdateView
 
@@ -229,20 +232,23 @@ def test_whoever_reads_a_parameter_waits_for_its_update(device: torch.device) ->
     assert not wrong
 
 
+def left_by_zeros(case: Case, executor: Executor, device: torch.device) -> list[Tensor]:
+    """Of a step, when other gradients have come before anybody has waited for it."""
+    session = start(case, executor, device)
+    backward(session, device)
+    session.optimizer.step()
+    session.optimizer.zero_grad()
+    session.engine.flush()  # of what has no gradient: zeros
+    torch.accelerator.synchronize()  # they have come, whatever the host does
+    session.engine.await_updates()
+    return left_by(session)
+
+
 @pytest.mark.device("lazy")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_gradients_that_an_update_reads_are_not_overwritten(device: torch.device, stage: int) -> None:
     """Nor by a backward of which no forward has waited for the update."""
-    left = []
-    for executor in (InlineExecutor(), Late(device)):
-        session = start(Case(stage), executor, device)
-        backward(session, device)
-        session.optimizer.step()
-        session.optimizer.zero_grad()
-        session.engine.flush()  # of what has no gradient: zeros
-        torch.accelerator.synchronize()  # they have come, whatever the host does
-        session.engine.await_updates()
-        left.append(left_by(session))
+    left = [left_by_zeros(Case(stage), executor, device) for executor in (InlineExecutor(), Late(device))]
     assert all(map(torch.equal, *left))
 
 
@@ -297,17 +303,51 @@ def load_after_averages(session: Session) -> list[Tensor]:
     return [second.clone() for shadow in shadows for second in shadow.shards]
 
 
-ACTS = [read_state, load_state, clear_state, make_average, swap_average, load_after_averages]
+def load_average(session: Session) -> list[Tensor]:
+    shadow, bucket = session.engine.make_shadow(), session.engine.buckets[0]
+    shadow.load(bucket, 0, torch.zeros(bucket.parameters[0].shape))
+    return [second.clone() for second in shadow.shards]
+
+
+def edit(session: Session) -> list[Tensor]:
+    """A parameter, in place."""
+    first = next(session.model.parameters())
+    with session.engine.gathered([first]), torch.no_grad():
+        first.mul_(2)
+    return []
+
+
+def read_lazily(session: Session) -> list[Tensor]:
+    """What was made before another step, and gathers values when they are read."""
+    engine = session.engine
+    states = module_state_dict(engine), optimizer_state_dict(engine, session.updater)
+    backward(session, engine.placement.device)
+    session.optimizer.step()
+    pieces = [values.gather_piece(0) for values in masters(engine, None)]
+    return [*pieces, *(leaf for leaf in tree_leaves(copy.deepcopy(states)) if isinstance(leaf, Tensor))]
+
+
+ACTS = [
+    read_state,
+    load_state,
+    clear_state,
+    make_average,
+    swap_average,
+    load_average,
+    load_after_averages,
+    edit,
+    read_lazily,
+]
 
 
 @pytest.mark.device("lazy")
-@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize(("act", "stage"), [*((act, 2) for act in ACTS), (edit, 3), (read_lazily, 3)])
 def test_what_is_done_with_state_and_masters_comes_after_the_update(
-    device: torch.device, act: Callable[[Session], list[Tensor]]
+    device: torch.device, act: Callable[[Session], list[Tensor]], stage: int
 ) -> None:
     left = []
     for executor in (InlineExecutor(), Late(device)):
-        session = start(Case(2), executor, device)
+        session = start(Case(stage), executor, device)
         backward(session, device)
         session.optimizer.step()
         seen = act(session)

@@ -292,8 +292,9 @@ def test_work_follows_what_it_comes_after(make: Callable[[], Executor]) -> None:
     first = executor.commit(staged, source, "a")
     second = executor.submit(lambda: staged.mul_(2), Lane.HOST, "a", after=[first])
     third = executor.fetch(arrived, staged, "a", after=[second])
-    executor.commit(back, arrived, "a", after=[third, DONE]).wait()
-    assert back.tolist() == [0.0, 2.0, 4.0, 6.0]
+    fourth = executor.receive(torch.ones(4), arrived.add_, "a", after=[third])
+    executor.commit(back, arrived, "a", after=[fourth, DONE]).wait()
+    assert back.tolist() == [1.0, 3.0, 5.0, 7.0]
 
 
 def fail() -> None:

@@ -141,17 +141,38 @@ def test_a_tile_is_fetched_again_after_its_write(tmp_path: Path, monkeypatch: py
         assert held.came == [False]
 
 
-def test_a_tile_is_written_after_its_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where nobody has waited for that to see it."""
+@pytest.mark.parametrize("blank", [False, True])
+def test_a_tile_is_written_after_its_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blank: bool) -> None:
+    """Also where nobody has waited for that to see it, and where other memory is written."""
     store = make_store(tmp_path)
     tensor, values = filled(store)
     contents(tensor)
     with monkeypatch.context() as patch:
         held = Held(patch, "read", "write", 0.2)
         tensor.expect(0, TILE)
+        if blank:
+            values[:TILE] = 1.0
+            tensor.open(0, TILE, blank=True)[0].fill_(1.0)
         tensor.commit(0, TILE)
         assert torch.equal(contents(tensor), values)
     assert held.came[0] is False
+
+
+def test_memory_that_was_let_go_is_given_out_when_what_was_on_its_way_has_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(tmp_path)
+    tensor, _ = filled(store)
+    contents(tensor)
+    while store.staged_bytes < min(BUFFER, store.opened.given):
+        store.take(TILE * 4)  # all of it is in use
+    with monkeypatch.context() as patch:
+        Held(patch, "read", "write", 0.2)
+        tensor.expect(0, TILE)
+        tensor.drop(0, TILE)
+        memory = store.take(TILE * 4).tensor.fill_(7)
+        tensor.read(TILE, 2 * TILE)  # after what was on its way
+        assert memory.eq(7).all()
 
 
 def test_what_was_never_written_is_zeros_and_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
