@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from lightning_zero.planning.account import Bytes
 from lightning_zero.planning.devices import USABLE, Machine
 from lightning_zero.planning.memory import Setting
-from lightning_zero.planning.plan import Plan
+from lightning_zero.planning.plan import BucketPlan, Plan
 
 _SHORT = 1e-5  # seconds, in which little more than a kernel or two can be started
 _MASTER = 4  # bytes of an element of a master, whole
@@ -129,10 +129,12 @@ def times_of(plan: Plan, setting: Setting, flops: float, wide: bool, machine: Ma
 def disk_bytes(plan: Plan) -> int:
     """Bytes that a step reads from a disk and writes to it: what an update changes once each, and gradients.
 
-    At stage 3 parameters are read by each pass, too, beside what is computed then.
+    Parameters that have masters beside them it only writes. At stage 3 they are read by each pass, too, beside what is
+    computed then.
     """
     gradients = sum(bucket.sharded_gradient.disk for bucket in plan.buckets)
-    return 2 * (plan.held.disk - gradients) + plan.summed
+    written = sum(bucket.param_shards.disk for bucket in plan.buckets if _has_master(bucket))
+    return 2 * (plan.held.disk - gradients) - written + plan.summed
 
 
 def update_bytes(plan: Plan, setting: Setting) -> tuple[int, int]:
@@ -146,8 +148,7 @@ def update_bytes(plan: Plan, setting: Setting) -> tuple[int, int]:
         if not _anywhere(bucket.sharded_gradient):
             continue
         numel = bucket.padded_numel // setting.shard_size
-        # Without a master of their own, or as the high half of one, parameters are read too.
-        passes = 1 if _anywhere(bucket.masters) >= _MASTER * numel else 2
+        passes = 1 if _anywhere(bucket.masters) >= _MASTER * numel else 2  # as in `_has_master`
         state = _anywhere(bucket.masters) + _anywhere(bucket.optimizer_state)
         nbytes = _anywhere(bucket.sharded_gradient) + 2 * state + passes * numel * bucket.dtype.itemsize
         if bucket.sharded_gradient.device:
@@ -155,6 +156,11 @@ def update_bytes(plan: Plan, setting: Setting) -> tuple[int, int]:
         else:
             on_host += nbytes
     return on_device, on_host
+
+
+def _has_master(bucket: BucketPlan) -> bool:
+    """Whether a bucket's shard on a disk is not read by its update: it is no master of its own, nor half of one."""
+    return _anywhere(bucket.masters) * bucket.dtype.itemsize >= _MASTER * _anywhere(bucket.param_shards)
 
 
 def _anywhere(amount: Bytes) -> int:

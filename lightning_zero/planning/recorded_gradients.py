@@ -9,7 +9,7 @@ from lightning_zero.planning.account import NOTHING, Account, Bytes
 from lightning_zero.planning.lanes import RecordedLanes, RecordedTensor
 from lightning_zero.sharding.forms import BucketForm
 from lightning_zero.sharding.reduction import Reduction
-from lightning_zero.sharding.sharded_gradient import sharded_gradient_dtype
+from lightning_zero.sharding.sharded_gradient import notes_squares, sharded_gradient_dtype
 from lightning_zero.storage import Lane, device_type
 from lightning_zero.storage.disk_file import aligned
 from lightning_zero.storage.nvme import tiles_at_work
@@ -105,7 +105,8 @@ class RecordedGradients(Reduction[RecordedTensor]):
         if not self._empty and store.device != self._placement.device:
             self._lanes.stage(Lane.D2H, shard.nbytes)  # moved, then added
         alone = device_type(self._placement.device).shares_host_memory
-        self.known_squares = self._empty and store.as_on_host and not alone
+        leaves = notes_squares(placement, self._sharded.dtype) and not summed
+        self.known_squares = self._empty and ((store.as_on_host and not alone) or leaves)
         self._move_tiles(reads=not self._empty)
         moved = (self._sharded if self._empty else shard).nbytes  # it is converted before, or when it is added
         self._empty = False

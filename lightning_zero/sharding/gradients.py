@@ -60,7 +60,7 @@ class BucketGradients(Reduction[Tensor]):
         super().__init__(bucket.dtype, placement)
         self.bucket = bucket
         self.timers = placement.mesh.timers
-        self.sharded = ShardedGradient(bucket.name, layout.shard_numel, placement, bucket.segments)
+        self.sharded = ShardedGradient(bucket.name, layout.shard_numel, placement, bucket.segments, layout.align - 1)
         self.received = [False] * len(bucket.parameters)
         self._cleared: set[int] = set()  # parameters whose gradients were cleared since the last one arrived
 

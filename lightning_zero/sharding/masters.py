@@ -6,6 +6,7 @@ Updaters read and write a shard's values through a master and never touch its te
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import NamedTuple, Protocol
@@ -79,8 +80,14 @@ class Master(Protocol):
     @property
     def in_shard(self) -> bool: ...
 
-    def expect(self, start: int, stop: int) -> None:
-        """Begin to fetch what an update of ``[start, stop)`` needs."""
+    def expect(self, start: int, stop: int, complete: bool = False) -> None:
+        """Begin to fetch what an update of ``[start, stop)`` needs.
+
+        Args:
+            start: first element.
+            stop: the one after the last.
+            complete: whether the update changes everything there, with the whole tiles around, but for padding.
+        """
         ...
 
     def commit(self, start: int, stop: int) -> None:
@@ -211,7 +218,7 @@ class NoMaster:
     def tile(self) -> int | None:
         return self._shard.tile
 
-    def expect(self, start: int, stop: int) -> None:
+    def expect(self, start: int, stop: int, complete: bool = False) -> None:
         self._shard.expect(start, stop)
 
     def commit(self, start: int, stop: int) -> None:
@@ -251,7 +258,7 @@ class _Kept:
         self._copies = {}
 
 
-class _RestedMaster:
+class _RestedMaster(ABC):
     """A master whose tensors rest in the optimizer's store.
 
     Attributes:
@@ -290,9 +297,14 @@ class _RestedMaster:
     def published(self) -> int | None:
         return self._home.published(self._shard)
 
-    def expect(self, start: int, stop: int) -> None:
-        for tensor in (*self.rested, self._shard):
+    @property
+    @abstractmethod
+    def in_shard(self) -> bool: ...
+
+    def expect(self, start: int, stop: int, complete: bool = False) -> None:
+        for tensor in self.rested:
             tensor.expect(start, stop)
+        self._shard.expect(start, stop, blank=complete and not self.in_shard)  # else it is only written
 
     def commit(self, start: int, stop: int) -> None:
         for tensor in (*self.rested, self._shard):

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.sharding.layout import Segment
+from lightning_zero import ops
+from lightning_zero.sharding.layout import Segment, runs
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.storage import DONE, Lane, Memory, Rested, Ticket, device_type
 from lightning_zero.storage.rested import Resident, keep, nbytes_of, pieces
@@ -31,6 +32,11 @@ def sharded_gradient_dtype(fixed: torch.dtype | None, values: torch.dtype, summe
             there need not be written again in another dtype then.
     """
     return fixed or (torch.promote_types(values, torch.float32) if summed else values)
+
+
+def notes_squares(placement: BucketPlacement, dtype: torch.dtype) -> bool:
+    """Whether the squares of a gradient of ``dtype`` are summed on its way from the memory of a CPU rank to a disk."""
+    return placement.rests_gradients and ops.runs_on(placement.device) and dtype != torch.float64
 
 
 class LentGradient(NamedTuple):
@@ -70,15 +76,20 @@ class ShardedGradient:
             is not. ``None``: nobody knows them without reading the values. They are noted when values leave for host
             memory, so that nobody waits for their arrival to know the norm, and when others do.
 
+    What leaves the memory of CPU ranks for a disk need not be read for its norm either: see :meth:`squares_of`.
+
     Args:
         name: of the bucket.
         numel: length of the shard.
         placement: where the values rest, and in which dtype: a fixed one, or that of what arrives, raised to fp32 by a
             second arrival.
         segments: of the shard.
+        gap: segments at most this far apart are summed together; see :func:`~lightning_zero.sharding.layout.runs`.
     """
 
-    def __init__(self, name: str, numel: int, placement: BucketPlacement, segments: Sequence[Segment]) -> None:
+    def __init__(
+        self, name: str, numel: int, placement: BucketPlacement, segments: Sequence[Segment], gap: int = 0
+    ) -> None:
         self._name = name
         self._numel = numel
         self._placement = placement
@@ -87,7 +98,9 @@ class ShardedGradient:
         self._values: Rested | None = None  # 1-D
         self._empty = True
         self.squares: Tensor | None = None
+        self._noted: dict[tuple[int, int], float] = {}  # sums of squares by range of the shard
         self._segments = segments
+        self._gap = gap
         self._arriving = DONE  # the last work on `values` in memory, which nobody has waited for
         self._lent_to = DONE  # the last work that reads them, likewise
 
@@ -101,7 +114,7 @@ class ShardedGradient:
         placement, again = self._placement, not self._empty
         summed = again or (more and placement.rests_gradients)
         held = self._ensure(sharded_gradient_dtype(self._fixed_dtype, values.dtype, summed))
-        self.squares = None
+        self._forget_squares()
         # Alike in all places of an engine: the norm does not depend on which buckets are in which.
         if (
             not again
@@ -113,6 +126,8 @@ class ShardedGradient:
             parts = [kept[segment.start : segment.stop] for segment in self._segments]
             self.squares = torch.stack(norms_of_each(parts)).square_()
         if held.tile is not None:
+            if not summed and notes_squares(placement, held.dtype):
+                self._note_squares(values, held.dtype)
             self._arrive()  # the update that reads tiles of it, in its own thread
         before, work = (self._arriving, self._lent_to), DONE
         for low, high in self._in_turn(held, 0, self._numel, fetched=again):
@@ -176,7 +191,7 @@ class ShardedGradient:
     def change(self, start: int, stop: int, function: Callable[[Tensor], object]) -> None:
         """Call a function that changes values in place, element by element, with parts of ``[start, stop)``."""
         self._arrive()
-        self.squares = None
+        self._forget_squares()
         held = self._filled()
         for low, high in self._in_turn(held, start, stop):
             function(held.view(low, high))
@@ -184,7 +199,7 @@ class ShardedGradient:
 
     def keep(self, start: int, values: Tensor) -> None:
         """Keep what was changed in what :meth:`read` has given, of elements from ``start`` on; nothing came since."""
-        self.squares = None
+        self._forget_squares()
         keep(self._filled(), start, values)
 
     @property
@@ -206,7 +221,26 @@ class ShardedGradient:
     def clear(self) -> None:
         """Forget the values; the room is kept for the next step, which what still arrives there comes before."""
         self._empty = True
-        self.squares = None
+        self._forget_squares()
+
+    def squares_of(self, start: int, stop: int) -> float | None:
+        """The sum of squares of ``[start, stop)`` as ``ops.sum_of_squares`` has it; ``None``: it was not noted."""
+        return self._noted.get((start, stop))
+
+    def _note_squares(self, values: Tensor, dtype: torch.dtype) -> None:
+        """Of what ``dtype`` keeps of values, by the ranges that are summed where one optimizer has all parameters."""
+        exact = torch.promote_types(values.dtype, dtype) == dtype
+        for run in runs(self._segments, lambda _: True, gap=self._gap):
+            part = values[run.start : run.stop]
+            if exact:
+                total = ops.sum_of_squares(part)
+            else:
+                total = ops.sum_of_squares_in_pieces(piece.to(dtype) for piece in part.split(ops.SQUARES_PIECE))
+            self._noted[run.start, run.stop] = total
+
+    def _forget_squares(self) -> None:
+        """The values are others from now on."""
+        self.squares, self._noted = None, {}
 
     @property
     def empty(self) -> bool:

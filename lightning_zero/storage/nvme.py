@@ -2,14 +2,15 @@
 
 Reads and writes are jobs in lanes of their own, so that one tile is fetched while another is written. A tile that is
 fetched again waits for the write that was to keep it; one is written after its fetch. A CRC-32 of each tile is known
-from when it was written, and verified when it is fetched. What was never written is zeros and is not read.
+from when it was written, and verified when it is fetched. A tile of zeros is neither written nor read: so are all from
+the start, gradients of what no rank has used, and state that has not moved.
 """
 
 from __future__ import annotations
 
 import errno
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from lightning_zero.storage.windowed import Window, Windowed
 _LEAST_TILE, _LARGEST_TILE = 1 << 12, 1 << 20  # elements; of the least, one byte each fills a page
 _IN_FLIGHT = 3  # tiles of one bucket: one is fetched, one updated, one written
 _AT_WORK = 10  # tiles: two of a master, of two moments and of parameters in an update, and two that are gathered
+_PROBED = 64  # bytes
 _TYPICAL_ITEMSIZE = 16  # bytes per element: fp32 masters and three states of their size
 
 
@@ -211,7 +213,7 @@ class DiskStore:
     def _load(self, tensor: DiskTensor, first: int, memory: Tensor) -> None:
         self.check()  # again: it may have waited for long
         tiles = list(tensor.tiles_in(first, memory))
-        for start, stop in _written(tensor, first, len(tiles)):
+        for start, stop in _runs_of(tensor.sums, first, len(tiles)):
             begin, end = tensor.offset_of(first + start), start * tensor.tile_bytes
             part = memory[end : stop * tensor.tile_bytes]
             self.opened.read(part, begin, tensor.what)
@@ -230,21 +232,34 @@ class DiskStore:
 
     def _keep(self, tensor: DiskTensor, first: int, memory: Tensor) -> None:
         self.check()
-        tiles = tensor.tiles_in(first, memory)
-        sums = {n: crc32(tile.numpy().data) if self._checksums else 0 for n, tile in enumerate(tiles, first)}
+        tiles = [*tensor.tiles_in(first, memory)]
+        sums = {
+            n: crc32(tile.numpy().data) if self._checksums else 0
+            for n, tile in enumerate(tiles, first)
+            if not _is_zeros(tile)
+        }
         try:
-            self.opened.write(memory, tensor.offset_of(first), tensor.what)
+            for start, stop in _runs_of(sums, first, len(tiles)):
+                part = memory[start * tensor.tile_bytes : stop * tensor.tile_bytes]
+                self.opened.write(part, tensor.offset_of(first + start), tensor.what)
         except DiskError as error:
             self._failed = error
             raise
+        for number in range(first, first + len(tiles)):
+            tensor.sums.pop(number, None)
         tensor.sums |= sums
 
 
-def _written(tensor: DiskTensor, first: int, count: int) -> Iterator[tuple[int, int]]:
-    """Runs of tiles that were written, counted from ``first`` on."""
+def _is_zeros(tile: Tensor) -> bool:
+    """Whether all its bytes are zeros: of few others are the first ones."""
+    return not tile[:_PROBED].any() and not tile.any()
+
+
+def _runs_of(chosen: Container[int], first: int, count: int) -> Iterator[tuple[int, int]]:
+    """Runs of those of ``count`` tiles from ``first`` on that are chosen, counted from there."""
     start = None
     for number in range(count + 1):
-        written = number < count and first + number in tensor.sums
+        written = number < count and first + number in chosen
         if written and start is None:
             start = number
         elif not written and start is not None:
@@ -253,11 +268,11 @@ def _written(tensor: DiskTensor, first: int, count: int) -> Iterator[tuple[int, 
 
 
 class DiskTensor(Windowed):
-    """A tensor that rests on a disk: zeros until it is written; see :class:`~lightning_zero.storage.rested.Rested`.
+    """A tensor that rests on a disk, zeros at first; see :class:`~lightning_zero.storage.rested.Rested`.
 
     Attributes:
         what: it is, for messages.
-        sums: checksums of the tiles that were written, by their number.
+        sums: checksums of the tiles that are not zeros, and lie in the file, by their number.
         tile_bytes: of all tiles but the last one, which may be shorter.
 
     Args:

@@ -49,8 +49,15 @@ class Rested(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def expect(self, start: int, stop: int) -> None:
-        """Begin to fetch what :meth:`view` will be asked for, up to :meth:`commit`."""
+    def expect(self, start: int, stop: int, blank: bool = False) -> None:
+        """Begin to fetch what :meth:`view` will be asked for, up to :meth:`commit`.
+
+        Args:
+            start: first element.
+            stop: the one after the last.
+            blank: what is there does not matter: of it, with the whole tiles around, all but padding will be
+                overwritten. It need not be fetched.
+        """
         ...
 
     def holds(self, start: int, stop: int) -> bool:
@@ -129,7 +136,7 @@ class Resident:
     def dtype(self) -> torch.dtype:
         return self._values.dtype
 
-    def expect(self, start: int, stop: int) -> None:
+    def expect(self, start: int, stop: int, blank: bool = False) -> None:
         """Nothing to fetch."""
 
     def holds(self, start: int, stop: int) -> bool:

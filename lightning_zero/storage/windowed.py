@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_zero.storage.executor import Staged, Ticket
+from lightning_zero.storage.executor import DONE, Staged, Ticket
 
 
 @dataclass(eq=False)
@@ -52,8 +52,13 @@ class Windowed(ABC):
     def commit(self, start: int, stop: int, after: Sequence[Ticket] = ()) -> None:
         """See :class:`~lightning_zero.storage.rested.Rested`."""
 
-    def expect(self, start: int, stop: int) -> None:
-        self._window(start, stop)
+    def expect(self, start: int, stop: int, blank: bool = False) -> None:
+        if not blank:
+            self._window(start, stop)
+        elif not self.holds(start, stop):
+            window = self._renewed(start, stop)
+            if window.arrived is DONE:  # nothing was fetched
+                window.values.zero_()  # of padding nothing else is written
 
     def holds(self, start: int, stop: int) -> bool:
         return self._held(start, stop) is not None

@@ -370,9 +370,12 @@ def _squares_of(gradients: BucketGradients, owners: dict[int, tuple[int, ...]]) 
         return owners.get(id(bucket.parameters[segment.param]))
 
     for run in runs(bucket.segments, owners_of, gap=bucket.layout.align - 1):
-        if sharded.in_tiles and sharded.dtype != torch.float64:
+        total: Tensor | float
+        if (noted := sharded.squares_of(run.start, run.stop)) is not None:
+            total = noted
+        elif sharded.in_tiles and sharded.dtype != torch.float64:
             parts = sharded.read_pieces(run.start, run.stop, ops.SQUARES_PIECE)
-            total: Tensor | float = ops.sum_of_squares_in_pieces(parts)
+            total = ops.sum_of_squares_in_pieces(parts)
         else:
             total = _sum_of_squares(sharded.read(run.start, run.stop), as_on_host)
         for number in owners_of(run.segments[0]) or ():

@@ -80,6 +80,7 @@ class StepUpdates:
         return UpdateView(
             self._taken,
             segments,
+            len(segments) == len(bucket.segments),
             bucket.master,
             self._map.gradients_of(bucket).sharded.lend(),
             self._updater.own_state(bucket),

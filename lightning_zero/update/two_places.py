@@ -87,7 +87,8 @@ class TwoPlacesUpdater(WholeUpdater):
             return
         apart = self._apart(view.segments, view.groups, view.parameters, view.master.dtype)
         if len(apart) < len(view.segments):
-            super().update(replace(view, segments=[segment for segment in view.segments if segment not in apart]))
+            here = [segment for segment in view.segments if segment not in apart]
+            super().update(replace(view, segments=here, complete=not apart and view.complete))
         if apart:
             _Rounds(view, view.state, self._step, _batches(apart, view.groups)).run()
 

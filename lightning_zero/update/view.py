@@ -30,6 +30,7 @@ class UpdateView:
     Attributes:
         optimizer: its class, attributes and groups, as :func:`~lightning_zero.update.shell.snapshot` took them.
         segments: those to update, in ascending order; all belong to the updater's optimizer.
+        complete: whether they are all that there are in the shard.
         master: the values to update, by range of the shard.
         gradient: the averaged gradients, by range of the shard.
         state: the optimizer's, of the segments.
@@ -46,6 +47,7 @@ class UpdateView:
 
     optimizer: Optimizer
     segments: Sequence[Segment]
+    complete: bool
     master: Master
     gradient: LentGradient
     state: OptimizerState

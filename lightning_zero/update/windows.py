@@ -55,11 +55,11 @@ def in_windows(
     """
     windows = list(_windows(parts, view.tile))
     for number, (tiles, window) in enumerate(windows):
-        _expect(view, state, window, names)
+        _expect(view, state, windows, number, names)
         following = windows[number + 1 : number + 2]
-        for others, after in following:
+        for others, _ in following:
             if not others.overlap(tiles):  # else what it is fetched with is still to change
-                _expect(view, state, after, names)
+                _expect(view, state, windows, number + 1, names)
         if not following:
             view.ahead()
         yield tuple(window)
@@ -70,8 +70,8 @@ def in_windows(
 
 def expect_first(view: UpdateView, state: ShardState, parts: Iterable[P], names: Callable[[P], Iterable[str]]) -> None:
     """Begin to fetch the first window that :func:`in_windows` will give for the same arguments."""
-    for _, window in islice(_windows(parts, view.tile), 1):
-        _expect(view, state, window, names)
+    if windows := list(islice(_windows(parts, view.tile), 2)):
+        _expect(view, state, windows, 0, names)
 
 
 def _windows(parts: Iterable[P], tile: int | None) -> Iterator[tuple[_Tiles, list[P]]]:
@@ -101,10 +101,20 @@ class _Alone(NamedTuple):
     run: Run
 
 
-def _expect(view: UpdateView, state: ShardState, window: Sequence[P], names: Callable[[P], Iterable[str]]) -> None:
+def _expect(
+    view: UpdateView,
+    state: ShardState,
+    windows: Sequence[tuple[_Tiles, Sequence[P]]],
+    number: int,
+    names: Callable[[P], Iterable[str]],
+) -> None:
+    tiles, window = windows[number]
+    beside = (*windows[max(0, number - 1) : number], *windows[number + 1 : number + 2])
+    # Whatever is not padding in a tile that is updated by one window only is updated by that.
+    complete = view.complete and not any(others.overlap(tiles) for others, _ in beside)
     start, stop = _range(window)
     view.gradient.expect(start, stop)
-    view.master.expect(start, stop)
+    view.master.expect(start, stop, complete)
     state.expect(start, stop, sorted({name for part in window for name in names(part)}))
 
 

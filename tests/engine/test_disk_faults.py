@@ -28,7 +28,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
     built, folder = tmp_path_factory.mktemp("library") / "disk_faults.so", tmp_path_factory.mktemp("disk")
     source = TESTS / "helpers/disk_faults.c"
     subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", built, source, "-ldl"], check=True)
-    environment = os.environ | {"LD_PRELOAD": str(built), "PYTHONPATH": str(TESTS)}
+    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"LD_PRELOAD": str(built), "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-P", "-m", "engine.disk_faults", str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

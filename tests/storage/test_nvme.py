@@ -196,6 +196,29 @@ def test_what_was_never_written_is_zeros_and_is_not_read(tmp_path: Path, monkeyp
     assert transfers == [TILE * 4]
 
 
+def test_zeros_are_neither_written_nor_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor what was there before; a sign, or one number at the end of a tile, is no zero."""
+    store, moved = make_store(tmp_path, InlineExecutor()), list[tuple[str, int]]()
+    tensor, _ = filled(store, 4 * TILE)
+    for name in ("read", "write"):
+        do = getattr(DiskFile, name)
+
+        def noted(file: DiskFile, memory: Tensor, offset: int, what: str, do: Any = do, name: str = name) -> None:
+            moved.append((name, memory.nbytes // (TILE * 4)))
+            do(file, memory, offset, what)
+
+        monkeypatch.setattr(DiskFile, name, noted)
+    values = torch.zeros(4 * TILE)
+    values[TILE - 1], values[3 * TILE] = 1.0, -0.0
+    with changing(tensor, 0, 4 * TILE) as all_of_it:
+        moved.clear()
+        all_of_it.copy_(values)
+    found = contents(tensor)
+    assert torch.equal(found, values)
+    assert found[3 * TILE].signbit()
+    assert moved == [("write", 1), ("write", 1), ("read", 1), ("read", 1)]
+
+
 def test_places_are_given_out_again(tmp_path: Path) -> None:
     store = make_store(tmp_path, InlineExecutor())
     for _ in range(3):
@@ -270,7 +293,7 @@ def test_a_read_that_fails_names_what_was_read(tmp_path: Path, backend: ops.Disk
     # At an address where nothing is mapped the system answers EIO.
     with (
         replaced(store, "/proc/self/mem", os.O_RDONLY),
-        pytest.raises(DiskError, match=r"exp_avg of blocks\.3") as caught,
+        pytest.raises(DiskError, match=r"exp_avg of blocks\.3 could not be read from") as caught,
     ):
         tensor.read(0, TILE)
     assert caught.value.errno == errno.EIO
