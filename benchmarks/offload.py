@@ -391,13 +391,13 @@ def check_device(options: argparse.Namespace) -> dict[str, Any]:
     return {"cuda": torch.version.cuda, "gpu_memory_gib": round(memory, 1)}
 
 
-def environment_of(options: argparse.Namespace, device: Mapping[str, Any], left_out: Mapping[str, str]) -> Result:
-    """Hardware, versions and command, and who could not run."""
+def environment_of(options: argparse.Namespace, device: Mapping[str, Any]) -> dict[str, Any]:
+    """Hardware, versions and command."""
     found = contest.environment() | dict(device) | {"threads": threads(options.device)}
     for package, python in (("torchao", sys.executable), ("deepspeed", options.deepspeed_python)):
         if version := contest.version_in(python, package):
             found[package] = version
-    return found | ({"left_out": dict(left_out)} if left_out else {})
+    return found
 
 
 def parse() -> argparse.Namespace:
@@ -433,7 +433,8 @@ def main() -> None:
     field, left_out = contestants(options)
     check_torch(field)
     setting = {key: getattr(options, key) for key in SETTING}
-    result = begin(options, setting, environment_of(options, device, left_out))
+    result = begin(options, setting, environment_of(options, device))
+    result["left_out"] = result.get("left_out", {}) | left_out  # whoever joins later is in the rounds
     cells = [Cell(model, count, options.batch // count) for model in options.models for count in options.micro_batches]
 
     def field_of(cell: Cell) -> list[Contestant]:

@@ -420,7 +420,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     place = PLACES[job.device]()
-    dist.init_process_group(place.backend)
+    # By a file: a port may be somebody else's by now.
+    dist.init_process_group(place.backend, init_method=f"file://{job.folder}/meet", rank=0, world_size=1)
     result = attempt(job, place)
     Path(job.folder, "rank0.json").write_text(json.dumps(result))
     sys.stdout.flush()

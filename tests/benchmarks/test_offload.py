@@ -65,7 +65,7 @@ def test_a_contestant_that_runs_out_of_memory_ends_nothing(
 
     assert result["environment"]["torch"] == torch.__version__
     assert result["environment"]["command"].startswith("python -m ")
-    assert result["environment"]["left_out"].keys() == {"fsdp2", "deepspeed3_super"}
+    assert result["left_out"].keys() == {"fsdp2", "deepspeed3_super"}
     assert result["setting"]["device_memory_gib"] == TIGHT
     (cell,) = result["cells"].values()
     outcome = cell["summary"]["zero2_offload"]
