@@ -240,7 +240,6 @@ class Training:
     def __init__(self, drawn: Drawn, executor: Executor, device: torch.device) -> None:
         self._drawn, self._executor, self._device = drawn, executor, device
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self._mesh = Mesh.create(drawn.shards) if self._ranks > 1 else Mesh.single()
         self._saved: dict[str, Any] = {}
         self._begin()
         self.user = Adversary(drawn, self.session)
@@ -248,6 +247,8 @@ class Training:
 
     def _begin(self) -> None:
         case = self._drawn.case
+        # One of its own, as each fit has: ranks tell engines by their numbers among those of a mesh.
+        self._mesh = Mesh.create(self._drawn.shards) if self._ranks > 1 else Mesh.single()
         self._scaler = DynamicLossScaler(init_scale=2.0**17, window=WINDOW) if case.overflow else None
         self.session = start(case, self._executor, self._device, mesh=self._mesh, scaler=self._scaler)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from helpers import models
 from torch import Tensor
 
 import lightning_zero
+from lightning_zero.checkpoint.state import load_module_state_dict, module_state_dict
 from lightning_zero.sharding import BucketState, Group, Mesh
 from lightning_zero.storage import InlineExecutor, StreamExecutor
 from lightning_zero.update import make_updater
@@ -177,3 +179,27 @@ def write_back_while_one_rank_updates() -> list[Tensor]:
 def test_what_is_written_back_has_been_updated(device_pool2: DevicePool) -> None:
     first, second = device_pool2.run(write_back_while_one_rank_updates)
     assert all(map(torch.equal, first, second))
+
+
+def load_and_read_alone() -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters as they were saved, when they were stale, and as each rank reads them after a load."""
+    device = device_of_rank()
+    session = start(Case(2, precision=BF16), StreamExecutor(device), device, mesh=Mesh.create())
+    engine, steps = session.engine, 2
+    for number in range(steps):
+        backward(session, device)
+        session.optimizer.step()
+        engine.end_step(reads=False)
+        assert any(bucket.deferred for bucket in engine.buckets)
+        if number == 0:
+            saved = copy.deepcopy(module_state_dict(engine))
+    load_module_state_dict(engine, saved)
+    names = [name for name, _ in session.model.named_parameters()]
+    loaded = [parameter.detach().clone() for parameter in session.model.parameters()]
+    return [saved[name].bfloat16() for name in names], [values.cpu() for values in loaded]
+
+
+@pytest.mark.device("lazy")
+def test_what_is_loaded_can_be_read_by_one_rank_alone(device_pool2: DevicePool) -> None:
+    for saved, loaded in device_pool2.run(load_and_read_alone):
+        assert all(map(torch.equal, saved, loaded))
