@@ -145,7 +145,8 @@ def seconds(plan: Plan, tried: Setting, case: Case, flops: float) -> float:
         # Gradients are read, fp32 masters and two states read and written, 16-bit parameters written.
         updated[bucket.sharded_gradient.device > 0] += bucket.sharded_gradient.total + numel * (2 * 12 + 2)
     updating = max(updated[True] / gpu.bandwidth, updated[False] * case.gpus / machine.dram)
-    disk = 2 * plan.held.disk * case.gpus / machine.disk
+    written = sum(bucket.param_shards.disk for bucket in plan.buckets)  # all the rest on a disk is read, too
+    disk = (2 * plan.held.disk - written) * case.gpus / machine.disk
     longest = max(flops / gpu.matmul_16, sending, max(plan.copied.values(), default=0) / gpu.pcie)
     return longest + max(updating, disk)
 
