@@ -257,6 +257,8 @@ def test_ranks_end_soon_and_name_a_node_that_went_away(
             rf"rank {rank} of 4 on node{rank // 2} could not (sum|reduce) the gradients of ", failure.message
         )
         assert re.search(said[rank], failure.message)
+    if how == "cut":  # whoever is first has nobody else to name
+        assert any(f"rank {rank + 2} on node1 failed, or" in failures[rank].message for rank in (0, 1))
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
