@@ -16,6 +16,7 @@ round as a process that is started for it and ends after it, one contestant at a
 - zero2_offload, zero3_offload: this package's, by `lightning.Trainer` with logging, checkpoints, progress bar and
   summary off. `_split`: with split masters. `_part`: with split masters, and the least `offload_fraction` of a quarter,
   a half and three quarters whose plan, activations included, fits 90% of the device's memory; left out where none does.
+  `_in_backward`: each bucket is updated as soon as its gradient is complete (`update_in_backward=True`).
 - deepspeed2_offload, deepspeed3_offload: its engine with its defaults but without clipping, and its own Adam of the
   CPU, which it compiles and which needs `nvcc` or `DS_SKIP_CUDA_CHECK=1`; at stage 3 parameters are offloaded, too, and
   the model is made in `deepspeed.zero.Init`. deepspeed3_super: stage 3 with SuperOffload as in its examples, where the
@@ -97,10 +98,11 @@ FRACTIONS = (0.25, 0.5, 0.75)
 ROOM = 0.9  # of the device's memory, for plans
 
 SPLIT = {"master_layout": "split"}
+IN_BACKWARD = {"update_in_backward": True, "skip_nonfinite": False}
 OURS: dict[str, dict[str, Any]] = {
     name + suffix: {**STRATEGIES[name], **changed}
     for name in ("zero2_offload", "zero3_offload")
-    for suffix, changed in (("", {}), ("_split", SPLIT), ("_part", SPLIT))
+    for suffix, changed in (("", {}), ("_split", SPLIT), ("_part", SPLIT), ("_in_backward", IN_BACKWARD))
 }
 ON_HOST = {"device": "cpu", "pin_memory": True}
 DEEPSPEED: dict[str, dict[str, Any]] = {

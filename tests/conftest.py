@@ -105,16 +105,16 @@ def _loggers() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def rank_pools() -> Iterator[Callable[..., RankPool]]:
-    """Running pools by world size, with the simulated device or without, which all tests share."""
+    """Running pools by world size and the type of device that their ranks have, which all tests share."""
     from device import where
 
     server = ForkServer()
-    pools: dict[tuple[int, bool], RankPool] = {}
+    pools: dict[tuple[int, str], RankPool] = {}
 
-    def running(world_size: int, simulated: bool = False) -> RankPool:
-        key = (world_size, simulated)
+    def running(world_size: int, device: str = "") -> RankPool:
+        key = (world_size, device)
         if key not in pools:
-            options = where.rank_options() if simulated else {}
+            options = where.rank_options(device, world_size) if device else {}
             pools[key] = RankPool(world_size, server, **options)
         pools[key].start()
         return pools[key]
@@ -176,7 +176,7 @@ def device(on_device: where.Where, rank_pools: Callable[..., RankPool]) -> torch
     from device import where
 
     if on_device.simulated:
-        return where.OnRank(rank_pools(1, simulated=True), on_device)
+        return where.OnRank(rank_pools(1, on_device.type), on_device)
     return torch.device(on_device.type, 0)
 
 
@@ -185,14 +185,14 @@ def device_pool1(on_device: where.Where, rank_pools: Callable[..., RankPool]) ->
     """A pool of one rank that has a device, for a test marked `device` that runs here."""
     from device import where
 
-    return where.DevicePool(rank_pools(1, simulated=on_device.simulated), on_device)
+    return where.DevicePool(rank_pools(1, on_device.type), on_device)
 
 
 @pytest.fixture
 def device_pool2(on_device: where.Where, rank_pools: Callable[..., RankPool]) -> where.DevicePool:
     from device import where
 
-    return where.DevicePool(rank_pools(2, simulated=on_device.simulated), on_device)
+    return where.DevicePool(rank_pools(2, on_device.type), on_device)
 
 
 @pytest.fixture(scope="session")

@@ -370,7 +370,7 @@ def test_overlapped_is_inline_whatever_happens(device_pool1: DevicePool, device_
 def run_longer(first: int, seeds: int, steps: int, ranks: int = 1) -> None:
     """Goes on after a seed that fails, and names it."""
     server = ForkServer()
-    pool = RankPool(ranks, server, timeout=60.0 + 2.0 * steps * ranks, **where.rank_options())
+    pool = RankPool(ranks, server, timeout=60.0 + 2.0 * steps * ranks, **where.rank_options(sim.DEVICE, ranks))
     simulated = DevicePool(pool, where.Where(sim.DEVICE))
     for seed in range(first, first + seeds):
         began = time.monotonic()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from device import sim
 from device.test_overlap import BF16, Case, Late, left_by, start
 from device.test_update_under_forward import Held
-from device.where import DevicePool
+from device.where import DevicePool, device_of_rank
 from engine import driver
 from engine.driver import Session
 from helpers import models
@@ -28,13 +28,8 @@ from lightning_zero.storage import Executor, InlineExecutor, StreamExecutor
 STEPS, DEPTH = 3, 4
 
 
-def device_of_rank() -> torch.device:
-    torch.accelerator.set_device_index(dist.get_rank())
-    return torch.device(sim.DEVICE, dist.get_rank())
-
-
 def begin(make: Callable[[torch.device], Executor], case: Case) -> tuple[Session, torch.device]:
-    device = device_of_rank()
+    device = device_of_rank(sim.DEVICE)
     model = models.TinyTransformer(depth=DEPTH)
     return start(case, make(device), device, model, Mesh.create()), device
 

@@ -15,7 +15,7 @@ from helpers.ranks import RankError, RankPool
 from torch.utils._pytree import tree_map
 
 T = TypeVar("T")
-SETUP = "device.where:prepare_rank"  # of the ranks that have the simulated device
+SETUP = {sim.DEVICE: "device.where:prepare_rank", "cuda": "device.where:choose_device"}  # of ranks, by device type
 DEFAULT_SCHEDULES = ("lazy",)
 
 
@@ -75,10 +75,16 @@ class OnRank:
     where: Where
 
 
-def rank_options() -> dict[str, str]:
-    """Of a pool with the simulated device; builds it where that has not been done."""
-    build.library()
-    return {"setup": SETUP, "backend": f"cpu:gloo,{sim.DEVICE}:{sim.BACKEND}"}
+def rank_options(device: str, world_size: int) -> dict[str, str]:
+    """Of a pool whose ranks have devices of a type; builds the simulated one where that has not been done.
+
+    Ranks that share a GPU communicate by gloo: NCCL takes one rank for each.
+    """
+    if device == sim.DEVICE:
+        build.library()
+        return {"setup": SETUP[device], "backend": f"cpu:gloo,{device}:{sim.BACKEND}"}
+    shared = torch.cuda.device_count() < world_size
+    return {"setup": SETUP[device], "backend": "gloo" if shared else f"cpu:gloo,{device}:nccl"}
 
 
 def prepare_rank() -> None:
@@ -87,6 +93,18 @@ def prepare_rank() -> None:
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     sim.install()
     accelerator.register()
+
+
+def choose_device() -> None:
+    """Gives a rank its GPU, for life."""
+    device_of_rank("cuda")
+
+
+def device_of_rank(device: str) -> torch.device:
+    """The rank's device of a type, which it may share; it becomes the current one."""
+    index = int(os.environ["RANK"]) % torch.get_device_module(device).device_count()
+    torch.accelerator.set_device_index(index)
+    return torch.device(device, index)
 
 
 def run_scheduled(schedule: sim.Schedule, function: Callable[..., T], args: Any, kwargs: Any) -> T:
