@@ -18,7 +18,7 @@ from engine.driver import Session
 from helpers import models
 from helpers.ranks import RankPool
 from lightning import Callback
-from strategy.fits import Lit, Recipe, fit
+from strategy.fits import Lit, Recipe, fit, make_trainer, state_of
 from torch import Tensor
 
 from lightning_zero.sharding import BucketState, Mesh
@@ -247,3 +247,52 @@ def test_what_stays_unsharded_at_stage_3_is_gathered_likewise(
     expected = rank_pools(2).run(fit_with_persistent, "cpu")
     for weights, own in zip(device_pool2.run(fit_with_persistent, sim.DEVICE), expected, strict=True):
         assert all(torch.equal(weights[name], value) for name, value in own.items())
+
+
+def fit_compiled(compiled: bool) -> dict[str, Tensor]:
+    lit = Lit(Recipe(steps=3, optimizer="momentum"))
+    strategy = {"stage": 2, "offload_optimizer": "cpu", "bucket_size_mb": 0.001}
+    trainer = make_trainer(strategy, accelerator=sim.DEVICE, max_epochs=2)
+    trainer.fit(torch.compile(lit, backend="eager") if compiled else lit)
+    return state_of(trainer)
+
+
+@pytest.mark.device("lazy")
+def test_all_is_gathered_before_a_graph_around_the_whole_module(device_pool2: DevicePool) -> None:
+    if not device_pool2.where.simulated:
+        pytest.skip("compares bits")
+    for weights, own in zip(*(device_pool2.run(fit_compiled, compiled) for compiled in (True, False)), strict=True):
+        assert all(torch.equal(weights[name], value) for name, value in own.items())
+
+
+class FailsLast(Callback):
+    """The updates of the last step fail beside the training; notes what hooks are told."""
+
+    def __init__(self) -> None:
+        self.told = ""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
+        if index == 2:
+            trainer.strategy.engine.updaters[0].update = self.fail
+
+    def fail(self, view: Any) -> None:
+        raise OSError("no update")
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.told = str(exception)
+
+
+def fit_that_fails_last() -> tuple[str, str]:
+    callback = FailsLast()
+    with pytest.raises(OSError, match="no update") as caught:
+        fit("zero2_offload", Recipe(steps=3), accelerator=sim.DEVICE, callbacks=[callback])
+    return callback.told, str(caught.value)
+
+
+@pytest.mark.device("lazy")
+def test_an_update_that_fails_last_ends_the_fit(device_pool1: DevicePool) -> None:
+    """And not its teardown, when nobody is told."""
+    if not device_pool1.where.simulated:
+        pytest.skip("fails by a name that the simulated device has")
+    ((told, error),) = device_pool1.run(fit_that_fails_last)
+    assert told == error
