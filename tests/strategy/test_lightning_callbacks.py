@@ -40,6 +40,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
 
+from lightning_zero import full_param
+
 Weights = dict[str, Tensor]
 
 
@@ -79,6 +81,16 @@ def fit_averaged(name: str, module: type[Lit] = Lit, **flags: Any) -> Fitted:
     return fit(name, MOMENTUM, module, callbacks=[make_averaging()], limit_val_batches=1, val_check_interval=1, **flags)
 
 
+class Reading(Lit):
+    """Below stage 3 a hook before validation reads the average."""
+
+    def on_validation_epoch_start(self) -> None:
+        if not any(bucket.shards_params for bucket in self.trainer.strategy.engine.buckets):  # type: ignore[attr-defined]
+            for parameter in self.parameters():
+                seen = parameter.detach().clone()
+                assert torch.equal(seen, full_param(parameter).to(seen.dtype))
+
+
 @ranks(2)
 @main_names_and("precision", "bf16-mixed", "32-true", "bf16-true")
 @pytest.mark.filterwarnings("ignore:.*keeps a full copy")
@@ -87,7 +99,7 @@ def test_weight_averaging(pool: RankPool, name: str, precision: str) -> None:
 
     That of 16-bit parameters is one of their masters.
     """
-    results = pool.run(fit_averaged, name, precision=precision)
+    results = pool.run(fit_averaged, name, Reading, precision=precision)
     recorded = pool.run(fit_and_record, name, MOMENTUM, precision=precision)[0]
     assert_same(results[0].weights, moving_average(recorded, 0.75))
     assert not torch.equal(results[0].weights["head.weight"], recorded[-1]["head.weight"])
