@@ -210,6 +210,8 @@ ATTRIBUTES = {
     "_link_checkpoint": ("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint"),
     "_accelerator_connector": ("lightning.pytorch.trainer.trainer", "Trainer"),
     "_checkpoint_connector": ("lightning.pytorch.trainer.trainer", "Trainer"),
+    "_signal_connector": ("lightning.pytorch.trainer.trainer", "Trainer"),
+    "_slurm_sigusr_handler_fn": ("lightning.pytorch.trainer.connectors.signal_connector", "_SignalConnector"),
     "_precision_flag": ("lightning.pytorch.trainer.connectors.accelerator_connector", "_AcceleratorConnector"),
     "_compiler_ctx": ("lightning.pytorch.core.module", "LightningModule"),
     "_start_method": ("lightning.pytorch.strategies.ddp", "DDPStrategy"),

@@ -59,7 +59,7 @@ def module_state_dict(engine: Engine, shadow: Shadow | None = None) -> StateDict
         Parameters are lazy: reading one gathers it where it is sharded, which is collective (see
         :func:`~lightning_zero.checkpoint.shards.follow_first`). They are what they are then, not a copy of now.
     """
-    engine.in_backward.check()
+    engine.in_backward.check_together()
     engine.settle()
     engine.sync_buffers()
     weights = {id(p): (v, i) for v in masters(engine, shadow) for i, p in enumerate(v.bucket.parameters)}
@@ -86,11 +86,13 @@ def load_module_state_dict(engine: Engine, state: Mapping[str, Any], strict: boo
     Raises:
         RuntimeError: for missing or unexpected keys (``strict``) or another shape.
     """
-    with engine.in_backward.overwriting(everything=strict):
+    state = state_for(engine.module, state)
+    complete = strict or all(name in state for name, _ in engine.module.named_parameters())
+    with engine.in_backward.overwriting(everything=complete):
         engine.settle()
         try:
             with _IntoMasters(engine) as into_masters:
-                engine.module.load_state_dict(state_for(engine.module, state), strict=strict)
+                engine.module.load_state_dict(state, strict=strict)
         finally:
             into_masters.take_over()
             engine.settle()
@@ -238,7 +240,7 @@ def optimizer_state_dict(engine: Engine, updater: ShardUpdater, compact: bool = 
     Returns:
         Per-element state, in the parameters' shapes, is lazy; see :func:`module_state_dict`.
     """
-    engine.in_backward.check()
+    engine.in_backward.check_together()
     names = _parameter_names(engine.module)
     groups = [
         {**{k: v for k, v in group.items() if k != "params"}, "params": [names[id(p)] for p in group["params"]]}

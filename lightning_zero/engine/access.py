@@ -110,6 +110,7 @@ def full_optimizer_state(parameter: Parameter, optimizer: Optimizer | None = Non
         raise ValueError(
             f"{len(updaters)} optimizers {whose} update {bucket.names[bucket.index[id(parameter)]]!r}, not one{remedy}"
         )
+    engine.in_backward.check_together()
     state = updaters[0].gather_state(bucket).get(bucket.index[id(parameter)], {})
     device = engine.placement.device
     return {

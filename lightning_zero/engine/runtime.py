@@ -2,11 +2,11 @@
 
     forward    stage 3: each unit gathers before and frees after (``hooks.py``), the next one ahead (``prefetch.py``)
     backward   gradients are reduced in one order on all ranks (``reducer.py``)
-    flush      after the outermost backward: whatever has not been reduced, with zeros for what was unused here
-    step       one small all-reduce; every rank then knows norm, overflow and used parameters (``clipping.py``)
-               and begins to update its shards (``attached.py``), which may go on under the next forward
-    end_step   gathers what the update made stale, or leaves it to the next forward (``refresh.py``)
-    settle     ends all of it
+    flush      reduces the gradients that are left after the outermost backward; those of unused parameters are zeros
+    step       makes one small all-reduce, after which every rank knows norm, overflow and used parameters
+               (``clipping.py``), and begins to update its shards (``attached.py``), beside the next forward perhaps
+    end_step   gathers parameters that the updates made stale, or leaves that to the next forward (``refresh.py``)
+    settle     waits for all updates and gathers
 
 Every rank issues the same collectives in the same order, whichever of its parameters were used.
 """
@@ -55,8 +55,8 @@ from lightning_zero.update.visible_gradients import VisibleGradients
 class Engine:
     """Shards a module's parameters, gradients and optimizer state over the ranks of a mesh.
 
-    It is the one face of the floors below: its many public methods are the events of a training, and what is read and
-    written of sharded tensors; each passes on to the object whose job it is.
+    It is the one interface of the floors below. Its many public methods are the events of a training, and ways to read
+    and write sharded tensors. Each of them calls the object that does the work.
 
     Attributes:
         module, placement: as they were given.
@@ -65,8 +65,8 @@ class Engine:
         outcomes: of the steps of the attached optimizers.
         number: of the engines of this process, in the order of their making.
         shows_sums: whether user code sees averaged sums before the last micro-batch, which takes a small all-reduce.
-        in_backward: updates that begin before their step.
-        shadows: those of :meth:`make_shadow` that someone refers to, by their number.
+        in_backward: begins updates before their step, and knows whether a step has left torn weights.
+        shadows: the shadows of :meth:`make_shadow` that are still in use, by their number.
 
     Args:
         module: fully initialized on every rank; rank 0's parameters and buffers are broadcast. Parameters that
@@ -189,7 +189,7 @@ class Engine:
         return self._scale.multiply(loss)
 
     def _adopt_scale(self) -> None:
-        """Before a backward: everything held and everything to come has the scaler's current scale."""
+        """Before a backward: bring all gradients that are held to the scaler's current scale, as new ones have it."""
         if (factor := self._scale.adopt()) != 1.0:
             for gradients in self._map.gradients:
                 gradients.scale(factor)
@@ -210,7 +210,7 @@ class Engine:
         self.in_backward.begin(eager and self._reducer.last_micro_batch)
 
     def _on_gradient(self, number: int, index: int) -> None:
-        """The gradient of parameter ``index`` of a bucket has been accumulated."""
+        """Called when the gradient of parameter ``index`` of a bucket has been accumulated."""
         if not self._reducer.in_backward:  # `loss.backward()` by user code: reduced when it steps
             self._scale.check_loss()
             self.begin_backward(eager=False)
@@ -218,7 +218,7 @@ class Engine:
         self.in_backward.offer(self._reducer.mark_ready(gradients, index))
 
     def _end_unit(self, buckets: Sequence[Bucket]) -> None:
-        """Stage 3: all backward of a unit has run."""
+        """Called at stage 3 when all backward of a unit has run."""
         complete = self._reducer.end_unit([self._map.gradients_of(bucket) for bucket in buckets])
         for bucket in buckets:
             bucket.reshard()
@@ -226,9 +226,9 @@ class Engine:
 
     @without_freed_checks
     def flush(self) -> None:
-        """After the outermost backward: reduce what is left, on every rank, used or not, and free what was gathered.
+        """After the outermost backward: reduce the gradients that are left, used or not, and free gathered parameters.
 
-        A rank that ran no backward in a micro-batch in which others did must call it all the same.
+        All ranks call it after every micro-batch, also one that has run no backward in it.
         """
         if not self._reducer.in_backward:
             self.begin_backward(eager=False)
@@ -300,6 +300,7 @@ class Engine:
         if self._reducer.in_backward:  # user code began it by `loss.backward()`
             self.flush()
         while left_over := self._clipping.measure(clamped):
+            self.in_backward.check_left_over(left_over)
             self._reducer.reduce_left_over(left_over)
 
     @torch.no_grad()
@@ -312,7 +313,7 @@ class Engine:
     @torch.no_grad()
     def full_param(self, parameter: Parameter) -> Tensor:
         """The full values of one of the module's parameters, at full precision. Collective."""
-        self.in_backward.check()
+        self.in_backward.check_together()
         return self._map.full(parameter)
 
     @without_freed_checks
@@ -380,8 +381,7 @@ class Engine:
         self._map.refresher.finish()
         self._map.absorb_edits()
         used = [p for p in parameters_of(optimizer) if id(p) in used_anywhere]
-        with self.in_backward.completing(optimizer) as begun:
-            updates = begun or self._optimizers.begin_step(optimizer, self._clipping.factor(optimizer), call)
+        with self.in_backward.completing(optimizer, call) as updates:
             self._optimizers.update(optimizer, used, updates)
         if has_post_step_hooks(optimizer):
             self.end_step()  # they may read parameters
@@ -404,7 +404,7 @@ class Engine:
 
     @timed(Phase.GATHER)
     def settle(self) -> None:
-        """Finish updates and gathers, take over edits by user code: shards and parameters agree. Collective."""
+        """Finish updates and gathers, take over edits by user code: shards and parameters agree then. Collective."""
         self.end_step()
         self.await_updates()
 
@@ -444,6 +444,7 @@ class Engine:
             full_precision: show the masters, in their dtype; what is taken over then is not rounded either. At stage 3
                 tensors that share memory with the parameters stay valid after the context.
         """
+        self.in_backward.check()
         return self._map.gathered(parameters, writeback, full_precision)
 
     def make_shadow(self, store: TensorStore | None = None) -> Shadow:

@@ -44,6 +44,9 @@ SubprocessScriptLauncher = _SubprocessScriptLauncher
 # The method of ModelCheckpoint that links `last.ckpt` to a file that an asynchronous save has not yet completed.
 LINK_CHECKPOINT = "_link_checkpoint"
 
+# The method of the signal connector that saves a checkpoint and requeues a job of SLURM.
+REQUEUE = "_slurm_sigusr_handler_fn"
+
 # By our class: names that it overrides or uses of its base.
 INHERITED: dict[str, dict[str, str]] = {
     "ZeroStrategy": {
@@ -74,6 +77,16 @@ INHERITED: dict[str, dict[str, str]] = {
 def link_method(callback: ModelCheckpoint) -> Any:
     """The method behind ``LINK_CHECKPOINT``."""
     return callback._link_checkpoint
+
+
+def signal_connector(trainer: pl.Trainer) -> Any:
+    """Handles signals; no hook comes between that of a requeueing and the save."""
+    return trainer._signal_connector
+
+
+def requeue_method(connector: Any) -> Any:
+    """The method behind ``REQUEUE``."""
+    return connector._slurm_sigusr_handler_fn
 
 
 def is_stand_in(optimizer: Optimizer) -> bool:

@@ -375,6 +375,8 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             optimizers = [o for o in self.optimizers if not private.is_stand_in(o)]
         if fitting and self.options.update_in_backward:
             in_backward.check(trainer, self.lightning_module, optimizers, self.precision_plugin)
+        if self._engine is not None and not self._engine.released:
+            self._engine.in_backward.share()  # one rank alone may know that an earlier fit has left torn weights
         self._settle_options(trainer, optimizers if fitting else None)
         if fitting or self._engine is None or not self._engine.placement.trains:  # else there is what a fit has left
             micro_batches, planned = trainer.accumulate_grad_batches, optimizers if fitting else None
@@ -395,6 +397,9 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             # The wrapper inherits the optimizer's class and would find the class's method before the engine's.
             wrapper.__dict__["zero_grad"] = wrapper.optimizer.zero_grad
         self._pass_over_skips(trainer.callbacks)  # type: ignore[attr-defined]
+        if fitting and self.options.update_in_backward:
+            updates = self.engine.in_backward
+            self._undo += in_backward.guard_saves(trainer, lambda: updates.may_be_torn)
         if self._background is not None:
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, ModelCheckpoint):

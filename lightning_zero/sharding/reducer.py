@@ -1,9 +1,10 @@
-"""Order of reductions: the same on all ranks, whichever parameters each of them used.
+"""The order of reductions, which is the same on all ranks, whichever parameters each of them uses.
 
-Stages 0-2 reduce in reverse module order, each bucket as soon as it and all before it have all their gradients. Stage 3
-cannot: a rank that uses all parameters of a unit would reduce it before the next unit is gathered, one that does not
-would do so after. There a unit is reduced when all its backward has run, an event that comes on every rank between the
-same two gathers. What is left is reduced by the flush.
+Stages 0 to 2 reduce buckets in reverse module order. A bucket is reduced as soon as it and all buckets before it have
+all their gradients. Stage 3 cannot do so, because it also gathers in backward: a rank that uses all parameters of a
+unit would reduce the unit before it gathers the next one, and a rank that does not would reduce it afterwards. There a
+unit is reduced when all its backward has run; on every rank that happens between the same two gathers. The flush after
+backward reduces the rest.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from lightning_zero.sharding.policies import ShardingPolicy
 
 
 class Reducible(Protocol):
-    """Gradients of one bucket: a :class:`~lightning_zero.sharding.gradients.BucketGradients`, or what stands for one.
+    """The gradients of a bucket: a :class:`~lightning_zero.sharding.gradients.BucketGradients`, or those of a plan.
 
     Attributes:
-        expected: the number of gradients that a backward brings at most; 0 where no optimizer uses them.
+        expected: the largest number of gradients that a backward brings; 0 where no optimizer uses them.
     """
 
     @property
@@ -30,7 +31,7 @@ class Reducible(Protocol):
         ...
 
     def reduce(self, last: bool) -> None:
-        """Reduce what is unsharded. Collective.
+        """Reduce the unsharded gradients. Collective.
 
         Args:
             last: whether the step follows.
@@ -42,22 +43,22 @@ R = TypeVar("R", bound=Reducible)
 
 
 class Reducer(Generic[R]):
-    """Decides when gradients are reduced, during and after backward.
+    """Decides when gradients are reduced: during backward, or after it.
 
     Args:
         gradients: of the buckets, in forward order.
-        sharding: whether gradients are sharded after every micro-batch, and whether parameters are.
+        sharding: says whether gradients are sharded after every micro-batch, and whether parameters are sharded.
     """
 
     def __init__(self, gradients: Sequence[R], sharding: ShardingPolicy) -> None:
         self._all = tuple(gradients)
         self._sharding = sharding
         self.in_backward = False
-        self.last_micro_batch = True  # whether a step follows the backward that runs, or the last one
-        self._eager = False  # reduce during backward, not only at its flush
-        self._pending: list[R] = []  # not yet reduced in this backward, in launch order
-        self._expected: dict[int, int] = {}  # by id: parameters that require a gradient
-        self._ready: dict[int, set[int]] = {}  # by id: parameters whose gradient has arrived
+        self.last_micro_batch = True  # whether a step follows the backward that runs, or that has run last
+        self._eager = False  # whether gradients are reduced during this backward, and not only by its flush
+        self._pending: list[R] = []  # not yet reduced in this backward, in the order of reductions
+        self._expected: dict[int, int] = {}  # by id of the gradients: the number that this backward brings at most
+        self._ready: dict[int, set[int]] = {}  # by id: indices of the parameters whose gradient has arrived
         self._open: set[int] = set()  # ids of those that took part in an earlier micro-batch of this step
 
     @contextlib.contextmanager
@@ -74,8 +75,8 @@ class Reducer(Generic[R]):
         self.in_backward = True
         self._eager = eager and self._reduces_now
         self._ready = {id(gradients): set() for gradients in self._all}
-        # `toggle_optimizer` and frozen parts turn `requires_grad` off, on all ranks alike; a bucket that is left out of
-        # the last micro-batch may still hold gradients of earlier ones.
+        # `toggle_optimizer` and user code that freezes parts turn `requires_grad` off, on all ranks alike. A bucket
+        # without gradients in the last micro-batch may still hold those of earlier ones.
         self._expected = {id(gradients): gradients.expected for gradients in self._all}
         self._pending = [g for g in reversed(self._all) if self._expected[id(g)] or id(g) in self._open]
 
@@ -84,7 +85,11 @@ class Reducer(Generic[R]):
         return self._sharding.shard_grads or self.last_micro_batch
 
     def mark_ready(self, gradients: R, index: int) -> list[R]:
-        """The gradient of a bucket's parameter ``index`` has been accumulated; returns what was reduced therefore."""
+        """Note that the gradient of a bucket's parameter ``index`` has been accumulated.
+
+        Returns:
+            What was reduced because of it.
+        """
         self._ready[id(gradients)].add(index)
         reduced = []
         if self._eager and not self._sharding.shard_params:
@@ -97,7 +102,12 @@ class Reducer(Generic[R]):
         return len(self._ready[id(gradients)]) >= self._expected[id(gradients)]
 
     def end_unit(self, unit: Iterable[R]) -> list[R]:
-        """Stage 3: all backward of a unit has run; returns what has all the gradients that this backward brings it."""
+        """Stage 3: reduce the gradients of a unit, all of whose backward has run.
+
+        Returns:
+            Those that have all the gradients that this backward brings. A unit that is called twice has not, after the
+            backward of one call.
+        """
         complete = []
         for gradients in unit:
             if self._eager and self._expected[id(gradients)]:
@@ -107,12 +117,12 @@ class Reducer(Generic[R]):
 
     def _reduce(self, gradients: R) -> None:
         gradients.reduce(self.last_micro_batch)
-        if gradients in self._pending:  # a unit that is called twice is reduced twice
+        if gradients in self._pending:  # it is not where a unit is called twice, and so reduced twice
             self._pending.remove(gradients)
         self._open.add(id(gradients))
 
     def flush(self) -> None:
-        """After the outermost backward: reduce what is left, or keep it for the last micro-batch."""
+        """After the outermost backward: reduce the gradients that are left, or keep them for the last micro-batch."""
         self.in_backward = self._eager = False
         for gradients in list(self._pending):
             if self._reduces_now:
@@ -126,9 +136,10 @@ class Reducer(Generic[R]):
 
     @staticmethod
     def reduce_left_over(left_over: Iterable[R]) -> None:
-        """Before a step: reduce what arrived after its bucket was reduced. The same call on all ranks.
+        """Before a step: reduce gradients that have arrived after their bucket was reduced. The same call on all ranks.
 
-        A parameter's hook fires several times under reentrant checkpointing, and user code may assign gradients.
+        Checkpointing with ``use_reentrant=True`` may bring a parameter several gradients one after another, and user
+        code may assign gradients.
         """
         for gradients in left_over:
             gradients.reduce(last=True)

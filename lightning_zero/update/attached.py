@@ -1,4 +1,4 @@
-"""The optimizers that an engine drives: what is theirs, and the update of their shards."""
+"""The optimizers that an engine drives: their methods act on shards, and their state lies in shards."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from lightning_zero.update.view import Updater
 
 @dataclass
 class _Attached:
-    """An optimizer's updater, and what was seen in its groups so far."""
+    """An attached optimizer's updater, and what the optimizer's groups held when they were last looked at."""
 
     updater: Updater
-    admitted: list[int] = field(default_factory=list)  # ids of the parameters
-    buckets: list[Bucket] = field(default_factory=list)  # that hold them
-    prepared: bool = True  # whether the updater has seen these
+    admitted: list[int] = field(default_factory=list)  # ids of the parameters in the groups
+    buckets: list[Bucket] = field(default_factory=list)  # the buckets that hold these parameters
+    prepared: bool = True  # whether the masters of these buckets have the layout that the updater needs
 
 
 class AttachedOptimizers:
     """The optimizers whose ``step`` and ``zero_grad`` act on shards; iterates over them in the order given.
 
     Args:
-        bucket_map: of the module; optimizers may have the parameters that its buckets hold.
+        bucket_map: holds the module's parameters; optimizers may have no others.
     """
 
     def __init__(self, bucket_map: BucketMap) -> None:
@@ -61,11 +61,11 @@ class AttachedOptimizers:
         """Replace the optimizers by those of ``updaters``; see :meth:`Engine.attach`.
 
         Args:
-            updaters: one per optimizer; an optimizer that was among those before keeps its own.
-            target: what the optimizers' methods call.
+            updaters: one per optimizer; an optimizer that was attached before keeps its updater and its state.
+            target: receives the calls of the optimizers' methods.
 
         Raises:
-            ValueError: an optimizer holds what is not the module's; nothing has changed then.
+            ValueError: an optimizer holds a parameter that is not the module's; nothing has changed then.
         """
         for updater in updaters:
             self._check_held(updater.optimizer)
@@ -89,10 +89,10 @@ class AttachedOptimizers:
         self._attached, self._handles = {}, []
 
     def admit(self) -> None:
-        """Make ready what has joined the groups of an optimizer.
+        """Look for parameters that have joined the groups of an optimizer, and begin to optimize their buckets.
 
         Raises:
-            ValueError: where that is not the module's.
+            ValueError: a parameter that has joined is not the module's.
         """
         for attached in self._attached.values():
             optimizer = attached.updater.optimizer
@@ -124,9 +124,9 @@ class AttachedOptimizers:
         )
 
     def _prepare(self, attached: _Attached) -> None:
-        """Let an updater see the buckets of what was admitted to its optimizer since the last time.
+        """Give the masters of newly admitted buckets the layout that the updater needs.
 
-        Not between forward and backward: it may change parameters.
+        It may change parameters, and so must not run between forward and backward.
         """
         if not attached.prepared:
             for bucket in attached.buckets:
@@ -140,7 +140,7 @@ class AttachedOptimizers:
         hide_state(updater.optimizer)
 
     def adopt_state(self, optimizer: Optimizer) -> None:
-        """Move state that user code loaded or wrote into an optimizer into shards."""
+        """Move the state that user code has loaded into an optimizer, or written there, into shards."""
         for bucket in self._attached[id(optimizer)].buckets:
             bucket.await_update()
         updater = self._attached[id(optimizer)].updater
@@ -149,16 +149,16 @@ class AttachedOptimizers:
         self._take_state(updater)
 
     def with_parameter(self, parameter: Parameter) -> list[Optimizer]:
-        """The optimizers that ``parameter`` was admitted to."""
+        """The optimizers that have ``parameter`` in a group."""
         return [a.updater.optimizer for a in self._attached.values() if id(parameter) in a.admitted]
 
     def shares_parameters(self, optimizer: Optimizer) -> bool:
-        """Tell whether a parameter of ``optimizer`` is another's too."""
+        """Tell whether a parameter of ``optimizer`` belongs to another optimizer, too."""
         others = [a.admitted for key, a in self._attached.items() if key != id(optimizer)]
         return any(not set(ids).isdisjoint(self._attached[id(optimizer)].admitted) for ids in others)
 
     def begin_step(self, optimizer: Optimizer, grad_scale: float, call: StepCall) -> StepUpdates:
-        """Copy what ``optimizer`` updates with, before anything is updated; see :class:`StepUpdates`.
+        """Copy the values with which ``optimizer`` updates, before anything is updated; see :class:`StepUpdates`.
 
         Args:
             optimizer: whose step it is.
@@ -173,18 +173,18 @@ class AttachedOptimizers:
         return updates
 
     def is_prepared(self, optimizer: Optimizer) -> bool:
-        """Tell whether the updater has seen all that was admitted to ``optimizer``: an update changes no layout."""
+        """Tell whether :meth:`begin_step` leaves the layout of masters as it is, and may be called in backward."""
         return self._attached[id(optimizer)].prepared
 
     def update(self, optimizer: Optimizer, used: Sequence[Parameter], updates: StepUpdates) -> None:
-        """Begin to update the shards of some parameters of ``optimizer``, in the order in which a forward needs them.
+        """Begin the updates of a step that have not begun, in the order in which the next forward needs them.
 
-        The same call on all ranks.
+        All ranks make the same call.
 
         Args:
             optimizer: whose step it is.
             used: the parameters to update.
-            updates: those of the step, of which some may have begun; on this rank, others on others.
+            updates: of the step. Some may have begun in backward, not the same ones on each rank.
         """
         used_ids = set(map(id, used))
         updates.begin([(b, segments) for b, segments in self._in_order(used) if id(b) not in updates.begun])
@@ -195,15 +195,18 @@ class AttachedOptimizers:
         self._attached[id(optimizer)].updater.advance(updates.call)
 
     def _in_order(self, used: Sequence[Parameter]) -> list[tuple[Bucket, list[Segment]]]:
-        """Segments by bucket, those first that a forward unshards before its first unit: the root's, and small ones."""
+        """Segments by bucket. Buckets that a forward unshards before its first unit, the root's and small ones, come
+        first.
+        """
         first = set(map(id, self._map.root))
         return sorted(self._map.segments_of(used), key=lambda each: id(each[0]) not in first)
 
 
 class ShardedState(defaultdict[Tensor, dict[str, Any]]):
-    """``optimizer.state`` while the state lies in shards: nothing to read, and an error that says what to do instead.
+    """Stands in for ``optimizer.state`` while the state lies in shards; reading it is an error that says what to do.
 
-    What user code puts into it, for full parameters, is taken over by the next step; clearing it clears the shards.
+    The next step takes over what user code writes into it, which is state of full parameters. Clearing it clears the
+    shards.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -226,13 +229,13 @@ class ShardedState(defaultdict[Tensor, dict[str, Any]]):
 
 
 class Expecting(Protocol):
-    """Is told of a step before its backward."""
+    """Learns of a call of ``step`` before its closure runs."""
 
     def expecting(self, optimizer: Optimizer) -> AbstractContextManager[None]: ...
 
 
 class Target(Protocol):
-    """Receives the calls of the methods that are replaced."""
+    """Receives the calls of the optimizers' and modules' methods that are replaced."""
 
     @property
     def in_backward(self) -> Expecting: ...
@@ -247,7 +250,11 @@ def parameters_of(optimizer: Optimizer) -> list[Parameter]:
 
 
 def attach_optimizer(optimizer: Optimizer, target: Target) -> list[RemovableHandle]:
-    """Replace ``step`` and ``zero_grad``; guard ``state_dict`` and ``load_state_dict``. Returns the guards' handles."""
+    """Replace ``step`` and ``zero_grad``, and guard ``state_dict`` and ``load_state_dict``.
+
+    Returns:
+        The handles of the guards.
+    """
     engine = weakref.ref(target)  # an optimizer that outlives the engine must not keep its buckets alive
 
     def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -267,7 +274,7 @@ def attach_optimizer(optimizer: Optimizer, target: Target) -> list[RemovableHand
             with _replaced_zero_grad(clear):
                 type(optimizer).zero_grad(optimizer, *args, **kwargs)
 
-    # Not torch's wrapper that calls step hooks: the engine does so around the update, once it knows that there is one.
+    # Without torch's wrapper that calls step hooks: the engine calls them around the update, and not if it skips it.
     method = types.MethodType(step, optimizer)
     # Schedulers warn unless `step` carries their mark; the engine notes each step.
     mark_for_schedulers(step)
@@ -281,7 +288,7 @@ def attach_optimizer(optimizer: Optimizer, target: Target) -> list[RemovableHand
 
 @contextlib.contextmanager
 def _replaced_zero_grad(clear: Callable[..., None]) -> Iterator[None]:
-    """Put ``clear`` in the place of torch's own ``zero_grad``, which the one of a user's class may call or not."""
+    """Replace torch's own ``zero_grad`` by ``clear`` while that of a user's class runs, which may call it."""
     own = Optimizer.zero_grad
     Optimizer.zero_grad = clear  # type: ignore[method-assign]
     try:
@@ -291,18 +298,18 @@ def _replaced_zero_grad(clear: Callable[..., None]) -> Iterator[None]:
 
 
 def hide_state(optimizer: Optimizer) -> None:
-    """Empty ``optimizer.state``, and notice what happens to it from now on."""
+    """Replace ``optimizer.state`` by an empty one that notices what user code does with it."""
     optimizer.state = ShardedState(optimizer)
 
 
 def state_was_edited(optimizer: Optimizer) -> bool:
-    """Tell whether user code has written to the hidden state, cleared it, or put another one in its place."""
+    """Tell whether user code has written to the hidden state, cleared it or replaced it."""
     state = optimizer.state
     return not isinstance(state, ShardedState) or state.cleared or bool(state)
 
 
 def state_was_replaced(optimizer: Optimizer) -> bool:
-    """Tell whether nothing of what the shards hold is part of the state any more."""
+    """Tell whether user code has dropped the state that the shards hold, by clearing or replacing all of it."""
     state = optimizer.state
     return not isinstance(state, ShardedState) or state.cleared
 
@@ -315,13 +322,13 @@ def detach_optimizer(optimizer: Optimizer) -> None:
 
 
 def attach_module(module: nn.Module, target: Target) -> None:
-    """Make ``zero_grad`` of one module, which also runs on its own, clear sharded gradients as well."""
+    """Have the ``zero_grad`` of a module clear sharded gradients, too."""
     engine = weakref.ref(target)
 
     own = _own_zero_grad(module)
 
-    # Its name makes the bound method picklable, as a look-up on the unpickled module; a deep copy of the module has
-    # parameters that no engine holds.
+    # The name of the function makes the bound method picklable: unpickling looks it up on the module. The engine holds
+    # no parameters of a deep copy of the module, and clears nothing there.
     def zero_grad(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if (alive := engine()) is not None:
             alive.zero_grad(module.parameters(), kwargs.get("set_to_none", args[0] if args else True))
@@ -336,7 +343,7 @@ def attach_module(module: nn.Module, target: Target) -> None:
 
 
 def detach_module(module: nn.Module) -> None:
-    """Give a module the method back that it had."""
+    """Give a module back the ``zero_grad`` that it had."""
     own = _own_zero_grad(module)
     vars(module).pop("zero_grad", None)
     if own is not None:
@@ -344,7 +351,7 @@ def detach_module(module: nn.Module) -> None:
 
 
 def _own_zero_grad(module: nn.Module) -> Callable[..., None] | None:
-    """The ``zero_grad`` that user code has set on this one object, and not its class; also below ours."""
+    """The ``zero_grad`` that user code has set on this object itself, also where ours has replaced it."""
     present: Callable[..., None] | None = vars(module).get("zero_grad")
     return getattr(getattr(present, "__func__", None), "replaced", present)
 

@@ -1,22 +1,32 @@
-"""Updates under backward: each bucket's begins as soon as its gradient of the last micro-batch is reduced.
+"""Updates in backward: the update of a bucket begins as soon as its gradient of the last micro-batch is reduced.
 
-That is exact where nothing decides about a step as a whole: no clipping, no loss scaler, no skipped steps. What a step
-still knows at its end only, it does there: the norm, which is noted; the update of what had no gradient on this rank,
-since others may have had one; what other ranks' updates made stale. Which buckets begin early is a rank's own affair:
-no collective depends on it.
+The results have the bits of the ordinary step, because nothing decides about such a step as a whole: it has no clipping
+and no loss scaler, and it is never skipped. Three things are left to the end of the step. The norm is noted there.
+Buckets with a parameter that has no gradient on this rank are updated there, because another rank may have one. And
+parameters are marked as stale there, because other ranks have updated their shards. Each rank decides alone which of
+its buckets begin early: no collective depends on it.
 
-A bucket may begin when all gradients that a backward brings it have arrived, so that no operator is left that computes
-one, each of this rank's segments among them, and stage 3 has freed its parameters. From then on until the end of the
-step they have values of two steps, as the parameters of one module: reading one is an error, here and, by the versions
-of tensors, in autograd. So is another gradient of it, which only a backward inside backward can bring.
+The update of a bucket begins in backward when
 
-Of updates on host memory, which go on beside the training, every fourth waits for the step. A lane does them in the
-order of submission, those of backward in its order: the next forward, which goes the other way, would need the last of
-them first, and later find nothing to run beside. So a quarter is left that comes in forward order, spread over all of
-it: as large a part as forward is of a step, where activations are computed again (elsewhere it is a third).
+- all gradients that this backward brings to the bucket have arrived: no operator is left that computes one of them,
+- every parameter of which this rank owns a segment has a gradient,
+- the parameters are freed, where the stage shards them, and
+- no ``gathered_parameters`` context holds them.
 
-A step that ends between its first update and its last has torn the weights: some are of this step, some of the one
-before. Nothing is computed with them or saved from then on, until all of them are loaded.
+From then until the end of the step nobody may read the parameters of the bucket: they have the values of the next step,
+and what is left of backward belongs to this one. A read raises an error; Python code meets it by the class of the
+parameter, autograd by the version of the tensor. Another gradient of these parameters is an error, too. Only a backward
+inside backward can bring one.
+
+Updates in host memory run beside the training, in one lane, in the order in which they are submitted. Backward submits
+them last unit first. If it submitted all of them, the next forward would wait for the whole lane at its first unit, and
+no update would be left to run beside the rest of it. So a quarter of the elements waits for the end of the step. The
+buckets that wait are spread evenly over the model and are submitted in forward order. A quarter is the share of forward
+in a step that computes activations again; without recomputation it is a third.
+
+A step that fails between its first update and its last leaves the weights *torn*: some parameters are updated and
+others are not. From then on they are neither computed with nor saved, until all of them are loaded. Ranks can differ in
+this: one may have begun updates where another has not. They compare notes at the start of a run and before a save.
 """
 
 from __future__ import annotations
@@ -45,19 +55,19 @@ from lightning_zero.update.rules import ELEMENT_WISE
 from lightning_zero.update.shell import StepCall
 from lightning_zero.update.step_updates import StepUpdates
 
-_LATE = 0.25  # of the elements that are updated beside the training
+_LATE = 0.25  # the part of the elements updated beside the training that waits for the end of the step
 
 
 class TornStepError(RuntimeError):
-    """A part of the parameters was updated by a step that has not ended."""
+    """A step has updated some parameters and has not ended, so that the weights belong to two steps."""
 
 
 def why_not_in_backward(optimizers: Sequence[Optimizer]) -> str | None:
-    """The reason for which updates by these optimizers cannot begin in backward; ``None``: they can."""
+    """The reason why updates by these optimizers cannot begin in backward; ``None`` if they can."""
     if len(optimizers) != 1:
         return (
-            f"there are {len(optimizers)} optimizers, and it takes one: with several a backward may bring gradients "
-            "of which some step later, or not at all"
+            f"there are {len(optimizers)} optimizers; expected one. With several, the gradients of a backward may "
+            "belong to an optimizer that steps later, or not at all"
         )
     kind = type(optimizers[0])
     if kind not in ELEMENT_WISE and not issubclass(kind, CPUOptimizer):
@@ -70,13 +80,13 @@ def why_not_in_backward(optimizers: Sequence[Optimizer]) -> str | None:
 
 
 class UpdatesInBackward:
-    """Begins a step's updates in its last backward; see the module's docstring.
+    """Begins the updates of a step in its last backward; see the module's docstring.
 
     Args:
-        bucket_map: of the module.
-        optimizers: those attached; of one alone a step is expected.
-        clipping: knows of changes of gradients.
-        enabled: whether updates begin in backward; otherwise nothing ever does.
+        bucket_map: holds the parameters.
+        optimizers: the attached ones; there may be only one.
+        clipping: counts the changes of gradients.
+        enabled: ``False`` leaves all updates to the step; nothing is torn then.
     """
 
     def __init__(
@@ -86,17 +96,21 @@ class UpdatesInBackward:
         self._optimizers = optimizers
         self._clipping = clipping
         self._enabled = enabled
-        self._expected: Optimizer | None = None  # whose step calls the backward that comes
-        self._updates: StepUpdates | None = None  # of the step whose last backward has begun
-        self._waiting: dict[int, list[Segment]] = {}  # by id of the bucket: what has not begun and may
-        self._gradients_version = 0  # of the gradients, when that backward began
+        self._expected: Optimizer | None = None  # the optimizer whose `step` runs the closure
+        self._updates: StepUpdates | None = None  # of the step that has begun and not ended
+        self._early: set[int] = set()  # ids of the buckets that may begin in this backward; the same on all ranks
+        self._waiting: dict[int, list[Segment]] = {}  # this rank's segments of those that have not begun, by the id
+        self._gradients_version = 0  # the version of the gradients when this backward began
+        self._torn_on: list[int] = []  # ranks that have said that their weights are torn
 
     def check_optimizers(self) -> None:
-        """Refuse optimizers whose updates cannot begin in backward.
+        """Refuse newly attached optimizers whose updates cannot begin in backward.
 
         Raises:
             ValueError: it says why.
         """
+        if not self._begun:  # a step of the optimizers before them will not end any more
+            self._updates = None
         optimizers = [*self._optimizers]
         if self._enabled and optimizers and (reason := why_not_in_backward(optimizers)) is not None:
             raise ValueError(f"updates cannot begin in backward: {reason}{advice(Case.NOT_IN_BACKWARD, '. ')}")
@@ -106,12 +120,14 @@ class UpdatesInBackward:
         """Around the closure of the optimizer's ``step``, which runs the backward of the last micro-batch.
 
         Raises:
+            TornStepError: an earlier step has left the weights torn.
             ValueError: user code runs before the optimizer's steps.
         """
+        self.check()
         if self._enabled and has_pre_step_hooks(optimizer):
             raise ValueError(
                 f"updates cannot begin in backward: {type(optimizer).__name__} has a hook of register_step_pre_hook, "
-                f"which would come after some of them{advice(Case.NOT_IN_BACKWARD, '. ')}"
+                f"which would run after some of the updates{advice(Case.NOT_IN_BACKWARD, '. ')}"
             )
         self._expected = optimizer if self._enabled else None
         try:
@@ -120,26 +136,44 @@ class UpdatesInBackward:
             self._expected = None
 
     def begin(self, last: bool) -> None:
-        """Before a backward; updates begin in the ``last`` one of a step alone, of which the optimizer is expected.
+        """Before a backward: decide whether updates may begin in it.
+
+        Args:
+            last: whether it is the last backward before a step. Updates begin in such a one only, and only inside the
+                closure of that step.
 
         Raises:
-            TornStepError: the step before has not ended.
+            TornStepError: an earlier backward has begun updates, and its step has not ended.
         """
+        if self._begun and self._expected is not None:
+            raise TornStepError(
+                "another backward begins in the closure of a step after the one that has begun updates. Add the losses "
+                f"and call backward once{advice(Case.NOT_IN_BACKWARD, '; ')}. {self._torn()}"
+            )
         self.check()
         self._updates, self._waiting = None, {}
         optimizer = self._expected
         if not last or optimizer is None or not self._optimizers.is_prepared(optimizer):
             return
         self._updates = self._optimizers.begin_step(optimizer, self._clipping.factor(optimizer), StepCall(optimizer))
-        waits = {id(b): left for b, left in zip(self._map.buckets, left_to_forward(self._map.buckets), strict=True)}
+        late = left_to_forward(self._map.buckets)
+        self._early = {id(bucket) for bucket, waits in zip(self._map.buckets, late, strict=True) if not waits}
         found = self._map.segments_of(parameters_of(optimizer))
-        self._waiting = {id(bucket): segments for bucket, segments in found if not waits[id(bucket)]}
+        self._waiting = {id(bucket): segments for bucket, segments in found if id(bucket) in self._early}
         self._gradients_version = self._clipping.version
 
-    def offer(self, completed: Sequence[BucketGradients]) -> None:
-        """Begin to update buckets whose gradients are complete, and reduced; at stage 3 they are freed.
+    @property
+    def may_be_torn(self) -> bool:
+        """Whether weights are torn, or may become so: a step has not ended in which some rank may have begun updates.
 
-        Those wait for the step that have a parameter without a gradient on this rank.
+        It is the same on all ranks that ask at the same place of a step.
+        """
+        return self._enabled and (self._updates is not None or bool(self._torn_on))
+
+    def offer(self, completed: Sequence[BucketGradients]) -> None:
+        """Begin the updates of buckets whose gradients are complete and reduced.
+
+        A bucket waits for the step where a parameter has no gradient on this rank.
         """
         if completed and self._waiting:
             self._begin(completed)
@@ -155,98 +189,167 @@ class UpdatesInBackward:
             del self._waiting[id(bucket)]
             edit = bucket.hidden_edit()
             bucket.absorb_edits(everything=edit is not None and bool(edit))
-            self._updates.begin([(bucket, segments)])
-            # Autograd refuses operators that have saved one of them.
-            updated = [p for p, received in zip(bucket.parameters, gradients.received, strict=True) if received]
-            torch.autograd.graph.increment_version(updated)
-            bucket.defer(self._refuse_read, self._refuse_read)
+            try:
+                self._updates.begin([(bucket, segments)])
+            finally:  # also where it fails: it may have written some of the values
+                updated = [p for p, received in zip(bucket.parameters, gradients.received, strict=True) if received]
+                torch.autograd.graph.increment_version(updated)  # autograd refuses operators that have saved one
+                bucket.defer(self._refuse_read, self._refuse_read)
 
     def check_arrival(self, gradients: BucketGradients, index: int) -> None:
-        """For a gradient that has arrived.
+        """Refuse the gradient of a parameter that is updated already.
+
+        Args:
+            gradients: of the parameter's bucket.
+            index: of the parameter in it.
 
         Raises:
-            TornStepError: its parameter was updated without it.
+            TornStepError: the update has begun without this gradient.
         """
         if self._has_begun(gradients.bucket):
-            raise TornStepError(
-                f"another gradient of {gradients.bucket.names[index]!r} has arrived in the backward in which it was "
-                f"updated, by a backward inside it{advice(Case.NOT_IN_BACKWARD, '. ')}. {_torn()}"
-            )
+            raise self._late_gradient(repr(gradients.bucket.names[index]))
+
+    def check_left_over(self, left_over: Sequence[BucketGradients]) -> None:
+        """Refuse gradients that some rank has not reduced with the others of their bucket.
+
+        Args:
+            left_over: the same on all ranks.
+
+        Raises:
+            TornStepError: an update has begun without them, on this rank or perhaps on another one; on all ranks.
+        """
+        several = self.may_be_torn and self._map.placement.mesh.world.size > 1
+        for gradients in left_over:
+            if self._has_begun(gradients.bucket) or (several and id(gradients.bucket) in self._early):
+                raise self._late_gradient(f"a parameter of {gradients.bucket.name}, on this rank or another one,")
+
+    def _late_gradient(self, whose: str) -> TornStepError:
+        return TornStepError(
+            f"another gradient of {whose} has arrived after the update of that parameter had begun in the same "
+            "backward. A backward inside backward brings such gradients, as checkpointing with use_reentrant=True does "
+            f"for a weight that several segments share. Use use_reentrant=False{advice(Case.NOT_IN_BACKWARD, '; ')}. "
+            f"{self._torn()}"
+        )
 
     def _refuse_read(self) -> None:
         raise TornStepError(
-            "a parameter is read in the step that updates it, after its gradient was complete: by a hook, a function "
-            "that is computed again and used it without a gradient, or by a backward inside backward, as of "
-            f"checkpointing with use_reentrant=True. Use use_reentrant=False{advice(Case.NOT_IN_BACKWARD, '; ')}. "
-            f"{_torn()}"
+            "a parameter is read in a backward after its update has begun there. A hook may have read it, a function "
+            "of checkpointing that is computed again and uses it without a gradient, or a backward inside backward, as "
+            "of checkpointing with use_reentrant=True. Read it before backward, or use use_reentrant=False"
+            f"{advice(Case.NOT_IN_BACKWARD, '; ')}. {self._torn()}"
         )
 
     def _has_begun(self, bucket: Bucket) -> bool:
-        return self._updates is not None and id(bucket) in self._updates.begun
+        return self._enabled and self._updates is not None and id(bucket) in self._updates.begun
 
     @property
     def _begun(self) -> list[Bucket]:
         return [bucket for bucket in self._map.buckets if self._has_begun(bucket)]
 
     @contextlib.contextmanager
-    def completing(self, optimizer: Optimizer) -> Iterator[StepUpdates | None]:
-        """Around the rest of a step: gives what has begun, if anything has; afterwards its parameters may be read.
+    def completing(self, optimizer: Optimizer, call: StepCall) -> Iterator[StepUpdates]:
+        """Around the rest of a step; afterwards the parameters may be read.
+
+        Args:
+            optimizer: whose step it is.
+            call: of its ``step``.
+
+        Yields:
+            The updates of the step, of which some may have begun.
 
         Raises:
-            TornStepError: the step is not the one that backward has begun.
+            TornStepError: updates have begun with other gradients, hyperparameters or state than the step finds.
         """
-        if not self._begun:
-            yield None
-            return
-        updates = self._updates
-        assert updates is not None
+        if self._begun:
+            self._check_unchanged(optimizer)
+            self._let_read()
+        else:
+            self._updates = self._optimizers.begin_step(optimizer, self._clipping.factor(optimizer), call)
+        assert self._updates is not None
+        yield self._updates
+        self._updates, self._torn_on = None, []
+
+    def _check_unchanged(self, optimizer: Optimizer) -> None:
+        assert self._updates is not None
+        changed = ""
         if self._clipping.version != self._gradients_version:
-            raise TornStepError(f"gradients were changed after updates by them had begun in backward. {_torn()}")
-        if not updates.as_now() or state_was_edited(optimizer):
+            changed = "gradients were changed"
+        elif not self._updates.as_now() or state_was_edited(optimizer):
+            changed = f"hyperparameters or state of {type(optimizer).__name__} were changed"
+        if changed:
             raise TornStepError(
-                f"hyperparameters or state of {type(optimizer).__name__} were changed after updates by them had begun "
-                f"in backward. {_torn()}"
+                f"{changed} after backward had begun updates with what was there before. Change them before backward "
+                f"or after the step{advice(Case.NOT_IN_BACKWARD, ', or: ')}. {self._torn()}"
             )
-        self._let_read()
-        yield updates
-        self._updates = None
 
     def check(self) -> None:
-        """Raise where parameters are torn.
+        """Raise where the weights are known to be torn. No communication.
+
+        Raises:
+            TornStepError: they are, on this rank, or on one that has said so.
+        """
+        if self._begun or self._torn_on:
+            raise TornStepError(self._torn())
+
+    def share(self) -> None:
+        """Let every rank know on which ranks the weights are torn. Collective, unless no updates begin in backward."""
+        if self._enabled:
+            answers = self._map.placement.mesh.world.all_gather_object(bool(self._begun), "ask for torn weights")
+            self._torn_on = [rank for rank, torn in enumerate(answers) if torn]
+
+    def check_together(self) -> None:
+        """Raise on all ranks where the weights of one are torn. Collective, unless no updates begin in backward.
 
         Raises:
             TornStepError: they are.
         """
-        if self._begun:
-            raise TornStepError(_torn())
+        self.share()
+        self.check()
 
     @contextlib.contextmanager
     def overwriting(self, everything: bool) -> Iterator[None]:
-        """Around what overwrites parameters; those that were torn are so no longer, if it is ``everything``.
+        """Around what overwrites parameters. Collective.
+
+        Args:
+            everything: whether it overwrites all of them; torn weights are whole again then, unless it fails.
 
         Raises:
-            TornStepError: they are, and some will stay.
+            TornStepError: the weights are torn, and some of them would stay.
         """
         if not everything:
-            self.check()
+            self.check_together()
         self._let_read()
-        yield
-        self._updates = None
+        torn, self._updates, self._torn_on = (self._updates, self._torn_on), None, []
+        try:
+            yield
+        except BaseException:
+            self._updates, self._torn_on = torn
+            raise
 
     def give_up(self) -> None:
-        """The parameters become somebody else's, with a warning where they are torn."""
-        if self._begun:
-            warnings.warn(f"parameters are given out that are torn. {_torn()}", stacklevel=3)
+        """Give torn weights to whoever takes over the parameters, with a warning."""
+        if self._begun or self._torn_on:
+            warnings.warn(f"the module gets torn weights back. {self._torn()}", stacklevel=3)
             self._let_read()
-            self._updates = None
+            self._updates, self._torn_on = None, []
 
     def _let_read(self) -> None:
         for bucket in self._begun:
             bucket.end_deferred(gather=False)
 
+    def _torn(self) -> str:
+        """The end of messages: what is the matter with the weights, and what to do."""
+        mesh = self._map.placement.mesh
+        on = f" on {mesh.board.describe(self._torn_on)}" if self._torn_on and mesh.world.size > 1 else ""
+        return (
+            f"The step is torn{on}: it has updated some parameters and has not ended, so that the others have the "
+            "values of the step before. These weights are neither saved nor computed with"
+            f"{advice(Case.TORN, '. ')}"
+        )
+
 
 class Updated(Protocol):
-    """A bucket that is updated, or one of a plan."""
+    """A bucket that is updated: one that trains, or one that a plan imagines."""
 
     @property
     def optimized(self) -> bool: ...
@@ -257,12 +360,14 @@ class Updated(Protocol):
 
 
 def left_to_forward(buckets: Iterable[Updated]) -> list[bool]:
-    """Whether each bucket's update beside the training waits for the step; those that do are spread over all of it.
+    """Tell which buckets wait for the end of the step, so that the next forward has updates to run beside it.
+
+    They hold a quarter of the elements that are updated beside the training, and are spread evenly over these.
 
     Args:
-        buckets: in forward order; the first that is updated there is among them.
+        buckets: in forward order. The first one that is updated beside the training waits.
     """
-    found, owed = list[bool](), 0.0  # elements
+    found, owed = list[bool](), 0.0  # elements that should wait and do not so far
     for bucket in buckets:
         placement = bucket.placement
         beside = bucket.optimized and placement.executor.overlaps and placement.update_lane is Lane.HOST
@@ -270,10 +375,3 @@ def left_to_forward(buckets: Iterable[Updated]) -> list[bool]:
         found.append(beside and owed > 0)
         owed -= bucket.layout.shard_numel * found[-1]
     return found
-
-
-def _torn() -> str:
-    return (
-        "The step is torn: it has updated some parameters, and has not ended, so that the others are those of the step "
-        f"before. Nothing is saved of them{advice(Case.TORN, '. ')}"
-    )

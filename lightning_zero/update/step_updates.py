@@ -1,4 +1,8 @@
-"""The updates of one step of an optimizer, which are submitted bucket by bucket."""
+"""The updates of one step of an optimizer, submitted bucket by bucket.
+
+All of them use the hyperparameters that the optimizer had when the step began, whenever they run: user code, a learning
+rate scheduler for one, may change these right after the step.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +18,26 @@ from torch.optim import Optimizer
 from lightning_zero.sharding.bucket import Bucket, BucketState
 from lightning_zero.sharding.bucket_map import BucketMap
 from lightning_zero.sharding.layout import Segment
+from lightning_zero.torch_private import tree_leaves
 from lightning_zero.update.shell import StepCall, snapshot
 from lightning_zero.update.view import Updater, UpdateView
 
 
 class StepUpdates:
-    """Values that one step of an optimizer updates with, as they are when this is made, and what has begun of it.
+    """Keeps what a step of an optimizer updates with, and submits its updates.
 
     Attributes:
-        begun: ids of the buckets whose updates were submitted.
-        call: of the optimizer's ``step``.
+        begun: ids of the buckets whose updates have begun, also of one whose update has failed.
+        call: the call of the optimizer's ``step``.
 
     Args:
-        updater: of the optimizer; its hyperparameters and attributes are copied.
-        bucket_map: of the module.
+        updater: of the optimizer, whose hyperparameters and attributes are copied now.
+        bucket_map: holds the parameters.
         grad_scale: factor to apply to the gradients.
         call: as above.
 
     Raises:
-        ValueError: a hyperparameter is out of range; nothing was written then.
+        ValueError: a hyperparameter is out of range; nothing has been written then.
     """
 
     def __init__(self, updater: Updater, bucket_map: BucketMap, grad_scale: float, call: StepCall) -> None:
@@ -46,19 +51,17 @@ class StepUpdates:
         self._taken = snapshot(updater.optimizer)
 
     def as_now(self) -> bool:
-        """Whether the optimizer's parameters have the hyperparameters still that were copied."""
+        """Whether the optimizer still has the parameters and hyperparameters that were copied."""
         now = _hyperparameters(self._updater.optimizer)
         return now.keys() == self._hyperparameters.keys() and all(
             _same(group, self._hyperparameters[key]) for key, group in now.items()
         )
 
     def begin(self, parts: Sequence[tuple[Bucket, list[Segment]]]) -> None:
-        """Submit the updates of some segments of buckets that it has not begun with.
-
-        See :meth:`Bucket.begin_update`.
+        """Submit the updates of some buckets; see :meth:`Bucket.begin_update`.
 
         Args:
-            parts: in the order in which they are updated.
+            parts: buckets that have not begun, each with the segments to update, in the order of the updates.
         """
         views: list[tuple[Bucket, UpdateView]] = []
         ahead: Callable[[], object] = _fetch_nothing
@@ -67,13 +70,13 @@ class StepUpdates:
             views.insert(0, (bucket, view))
             on_disk = bucket.placement.optimizer_store.tile is not None
             ahead = partial(self._updater.expect, view) if on_disk else _fetch_nothing
-        # All of them before the first update, which fetches for the next one, in its own thread.
+        # For all buckets before the first update: in its own thread, that already fetches tiles for the next one.
         for bucket, _ in views:
             _end_gather(bucket)
         for bucket, view in views:
+            self.begun.add(id(bucket))  # first: an update that fails at once may have written some of its values
             lent_to = bucket.begin_update(partial(self._updater.update, view))
             self._map.gradients_of(bucket).sharded.lent_to(lent_to)
-            self.begun.add(id(bucket))
 
     def _view(self, bucket: Bucket, segments: Sequence[Segment], ahead: Callable[[], object]) -> UpdateView:
         known = self._hyperparameters
@@ -96,18 +99,18 @@ class StepUpdates:
 
 
 def _end_gather(bucket: Bucket) -> None:
-    """Wait for a gather that has begun, and let go of tiles that were fetched for one: the shard is about to change."""
+    """Wait for a gather under way, and drop tiles that were fetched for a later one: the shard is about to change."""
     if bucket.state is BucketState.GATHERING:
         bucket.unshard()
     bucket.shard.drop(0, bucket.shard.numel)
 
 
 def _fetch_nothing() -> None:
-    """Do nothing: what follows is in memory, or nothing does."""
+    """Do nothing: no update follows, or its state is in memory already."""
 
 
 def _hyperparameters(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-    """Those of every parameter, by its id; parameters of one group share one copy."""
+    """Copies of the hyperparameters by id of the parameter; the parameters of a group share one copy."""
     found: dict[int, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         frozen = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
@@ -120,6 +123,11 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _equal(one: Any, other: Any) -> bool:
+    ours, theirs = tree_leaves(one), tree_leaves(other)  # betas are a pair, of tensors perhaps
+    return len(ours) == len(theirs) and all(map(_same_leaf, ours, theirs))
+
+
+def _same_leaf(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    return bool(one == other)
+    return one is other or bool(one == other)  # a copy of nan is the same object

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,20 @@ import torch
 from helpers import models
 from helpers.ranks import RankPool, ranks, slow_unless
 from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
-from strategy.fits import NAMES, Fitted, Lit, Recipe, assert_same, assert_same_states, fit, make_trainer, observe
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from strategy.fits import (
+    NAMES,
+    Fitted,
+    Lit,
+    Recipe,
+    assert_same,
+    assert_same_states,
+    fit,
+    make_trainer,
+    observe,
+    state_of,
+)
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -104,15 +118,17 @@ class Failing(Lit):
             raise ArithmeticError("out of gradients")
 
 
-def tears(name: str, folder: str) -> None:
-    whole = fit(options_of(name), Recipe(), max_epochs=2)
+def tears(name: str, folder: str, recipe: Recipe) -> bool:
+    """Whether this rank has begun updates."""
+    whole = fit(options_of(name), recipe, max_epochs=2)
     path = str(Path(folder, "one.ckpt"))
     first = make_trainer(options_of(name, **ON))
-    first.fit(Lit(Recipe()))
+    first.fit(Lit(recipe))
     first.save_checkpoint(path)
-    trainer, lit = make_trainer(options_of(name, **ON)), Failing(Recipe())
+    trainer, lit = make_trainer(options_of(name, **ON)), Failing(recipe)
     with pytest.raises(ArithmeticError, match="out of gradients"):
         trainer.fit(lit)
+    begun = bool(trainer.strategy.engine.in_backward._begun)  # type: ignore[attr-defined]
     saved = Path(folder, "torn.ckpt")
     remedy = r"^The step is torn.*Resume from the last checkpoint: trainer\.fit"
     for read in (
@@ -120,22 +136,123 @@ def tears(name: str, folder: str) -> None:
         trainer.strategy.lightning_module_state_dict,
         lambda: trainer.strategy.optimizer_state(trainer.optimizers[0]),
         lambda: lightning_zero.full_param(next(lit.parameters())),
+        lambda: lightning_zero.full_optimizer_state(next(lit.parameters())),
+        lambda: trainer.strategy.load_model_state_dict({"state_dict": {}}, strict=False),
         lambda: trainer.test(lit, verbose=False),
         lambda: trainer.fit(lit),
     ):
         with pytest.raises(TornStepError, match=remedy):
             read()
     assert not saved.exists()
-    trainer.fit_loop.max_epochs, lit.fails = 2, False
+    trainer.fit_loop.max_epochs, lit.fails, lit.strict_loading = 2, False, False
     trainer.fit(lit, ckpt_path=path)
     assert_same(observe(trainer, lit).weights, whole.weights)
+    return begun
 
 
 @ranks(1)
 @pytest.mark.parametrize("name", ["zero2_offload", "zero3"])
 def test_a_torn_step_is_never_saved(pool: RankPool, name: str, tmp_path: Path) -> None:
     """Nor computed with, until a checkpoint is loaded; that may be by the same Trainer."""
-    pool.run(tears, name, str(tmp_path))
+    assert pool.run(tears, name, str(tmp_path), Recipe()) == [True]
+
+
+@ranks(2)
+def test_a_rank_that_has_begun_nothing_learns_that_another_is_torn(pool: RankPool, tmp_path: Path) -> None:
+    """At stage 3 blocks that a rank uses in part wait for the step there."""
+    recipe = Recipe(model="optional", flagged=models.not_on_rank_0)
+    assert pool.run(tears, "zero3", str(tmp_path), recipe) == [False, True]
+
+
+class FailingInForward(Lit):
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        if index == 1:
+            raise ArithmeticError("out of batches")
+        return super().training_step(batch, index)
+
+
+def fails(module: Callable[[Recipe], Lit], folder: str) -> tuple[list[str], list[str]]:
+    """The notes of the error with which a fit ends, and the checkpoints that callbacks have saved then."""
+    callbacks = [OnExceptionCheckpoint(folder), ModelCheckpoint(folder, filename="other", save_on_exception=True)]
+    trainer = make_trainer(options_of("zero3", **ON), callbacks=callbacks, enable_checkpointing=True)
+    with pytest.raises(ArithmeticError) as caught:
+        trainer.fit(module(Recipe()))
+    return getattr(caught.value, "__notes__", []), sorted(path.name for path in Path(folder).glob("*.ckpt"))
+
+
+@ranks(2)
+def test_the_error_of_a_fit_is_not_that_of_saving_a_torn_step(pool: RankPool, tmp_path: Path) -> None:
+    for notes, saved in pool.run(fails, Failing, str(tmp_path)):
+        assert [note.partition(" has saved nothing")[0] for note in notes] == [
+            "OnExceptionCheckpoint",
+            "ModelCheckpoint",
+        ]
+        assert not saved
+    for notes, saved in pool.run(fails, FailingInForward, str(tmp_path)):
+        assert not notes
+        assert saved == ["on_exception.ckpt", "other.ckpt"]
+
+
+class Signalled(Counting):
+    """SLURM's signal comes in the second step, when only the gradient of the embedding is missing."""
+
+    after: dict[str, Tensor]
+    at: str
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        if index == 1 and self.at == "forward":
+            self._signal()
+        if index == 1 and self.at == "backward":
+            next(self.model.parameters()).register_hook(lambda _: self._signal())  # type: ignore[arg-type,return-value]
+        return super().training_step(batch, index)
+
+    def _signal(self) -> None:
+        if self.trainer.global_step == 1:
+            signal.raise_signal(signal.SIGUSR2)
+            self.notes.append(sorted(path.name for path in Path(self.trainer.default_root_dir).glob("*.ckpt")))
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, index: int) -> None:
+        if index == 1:
+            self.after = state_of(self.trainer)
+
+
+def is_requeued(at: str, folder: str) -> list[str]:
+    """The files that are there when the handler of the signal has returned."""
+    program = Path(folder, "scontrol")
+    program.write_text(f"#!/bin/sh\necho $@ > {folder}/{at}")
+    program.chmod(0o755)
+    variables = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "1"}
+    variables["SLURM_JOB_ID"] = "4711"
+    before = {**os.environ}
+    os.environ |= {**variables, "PATH": f"{folder}:{os.environ['PATH']}"}
+    try:
+        trainer = make_trainer(
+            options_of("zero2_offload", **ON),
+            plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR2)],
+            default_root_dir=folder,
+            callbacks=[],
+        )
+        lit = Signalled(Recipe())
+        lit.at = at
+        trainer.fit(lit)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    (saved,) = Path(folder).glob("hpc_ckpt_*.ckpt")
+    weights = torch.load(saved, weights_only=True)["state_dict"]
+    saved.unlink()
+    assert Path(folder, at).read_text() == "requeue 4711\n"
+    same = all(torch.equal(weights[f"model.{name}"], value) for name, value in lit.after.items())
+    assert same == (at == "backward")
+    (seen,) = [note for note in lit.notes if isinstance(note, list)]
+    return seen
+
+
+@ranks(1)
+def test_a_requeued_job_saves_at_the_end_of_the_batch(pool: RankPool, tmp_path: Path) -> None:
+    """Where the signal comes in a step that may be torn; at once elsewhere."""
+    assert pool.run(is_requeued, "backward", str(tmp_path)) == [[]]
+    assert pool.run(is_requeued, "forward", str(tmp_path)) == [["hpc_ckpt_1.ckpt"]]
 
 
 class Manual(Lit):
