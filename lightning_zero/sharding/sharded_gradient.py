@@ -67,9 +67,10 @@ class _Summing:
     def submit(self, placement: BucketPlacement, start: int, values: Tensor, what: str, after: Ticket) -> Ticket:
         """Begin to add those of ``values``, elements from ``start`` on, when ``after`` has ended; tiles come in order.
 
-        In the lane in which they are summed up, which is that of writes.
+        It is done in the lane in which they are summed up, that of writes. Where a tile fails, all that follow do.
         """
-        self.work = placement.executor.submit(partial(self._add, start, values), Lane.WRITE, what, [after])
+        job = partial(self._add, start, values)
+        self.work = placement.executor.submit(job, Lane.WRITE, what, [self.work, after])
         return self.work
 
     def _add(self, start: int, values: Tensor) -> None:
