@@ -139,6 +139,10 @@ class WholeUpdater(TorchUpdater):
         if not alone:
             expect_first(view, self._fetched(view, view.state, alone), calls, lambda _: ())
 
+    def clear(self) -> None:
+        settle_before(self._leaving, 0)  # their places on the disk are free then
+        super().clear()
+
     def _fetched(self, view: UpdateView, own: WholeState, alone: bool) -> _Fetched:
         return _Fetched(own, view.segments, self._leaving, 0 if alone else _IN_FLIGHT - 2)
 

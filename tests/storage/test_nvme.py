@@ -269,6 +269,18 @@ def test_a_tile_of_two_ranges_passes_from_one_to_the_other(tmp_path: Path, monke
         assert torch.equal(contents(tensor), values), case
 
 
+def test_a_tile_passes_on_when_it_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(tmp_path)
+    tensor, values = filled(store)
+    contents(tensor)
+    with monkeypatch.context() as patch:
+        Held(patch, "read", "write", 0.2)
+        tensor.expect(0, TILE + 10)
+        tensor.expect(TILE + 10, 3 * TILE)
+        tensor.drop(0, TILE + 10)
+        assert torch.equal(tensor.view(TILE, 3 * TILE), values[TILE : 3 * TILE])
+
+
 def test_places_are_given_out_again(tmp_path: Path) -> None:
     store = make_store(tmp_path, InlineExecutor())
     for _ in range(3):
