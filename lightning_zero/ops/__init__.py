@@ -19,7 +19,15 @@ except ImportError as error:
     ) from error
 
 from lightning_zero.ops.arguments import runs_on
-from lightning_zero.ops.arrays import SQUARES_PIECE, join_, split_, sum_of_squares, sum_of_squares_in_pieces, zero_
+from lightning_zero.ops.arrays import (
+    SQUARES_PIECE,
+    RunningSquares,
+    join_,
+    split_,
+    sum_of_squares,
+    sum_of_squares_in_pieces,
+    zero_,
+)
 from lightning_zero.ops.blocks import BLOCK, Quantized, count_blocks, dequantize_, quantize_
 from lightning_zero.ops.disk import DiskBackend, DiskPool, TransferFailure, io_uring_refusal
 from lightning_zero.ops.formulas import Updates, updates_on
@@ -42,6 +50,7 @@ __all__ = [
     "DiskPool",
     "Options",
     "Quantized",
+    "RunningSquares",
     "Ties",
     "TransferFailure",
     "Updates",

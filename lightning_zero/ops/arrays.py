@@ -50,10 +50,45 @@ def sum_of_squares_in_pieces(pieces: Iterable[Tensor]) -> float:
     Args:
         pieces: of the tensor, in order, each of `SQUARES_PIECE` elements but the last, which may be shorter.
     """
-    sums = [sum_of_squares(piece) for piece in pieces]
-    while len(sums) > 1:  # the order in which the kernel adds its own
+    return _add_up([sum_of_squares(piece) for piece in pieces])
+
+
+def _add_up(sums: list[float]) -> float:
+    """Adds sums of pieces in the order in which the kernel adds its own."""
+    while len(sums) > 1:
         sums = [reduce(operator.add, sums[i : i + _ROWS], 0.0) for i in range(0, len(sums), _ROWS)]
     return sums[0] if sums else 0.0
+
+
+class RunningSquares:
+    """Sums the squares of a tensor that comes part by part, in order, to the bits of `sum_of_squares` of all of it.
+
+    Args:
+        numel: of the tensor.
+    """
+
+    def __init__(self, numel: int) -> None:
+        self._left = numel  # elements that have not come, or wait for others of their piece
+        self._sums: list[float] = []
+        self._piece: list[Tensor] = []  # what waits
+
+    def add(self, part: Tensor) -> None:
+        """Takes the next elements, which may change afterwards; by one thread, since others compute beside it."""
+        waiting = sum(each.numel() for each in self._piece)
+        while part.numel():
+            size = min(SQUARES_PIECE, self._left)
+            taken, part = part[: size - waiting], part[size - waiting :]
+            if waiting + taken.numel() < size:
+                self._piece.append(taken.clone())
+                return
+            piece = torch.cat([*self._piece, taken]) if self._piece else taken
+            self._sums.append(sum_of_squares(piece, threads=1))
+            self._left, self._piece, waiting = self._left - size, [], 0
+
+    def total(self) -> float:
+        """The sum, when all elements have come."""
+        assert not self._left, f"{self._left} elements have not come"
+        return _add_up(self._sums)
 
 
 def split_(

@@ -105,8 +105,10 @@ class RecordedGradients(Reduction[RecordedTensor]):
         if not self._empty and store.device != self._placement.device:
             self._lanes.stage(Lane.D2H, shard.nbytes)  # moved, then added
         alone = device_type(self._placement.device).shares_host_memory
-        leaves = notes_squares(placement, self._sharded.dtype) and not summed
-        self.known_squares = self._empty and ((store.as_on_host and not alone) or leaves)
+        passes = notes_squares(placement, self._sharded.dtype, not self._empty, more)
+        self.known_squares = (self._empty and store.as_on_host and not alone) or passes
+        if passes and not self._empty:
+            self._account.touch(Bytes(host=min(ops.SQUARES_PIECE, shard.numel) * self._sharded.dtype.itemsize))
         self._move_tiles(reads=not self._empty)
         moved = (self._sharded if self._empty else shard).nbytes  # it is converted before, or when it is added
         self._empty = False

@@ -86,7 +86,8 @@ class Master(Protocol):
         Args:
             start: first element.
             stop: the one after the last.
-            complete: whether the update changes everything there, with the whole tiles around, but for padding.
+            complete: whether the update changes everything there, with the whole tiles around, but for padding and
+                what the range that was expected before has of these tiles.
         """
         ...
 
@@ -311,7 +312,7 @@ class _RestedMaster(ABC):
             tensor.commit(start, stop, after=(self._publishing,))
 
     def _publish(self, start: int, values: Tensor) -> Ticket:
-        with changing(self._shard, start, start + values.numel()) as shard:
+        with changing(self._shard, start, start + values.numel(), overwritten=True) as shard:
             self._publishing = self._home.publish(shard, values)
         return self._publishing
 
@@ -420,12 +421,15 @@ class SplitMaster(_RestedMaster):
     def keep(self, start: int, values: Tensor) -> None:
         self._updated.forget()
         for low, high in pieces(self.tile, start, start + values.numel()):
-            with self._changing(low, high) as (upper, remainder):
+            with self._changing(low, high, overwritten=True) as (upper, remainder):
                 ops.split_(values[low - start : high - start], upper, remainder)
 
     @contextmanager
-    def _changing(self, start: int, stop: int) -> Iterator[tuple[Tensor, Tensor]]:
-        with changing(self._high, start, stop) as high, changing(self._remainder, start, stop) as remainder:
+    def _changing(self, start: int, stop: int, overwritten: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+        with (
+            changing(self._high, start, stop, overwritten) as high,
+            changing(self._remainder, start, stop, overwritten) as remainder,
+        ):
             yield high, remainder
 
     def write(self, start: int, stop: int) -> Ticket:

@@ -9,6 +9,7 @@ from and to the disk, and an update reads them beside the state of the same elem
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.storage import DONE, Lane, Memory, Rested, Ticket, device_type
 from lightning_zero.storage.rested import Resident, keep, nbytes_of, pieces
 from lightning_zero.torch_private import norms_of_each
+
+Range = tuple[int, int]  # of elements of a shard
 
 
 def sharded_gradient_dtype(fixed: torch.dtype | None, values: torch.dtype, summed: bool) -> torch.dtype:
@@ -34,9 +37,49 @@ def sharded_gradient_dtype(fixed: torch.dtype | None, values: torch.dtype, summe
     return fixed or (torch.promote_types(values, torch.float32) if summed else values)
 
 
-def notes_squares(placement: BucketPlacement, dtype: torch.dtype) -> bool:
-    """Whether the squares of a gradient of ``dtype`` are summed on its way from the memory of a CPU rank to a disk."""
-    return placement.rests_gradients and ops.runs_on(placement.device) and dtype != torch.float64
+def notes_squares(placement: BucketPlacement, dtype: torch.dtype, again: bool, more: bool) -> bool:
+    """Whether the squares of a gradient that rests on a disk are summed when it passes through the host's memory.
+
+    Args:
+        placement: of the bucket.
+        dtype: of the gradient.
+        again: whether it is added to what has arrived before; what arrives first comes from the memory of a CPU rank.
+        more: whether others will be added to it.
+    """
+    known = placement.rests_gradients and dtype != torch.float64 and not more
+    return known and (again or ops.runs_on(placement.device))
+
+
+class _Summing:
+    """Sums the squares of ranges of a shard whose values pass through host memory tile by tile.
+
+    Attributes:
+        work: the last part of it.
+
+    Args:
+        ranges: as above.
+    """
+
+    def __init__(self, ranges: Sequence[Range]) -> None:
+        self._sums = {each: ops.RunningSquares(each[1] - each[0]) for each in ranges}
+        self.work = DONE
+
+    def submit(self, placement: BucketPlacement, start: int, values: Tensor, what: str, after: Ticket) -> Ticket:
+        """Begin to add those of ``values``, elements from ``start`` on, when ``after`` has ended; tiles come in order.
+
+        It is done in the lane in which they are summed up, that of writes. Where a tile fails, all that follow do.
+        """
+        job = partial(self._add, start, values)
+        self.work = placement.executor.submit(job, Lane.WRITE, what, [self.work, after])
+        return self.work
+
+    def _add(self, start: int, values: Tensor) -> None:
+        for (low, high), running in self._sums.items():
+            running.add(values[max(low - start, 0) : max(high - start, 0)])
+
+    def totals(self) -> dict[Range, float]:
+        """The sums by range, when ``work`` has ended."""
+        return {each: running.total() for each, running in self._sums.items()}
 
 
 class LentGradient(NamedTuple):
@@ -76,7 +119,8 @@ class ShardedGradient:
             is not. ``None``: nobody knows them without reading the values. They are noted when values leave for host
             memory, so that nobody waits for their arrival to know the norm, and when others do.
 
-    What leaves the memory of CPU ranks for a disk need not be read for its norm either: see :meth:`squares_of`.
+    What goes to a disk, from the memory of CPU ranks or as the sum of several micro-batches, need not be read again for
+    its norm either: see :meth:`squares_of`.
 
     Args:
         name: of the bucket.
@@ -98,7 +142,9 @@ class ShardedGradient:
         self._values: Rested | None = None  # 1-D
         self._empty = True
         self.squares: Tensor | None = None
-        self._noted: dict[tuple[int, int], float] = {}  # sums of squares by range of the shard
+        self._noted: dict[Range, float] = {}  # sums of squares by range of the shard
+        self._summing: _Summing | None = None  # those of values that are on their way
+        self._asked: dict[Range, None] = {}  # ranges of which they were asked for since they were noted
         self._segments = segments
         self._gap = gap
         self._arriving = DONE  # the last work on `values` in memory, which nobody has waited for
@@ -126,13 +172,18 @@ class ShardedGradient:
             parts = [kept[segment.start : segment.stop] for segment in self._segments]
             self.squares = torch.stack(norms_of_each(parts)).square_()
         if held.tile is not None:
-            if not summed and notes_squares(placement, held.dtype):
-                self._note_squares(values, held.dtype)
             self._arrive()  # the update that reads tiles of it, in its own thread
+        if notes_squares(placement, held.dtype, again, more):
+            if again:
+                self._summing = _Summing(self._ranges())
+            else:
+                self._note_squares(values, held.dtype)
         before, work = (self._arriving, self._lent_to), DONE
         for low, high in self._in_turn(held, 0, self._numel, fetched=again):
             target, arrived = held.open(low, high, blank=not again)
             work = (self._sum if again else self._copy)(target, values[low:high], (*before, arrived))
+            if self._summing is not None:
+                work = self._summing.submit(placement, low, target, self._name, work)
             held.commit(low, high, after=[work])
         self._arriving = work if held.tile is None else DONE  # who reads tiles waits for their writes
         self._lent_to = DONE  # it comes before
@@ -224,23 +275,35 @@ class ShardedGradient:
         self._forget_squares()
 
     def squares_of(self, start: int, stop: int) -> float | None:
-        """The sum of squares of ``[start, stop)`` as ``ops.sum_of_squares`` has it; ``None``: it was not noted."""
+        """The sum of squares of ``[start, stop)`` as ``ops.sum_of_squares`` has it; ``None``: it was not noted.
+
+        That of the next gradients will be.
+        """
+        self._asked[start, stop] = None
+        if self._summing is not None:
+            self._placement.await_host(self._summing.work)
+            self._noted, self._summing = self._summing.totals(), None
         return self._noted.get((start, stop))
 
+    def _ranges(self) -> list[Range]:
+        """The ranges that were asked for last; before, those that will be where one optimizer has all parameters."""
+        asked, self._asked = [*self._asked], {}
+        return asked or [(run.start, run.stop) for run in runs(self._segments, lambda _: True, gap=self._gap)]
+
     def _note_squares(self, values: Tensor, dtype: torch.dtype) -> None:
-        """Of what ``dtype`` keeps of values, by the ranges that are summed where one optimizer has all parameters."""
+        """Of what ``dtype`` keeps of values."""
         exact = torch.promote_types(values.dtype, dtype) == dtype
-        for run in runs(self._segments, lambda _: True, gap=self._gap):
-            part = values[run.start : run.stop]
+        for start, stop in self._ranges():
+            part = values[start:stop]
             if exact:
                 total = ops.sum_of_squares(part)
             else:
                 total = ops.sum_of_squares_in_pieces(piece.to(dtype) for piece in part.split(ops.SQUARES_PIECE))
-            self._noted[run.start, run.stop] = total
+            self._noted[start, stop] = total
 
     def _forget_squares(self) -> None:
         """The values are others from now on."""
-        self.squares, self._noted = None, {}
+        self.squares, self._noted, self._summing = None, {}, None
 
     @property
     def empty(self) -> bool:

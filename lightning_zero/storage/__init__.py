@@ -1,6 +1,6 @@
-"""Where bytes rest, and how they move: stores on the device, the host and a disk, executors, and a step's timers.
+"""Where tensors rest, and how they move: stores on the device, in host memory and on a disk, executors, and timers.
 
-What depends on the type of the device is in :mod:`lightning_zero.storage.accelerators`.
+Everything that depends on the type of the device is in :mod:`lightning_zero.storage.accelerators`.
 """
 
 from lightning_zero.storage.accelerators import (

@@ -9,7 +9,7 @@ from lightning_zero.storage.rested import Memory, Resident
 
 
 class DeviceStore:
-    """State rests where the model computes."""
+    """Rests tensors on the device that trains."""
 
     exact = False
     memory: Memory = "device"
@@ -26,16 +26,18 @@ class DeviceStore:
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def close(self) -> None:
-        """Nothing outside of memory."""
+        """Do nothing: there is nothing outside of memory."""
 
-    def rest(self, numel: int, dtype: torch.dtype, what: str, *, crosses: bool = False) -> Resident:
+    def rest(
+        self, numel: int, dtype: torch.dtype, what: str, *, crosses: bool = False, apart: bool = False
+    ) -> Resident:
         return Resident(self.zeros(numel, dtype), self.memory)
 
 
 class ResidentStore(DeviceStore):
-    """State of some buckets rests where the model computes, while that of others rests elsewhere.
+    """Rests state of some buckets on the device that trains, while that of the others is offloaded.
 
-    Which of them they are changes no bit.
+    Its updates have the bits of the host's kernels, so that no result depends on which buckets are offloaded.
     """
 
     as_on_host = True

@@ -1,4 +1,4 @@
-"""One file of a rank on a disk, given out in extents, with what the system says where it fails."""
+"""The file of a rank on a disk. Parts of it, called extents, are given out; errors say what the system reports."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ from lightning_zero import ops
 from lightning_zero.advice import Case, advice
 from lightning_zero.storage.host import HostStore
 
-# Of addresses, offsets and lengths; no file system asks for more than the size of a page.
+# Addresses, offsets and lengths of transfers are multiples of it. No file system asks for more than a page.
 ALIGNMENT = 4096
 _O_DIRECT = getattr(os, "O_DIRECT", 0)  # of Linux
 
 
 class DiskError(OSError):
-    """A disk could not keep or give back state.
+    """A disk failed, or is full.
 
     The attributes are those of :class:`OSError`: ``errno``, ``strerror`` and ``filename``.
     """
 
 
 def aligned(nbytes: int) -> int:
-    """The bytes of an extent for so many."""
+    """``nbytes`` rounded up to what an extent takes."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class DiskFile:
-    """A new file in which extents are reserved before they are written. Any thread may read and write.
+    """A new file whose extents are reserved on the disk before they are written. Any thread may read and write.
 
     Attributes:
         path: of the file.
-        direct: whether transfers pass by the page cache (``O_DIRECT``); not where the file system refuses that.
-        refusal: why they do not, as the system says it; empty where they do, or were not meant to.
-        given: bytes of the extents that are given out now, without what fills these up to pages.
-        pool: reads and writes; another one may take over between two transfers.
+        direct: whether transfers bypass the page cache (``O_DIRECT``).
+        refusal: why they do not although they should, in the system's words; empty otherwise.
+        given: bytes of the extents in use, as they were asked for.
+        pool: does the transfers. It may be replaced between two of them.
 
     Args:
-        path: as above; no such file may be there.
+        path: as above; the file must not exist.
         pool: as above.
-        direct: whether to try.
+        direct: whether to try ``O_DIRECT``.
 
     Raises:
-        DiskError: the file cannot be made.
+        DiskError: the file cannot be created.
     """
 
     def __init__(self, path: Path, pool: ops.DiskPool, direct: bool = True) -> None:
         self.path = path
         self.pool = pool
         self.given = 0
-        self._size = 0  # of what was given out, and is reserved
-        self._free: defaultdict[int, list[int]] = defaultdict(list)  # offsets of extents given back, by their size
+        self._size = 0  # of all extents so far
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # offsets of extents that were given back, by size
         self._lock = threading.Lock()
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
@@ -67,11 +67,11 @@ class DiskFile:
             raise _error(error.errno or errno.EIO, path, f"{path} cannot be made") from error
         self.refusal = ""
         self.direct = direct and _O_DIRECT != 0 and self._reopen(flags & ~(os.O_CREAT | os.O_EXCL) | _O_DIRECT)
-        # When nobody refers to the file any more. Not at the exit of the process: a lane may still be writing then.
+        # It is closed when nothing refers to it, but not at the exit of the process: a lane may still be writing then.
         weakref.finalize(self, os.close, self._file).atexit = False
 
     def _reopen(self, flags: int) -> bool:
-        """Open the file with ``O_DIRECT``, where the file system lets it: some refuse only a transfer."""
+        """Open the file with ``O_DIRECT``; ``False`` where the file system refuses it, at once or at a transfer."""
         try:
             file = os.open(self.path, flags)
         except OSError as error:
@@ -88,10 +88,14 @@ class DiskFile:
         return True
 
     def reserve(self, nbytes: int, what: str) -> None:
-        """Make sure that the disk has room for ``nbytes`` from the beginning of the file.
+        """Reserve disk space for the first ``nbytes`` of the file.
+
+        Args:
+            nbytes: as above.
+            what: a name for messages.
 
         Raises:
-            DiskError: it has not; with the bytes that are needed and free.
+            DiskError: there is not enough; it states the bytes needed and free.
         """
         size = os.fstat(self._file).st_size
         if nbytes <= size:
@@ -100,17 +104,24 @@ class DiskFile:
             os.posix_fallocate(self._file, 0, nbytes)
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file, size)  # give back what there was
+                os.ftruncate(self._file, size)  # free what was reserved until it failed
             message = (
                 f"{self.path} needs {nbytes - size:,} bytes more for {what}; the file system has {self._room:,} free"
             )
             raise _error(error.errno or errno.EIO, self.path, message + advice(Case.DISK_FULL, ". ")) from error
 
     def allocate(self, nbytes: int, what: str) -> int:
-        """Give out an extent for ``nbytes``, whose contents are arbitrary; returns its offset.
+        """Give out an extent for ``nbytes``; its contents are arbitrary.
+
+        Args:
+            nbytes: as above.
+            what: a name for messages.
+
+        Returns:
+            Its offset.
 
         Raises:
-            DiskError: as :meth:`reserve`.
+            DiskError: see :meth:`reserve`.
         """
         size = aligned(nbytes)
         with self._lock:
@@ -122,7 +133,7 @@ class DiskFile:
             return self._free[size].pop()
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Take an extent back."""
+        """Take back an extent, which may be given out again."""
         with self._lock:
             self.given -= nbytes
             self._free[aligned(nbytes)].append(offset)
@@ -132,11 +143,11 @@ class DiskFile:
 
         Args:
             memory: uint8, 1-D, on the CPU; address and length are multiples of :data:`ALIGNMENT`.
-            offset: in the file; another multiple.
-            what: is read, for messages.
+            offset: in the file; a multiple of it, too.
+            what: a name for messages.
 
         Raises:
-            DiskError: the system reports an error, or the file ends before.
+            DiskError: the system reports an error, or the file is too short.
         """
         failure = self.pool.read(self._file, memory, offset, ALIGNMENT if self.direct else 1)
         if failure is not None:
@@ -162,7 +173,7 @@ class DiskFile:
             raise _error(failure.code, self.path, where, full)
 
     def settle(self) -> None:
-        """Write what the page cache has of the file to the disk, and have it forget that; nothing with ``O_DIRECT``.
+        """Write the file's pages in the page cache to the disk and remove them there. With ``O_DIRECT`` there are none.
 
         Raises:
             DiskError: the system reports an error.
@@ -178,18 +189,18 @@ class DiskFile:
 
     @property
     def _room(self) -> int:
-        """Bytes that are free beside it."""
+        """Free bytes of its file system."""
         found = os.statvfs(self.path.parent)
         return found.f_bavail * found.f_frsize
 
     @property
     def nbytes(self) -> int:
-        """Its size, all of which is reserved."""
+        """The size of the file, all of which is reserved."""
         return os.fstat(self._file).st_size
 
     @property
     def descriptor(self) -> int:
-        """Of the open file."""
+        """The descriptor of the open file."""
         return self._file
 
 

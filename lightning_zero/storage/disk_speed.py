@@ -1,4 +1,4 @@
-"""How fast a disk takes and gives tiles as the engine moves them, and the way of doing so that it likes best."""
+"""Measures how fast a disk reads and writes tiles, and chooses the way of transfers with which it is the fastest."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lightning_zero import ops
 from lightning_zero.storage.disk_file import DiskFile, aligned
 from lightning_zero.storage.host import HostStore
 
-_REGION = 1 << 30  # bytes of a file that are written and read over and over, at most
-_GAIN = 1.1  # by which another way must be faster than the usual one; less may be chance
-_LEAST_TILES = 4  # that are measured: less tells nothing
+_REGION = 1 << 30  # the most bytes of a file that are written and read again and again
+_GAIN = 1.1  # another way must be so much faster than the usual one: less may be chance
+_LEAST_TILES = 4  # tiles that a measurement moves at least: fewer tell nothing
 
 
 class Way(NamedTuple):
-    """In how many blocks a disk is read and written, and by what.
+    """How a transfer is cut into blocks, and what moves them.
 
     Attributes:
-        depth: blocks at a time.
-        block: bytes of one.
+        depth: the number of blocks that are moved at a time.
+        block: bytes of a block.
         backend: what moves them.
     """
 
@@ -34,10 +34,10 @@ class Way(NamedTuple):
     backend: ops.DiskBackend = "threads"
 
     def pool(self) -> ops.DiskPool:
-        """Makes what does so: threads where the system has no ring left, whatever the backend.
+        """Makes the pool that moves blocks in this way. If the system has no ring left, it uses threads.
 
         Raises:
-            OSError: it has no thread left either.
+            OSError: the system has no thread left either.
         """
         if self.backend != "threads" and not ops.io_uring_refusal():
             with contextlib.suppress(OSError):
@@ -45,18 +45,18 @@ class Way(NamedTuple):
         return ops.DiskPool(self.depth, self.block)
 
 
-# The usual one first. SSDs of data centers want many requests, network volumes large ones.
+# The usual way comes first. SSDs of data centers are fast with many requests, network volumes with large ones.
 THREADS = (Way(), Way(4, 1 << 20), Way(16, 1 << 18), Way(32, 1 << 17), Way(16, 1 << 20))
 RINGS = tuple(Way(depth, block, "io_uring") for depth, block in ((8, 1 << 19), (32, 1 << 17), (16, 1 << 20)))
 
 
 def ways() -> tuple[Way, ...]:
-    """Those that this system lets."""
+    """The ways that this system allows."""
     return THREADS if ops.io_uring_refusal() else (*THREADS, *RINGS)
 
 
 def usual_way() -> Way:
-    """That which is taken where none is measured."""
+    """The way that is taken where nothing is measured."""
     return ways()[0]
 
 
@@ -64,9 +64,9 @@ class DiskSpeed(NamedTuple):
     """Bytes per second.
 
     Attributes:
-        read: one tile after the other.
-        write: likewise, over what was written before.
-        mixed: read and written at the same time, as an update does; both count.
+        read: reading one tile after the other.
+        write: writing one tile after the other over older ones.
+        mixed: reading and writing at the same time, as an update does; the sum of both.
     """
 
     read: float
@@ -74,19 +74,19 @@ class DiskSpeed(NamedTuple):
     mixed: float
 
     def seconds(self, read: int, written: int) -> float:
-        """The time that so many bytes take, of which as many as possible are read and written at the same time."""
+        """The time in which so many bytes are read and written, as far as possible at the same time."""
         both = min(read, written)
         return 2 * both / self.mixed + (read - both) / self.read + (written - both) / self.write
 
 
 class _Region:
-    """The part of a file that is measured, filled with what no disk can compress.
+    """The first part of a file, on which transfers are measured. It is filled with bytes that no disk can compress.
 
     Args:
-        file: whose first bytes are overwritten.
+        file: the file; the part is overwritten.
         tile: bytes of a transfer.
-        limit: bytes of the part.
-        seconds: after which no more is filled.
+        limit: the most bytes that the part may have.
+        seconds: the time after which it stops filling the part, which is shorter then.
     """
 
     def __init__(self, file: DiskFile, tile: int, limit: int, seconds: float) -> None:
@@ -111,14 +111,14 @@ class _Region:
         self.file.read(self._other, offset, "a measurement")
 
     def rate(self, seconds: float, *transfers: Callable[[int], None]) -> float:
-        """Bytes per second of these transfers at the same time, for about so long.
+        """Bytes per second of these transfers, all at the same time, measured for about ``seconds``.
 
-        What passes through the page cache is written to the disk inside, and read from there.
+        Where transfers use the page cache, the time to write it to the disk counts, and it is empty before reads.
         """
         self.file.settle()
         start = time.perf_counter()
         with ThreadPoolExecutor(len(transfers)) as threads:
-            apart = self._tiles // len(transfers)  # tiles, between what is read and what is written
+            apart = self._tiles // len(transfers)  # tiles between the one that is read and the one that is written
             moving = [
                 threads.submit(self._move, transfer, number * apart, start + seconds)
                 for number, transfer in enumerate(transfers)
@@ -129,7 +129,7 @@ class _Region:
         return moved / (time.perf_counter() - start)
 
     def _move(self, transfer: Callable[[int], None], first: int, end: float) -> int:
-        """Transfers one tile after the other, over and over, until then; returns the bytes."""
+        """Transfers one tile after the other, again and again, until ``end``; returns the bytes."""
         for number in itertools.count():
             if time.perf_counter() >= end and number >= _LEAST_TILES:
                 break
@@ -143,10 +143,10 @@ def measure(file: DiskFile, tile: int, seconds: float, limit: int = _REGION) -> 
     """Measure how fast a disk is.
 
     Args:
-        file: whose contents are lost.
+        file: a file; its contents are lost.
         tile: bytes of a transfer.
-        seconds: for each of three measurements, and to fill the file before.
-        limit: bytes that the file may take; one tile it always does.
+        seconds: for each of three measurements, and for filling the file before.
+        limit: the most bytes that the file may have; one tile is always allowed.
 
     Raises:
         DiskError: the disk has no room, or fails.
@@ -160,14 +160,14 @@ def measure(file: DiskFile, tile: int, seconds: float, limit: int = _REGION) -> 
 
 
 def choose_way(file: DiskFile, tile: int, limit: int, seconds: float = 1.0, among: Sequence[Way] | None = None) -> Way:
-    """Find out how a disk reads and writes tiles at the same time the fastest. No result depends on it.
+    """Find the way in which a disk reads and writes tiles at the same time the fastest. No bit depends on it.
 
     Args:
-        file: whose first ``limit`` bytes are lost. It moves what follows in the way that was found.
+        file: a file, whose first ``limit`` bytes are lost. From then on it uses the way that was found.
         tile: bytes of a transfer.
         limit: as above.
-        seconds: that it takes, or as long as a few tiles do.
-        among: the ways that are measured, of each backend the usual one first; by default all of this system.
+        seconds: about how long it takes, if a few tiles do not take longer.
+        among: the ways to measure, of each backend the usual one first; by default all that this system allows.
 
     Raises:
         DiskError: the disk has no room, or fails.
@@ -184,7 +184,7 @@ def choose_way(file: DiskFile, tile: int, limit: int, seconds: float = 1.0, amon
 
 
 def _fastest(rates: Mapping[Way, float]) -> Way:
-    """Of each backend the first way, unless another one is clearly faster, and then the faster backend."""
+    """The faster of the backends, each with its first way, unless another of its ways is clearly faster."""
     best = []
     for backend in dict.fromkeys(way.backend for way in rates):
         usual, *_ = own = [way for way in rates if way.backend == backend]

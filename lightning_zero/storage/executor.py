@@ -1,14 +1,14 @@
-"""The executor: all that moves between memories, or is computed beside training, goes through it.
+"""The executor: everything that moves between memories, or is computed beside the training, goes through it.
 
-Work is submitted to a *lane*, an ordered queue, and returns a *ticket*: whoever needs the result waits for that. Lanes
-run independently; what must follow work of another lane names its ticket. An executor may finish work at once, as
-:class:`InlineExecutor` does, which is the reference, or at any time before the ticket is waited for, as
-:class:`~lightning_zero.storage.streams.StreamExecutor` does: results are the same bits in every order that tickets
-allow.
+Work is submitted to a *lane*, which is an ordered queue, and returns a *ticket*. Whoever needs the result waits for the
+ticket. Lanes run independently of each other; work that must follow work of another lane names that one's ticket. An
+executor may finish work at once, or at any time before someone waits for its ticket: results have the same bits in
+every order that tickets allow. :class:`InlineExecutor` does the first and is the reference;
+:class:`~lightning_zero.storage.streams.StreamExecutor` does the second.
 
-A ticket is waited for in one of two ways, as an event of torch. What will be read by the device is waited for by its
-stream (:meth:`Ticket.wait`), which costs the host nothing. The host waits (:meth:`Ticket.synchronize`) before it reads
-what arrives in its own memory, and before it overwrites what is still being copied from there.
+As with torch's events there are two ways to wait. :meth:`Ticket.wait` is for results that the device will use: its
+stream waits, and the host goes on. :meth:`Ticket.synchronize` is for the host, before it reads what arrives in its
+memory, or overwrites what is still being copied from there.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from lightning_zero.storage.work_log import WORK_LOG
 
 
 class Lane(Enum):
-    """Queues in which work is done in the order in which it is submitted."""
+    """Queues. The work in each of them is done in the order in which it was submitted."""
 
     COMPUTE = auto()  # the device's current stream, in order with the training itself
     H2D = auto()  # copies from host memory to the device
     D2H = auto()  # copies from the device to host memory
     HOST = auto()  # computations on host memory
     READ = auto()  # reads of files
-    WRITE = auto()  # writes of files
-    COMM = auto()  # collectives that wait for other lanes, issued beside the training
-    SIDE = auto()  # computations of the device beside the training, on a stream of their own
+    WRITE = auto()  # writes of files, and sums of what is written
+    COMM = auto()  # collectives that wait for other lanes, beside the training
+    SIDE = auto()  # computations on the device beside the training, on a stream of their own
 
 
 _ON_HOST = frozenset({Lane.HOST, Lane.READ, Lane.WRITE})
@@ -46,17 +46,17 @@ class Ticket(Protocol):
     """Work that has been submitted."""
 
     def wait(self) -> None:
-        """Have the current stream wait: what the caller submits to it from now on finds the result.
+        """Have the current stream wait, so that what the caller submits to it from now on finds the result.
 
-        The host waits only where the work is the host's own. In a job, those wait who wait for the job.
+        The host waits only for work that it does itself. Inside a job, it is whoever waits for the job that waits.
 
         Raises:
-            Exception: what the work raised, with a note that says what it was for. Again at every call.
+            Exception: the one that the work raised, with a note that names the work; at every call.
         """
         ...
 
     def synchronize(self) -> None:
-        """Have the host wait: it finds the result in its memory, and may change what the work has read.
+        """Have the host wait. Then the result is in its memory, and it may change what the work has read.
 
         Raises:
             Exception: as above.
@@ -64,7 +64,7 @@ class Ticket(Protocol):
         ...
 
     def done(self) -> bool:
-        """Whether the work has ended, so that nobody would have to wait.
+        """Whether the work has ended.
 
         Raises:
             Exception: as above.
@@ -74,7 +74,7 @@ class Ticket(Protocol):
 
 @dataclass(eq=False)
 class Staged:
-    """Host memory in passing: a buffer, and the tensor that was asked for, which is a part of it."""
+    """Memory of a pool: a buffer, and the tensor that was asked for, which is a part of it."""
 
     buffer: Tensor  # 1-D, bytes
     tensor: Tensor
@@ -83,16 +83,16 @@ class Staged:
 class Executor(Protocol):
     """Moves tensors and runs jobs.
 
-    What has been submitted to the caller's current stream before is done first. Tensors that are handed over stay alive
-    until the work is done; before that nobody may change them, but for work that comes after the ticket. An error is
-    raised where the ticket is waited for, or at once where work ends before its ticket is returned.
+    Work comes after everything that was submitted to the caller's current stream before. The executor keeps the tensors
+    alive that it is given until the work has ended. Until then only work that comes after the ticket may change them.
+    An error is raised where someone waits for the ticket, or at once where the work ends before the ticket is returned.
 
     Attributes:
         overlaps: whether work may go on beside the training.
-        in_flight_bytes: of device memory that copies to the host may keep after everyone else has let go of it; the
-            last one keeps its own, however large it is.
-        staging_bytes: of host memory in passing that it may keep, per direction; 0: none is kept.
-        staged_bytes: that it keeps now.
+        in_flight_bytes: device memory that copies to the host may keep alive after everyone else has let go of it. The
+            last copy keeps its own in any case.
+        staging_bytes: host memory that it may keep as buffers, per direction; 0: it keeps none.
+        staged_bytes: host memory that it keeps now.
     """
 
     overlaps: bool
@@ -118,50 +118,52 @@ class Executor(Protocol):
         after: Sequence[Ticket] = (),
         lane: Lane = Lane.HOST,
     ) -> Ticket:
-        """Copy ``source``, on the device, to host memory in passing, and call ``use`` with that in a lane."""
+        """Copy ``source``, on the device, to a buffer in host memory, and call ``use`` with the buffer in a lane."""
         ...
 
     def filling(self, target: Tensor, what: str) -> AbstractContextManager[Tensor]:
-        """Host memory in passing with the form of ``target``, on the device, to which it is copied in the end.
+        """Gives a buffer in host memory with the form of ``target``, on the device, to which it is copied at the end.
 
-        It must be written inside the context; who waits for the job, or else the current stream, waits for the copy.
+        All of it must be written inside the context. The current stream waits for the copy; inside a job, whoever waits
+        for the job does.
         """
         ...
 
     def take(self, numel: int, dtype: torch.dtype) -> Staged:
-        """Host memory in passing that values of the device are copied to and back from; 1-D.
+        """Take a 1-D buffer in host memory for values that are copied from the device and back.
 
-        A job that takes memory gives it back itself.
+        A job that takes one gives it back itself.
         """
         ...
 
     def give(self, staged: Staged, work: Ticket) -> None:
-        """Give back what was taken, and ``work`` still uses: copies, and no jobs."""
+        """Give a buffer back, which is used again when ``work``, copies and not jobs, has ended."""
         ...
 
     def submit(self, job: Callable[[], object], lane: Lane, what: str, after: Sequence[Ticket] = ()) -> Ticket:
         """Run ``job`` in a lane.
 
-        A job may fetch and commit, and wait for that, but not submit to its own lane. Its ticket stands for all that it
+        A job may fetch and commit, and wait for that, but may not submit to its own lane. Its ticket stands for what it
         submits, too.
 
         Args:
-            job: what it returns is dropped.
-            lane: where.
-            what: what it is for, such as the name of a bucket: for messages.
-            after: what must have ended before; where one of these has failed, the job fails likewise, without running.
+            job: is called; what it returns is ignored.
+            lane: where it runs.
+            what: what it is for, such as the name of a bucket, for messages.
+            after: work that must have ended before. If some of it has failed, the job fails in the same way and does
+                not run.
         """
         ...
 
 
 class _Done:
-    """The ticket of work that ended, without error, before the ticket was returned."""
+    """The ticket of work that ended without an error before the ticket was returned."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: the work has ended."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: the work has ended."""
 
     def done(self) -> bool:
         return True
@@ -171,7 +173,7 @@ DONE: Ticket = _Done()
 
 
 class InlineExecutor:
-    """Finishes all work when it is submitted: nothing overlaps, and errors are raised at once."""
+    """Finishes work when it is submitted: nothing overlaps, and errors are raised at once."""
 
     overlaps = False
     in_flight_bytes = staging_bytes = staged_bytes = 0
@@ -204,7 +206,7 @@ class InlineExecutor:
         return Staged(buffer, buffer.view(dtype))
 
     def give(self, staged: Staged, work: Ticket) -> None:
-        """Nothing is kept."""
+        """Do nothing: no buffers are kept."""
 
     def submit(self, job: Callable[[], object], lane: Lane, what: str, after: Sequence[Ticket] = ()) -> Ticket:
         for ticket in after:
@@ -216,7 +218,7 @@ class InlineExecutor:
 
 @contextmanager
 def noting_work(lane: Lane, what: str) -> Iterator[None]:
-    """Say in an error of what is done inside which work has failed, and note the time that it takes."""
+    """Note the time of the work that is done inside; if it fails, add to the error which work it was."""
     try:
         with WORK_LOG.work(lane.name, what, lane not in _ON_HOST):
             yield

@@ -1,11 +1,11 @@
 """Tensors in host memory, each in an anonymous mapping of its exact size.
 
-The C allocator keeps freed pieces and fragments under tensors of model size, and torch's pinned allocator rounds up to
-powers of two; a mapping of its own per tensor takes the bytes asked for (rounded to a page) and gives them back when
-the tensor dies.
+The C allocator keeps memory that was freed, and fragments under tensors of a model's size. Torch's allocator of pinned
+memory rounds sizes up to powers of two. A mapping per tensor takes the bytes asked for, rounded up to a page, and gives
+them back when the tensor dies.
 
-Pinned is only what copies to and from a device read or write. Optimizer state, remainders and masters of 16-bit
-parameters never leave host memory: limits of the system may refuse to lock so much.
+Only memory that copies to and from a device use directly is pinned. Optimizer state, remainders and masters of 16-bit
+parameters never leave host memory, and are not: the system's limits may not allow to lock so much.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _freed_bytes = 0
 
 
 class HostStore:
-    """State rests in host memory.
+    """Rests tensors in host memory.
 
     Args:
-        pin_for: pin memory that crosses, for asynchronous copies to and from this device, where its type can;
-            ``None``: do not.
+        pin_for: the device for whose asynchronous copies memory is pinned that crosses (see
+            :class:`~lightning_zero.storage.store.TensorStore`), where its type can; ``None``: nothing is pinned.
     """
 
     device = torch.device("cpu")
@@ -55,31 +55,33 @@ class HostStore:
         """See :class:`~lightning_zero.storage.store.TensorStore`.
 
         Raises:
-            RuntimeError: the memory cannot be pinned; with the bytes, what is pinned already, and the limit.
+            RuntimeError: the memory cannot be pinned. It states the bytes, what is pinned already, and the limit.
         """
         kind = _PinnedMapping if self.pins and crosses else mmap.mmap
         mapping = kind(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE)
         if len(mapping) >= HUGE_PAGE:
-            # Fewer TLB misses: 8 to 14% of an optimizer step's time. A kernel without huge pages ignores the advice.
+            # Huge pages save TLB misses: 8 to 14% of an optimizer step's time. A kernel without them ignores this.
             mapping.madvise(mmap.MADV_HUGEPAGE)
         tensor = torch.frombuffer(mapping, dtype=dtype)  # keeps the mapping alive; anonymous pages start as zeros
         if isinstance(mapping, _PinnedMapping):
             assert self._pin_for is not None
-            # Pinning would touch every page from this thread. Otherwise pages are taken when they are first written,
-            # state by the kernels' threads.
+            # Pinning touches all pages, and would do so from this thread. The kernels' threads do it here, as they do
+            # for memory that is not pinned, so that pages lie near the cores that use them.
             ops.zero_(tensor)
             mapping.pin(tensor.data_ptr(), self._pin_for)
         return tensor
 
     def close(self) -> None:
-        """Nothing outside of memory."""
+        """Do nothing: there is nothing outside of memory."""
 
-    def rest(self, numel: int, dtype: torch.dtype, what: str, *, crosses: bool = False) -> Resident:
+    def rest(
+        self, numel: int, dtype: torch.dtype, what: str, *, crosses: bool = False, apart: bool = False
+    ) -> Resident:
         return Resident(self.zeros(numel, dtype, crosses=crosses), self.memory)
 
 
 class _PinnedMapping(mmap.mmap):
-    """A mapping that is pinned for a device; unpinned before it is unmapped."""
+    """A mapping that is pinned for a device, and unpinned before it is unmapped."""
 
     _pinned: tuple[int, torch.device] | None = None  # address, and for which device
 
@@ -92,20 +94,20 @@ class _PinnedMapping(mmap.mmap):
         _PINNED.add(len(self))
 
     def __del__(self) -> None:
-        if self._pinned is not None and not sys.is_finalizing():  # then torch may be gone, and the memory goes with it
+        if self._pinned is not None and not sys.is_finalizing():  # then torch may be gone, and the process frees all
             address, device = self._pinned
-            # Nobody says which streams still copy to or from here. Memory of this size is freed rarely.
+            # Streams may still copy to or from here, and it is not known which. Such memory is freed rarely.
             device_type(device).synchronize(device)
             device_type(device).unpin(address)
             _PINNED.add(-len(self))
 
 
 class _Total:
-    """A number of bytes that any thread changes."""
+    """A number of bytes that several threads change."""
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._lock = threading.RLock()  # garbage of the thread that holds it may be collected, and unpinned
+        self._lock = threading.RLock()  # the thread that holds it may collect garbage, which is unpinned
 
     def add(self, nbytes: int) -> None:
         with self._lock:
@@ -116,7 +118,7 @@ _PINNED = _Total()
 
 
 def pinned_bytes() -> int:
-    """Host memory that stores of this process have pinned, and not given back, in bytes."""
+    """The bytes of host memory that stores of this process have pinned now."""
     return _PINNED.nbytes
 
 
@@ -132,7 +134,7 @@ def _refusal(nbytes: int, device: torch.device, error: RuntimeError) -> str:
 
 
 def note_freed(tensor: Tensor, nbytes: int) -> None:
-    """Memory of ``tensor`` was freed: the C allocator, which would keep it, gives it back from time to time."""
+    """Note that memory of ``tensor`` was freed. From time to time the C allocator is asked to give it back."""
     global _freed_bytes  # noqa: PLW0603  (there is one allocator)
     if tensor.device.type == "cpu" and _trim is not None:
         _freed_bytes += nbytes

@@ -1,9 +1,12 @@
-"""Tensors on a disk, fetched a tile at a time into host memory in passing, and committed when they were changed.
+"""Tensors that rest on a disk.
 
-Reads and writes are jobs in lanes of their own, so that one tile is fetched while another is written. A tile that is
-fetched again waits for the write that was to keep it; one is written after its fetch. A CRC-32 of each tile is known
-from when it was written, and verified when it is fetched. A tile of zeros is neither written nor read: so are all from
-the start, gradients of what no rank has used, and state that has not moved.
+Work on such a tensor goes tile by tile: a tile is fetched into a buffer in host memory, and is committed to the disk
+after it was changed. Reads and writes are jobs in two lanes, so that one tile can be read while another is written. A
+read waits for earlier writes of the same tile, and a write waits for the tile's read.
+
+The CRC-32 of a tile is recorded when the tile is written, and compared when it is read. A tile in which all bytes are
+zero is neither written nor read. Such tiles are those of new tensors, of gradients of parameters that no rank has used,
+and of state that no step has changed.
 """
 
 from __future__ import annotations
@@ -30,52 +33,52 @@ from lightning_zero.storage.staging import Staging
 from lightning_zero.storage.windowed import Window, Windowed
 
 _LEAST_TILE, _LARGEST_TILE = 1 << 12, 1 << 20  # elements; of the least, one byte each fills a page
-_IN_FLIGHT = 3  # tiles of one bucket: one is fetched, one updated, one written
-_AT_WORK = 10  # tiles: two of a master, of two moments and of parameters in an update, and two that are gathered
-_PROBED = 64  # bytes
+_IN_FLIGHT = 3  # tiles of one tensor in memory: one is fetched, one is updated, one is written
+_AT_WORK = 10  # tiles in memory: of an update two each of master, two moments and parameters; of a gather two
+_PROBED = 64  # bytes at the beginning of a tile that are looked at first
 _TYPICAL_ITEMSIZE = 16  # bytes per element: fp32 masters and three states of their size
 
 
 def tile_numel(buffer_bytes: int) -> int:
-    """Elements of a tile of which as many as are in flight fit ``buffer_bytes``: a power of two."""
+    """The elements of a tile: the largest power of two with which the tiles in flight fit in ``buffer_bytes``."""
     fitting = max(1, buffer_bytes // (_IN_FLIGHT * _TYPICAL_ITEMSIZE))
     return min(max(1 << (fitting.bit_length() - 1), _LEAST_TILE), _LARGEST_TILE)
 
 
 def transfer_bytes(buffer_bytes: int) -> int:
-    """Bytes of a tile of fp32 values: most transfers move so many."""
+    """The bytes of a tile of fp32 values, which is the size of most transfers."""
     return tile_numel(buffer_bytes) * torch.float32.itemsize
 
 
 def passing_limit(buffer_bytes: int, resting: int) -> int:
-    """The host memory that tiles pass through at most, unless those that are at work at one time need more.
+    """The bytes of host memory that tiles may take, unless the tiles in work at one time need more.
 
     Args:
-        buffer_bytes: that the user allows.
-        resting: bytes that rest on the disk.
+        buffer_bytes: the limit that the user has set.
+        resting: the bytes that rest on the disk; more than these are never needed.
     """
     return min(buffer_bytes, resting)
 
 
 def tiles_at_work(window: int, numel: int) -> int:
-    """Tiles of a tensor that are at work at one time: one is computed on, and one is fetched meanwhile.
+    """The number of a tensor's windows in memory at one time: one is computed on while the next is fetched.
 
     Args:
-        window: elements of what is fetched at once, one tile or more.
-        numel: of the tensor.
+        window: elements that are fetched together: one tile or more.
+        numel: elements of the tensor.
     """
     return min(-(-numel // window), _IN_FLIGHT - 1)
 
 
 def tiles_ahead(buffer_bytes: int, itemsize: int) -> int:
-    """Tiles of parameters that are fetched long before they are gathered: half of the buffer at most.
+    """The number of tiles of parameters that may be fetched long before their gather: half of the buffer at most.
 
-    As many are left as are at work in an update and in a gather beside it. Tiles of 16-bit parameters may lie in memory
-    that was taken for tiles of 32 bits.
+    The rest of the buffer has room for an update and a gather at the same time. A tile of 16-bit parameters counts with
+    the size of a 32-bit tile there, because it may get memory that was allocated for one.
 
     Args:
-        buffer_bytes: that the user allows.
-        itemsize: of an element.
+        buffer_bytes: the limit that the user has set.
+        itemsize: bytes of a parameter's element.
     """
     tile = tile_numel(buffer_bytes)
     others = buffer_bytes // (tile * torch.float32.itemsize) - _AT_WORK
@@ -83,17 +86,17 @@ def tiles_ahead(buffer_bytes: int, itemsize: int) -> int:
 
 
 class DiskStore:
-    """State rests in a file; what must be in memory, such as gradients that fit there, in host memory.
+    """Rests tensors in a file. Tensors that must be in memory are in host memory.
 
     Attributes:
-        file: where; ``None`` in a plan.
+        file: the file; ``None`` in a plan, which stores nothing.
 
     Args:
         file: as above.
         executor: does the reads and writes.
-        buffer_bytes: of host memory that tiles pass through; they take no more than what rests in the store does.
+        buffer_bytes: host memory for tiles. Less is taken where less rests in the store.
         pin_for: see :class:`~lightning_zero.storage.host.HostStore`.
-        checksums: verify tiles when they are fetched.
+        checksums: whether tiles are verified when they are read.
     """
 
     device = torch.device("cpu")
@@ -117,8 +120,8 @@ class DiskStore:
         self._host = HostStore(pin_for)
         self._staging = Staging(pin_for or self.device, buffer_bytes)
         self._checksums = checksums
-        self._folder: RunFolder | None = None  # is removed when nobody refers to it
-        self._failed: DiskError | None = None  # what was to be written then is lost
+        self._folder: RunFolder | None = None  # it removes itself from the disk when nothing refers to it
+        self._failed: DiskError | None = None  # of a write, whose tile is lost
 
     @classmethod
     def in_folder(
@@ -130,10 +133,18 @@ class DiskStore:
         way: Way | None = None,
         **options: Any,
     ) -> DiskStore:
-        """A store with a file of its own in a folder, which is removed with the store. Without a ``way`` the usual one.
+        """A store with a new file in a folder, which is removed together with the store.
+
+        Args:
+            folder: of this rank.
+            executor: see the class.
+            buffer_bytes: see the class.
+            direct: whether to try ``O_DIRECT``.
+            way: of transfers; ``None``: the usual one.
+            options: see the class.
 
         Raises:
-            DiskError: the file cannot be made.
+            DiskError: the file cannot be created.
         """
         file = DiskFile(Path(folder.path, "state.bin"), (way or usual_way()).pool(), direct)
         store = cls(file, executor, buffer_bytes, **options)
@@ -147,24 +158,31 @@ class DiskStore:
     def zeros(self, numel: int, dtype: torch.dtype, *, crosses: bool = True) -> Tensor:
         return self._host.zeros(numel, dtype, crosses=crosses)
 
-    def rest(self, numel: int, dtype: torch.dtype, what: str, *, crosses: bool = False) -> DiskTensor:
-        # Whatever it is, it passes through the store's buffer, which parameters cross from: all of that is pinned.
-        return DiskTensor(self, numel, dtype, what)
+    def rest(
+        self, numel: int, dtype: torch.dtype, what: str, *, crosses: bool = False, apart: bool = False
+    ) -> DiskTensor:
+        # The store's buffers are pinned for all tensors alike, because parameters are copied to the device from there.
+        return DiskTensor(self, numel, dtype, what, apart)
 
     def close(self) -> None:
         if self._folder is not None:
             self._folder.remove()
 
     def reserve(self, nbytes: int) -> None:
-        """Make sure that the disk has room for ``nbytes`` in all.
+        """Reserve disk space for ``nbytes`` in all.
 
         Raises:
-            DiskError: it has not; with the bytes that are needed and free.
+            DiskError: there is not enough; it states the bytes needed and free.
         """
         self.opened.reserve(nbytes, "masters, optimizer state and gradients")
 
     def choose_way(self, seconds: float) -> Way:
-        """Find the fastest way of transfers for what was reserved, before any of it is given out, in about so long.
+        """Measure which way of transfers is the fastest in the reserved part of the file, and use it from now on.
+
+        It overwrites that part, and so comes before any tensor is placed there.
+
+        Args:
+            seconds: about how long it takes.
 
         Raises:
             DiskError: the disk fails.
@@ -179,39 +197,43 @@ class DiskStore:
 
     @property
     def staged_bytes(self) -> int:
-        """Host memory that tiles pass through now."""
+        """The bytes of host memory that tiles take now."""
         return self._staging.nbytes
 
     def check(self) -> None:
-        """Raise what a write has failed with, if one has: what the disk holds is not what it should."""
+        """Raise the error of an earlier write, if one has failed: the disk does not hold what it should.
+
+        Raises:
+            DiskError: as above.
+        """
         if self._failed is not None:
             raise DiskError(*self._failed.args) from self._failed
 
     def take(self, nbytes: int) -> Staged:
-        """Memory in passing; 1-D, bytes."""
+        """Memory for tiles: 1-D, bytes. It may wait until some was given back."""
         self._staging.limit = passing_limit(self.passing_bytes, self.opened.given)
         return self._staging.take(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
 
     def give(self, staged: Staged, work: Ticket) -> None:
-        """Give it back, when ``work`` ends."""
+        """Give memory of :meth:`take` back; it is used again when ``work`` has ended."""
         self._staging.give(staged, work)
 
     def copy_for(self, nbytes: int) -> Tensor:
-        """Memory for a copy that someone reads; 1-D, bytes."""
+        """Memory that does not count as the store's: 1-D, bytes."""
         return HostStore().zeros(nbytes, torch.uint8)
 
     def load(self, tensor: DiskTensor, first: int, memory: Tensor, after: Sequence[Ticket]) -> Ticket:
-        """Begin to read tiles from ``first`` on, after writes of them."""
+        """Begin to read tiles into ``memory``, the first of which is ``first``; ``after``: writes of these tiles."""
         self.check()
         return self._executor.submit(partial(self._load, tensor, first, memory), Lane.READ, tensor.what, after)
 
     def keep(self, tensor: DiskTensor, first: int, memory: Tensor, after: Sequence[Ticket]) -> Ticket:
-        """Begin to write tiles from ``first`` on."""
+        """Begin to write tiles from ``memory``, the first of which is ``first``; ``after``: work that changes it."""
         self.check()
         return self._executor.submit(partial(self._keep, tensor, first, memory), Lane.WRITE, tensor.what, after)
 
     def _load(self, tensor: DiskTensor, first: int, memory: Tensor) -> None:
-        self.check()  # again: it may have waited for long
+        self.check()  # again: writes may have failed while this waited
         tiles = list(tensor.tiles_in(first, memory))
         for start, stop in _runs_of(tensor.sums, first, len(tiles)):
             begin, end = tensor.offset_of(first + start), start * tensor.tile_bytes
@@ -251,12 +273,12 @@ class DiskStore:
 
 
 def _is_zeros(tile: Tensor) -> bool:
-    """Whether all its bytes are zeros: of few others are the first ones."""
+    """Whether all bytes of a tile are zero. Most other tiles are recognized by their first bytes."""
     return not tile[:_PROBED].any() and not tile.any()
 
 
 def _runs_of(chosen: Container[int], first: int, count: int) -> Iterator[tuple[int, int]]:
-    """Runs of those of ``count`` tiles from ``first`` on that are chosen, counted from there."""
+    """The runs of chosen tiles among the ``count`` tiles from ``first`` on, as ranges that are counted from there."""
     start = None
     for number in range(count + 1):
         written = number < count and first + number in chosen
@@ -268,18 +290,19 @@ def _runs_of(chosen: Container[int], first: int, count: int) -> Iterator[tuple[i
 
 
 class DiskTensor(Windowed):
-    """A tensor that rests on a disk, zeros at first; see :class:`~lightning_zero.storage.rested.Rested`.
+    """A tensor that rests on a disk; see :class:`~lightning_zero.storage.rested.Rested`. At first it is zeros.
 
     Attributes:
-        what: it is, for messages.
-        sums: checksums of the tiles that are not zeros, and lie in the file, by their number.
-        tile_bytes: of all tiles but the last one, which may be shorter.
+        what: a name for messages.
+        sums: checksums of the tiles in the file, by their number. Tiles of zeros have none, and are not in the file.
+        tile_bytes: bytes of a tile; the last one may be shorter.
 
     Args:
-        store: that it rests in.
+        store: in which it rests.
         numel: number of elements.
         dtype: of the elements.
         what: as above.
+        apart: see :class:`~lightning_zero.storage.store.TensorStore`.
 
     Raises:
         DiskError: the disk is full.
@@ -287,25 +310,34 @@ class DiskTensor(Windowed):
 
     memory: Memory = "disk"
     device = torch.device("cpu")
+    tile: int
 
-    def __init__(self, store: DiskStore, numel: int, dtype: torch.dtype, what: str) -> None:
+    def __init__(self, store: DiskStore, numel: int, dtype: torch.dtype, what: str, apart: bool = False) -> None:
         super().__init__()
         assert store.tile is not None
         self.numel, self.dtype, self.what, self.tile = numel, dtype, what, store.tile
         self.tile_bytes = self.tile * dtype.itemsize
         self.sums: dict[int, int] = {}
         self._store = store
+        self._apart = apart
         self._offset = store.opened.allocate(numel * dtype.itemsize, what)
-        self._writes: dict[int, Ticket] = {}  # by tile: the last one, unless it was seen to have ended
+        self._writes: dict[int, Ticket] = {}  # the last write of each tile that no read has waited for
         weakref.finalize(self, store.opened.free, self._offset, numel * dtype.itemsize)
 
     def commit(self, start: int, stop: int, after: Sequence[Ticket] = ()) -> None:
-        for window in self._overlapping(start, stop):
+        for window in self._ending(start, stop):
             self._windows.remove(window)
-            first, last = self._tiles_of(window.start, window.stop)
-            written = self._store.keep(self, first, window.staged.tensor, (window.arrived, *after))
+            follower = self._pass_on(window, after)  # it writes the tiles that both windows have
+            first, last = self._tiles_of(window.start, window.stop if follower is None else follower.start)
+            memory = window.staged.tensor[: self._bytes(first, last)]
+            written = self._store.keep(self, first, memory, (window.arrived, *after))
             self._writes |= dict.fromkeys(range(first, last), written)
-            self._store.give(window.staged, written)
+            self._give(window.staged, written)
+
+    def settle(self) -> None:
+        for write in dict.fromkeys(self._writes.values()):
+            write.synchronize()
+        self._writes = {}
 
     def read(self, start: int, stop: int) -> Tensor:
         if start == stop:
@@ -321,11 +353,11 @@ class DiskTensor(Windowed):
         return self._elements(first, last, memory)[start - begin : stop - begin]
 
     def offset_of(self, tile: int) -> int:
-        """Where in the file a tile begins."""
+        """The offset of a tile in the file."""
         return self._offset + tile * self.tile_bytes
 
     def tiles_in(self, first: int, memory: Tensor) -> Iterator[Tensor]:
-        """The bytes of the elements of each tile in ``memory``, which holds tiles from ``first`` on."""
+        """The bytes of each tile in ``memory``, whose first tile is ``first``, without what fills up the last page."""
         for start in range(0, memory.nbytes, self.tile_bytes):
             end = min(start + self.tile_bytes, self.numel * self.dtype.itemsize - first * self.tile_bytes)
             yield memory[start:end]
@@ -335,21 +367,38 @@ class DiskTensor(Windowed):
         window.arrived = self._load(*tiles, window.staged.tensor)
         return window
 
+    def _follow(self, front: Window, start: int, stop: int, blank: bool) -> Window:
+        window = self._blank(start, stop)
+        window.front = front
+        if blank:
+            window.values.zero_()
+        else:
+            known = (front.stop - window.start) * self.dtype.itemsize  # bytes
+            window.arrived = self._load(*self._tiles_of(front.stop, stop), window.staged.tensor[known:])
+        return window
+
     def _blank(self, start: int, stop: int) -> Window:
         first, last = self._tiles_of(start, stop)
-        staged = self._store.take(self._bytes(first, last))
+        staged = self._take(self._bytes(first, last))
         values, begin = self._elements(first, last, staged.tensor), first * self.tile
         return Window(begin, begin + values.numel(), staged, values, DONE)
 
+    def _take(self, nbytes: int) -> Staged:
+        if not self._apart:
+            return self._store.take(nbytes)
+        memory = self._store.copy_for(nbytes)
+        return Staged(memory, memory)
+
     def _give(self, staged: Staged, work: Ticket) -> None:
-        self._store.give(staged, work)
+        if not self._apart:  # memory of its own lives as long as a job refers to it
+            self._store.give(staged, work)
 
     def _tiles_of(self, start: int, stop: int) -> tuple[int, int]:
-        """The tiles ``[first, last)`` in which elements ``[start, stop)`` are."""
+        """The tiles ``[first, last)`` that hold elements ``[start, stop)``."""
         return start // self.tile, -(-stop // self.tile)
 
     def _load(self, first: int, last: int, memory: Tensor) -> Ticket:
-        """Begin to read tiles ``[first, last)``, as they are when all that was committed is written."""
+        """Begin to read tiles ``[first, last)``, after all writes of them that have begun."""
         writes = [self._writes.pop(tile) for tile in range(first, last) if tile in self._writes]
         return self._store.load(self, first, memory, [*dict.fromkeys(writes)])
 

@@ -1,9 +1,9 @@
-"""Long-lived tensors wherever they rest: work on them goes range by range.
+"""Long-lived tensors, wherever they rest.
 
-A tensor that rests in memory shows views of itself. One that rests on a disk is fetched a *tile* at a time into host
-memory in passing, and committed when it was changed. Whoever works on either says what comes next
-(:meth:`Rested.expect`), works on :meth:`Rested.view`, and says what is done (:meth:`Rested.commit`); in memory the
-first and the last do nothing.
+Work on such a tensor goes range by range. :meth:`Rested.expect` announces a range that will be worked on,
+:meth:`Rested.view` gives its elements, and :meth:`Rested.commit` or :meth:`Rested.drop` ends the work on it. A tensor
+in memory gives views of itself, and ``expect``, ``commit`` and ``drop`` do nothing. A tensor on a disk is fetched to
+host memory by ``expect``, in whole *tiles*, and written back by ``commit``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Memory = Literal["device", "host", "disk"]
 
 
 class Rested(Protocol):
-    """One long-lived 1-D tensor. One thread at a time works on it.
+    """A long-lived 1-D tensor. Only one thread works on it at a time.
 
     Attributes:
-        memory: in which it rests.
-        device: where its values can be computed on.
-        tile: elements that are fetched and committed together: ranges ``[i * tile, (i + 1) * tile)``; ``None``: it is
-            where it can be computed on.
-        pinned: whether the host memory in which it rests is.
+        memory: where it rests.
+        device: the device on which its values are computed with.
+        tile: the number of elements that are fetched and committed together: ranges ``[i * tile, (i + 1) * tile)``.
+            ``None``: it rests where it is computed with, and nothing is fetched.
+        pinned: whether it rests in pinned host memory.
     """
 
     @property
@@ -50,18 +50,18 @@ class Rested(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def expect(self, start: int, stop: int, blank: bool = False) -> None:
-        """Begin to fetch what :meth:`view` will be asked for, up to :meth:`commit`.
+        """Begin to fetch a range for :meth:`view`, until :meth:`commit` or :meth:`drop`.
 
         Args:
             start: first element.
             stop: the one after the last.
-            blank: what is there does not matter: of it, with the whole tiles around, all but padding will be
-                overwritten. It need not be fetched.
+            blank: the range need not be fetched, because all of its tiles will be overwritten, except for padding. A
+                tile that it shares with the range that was expected before may be overwritten by both together.
         """
         ...
 
     def holds(self, start: int, stop: int) -> bool:
-        """Whether that has been fetched, or begun to be, and not committed."""
+        """Whether the range was fetched, or is being fetched, and has not been committed or dropped."""
         ...
 
     def view(self, start: int, stop: int) -> Tensor:
@@ -69,20 +69,20 @@ class Rested(Protocol):
         ...
 
     def open(self, start: int, stop: int, blank: bool = False) -> tuple[Tensor, Ticket]:
-        """As :meth:`view`, but for work that itself waits until the elements are there.
+        """As :meth:`view`, but does not wait for the fetch.
 
         Args:
             start: first element.
             stop: the one after the last.
-            blank: what is there does not matter: all of it, whole tiles, will be overwritten.
+            blank: the range consists of whole tiles, which will be overwritten: they need not be fetched.
 
         Returns:
-            The elements, and the ticket of their arrival.
+            The elements, and the ticket of the fetch.
         """
         ...
 
     def commit(self, start: int, stop: int, after: Sequence[Ticket] = ()) -> None:
-        """Begin to keep what was changed in views of ``[start, stop)``, which end here, with the whole tiles around.
+        """Begin to write back the tiles of a range; views of them are no longer valid.
 
         Args:
             start: first element.
@@ -91,8 +91,12 @@ class Rested(Protocol):
         """
         ...
 
+    def settle(self) -> None:
+        """Wait until everything that was committed is written back."""
+        ...
+
     def drop(self, start: int, stop: int, after: Ticket | None = None) -> None:
-        """Let go of what was fetched of ``[start, stop)``, with the whole tiles around, and was not changed.
+        """End the work on the tiles of a range without writing them back, since they were not changed.
 
         Args:
             start: first element.
@@ -102,16 +106,16 @@ class Rested(Protocol):
         ...
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)``, to be read: a view of what is in memory, or a copy of what is not."""
+        """Elements ``[start, stop)``, not to be changed: a view where they are in memory, else a copy."""
         ...
 
 
 class Resident:
-    """A tensor in memory.
+    """A tensor that rests in memory; see :class:`Rested`.
 
     Args:
-        values: 1-D.
-        memory: in which it rests.
+        values: the tensor, 1-D.
+        memory: where it rests.
     """
 
     tile: int | None = None
@@ -137,7 +141,7 @@ class Resident:
         return self._values.dtype
 
     def expect(self, start: int, stop: int, blank: bool = False) -> None:
-        """Nothing to fetch."""
+        """Do nothing: there is nothing to fetch."""
 
     def holds(self, start: int, stop: int) -> bool:
         return True
@@ -149,22 +153,25 @@ class Resident:
         return self._values[start:stop], DONE
 
     def commit(self, start: int, stop: int, after: Sequence[Ticket] = ()) -> None:
-        """Nothing to keep: views are the values."""
+        """Do nothing: views are the tensor itself."""
+
+    def settle(self) -> None:
+        """Do nothing: there is nothing to wait for."""
 
     def drop(self, start: int, stop: int, after: Ticket | None = None) -> None:
-        """Nothing was fetched."""
+        """Do nothing: nothing was fetched."""
 
     def read(self, start: int, stop: int) -> Tensor:
         return self._values[start:stop]
 
 
 def nbytes_of(rested: Rested) -> int:
-    """The bytes of its elements."""
+    """The bytes of a tensor's elements."""
     return rested.numel * rested.dtype.itemsize
 
 
 def pieces(tile: int | None, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """``[start, stop)`` cut where tiles end; whole where there are none."""
+    """The parts of ``[start, stop)`` in each tile; the whole range where there are no tiles."""
     while start < stop:
         end = stop if tile is None else min(stop, (start // tile + 1) * tile)
         yield start, end
@@ -172,18 +179,30 @@ def pieces(tile: int | None, start: int, stop: int) -> Iterator[tuple[int, int]]
 
 
 @contextmanager
-def changing(rested: Rested, start: int, stop: int) -> Iterator[Tensor]:
-    """Elements ``[start, stop)``, to be changed in place inside; committed unless they were held before."""
-    held = rested.holds(start, stop)
-    yield rested.view(start, stop)
+def changing(rested: Rested, start: int, stop: int, overwritten: bool = False) -> Iterator[Tensor]:
+    """Gives elements ``[start, stop)``, which are changed in place inside the context.
+
+    At its end they are committed, unless they were held before: then whoever holds them commits them.
+
+    Args:
+        rested: the tensor.
+        start: first element.
+        stop: the one after the last.
+        overwritten: whether all of these elements will be overwritten. Then whole tiles need not be fetched.
+    """
+    held, tile = rested.holds(start, stop), rested.tile or 1
+    whole = start % tile == 0 and (stop % tile == 0 or stop == rested.numel)
+    values, arrived = rested.open(start, stop, blank=overwritten and whole and not held)
+    arrived.synchronize()
+    yield values
     if not held:
         rested.commit(start, stop)
 
 
 def keep(rested: Rested, start: int, values: Tensor) -> None:
-    """Make elements from ``start`` on equal to ``values``, which may be what :meth:`Rested.view` has given."""
+    """Copy ``values`` to the elements from ``start`` on, unless they are the view of these elements."""
     for low, high in pieces(rested.tile, start, start + values.numel()):
         source = values[low - start : high - start]
-        with changing(rested, low, high) as target:
+        with changing(rested, low, high, overwritten=True) as target:
             if target.data_ptr() != source.data_ptr():
                 target.copy_(source)

@@ -1,7 +1,7 @@
-"""The folder of a rank's files on a disk: its own, removed at the end, or by the next run where its owner was killed.
+"""The folder of a rank's files on a disk. The rank removes it at its end; if it was killed, the next run does.
 
-A run has a folder ``lightning_zero-<run id>`` at the path, and each of its ranks a folder ``rank<k>`` in that, which it
-locks (flock) for as long as it lives. What nobody locks is left over from a run that has died.
+A run has a folder ``lightning_zero-<run id>`` at the path, and each of its ranks has a folder ``rank<k>`` in that. The
+rank locks its folder (flock) as long as it lives. A folder without a lock is left over from a run that has died.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from lightning_zero.storage.disk_file import DiskError
 log = logging.getLogger(__name__)
 
 _PREFIX = "lightning_zero-"
-_NEW = ".new-"  # of a folder that its owner is about to lock
-_NEW_SECONDS = 60.0  # after which it has not done so for another reason than being busy
+_NEW = ".new-"  # prefix of a folder that its owner is about to lock
+_NEW_SECONDS = 60.0  # an owner that has not locked its folder by then has died
 
 # File systems, as the table of mounts calls them.
 _IN_MEMORY = {"tmpfs", "ramfs"}
@@ -63,7 +63,7 @@ class RunFolder:
             lock = os.open(new, os.O_RDONLY | os.O_CLOEXEC)
             fcntl.flock(lock, fcntl.LOCK_EX)
             Path(new, "owner").write_text(f"process {os.getpid()} of {socket.gethostname()}\n")
-            new.rename(self.path)  # seen by others when it is locked; fails where one with an owner is
+            new.rename(self.path)  # others see it only when it is locked; it fails if the place has an owner
         except OSError as error:
             shutil.rmtree(new, ignore_errors=True)
             raise DiskError(
@@ -87,7 +87,7 @@ def _check_base(base: Path) -> None:
 
 def _remove(path: Path, lock: int, process: int) -> None:
     if os.getpid() != process:
-        return  # the child of a fork, which has the lock, too
+        return  # in the child of a fork, which has inherited the lock
     shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):
         path.parent.rmdir()  # by the last rank
@@ -95,7 +95,7 @@ def _remove(path: Path, lock: int, process: int) -> None:
 
 
 def remove_stale(base: Path) -> list[Path]:
-    """Remove the folders that dead ranks have left at ``base``; returns those."""
+    """Remove the folders that ranks which have died have left at ``base``; returns them."""
     removed = []
     for run in sorted(base.glob(f"{_PREFIX}*")):
         found = [folder for folder in _rank_folders(run) if _remove_if_dead(folder)]
@@ -108,7 +108,7 @@ def remove_stale(base: Path) -> list[Path]:
 
 
 def _rank_folders(run: Path) -> Iterator[Path]:
-    with contextlib.suppress(OSError):  # its owner has removed it meanwhile, or it is somebody else's
+    with contextlib.suppress(OSError):  # its owner has just removed it, or it is another user's
         yield from run.glob("rank*")
         for folder in run.glob(f"{_NEW}rank*"):
             if time.time() - folder.stat().st_mtime > _NEW_SECONDS:
@@ -135,19 +135,19 @@ class FileSystem(NamedTuple):
     """The file system that a path is on.
 
     Attributes:
-        kind: its name in the table of mounts; empty where there is none.
+        kind: its name in the table of mounts; empty where the system has no such table.
     """
 
     kind: str
 
     @property
     def in_memory(self) -> bool:
-        """Whether its files take the host's memory."""
+        """Whether its files are in host memory."""
         return self.kind in _IN_MEMORY
 
     @property
     def on_network(self) -> bool:
-        """Whether another machine has its files."""
+        """Whether its files are on another machine."""
         return self.kind in _ON_NETWORK
 
 
@@ -161,6 +161,6 @@ def file_system(path: Path) -> FileSystem:
         return FileSystem("")
     for line in mounts:
         point, name = (field.encode().decode("unicode_escape") for field in line.split()[1:3])
-        if path.is_relative_to(point) and len(Path(point).parts) >= best:  # the last mount there hides the others
+        if path.is_relative_to(point) and len(Path(point).parts) >= best:  # the last mount there hides others
             best, kind = len(Path(point).parts), name
     return FileSystem(kind)

@@ -1,7 +1,7 @@
-"""Tensors of a device that are worked on in host memory, a tile at a time, and rest nowhere but on the device.
+"""Tensors that rest on a device and are worked on by the host.
 
-A tile is copied to host memory in passing when it is expected, while the ones before it are worked on, and back when it
-is committed, while the next ones are. Only a few of them are in host memory at a time.
+A tile is copied to host memory when it is expected, and copied back when it is committed. Both happen while other tiles
+are worked on. Only a few tiles are in host memory at a time.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from lightning_zero.storage.rested import Memory, Rested, pieces
 from lightning_zero.storage.streams import in_lane
 from lightning_zero.storage.windowed import Window, Windowed
 
-_LARGEST_TILE = 1 << 23  # elements; what a tile costs beside the update of its elements shows with smaller ones
-_IN_FLIGHT = 4  # tiles: one is fetched, one worked on, two put back
+_LARGEST_TILE = 1 << 23  # elements; with smaller tiles the fixed cost of each of them shows
+_IN_FLIGHT = 4  # tiles in host memory: one is fetched, one is worked on, two are copied back
 
 
 def staged_tile(executor: Executor, dtype: torch.dtype) -> int:
-    """Elements of ``dtype`` that are copied together: a power of two, of which a few fit the executor's staging."""
-    if not executor.staging_bytes:  # no memory is kept
+    """The elements of a tile: a power of two with which the tiles in flight fit in the executor's staging memory."""
+    if not executor.staging_bytes:  # the executor keeps no such memory
         return _LARGEST_TILE
     fitting = max(1, executor.staging_bytes // (_IN_FLIGHT * dtype.itemsize))
-    return min(max(1 << (fitting.bit_length() - 1), ops.BLOCK), _LARGEST_TILE)  # no border inside a block of state
+    return min(max(1 << (fitting.bit_length() - 1), ops.BLOCK), _LARGEST_TILE)  # no block of state is cut
 
 
 @dataclass(eq=False)
 class _Kept:
-    """A range that is on its way back."""
+    """A range that is being copied back."""
 
     start: int
     stop: int
@@ -43,12 +43,12 @@ class StagedTensor(Windowed):
     """A tensor that rests on a device and is worked on by the host; see :class:`~lightning_zero.storage.rested.Rested`.
 
     Attributes:
-        tile: see there; a range may have several.
+        tile: see there; a window may be longer.
 
     Args:
-        values: the tensor, in memory of the device.
-        executor: copies it.
-        what: it is, for messages.
+        values: the tensor, in the device's memory.
+        executor: does the copies.
+        what: a name for messages.
     """
 
     memory: Memory = "device"
@@ -74,13 +74,17 @@ class StagedTensor(Windowed):
             self._executor.give(window.staged, ticket)
             self._kept = [kept for kept in self._kept if not kept.ticket.done()]
             self._kept.append(_Kept(window.start, window.stop, ticket))
-            if not in_lane():  # else those wait who wait for the job
+            if not in_lane():  # in a job, whoever waits for the job waits for this copy
                 ticket.wait()
+
+    def settle(self) -> None:
+        for kept in self._kept:
+            kept.ticket.synchronize()
 
     def read(self, start: int, stop: int) -> Tensor:
         if self.holds(start, stop):
             return self.view(start, stop)
-        self.commit(start, stop)  # what overlaps; the copies wait for that
+        self.commit(start, stop)  # windows that overlap it; the copies wait for theirs
         values = torch.empty(stop - start, dtype=self.dtype)
         for low, high in pieces(self.tile, start, stop):
             window = self._fetch(low, high)

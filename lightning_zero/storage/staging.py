@@ -1,4 +1,4 @@
-"""Pinned host memory in passing: a few buffers that copies between host and device use in turn."""
+"""A pool of host memory for what is copied or read: a few buffers that are used again and again."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ _ALIGNMENT = 64  # bytes
 
 
 def staged_size(nbytes: int) -> int:
-    """The size of a buffer for so many bytes."""
+    """The size of the buffer in which ``nbytes`` fit."""
     return -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(eq=False)
 class _Given:
-    """A buffer that was given back, and the work on what is in it."""
+    """A buffer that was given back, and the work that may still use it."""
 
     buffer: Tensor
     work: Ticket
 
 
 class Staging:
-    """Gives out pinned buffers, again once the work on what was in them has ended.
+    """Gives out buffers, and uses one again when the work on it has ended.
 
     Attributes:
-        nbytes: of all buffers.
-        limit: bytes. Beyond that the host waits for a buffer to become free; there always is one where none was given
-            back.
+        nbytes: the size of all buffers.
+        limit: the bytes that they may take. Beyond it :meth:`take` waits for a buffer that was given back. Where none
+            was, it makes a new one all the same, because nobody else could free one.
 
     Args:
-        device: to or from which they are copied.
+        device: for whose copies the buffers are pinned, where its type can.
         limit: as above; it may change.
     """
 
@@ -48,12 +48,12 @@ class Staging:
         self._lock = threading.Lock()
 
     def take(self, like: Tensor) -> Staged:
-        """Memory for values of the shape and dtype of ``like``, contiguous."""
+        """Contiguous memory for a tensor of the shape and dtype of ``like``."""
         buffer = self._find(staged_size(like.nbytes))
         return Staged(buffer, buffer[: like.nbytes].view(like.dtype).view(like.shape))
 
     def give(self, staged: Staged, work: Ticket) -> None:
-        """Give memory back, which ``work`` still uses."""
+        """Give memory back; it is used again when ``work`` has ended."""
         with self._lock:
             self._given.append(_Given(staged.buffer, work))
 
@@ -61,7 +61,7 @@ class Staging:
         while (busy := self._choose(nbytes)) is not None:
             if not isinstance(busy, _Given):
                 return busy
-            busy.work.synchronize()  # without the lock: the work may need it
+            busy.work.synchronize()  # outside of the lock, which the work may need
             if busy.buffer.nbytes >= nbytes:
                 return busy.buffer
             with self._lock:
@@ -69,7 +69,10 @@ class Staging:
         return self._store.zeros(nbytes, torch.uint8)
 
     def _choose(self, nbytes: int) -> Tensor | _Given | None:
-        """A buffer, or one to wait for, which nobody else can choose then; ``None``: one is to be made, and counts."""
+        """Choose a free buffer, or a busy one to wait for; ``None``: a new one, whose bytes are counted already.
+
+        What is chosen is no longer in the list, so that nobody else chooses it.
+        """
         with self._lock:
             fitting = [given for given in self._given if given.buffer.nbytes >= nbytes]
             if done := [given for given in fitting if given.work.done()]:
@@ -79,5 +82,5 @@ class Staging:
             if self.nbytes + nbytes <= self.limit or not self._given:
                 self.nbytes += nbytes
                 return None
-            # Where none is large enough, make room, beginning with the oldest.
+            # Wait for one that is large enough; where none is, give up the oldest to make room.
             return self._given.pop(self._given.index(fitting[0]) if fitting else 0)

@@ -1,4 +1,4 @@
-"""The interface of a store."""
+"""The interface of a store: the memory in which long-lived tensors rest."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from lightning_zero.storage.rested import Memory, Rested
 
 
 class TensorStore(Protocol):
-    """Gives out the long-lived tensors of a bucket: master, optimizer state, sharded gradient, parameter shard.
+    """Makes the long-lived tensors of a bucket: master, optimizer state, sharded gradient, parameter shard.
 
     Attributes:
-        device: where the tensors that it gives out can be computed on.
-        exact: whether memory taken equals memory asked for, so that a tensor that someone else allocated is worth
-            moving into the store.
-        memory: which memory those of :meth:`zeros` take, and what is fetched of those of :meth:`rest`.
-        resting_memory: where those of :meth:`rest` rest.
+        device: the device on which its tensors are computed with.
+        exact: whether a tensor takes exactly the bytes of its elements. Then it is worth while to move a tensor that
+            someone else has allocated into the store.
+        memory: the memory of tensors of :meth:`zeros`, and of fetched parts of those of :meth:`rest`.
+        resting_memory: the memory in which tensors of :meth:`rest` rest.
         tile: see :class:`~lightning_zero.storage.rested.Rested`.
-        passing_bytes: of host memory through which tiles may pass; 0 where there are none.
-        as_on_host: whether what is computed of its tensors has the bits that the kernels on the host give.
-        pins: whether memory that crosses is pinned: that copies between it and the device read or write as it is.
+        passing_bytes: the host memory that tiles may take; 0 where there are no tiles.
+        as_on_host: whether computing with its tensors gives the bits of the host's kernels.
+        pins: whether host memory that copies to or from the device use directly ("it crosses") is pinned.
     """
 
     @property
@@ -50,20 +50,22 @@ class TensorStore(Protocol):
     def pins(self) -> bool: ...
 
     def zeros(self, numel: int, dtype: torch.dtype, *, crosses: bool = True) -> Tensor:
-        """A new 1-D tensor of ``numel`` zeros, alive as long as something refers to it; see ``pins``."""
+        """Make a 1-D tensor of ``numel`` zeros; its memory is freed with it. For ``crosses`` see ``pins``."""
         ...
 
     def close(self) -> None:
-        """Give back what the store has outside of memory; nothing that it gave out is used any more."""
+        """Remove what the store has outside of memory. Its tensors must not be used any more."""
         ...
 
-    def rest(self, numel: int, dtype: torch.dtype, what: str, *, crosses: bool = False) -> Rested:
-        """The same as one that is worked on range by range, where it rests: state, which seldom crosses.
+    def rest(self, numel: int, dtype: torch.dtype, what: str, *, crosses: bool = False, apart: bool = False) -> Rested:
+        """Make a 1-D tensor of zeros that is worked on range by range, such as optimizer state.
 
         Args:
-            numel: elements.
-            dtype: of them.
-            what: it is, for messages.
-            crosses: see ``pins``.
+            numel: number of elements.
+            dtype: of the elements.
+            what: a name for messages.
+            crosses: see ``pins``; state seldom does.
+            apart: whether it is always worked on as a whole. Where it rests outside of memory, it is then fetched to
+                memory of its own, which does not count as ``passing_bytes``.
         """
         ...

@@ -1,12 +1,14 @@
-"""The executor that overlaps: lanes are streams of the device and threads of the host.
+"""The executor that overlaps: its lanes are streams of the device and threads of the host.
 
-Copies between pinned host memory and the device run on a stream per direction, beside what the device computes. They
-begin when the stream of whoever submits them has reached that point, and an event marks their end. Nothing converts
-through memory that is not pinned: gradients are converted by the device before they leave it, parameters by the host
-on their way into pinned memory. Where memory cannot be pinned, copies block, which :attr:`StreamExecutor.blocked`
-counts. Jobs on host memory run in a thread, which takes the device's events into account where they read. Collectives
-that come after such a job are issued by another thread, on a stream of its own, once that has ended. What a job has the
-device compute in the lane SIDE runs on one more stream, which waits for the job's copies and not for the training.
+Copies between pinned host memory and the device run on a stream per direction, beside what the device computes. A copy
+begins when the submitter's current stream has reached the point where it was submitted, and an event marks its end. No
+conversion uses memory that is not pinned: the device converts gradients before they leave it, and the host converts
+parameters when it writes them into pinned memory. Where memory cannot be pinned, copies block the host;
+:attr:`StreamExecutor.blocked` counts them.
+
+Jobs on host memory run in a thread, which waits for the device's events where they read. Collectives that follow such a
+job are issued by another thread, on a stream of its own, when the job has ended. What a job computes on the device in
+the lane SIDE runs on one more stream. That stream waits for the job's copies, and not for the training.
 """
 
 from __future__ import annotations
@@ -30,15 +32,16 @@ from lightning_zero.storage.staging import Staging
 from lightning_zero.storage.threads import Jobs, ThreadExecutor, start_lane
 from lightning_zero.storage.work_log import WORK_LOG
 
-DEFAULT_BYTES = 64 << 20  # of gradients on their way to the host, and of staging memory
+DEFAULT_BYTES = 64 << 20  # for gradients on their way to the host, and for staging memory
 _STREAMS = frozenset({Lane.H2D, Lane.D2H, Lane.SIDE})
 _THREADS = frozenset({Lane.HOST, Lane.READ, Lane.WRITE, Lane.COMM})
 
 
 class _Job:
-    """A job that a thread of a lane runs: what it comes after, and what it has submitted so far.
+    """A job that a thread of a lane runs.
 
-    Where it has a stream, that is the current one inside, and waits for what the job waits for.
+    It knows the events that it comes after, and those of the work that it has submitted so far. If it has a stream,
+    that is the current stream inside of it, and waits for the same events.
     """
 
     def __init__(self, begin: Sequence[torch.Event], stream: torch.Stream | None) -> None:
@@ -47,7 +50,7 @@ class _Job:
         self.stream = stream
 
     def follow(self, events: Sequence[torch.Event]) -> None:
-        """Have what it submits from now on, and those who wait for it, wait for events."""
+        """Let what it submits from now on, and whoever waits for it, wait for events."""
         self.begin += events
         self.made += events
         if self.stream is not None:
@@ -56,7 +59,7 @@ class _Job:
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Around all that it does."""
+        """Makes its stream, if it has one, the current one; it is around everything that the job does."""
         if self.stream is None:
             yield
             return
@@ -68,7 +71,7 @@ class _Job:
 
 
 class _Running(threading.local):
-    """The job that this thread runs."""
+    """The job that the current thread runs."""
 
     job: _Job | None = None
 
@@ -77,12 +80,12 @@ _RUNNING = _Running()
 
 
 def in_lane() -> bool:
-    """Whether the caller runs in a thread of a lane, rather than in one that trains."""
+    """Whether the caller's thread is that of a lane, and not the one that trains."""
     return _RUNNING.job is not None
 
 
 class _Work:
-    """The ticket of work on a stream, or of a job, which stands for what the job has submitted to streams, too."""
+    """The ticket of work on a stream, or of a job. A job's ticket stands for what it has submitted to streams, too."""
 
     def __init__(self, owner: StreamExecutor, lane: Lane, what: str, ended: Future[list[torch.Event]]) -> None:
         self._owner = owner
@@ -91,7 +94,7 @@ class _Work:
         self._ended = ended
 
     def events(self) -> list[torch.Event]:
-        """Events that a stream waits for; the host waits for what is done by a thread."""
+        """The events that a stream waits for. The host waits here until the job's thread has ended it."""
         return self._ended.result()
 
     def done(self) -> bool:
@@ -112,7 +115,7 @@ class _Work:
                     if not event.query():
                         event.synchronize()
         except Exception as error:
-            if not self._ended.exception():  # of the device, which does not say what failed
+            if not self._ended.exception():  # it is the device's, which does not say what failed
                 error.add_note(f"The host was waiting for {self._what}, in the lane {self._lane.name}.")
             raise
         self._owner.release()
@@ -120,12 +123,12 @@ class _Work:
 
 @dataclass
 class _Copy:
-    """A copy that may be under way: its tensors stay alive until it has ended."""
+    """A copy that may be under way; it keeps its tensors alive."""
 
     event: torch.Event
     on_host: list[Tensor]
     on_device: list[Tensor]
-    leaving: int = field(default=0)  # bytes on the device that nobody else needs
+    leaving: int = field(default=0)  # bytes on the device that only this copy needs
 
 
 class StreamExecutor:
@@ -134,11 +137,12 @@ class StreamExecutor:
     Streams and threads are made when they are first needed.
 
     Attributes:
-        device: that trains.
-        in_flight_bytes: see :class:`~lightning_zero.storage.executor.Executor`. Beyond them the stream that computes
-            waits for the oldest copies, and the host does not.
-        staging_bytes: see there. Beyond them the host waits for an earlier copy; one buffer there always is.
-        blocked: bytes that were copied while the host waited, since memory was not pinned, by what they were for.
+        device: the device that trains.
+        in_flight_bytes: see :class:`~lightning_zero.storage.executor.Executor`. Where it is exceeded, the stream that
+            computes waits for the oldest copies; the host does not wait.
+        staging_bytes: see there. Where it is exceeded, the host waits for an earlier copy. One buffer is always
+            allowed.
+        blocked: bytes that were copied while the host waited, because memory was not pinned, by what they were for.
 
     Args:
         device: as above.
@@ -155,13 +159,13 @@ class StreamExecutor:
         self.in_flight_bytes = in_flight_bytes
         self.staging_bytes = staging_bytes
         self.blocked: Counter[str] = Counter()
-        # Apart: a job that fills memory never waits for memory that a later job of its lane will give back.
+        # Two pools: a job that fills memory must not wait for memory that a later job of its lane will give back.
         self._leaving, self._arriving = Staging(device, staging_bytes), Staging(device, staging_bytes)
         self._streams: dict[Lane, torch.Stream] = {}
         self._threads: dict[Lane, Jobs] = {}
         self._copies: dict[Lane, deque[_Copy]] = {lane: deque() for lane in _STREAMS}
         self._lock = threading.RLock()
-        self._submitting = {lane: threading.RLock() for lane in _STREAMS}  # of the work that goes to its stream
+        self._submitting = {lane: threading.RLock() for lane in _STREAMS}  # while work is submitted to its stream
 
     # ------------------------------------------------------------------------------------------------------- copies
 
@@ -208,7 +212,7 @@ class StreamExecutor:
         self._leaving.give(staged, work)
 
     def _copy(self, lane: Lane, target: Tensor, source: Tensor, what: str, after: Sequence[Ticket]) -> _Work:
-        """Copy between host and device on the stream of a lane."""
+        """Copy between host memory and the device, on the stream of a lane."""
         on_host, on_device = (source, target) if lane is Lane.H2D else (target, source)
         free = on_host.is_pinned() and on_host.is_contiguous() and on_device.is_contiguous()
         if not free:
@@ -230,7 +234,7 @@ class StreamExecutor:
         on_device: Sequence[Tensor] = (),
     ) -> _Work:
         before = self._begin(after)
-        with self._submitting[lane]:  # while many kernels are submitted to one stream, the others are free
+        with self._submitting[lane]:  # a lock per stream: while many kernels go to one, others are free
             stream = self._stream(lane)
             with stream:
                 for event in before:
@@ -250,14 +254,14 @@ class StreamExecutor:
         return _Work(self, lane, what, future)
 
     def _begin(self, after: Sequence[Ticket]) -> list[torch.Event]:
-        """Events that the device must have reached before work begins; the host waits for work of its own threads."""
+        """The events that must be reached before work begins. The host waits here for jobs of its own threads."""
         events = [event for ticket in after for event in (ticket.events() if isinstance(ticket, _Work) else ())]
         if (running := _RUNNING.job) is not None:
             return [*running.begin, *events]
         return [torch.accelerator.current_stream(self.device).record_event(), *events]
 
     def follow(self, events: Sequence[torch.Event]) -> None:
-        """Have the current stream wait for events; in a job, those who wait for the job, and what it still submits."""
+        """Let the current stream wait for events. In a job, what it still submits and who waits for it wait instead."""
         if (running := _RUNNING.job) is not None:
             running.follow(events)
             return
@@ -278,9 +282,9 @@ class StreamExecutor:
                     copies.popleft()
 
     def _bound(self, copies: deque[_Copy]) -> None:
-        """Let go of device memory beyond the limit, which later work on the current stream may use: that waits.
+        """Let go of device memory beyond the limit, after the current stream was made to wait for its copies.
 
-        Not for the last copy, which has only begun: however large it is, what is computed next overlaps with it.
+        It never waits for the last copy, which has only begun: what is computed next shall overlap with that.
         """
         with self._lock:
             leaving = sum(copy.leaving for copy in copies)
@@ -327,12 +331,12 @@ class StreamExecutor:
 
 
 def make_executor(device: torch.device, overlap: bool, staging_bytes: int = DEFAULT_BYTES) -> Executor:
-    """The executor for a training on ``device``.
+    """Make the executor for a training on ``device``.
 
     Args:
-        device: one that takes the host's memory, as CPU ranks do, has nothing to copy, and no streams.
-        overlap: let work run beside the training.
-        staging_bytes: of one that has streams; see :class:`StreamExecutor`.
+        device: the device. A CPU has no memory of its own and no streams, and so needs no copies.
+        overlap: whether work may run beside the training.
+        staging_bytes: see :class:`StreamExecutor`.
     """
     if not overlap:
         return InlineExecutor()
@@ -344,7 +348,7 @@ def make_executor(device: torch.device, overlap: bool, staging_bytes: int = DEFA
 
 
 def _work(jobs: Jobs, device: torch.device, lane: Lane) -> None:
-    """Runs the jobs of a lane, in a thread of its own, until the executor is gone."""
+    """Run the jobs of a lane, in the lane's thread, until the executor is gone."""
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
     if lane is Lane.HOST:
@@ -352,7 +356,7 @@ def _work(jobs: Jobs, device: torch.device, lane: Lane) -> None:
     with torch.no_grad():
         while (job := jobs.get()) is not None:
             job()
-            del job  # what it refers to need not live until the next one comes
+            del job  # so that its tensors do not live until the next job comes
 
 
 def _run(
@@ -366,7 +370,7 @@ def _run(
     _RUNNING.job = running
     try:
         with running.on_stream():
-            for ticket in after:  # a stream waits for what the device does, the host only for what threads do
+            for ticket in after:  # if there is a stream, it waits for the device, and the host only for threads
                 (ticket.synchronize if running.stream is None else ticket.wait)()
             with noting_work(lane, what):
                 job()

@@ -1,4 +1,4 @@
-"""Threads of lanes, and the executor of CPU ranks: only the disk works beside the training."""
+"""The threads of lanes, and the executor of CPU ranks, where only reads and writes of files run beside the training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_zero.storage.work_log import WORK_LOG
 
 Jobs = queue.SimpleQueue[Callable[[], None] | None]
 _THREADS = frozenset({Lane.READ, Lane.WRITE})
-_EXIT_SECONDS = 5.0  # in which lanes end their jobs when the process exits: one that hangs holds it up no longer
+_EXIT_SECONDS = 5.0  # how long the exit of the process waits for jobs of lanes, one of which may hang
 _lanes: weakref.WeakKeyDictionary[threading.Thread, Jobs] = weakref.WeakKeyDictionary()
 
 
@@ -26,12 +26,12 @@ def start_lane(owner: object, jobs: Jobs, work: Callable[[], None], lane: Lane) 
     """Start the thread of a lane.
 
     Args:
-        owner: with which it ends: then ``jobs`` get a ``None``.
-        jobs: that are done in order.
-        work: takes them, until it finds ``None``.
-        lane: its name.
+        owner: when it dies, the thread ends: ``jobs`` gets a ``None`` then.
+        jobs: the queue of the lane.
+        work: what the thread runs: it does the jobs in order, until it finds ``None``.
+        lane: gives the thread its name.
     """
-    # A daemon: one that hangs holds up neither teardown nor the end of the process.
+    # It is a daemon, so that a job that hangs holds up neither teardown nor the end of the process.
     thread = threading.Thread(target=work, name=f"lane {lane.name}", daemon=True)
     _lanes[thread] = jobs
     thread.start()
@@ -40,7 +40,7 @@ def start_lane(owner: object, jobs: Jobs, work: Callable[[], None], lane: Lane) 
 
 @atexit.register
 def _drain_lanes() -> None:
-    """Wait for the jobs of lanes: a thread in a compiled function would end the process, by an abort."""
+    """Wait for the jobs of lanes: a thread that is in a compiled function at the end would abort the process."""
     until = time.monotonic() + _EXIT_SECONDS
     for thread, jobs in list(_lanes.items()):
         done = threading.Event()
@@ -50,7 +50,7 @@ def _drain_lanes() -> None:
 
 
 class _Work:
-    """The ticket of a job in a thread."""
+    """The ticket of a job that a thread runs."""
 
     def __init__(self, lane: Lane, what: str, ended: Future[None]) -> None:
         self._lane = lane
@@ -70,9 +70,9 @@ class _Work:
 
 
 class ThreadExecutor(InlineExecutor):
-    """Finishes all work when it is submitted, but reads and writes of files: each have a thread, from the first job on.
+    """Finishes work when it is submitted, except reads and writes of files, which have a thread each.
 
-    Host memory is all the memory there is, and its cores are those that train.
+    It is for CPU ranks: their only memory is the host's, and the cores that would do other work are those that train.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ def _work(jobs: Jobs) -> None:
     with torch.no_grad():
         while (job := jobs.get()) is not None:
             job()
-            del job  # what it refers to need not live until the next one comes
+            del job  # so that its tensors do not live until the next job comes
 
 
 def _run(job: Callable[[], object], ended: Future[None]) -> None:

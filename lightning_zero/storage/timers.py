@@ -1,8 +1,8 @@
 """Timers of the phases of a step.
 
-The time between two moments belongs to the innermost phase that is open then, and to no other, so that the phases of a
-step add up to its wall time. On an accelerator the moments are events on the current stream: a phase's time is then
-that of the device, what it waits for the host included, and what runs on other streams at the same time costs nothing.
+At each moment time belongs to the innermost phase that is open, and to no other, so that the times of all phases add up
+to the wall time of the step. On an accelerator the moments are events on the current stream. A phase's time is then the
+time of that stream, which includes its waits for the host; other streams do not count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 class Phase(StrEnum):
-    """Phases of a step; the time of a phase inside another counts as its own alone."""
+    """Phases of a step. Time of a phase inside another one counts only for the inner one."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -40,27 +40,27 @@ class Phase(StrEnum):
 
 
 class Timers:
-    """Times the phases of steps; off, and free, until :meth:`start`."""
+    """Times the phases of steps. Until :meth:`start` it does nothing, and costs nothing."""
 
     def __init__(self) -> None:
         self._clock: Clock | None = None
-        self._open: list[Phase | None] = [Phase.OTHER]  # from the outermost on; None: not counted
-        self._marks: list[tuple[Phase | None, Any]] = []  # of the step under way: which phase goes on from when
-        self._ended: deque[list[tuple[Phase | None, Any]]] = deque()  # steps that nobody has taken
+        self._open: list[Phase | None] = [Phase.OTHER]  # the outermost first; None: time that is not counted
+        self._marks: list[tuple[Phase | None, Any]] = []  # of the current step: the phase from each moment on
+        self._ended: deque[list[tuple[Phase | None, Any]]] = deque()  # marks of steps that nobody has taken
 
     def start(self, device: torch.device) -> None:
-        """Begin with a step, whose computations run on ``device``."""
+        """Begin to measure, with a step that computes on ``device``."""
         self._clock = device_type(device).clock(device)
         self._open, self._ended = [Phase.OTHER], deque()
         self._marks = [(Phase.OTHER, self._clock.now())]
 
     def stop(self) -> None:
-        """Measure nothing from now on; forgets what was not taken."""
+        """Stop measuring, and forget what :meth:`take` has not returned."""
         self._clock = None
         self._marks, self._ended = [], deque()
 
     def phase(self, phase: Phase) -> AbstractContextManager[None]:
-        """Around code whose time belongs to ``phase``; that of a lane beside the training belongs to none."""
+        """A context for code whose time belongs to ``phase``. In the thread of a lane it does nothing."""
         return self._timed(phase) if self._watched and not in_lane() else _UNTIMED
 
     @property
@@ -74,18 +74,18 @@ class Timers:
         try:
             yield
         finally:
-            del self._open[depth + 1 :]  # what an exception left open
+            del self._open[depth + 1 :]  # phases that an exception has left open
             self.end()
 
     def begin(self, phase: Phase | None) -> None:
-        """Open a phase that :meth:`end` closes; ``None``: time that belongs to no step, such as a validation's."""
+        """Open a phase, which :meth:`end` closes; ``None``: time that belongs to no step, such as a validation's."""
         if self._watched:
             self._open.append(None if self._open[-1] is None else phase)
             self._mark()
 
     def end(self) -> None:
         """Close the phase that was opened last."""
-        if self._watched and len(self._open) > 1:  # else it was opened while nobody watched
+        if self._watched and len(self._open) > 1:  # else it was opened before measuring began
             self._open.pop()
             self._mark()
 
@@ -103,10 +103,10 @@ class Timers:
             self._marks = self._marks[-1:]
 
     def take(self, wait: bool = False) -> list[dict[Phase, float]]:
-        """Seconds by phase of the steps that have ended since the last call, oldest first.
+        """The seconds of each phase, for the steps that have ended since the last call, oldest first.
 
         Args:
-            wait: for the device to end them; otherwise those that it works on are left for the next call.
+            wait: whether to wait for the device. Otherwise steps that it has not ended are left for the next call.
         """
         steps: list[dict[Phase, float]] = []
         while self._ended and self._clock is not None:
@@ -124,7 +124,7 @@ _UNTIMED = nullcontext()
 
 
 def timed(phase: Phase) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a method of an object that has ``timers``: its time belongs to ``phase``."""
+    """Decorate a method so that its time belongs to ``phase``; the object has an attribute ``timers``."""
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)

@@ -17,7 +17,7 @@ from lightning_zero.ops import Quantized
 from lightning_zero.sharding import Bucket, Run, Segment
 from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.storage import Memory, Rested
-from lightning_zero.storage.rested import changing, keep, nbytes_of, pieces
+from lightning_zero.storage.rested import changing, nbytes_of, pieces
 from lightning_zero.torch_private import tree_leaves, tree_map
 
 State = dict[str, Any]
@@ -269,6 +269,11 @@ class _Resting:
     def dtype(self) -> torch.dtype:
         return self.values.dtype
 
+    @property
+    def address(self) -> int | None:
+        """Of the memory to which it was fetched; ``None``: to none."""
+        return _address(self.values.view(0, 1)) if self.values.holds(0, self.values.numel) else None
+
     def fits(self, tensor: Tensor) -> bool:
         """Whether it can hold the values of a tensor."""
         return (self.form, self.dtype) == (MemoryFormat.of(tensor), tensor.dtype)
@@ -277,7 +282,8 @@ class _Resting:
 class WholeState(OptimizerState):
     """State of parameters that each lie whole in one shard, as the optimizer itself keeps it.
 
-    Where the bucket's store has tiles, tensors with several elements rest there between updates, each by itself.
+    Where the bucket's store has tiles, tensors with several elements rest there between updates, each by itself. An
+    update fetches those of a few parameters before (:meth:`expect`), and puts them back after (:meth:`commit`).
 
     Attributes:
         bucket: the name of the bucket.
@@ -317,6 +323,23 @@ class WholeState(OptimizerState):
         loaded_state: State = tree_map(load, state)
         return loaded_state
 
+    def resting(self, segments: Iterable[Segment]) -> list[Rested]:
+        """The tensors of these segments' parameters that rest elsewhere than where they are computed on."""
+        leaves = tree_leaves([self._states.get(segment.param, {}) for segment in segments])
+        return [leaf.values for leaf in leaves if isinstance(leaf, _Resting)]
+
+    def expect(self, segments: Iterable[Segment]) -> None:
+        """Begin to fetch what :meth:`get` will be asked for, of these segments, up to :meth:`commit`."""
+        for values in self.resting(segments):
+            values.expect(0, values.numel)
+
+    def commit(self, segments: Iterable[Segment]) -> list[Rested]:
+        """Begin to put back the state of these segments; returns the tensors that :meth:`Rested.settle` waits for."""
+        kept = self.resting(segments)
+        for values in kept:
+            values.commit(0, values.numel)
+        return kept
+
     def put(self, segment: Segment, state: State) -> None:
         """Keep what an update has left in place of :meth:`get`."""
         self._states[segment.param] = state if self._store.tile is None else self._rested(segment.param, state)
@@ -324,17 +347,30 @@ class WholeState(OptimizerState):
     def _rested(self, param: int, state: State) -> State:
         """``state``, whose large tensors rest in the store; in the places of those that they follow, where they fit."""
         before, number, rested = tree_leaves(self._states.get(param, {})), itertools.count(), dict[int, _Resting]()
+        # Optimizers may exchange tensors: what one of them is, in memory, is not overwritten by another one before.
+        shown = {known.address: known for known in before if isinstance(known, _Resting) and known.address}
+        in_use = {_address(leaf) for leaf in tree_leaves(state) if _is_large(leaf)} & shown.keys()
+
+        def place(own: int, leaf: Tensor) -> _Resting | None:
+            if (itself := shown.get(_address(leaf))) is not None:
+                return itself
+            known = before[own] if own < len(before) else None
+            return known if isinstance(known, _Resting) and known.address not in in_use else None
 
         def rest(leaf: Any) -> Any:
             own = next(number)
             if not _is_large(leaf):
                 return leaf
             if id(leaf) not in rested:
-                known = before[own] if own < len(before) else None
-                if not isinstance(known, _Resting) or not known.fits(leaf) or known in rested.values():
+                known = place(own, leaf)
+                if known is None or not known.fits(leaf) or known in rested.values():
                     what = f"state of parameter {param} of {self.bucket}"
-                    known = _Resting(self._store.rest(leaf.numel(), leaf.dtype, what), MemoryFormat.of(leaf))
-                keep(known.values, 0, known.form.flatten(leaf.detach()))
+                    values = self._store.rest(leaf.numel(), leaf.dtype, what, apart=True)
+                    known = _Resting(values, MemoryFormat.of(leaf))
+                flat = known.form.flatten(leaf.detach())
+                with changing(known.values, 0, flat.numel(), overwritten=True) as into:
+                    if into.data_ptr() != flat.data_ptr():
+                        into.copy_(flat)
                 rested[id(leaf)] = known
             return rested[id(leaf)]
 
@@ -399,6 +435,11 @@ class WholeState(OptimizerState):
         leaves = tree_leaves(self._states)
         resting = sum(nbytes_of(leaf.values) for leaf in leaves if isinstance(leaf, _Resting))
         return resting + sum(leaf.nbytes for leaf in leaves if _is_large(leaf))
+
+
+def _address(tensor: Tensor) -> int:
+    """Of the memory that it is in."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _is_large(leaf: Any) -> TypeGuard[Tensor]:

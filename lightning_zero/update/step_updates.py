@@ -73,10 +73,20 @@ class StepUpdates:
         # For all buckets before the first update: in its own thread, that already fetches tiles for the next one.
         for bucket, _ in views:
             _end_gather(bucket)
-        for bucket, view in views:
+        for number, (bucket, view) in enumerate(views):
             self.begun.add(id(bucket))  # first: an update that fails at once may have written some of its values
-            lent_to = bucket.begin_update(partial(self._updater.update, view))
+            touched = [each for each, _ in views[number : number + 2]]  # the second is fetched ahead
+            lent_to = bucket.begin_update(partial(self._update, view, touched))
             self._map.gradients_of(bucket).sharded.lent_to(lent_to)
+
+    def _update(self, view: UpdateView, touched: Sequence[Bucket]) -> None:
+        try:
+            self._updater.update(view)
+        except BaseException:
+            for bucket in touched:
+                if not bucket.master.in_shard:  # what was to be overwritten was not read, and may not have been written
+                    bucket.shard.drop(0, bucket.shard.numel)
+            raise
 
     def _view(self, bucket: Bucket, segments: Sequence[Segment], ahead: Callable[[], object]) -> UpdateView:
         known = self._hyperparameters

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.sharding import BucketForm, BucketPlacement, Segment
-from lightning_zero.storage import DONE, Lane, Memory, Ticket
+from lightning_zero.sharding import BucketForm, BucketPlacement, Run, Segment
+from lightning_zero.storage import DONE, Lane, Memory, Rested, Ticket
 from lightning_zero.storage.executor import Staged
 from lightning_zero.storage.staging import staged_size
 from lightning_zero.update.footprint import Apart, Footprint, Passing
@@ -28,7 +28,8 @@ from lightning_zero.update.rules import Traits
 from lightning_zero.update.state import WholeState
 from lightning_zero.update.updaters import scaled_gradient
 from lightning_zero.update.view import UpdateView
-from lightning_zero.update.whole import WholeUpdater
+from lightning_zero.update.whole import WholeUpdater, settle_before
+from lightning_zero.update.windows import largest_window
 
 _BATCH = 1 << 22  # elements that go to the device together, but for larger matrices: copies of some MiB are fast
 
@@ -88,9 +89,15 @@ class TwoPlacesUpdater(WholeUpdater):
         apart = self._apart(view.segments, view.groups, view.parameters, view.master.dtype)
         if len(apart) < len(view.segments):
             here = [segment for segment in view.segments if segment not in apart]
-            super().update(replace(view, segments=here, complete=not apart and view.complete))
+            ahead = _nothing if apart else view.ahead  # what follows is fetched by the last window of all
+            super().update(replace(view, segments=here, complete=not apart and view.complete, ahead=ahead))
         if apart:
-            _Rounds(view, view.state, self._step, _batches(apart, view.groups)).run()
+            _Rounds(view, view.state, self._step, _batches(apart, view.groups), self._leaving).run()
+
+    def expect(self, view: UpdateView) -> None:
+        # Else batches are read where they are prepared.
+        if not isinstance(view.state, WholeState) or not view.placement.updates_apart:
+            super().expect(view)
 
     def _apart(
         self, segments: Iterable[Segment], groups: Mapping[int, Group], parameters: Sequence[Tensor], dtype: torch.dtype
@@ -109,14 +116,15 @@ class TwoPlacesUpdater(WholeUpdater):
         here = self._footprint(bucket, [(segment, group) for segment, group in members if segment not in apart])
         if not apart:
             return here
-        on_disk = bucket.placement.optimizer_store.tile is not None
-        scratch, owned, most = here, here.owned, 0
+        store = bucket.placement.optimizer_store
+        on_disk = store.tile is not None
+        scratch, owned, fresh, most = here, here.owned, here.fresh, 0
         for segment, shape in apart.items():
             group, values = groups[segment.param], shape.numel() * dtype.itemsize
             state = self._sizes_of(group, shape, dtype).state
-            passing = self._taken_by(group, shape, dtype, 1)[0] + (state + values) * on_disk
+            passing = self._taken_by(group, shape, dtype, 1)[0] + 2 * state * on_disk  # one is put back
             scratch = max(scratch, here._replace(gradients=values, passing=passing), key=lambda each: each.scratch)
-            owned += state
+            owned, fresh = owned + state, max(fresh, state * on_disk)
         batches = _batches(apart, groups)
         for batch in batches:
             shape = apart[batch[0]]
@@ -125,6 +133,8 @@ class TwoPlacesUpdater(WholeUpdater):
         moved = sum(shape.numel() for shape in apart.values()) * self._step.dtype.itemsize
         return scratch._replace(
             owned=owned,
+            fresh=fresh,
+            window=max(here.window, *(largest_window([Run.of(segment)], store.tile) for segment in apart)),
             apart=Apart(most + form.number * form.nbytes, form.number * staged_size(form.nbytes), moved),
         )
 
@@ -144,6 +154,10 @@ class TwoPlacesUpdater(WholeUpdater):
                     self._step.compute(group, batch)
             self._taken[key] = on_host.most, on_device.most
         return self._taken[key]
+
+
+def _nothing() -> None:
+    """Fetch nothing."""
 
 
 def _batches(shapes: Mapping[Segment, torch.Size], groups: Mapping[int, Group]) -> list[list[Segment]]:
@@ -203,15 +217,22 @@ class _Rounds:
         own: its state.
         step: of the optimizer, in parts.
         batches: segments, by batch.
+        leaving: the tensors that are being put back, by the parameter whose state they are.
     """
 
     def __init__(
-        self, view: UpdateView, own: WholeState, step: StepInParts, batches: Sequence[Sequence[Segment]]
+        self,
+        view: UpdateView,
+        own: WholeState,
+        step: StepInParts,
+        batches: Sequence[Sequence[Segment]],
+        leaving: list[list[Rested]],
     ) -> None:
         self._view = view
         self._own = own
         self._step = step
         self._batches = batches
+        self._leaving = leaving
         self._what = f"the matrices of {own.bucket}"
 
     def run(self) -> None:
@@ -249,9 +270,12 @@ class _Rounds:
         on_host, on_device = slot.tensors(len(batch), view.parameters[batch[0].param].shape)
         for segment, into in zip(batch, on_host, strict=True):
             gradient = scaled_gradient(view, segment.start, segment.stop, view.master.dtype)
+            self._own.expect([segment])
             state = self._own.get(segment)
             self._step.prepare(group, self._own.formats[segment.param].view(gradient), state, into)
             self._own.put(segment, state)
+            settle_before(self._leaving, 0)
+            self._leaving.append(self._own.commit([segment]))
         slot.work = fetched = placement.move(on_device, on_host, _TO_DEVICE, self._what)
         compute = partial(self._step.compute, group, on_device)
         slot.work = computed = placement.executor.submit(compute, Lane.SIDE, self._what, [fetched])
@@ -262,9 +286,11 @@ class _Rounds:
         view.placement.await_host(slot.work)
         updates, _ = slot.tensors(len(batch), view.parameters[batch[0].param].shape)
         for segment, update in zip(batch, updates, strict=True):
+            view.master.expect(segment.start, segment.stop)
             values = view.master.read(segment.start, segment.stop)
             parameter = self._own.formats[segment.param].view(values)
             self._step.apply(view.groups[segment.param], parameter, update)
             view.master.keep(segment.start, values)
             view.master.write(segment.start, segment.stop)
+            view.master.commit(segment.start, segment.stop)
         return slot

@@ -1,7 +1,8 @@
 """Windows: an update of state that rests elsewhere than where it is computed on, a few tiles at a time.
 
 While a window is updated the next one is fetched and the one before is put back; the one after a bucket's last is the
-first of the bucket that is updated next. Where state rests in memory all of the bucket is one window.
+first of the bucket that is updated next. A tile that two windows touch passes from one to the other in memory. Where
+state rests in memory all of the bucket is one window.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from itertools import islice
 from typing import NamedTuple, Protocol, TypeVar
 
 from lightning_zero.sharding import Run
-from lightning_zero.update.state import ShardState
 from lightning_zero.update.view import UpdateView
 
 
@@ -20,6 +20,18 @@ class Part(Protocol):
 
     @property
     def run(self) -> Run: ...
+
+
+class WindowedState(Protocol):
+    """The state of a bucket's segments, as an update by windows uses it."""
+
+    def expect(self, start: int, stop: int, names: Iterable[str]) -> None:
+        """Begin to fetch the state called ``names`` that an update of ``[start, stop)`` needs."""
+        ...
+
+    def commit(self, start: int, stop: int) -> None:
+        """Begin to put back what an update of ``[start, stop)`` has changed."""
+        ...
 
 
 P = TypeVar("P", bound=Part)
@@ -42,24 +54,31 @@ class _Tiles(NamedTuple):
 
 
 def in_windows(
-    view: UpdateView, state: ShardState, parts: Iterable[P], names: Callable[[P], Iterable[str]]
+    view: UpdateView,
+    state: WindowedState,
+    parts: Iterable[P],
+    names: Callable[[P], Iterable[str]],
+    one_at_a_time: bool = False,
 ) -> Iterator[tuple[P, ...]]:
     """Give the parts of an update by windows, each of which is fetched before, and put back after it was updated.
 
     Args:
         view: of the bucket.
         state: its.
-        parts: what is updated, in ascending order. Those that lie inside a tile, or a number of whole tiles, can be
-            fetched while the ones before are updated.
+        parts: what is updated, in ascending order. Those that lie inside a tile, or a number of whole tiles, are one
+            window at most.
         names: the per-element state of a part, as far as it exists.
+        one_at_a_time: fetch a window only when the one before was put back: it takes less memory.
     """
     windows = list(_windows(parts, view.tile))
+    follows = view.placement.optimizer_store.tile is not None and not one_at_a_time
     for number, (tiles, window) in enumerate(windows):
-        _expect(view, state, windows, number, names)
+        _expect(view, state, windows, number, names, follows)
         following = windows[number + 1 : number + 2]
         for others, _ in following:
-            if not others.overlap(tiles):  # else what it is fetched with is still to change
-                _expect(view, state, windows, number + 1, names)
+            # Else what both have is still to change, and nothing passes it on.
+            if follows or not (one_at_a_time or others.overlap(tiles)):
+                _expect(view, state, windows, number + 1, names, follows)
         if not following:
             view.ahead()
         yield tuple(window)
@@ -68,10 +87,12 @@ def in_windows(
         state.commit(*_range(window))
 
 
-def expect_first(view: UpdateView, state: ShardState, parts: Iterable[P], names: Callable[[P], Iterable[str]]) -> None:
+def expect_first(
+    view: UpdateView, state: WindowedState, parts: Iterable[P], names: Callable[[P], Iterable[str]]
+) -> None:
     """Begin to fetch the first window that :func:`in_windows` will give for the same arguments."""
     if windows := list(islice(_windows(parts, view.tile), 2)):
-        _expect(view, state, windows, 0, names)
+        _expect(view, state, windows, 0, names, view.placement.optimizer_store.tile is not None)
 
 
 def _windows(parts: Iterable[P], tile: int | None) -> Iterator[tuple[_Tiles, list[P]]]:
@@ -90,6 +111,11 @@ def _windows(parts: Iterable[P], tile: int | None) -> Iterator[tuple[_Tiles, lis
         yield tiles, window
 
 
+def windows_of(parts: Iterable[P], tile: int | None) -> Iterator[Sequence[P]]:
+    """The parts of an update as :func:`in_windows` gives them."""
+    return (window for _, window in _windows(parts, tile))
+
+
 def largest_window(runs: Iterable[Run], tile: int | None) -> int:
     """The most elements that are fetched at once for these runs; 0 where state rests in memory."""
     if tile is None:
@@ -103,15 +129,17 @@ class _Alone(NamedTuple):
 
 def _expect(
     view: UpdateView,
-    state: ShardState,
+    state: WindowedState,
     windows: Sequence[tuple[_Tiles, Sequence[P]]],
     number: int,
     names: Callable[[P], Iterable[str]],
+    follows: bool,
 ) -> None:
+    """Begin to fetch a window; ``follows``: what it has in common with the one before comes from there."""
     tiles, window = windows[number]
     beside = (*windows[max(0, number - 1) : number], *windows[number + 1 : number + 2])
-    # Whatever is not padding in a tile that is updated by one window only is updated by that.
-    complete = view.complete and not any(others.overlap(tiles) for others, _ in beside)
+    # Whatever is not padding in a tile that is updated by one window only is updated by that; of two, it is passed on.
+    complete = view.complete and (follows or not any(others.overlap(tiles) for others, _ in beside))
     start, stop = _range(window)
     view.gradient.expect(start, stop)
     view.master.expect(start, stop, complete)

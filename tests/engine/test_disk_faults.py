@@ -15,8 +15,8 @@ import pytest
 from engine.disk_faults import FAULTS, READS, WRITES, Outcome
 
 TESTS = Path(__file__).parents[1]
-# Two buckets of three tiles: written and read again by each micro-batch, read for the norm and by the update.
-TRANSFERS = {READS: 3 * 6, WRITES: 2 * 6}
+# Two buckets of three tiles: written by both micro-batches, and read again by the second one and the update.
+TRANSFERS = {READS: 2 * 6, WRITES: 2 * 6}
 FAILED = {READS: "could not be read from", WRITES: "could not be written to"}
 
 

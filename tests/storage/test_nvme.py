@@ -220,6 +220,67 @@ def test_zeros_are_neither_written_nor_read(tmp_path: Path, monkeypatch: pytest.
     assert moved == [("write", 1), ("write", 1), ("read", 1), ("read", 1)]
 
 
+def test_a_tile_of_two_ranges_passes_from_one_to_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read once and written once, in whichever order their views end; a blank range is not read at all."""
+    store, moved = make_store(tmp_path, InlineExecutor()), {"read": 0, "write": 0}
+    for name in moved:
+        do = getattr(DiskFile, name)
+
+        def noted(file: DiskFile, memory: Tensor, offset: int, what: str, do: Any = do, name: str = name) -> None:
+            moved[name] += memory.nbytes // (TILE * 4)
+            do(file, memory, offset, what)
+
+        monkeypatch.setattr(DiskFile, name, noted)
+    first, second = (10, TILE + 20), (TILE + 20, 4 * TILE - 3)
+
+    def change(tensor: DiskTensor, values: Tensor, part: tuple[int, int]) -> None:
+        tensor.view(*part).add_(1.0)
+        values[slice(*part)] += 1.0
+
+    for case in ("in order", "blank", "seen early", "all at once", "read", "dropped", "let go"):
+        tensor, values = filled(store, 5 * TILE)
+        moved.update(read=0, write=0)
+        expected = {"read": 4, "write": 4}
+        tensor.expect(*first, blank=case == "blank")
+        tensor.expect(*second, blank=case == "blank")
+        if case == "blank":
+            values[: 4 * TILE], expected["read"] = 0.0, 0  # what is between the ranges and around them is padding
+        if case == "dropped":
+            assert torch.equal(tensor.view(*first), values[slice(*first)])
+            tensor.drop(*first)
+            assert torch.equal(tensor.view(*second), values[slice(*second)])
+            tensor.drop(*second)
+            expected["write"] = 0
+        elif case == "let go":
+            change(tensor, values.clone(), first)
+            tensor.drop(0, tensor.numel)
+            expected["write"] = 0
+        else:
+            change(tensor, values, first)
+            if case == "read":  # more than the first range has, and less than the second one
+                assert torch.equal(tensor.read(4 * TILE, 4 * TILE + 1), values[4 * TILE : 4 * TILE + 1])
+                expected["read"] += 1
+            if case in ("in order", "blank", "read"):
+                tensor.commit(*first)
+            if case != "all at once":  # then the second one is written as it has come
+                change(tensor, values, second)
+            tensor.commit(0, tensor.numel)
+        assert moved == expected, case
+        assert torch.equal(contents(tensor), values), case
+
+
+def test_a_tile_passes_on_when_it_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(tmp_path)
+    tensor, values = filled(store)
+    contents(tensor)
+    with monkeypatch.context() as patch:
+        Held(patch, "read", "write", 0.2)
+        tensor.expect(0, TILE + 10)
+        tensor.expect(TILE + 10, 3 * TILE)
+        tensor.drop(0, TILE + 10)
+        assert torch.equal(tensor.view(TILE, 3 * TILE), values[TILE : 3 * TILE])
+
+
 def test_places_are_given_out_again(tmp_path: Path) -> None:
     store = make_store(tmp_path, InlineExecutor())
     for _ in range(3):
