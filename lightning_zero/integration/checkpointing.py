@@ -263,7 +263,7 @@ class CheckpointingStrategy(EngineStrategy):
 
 
 class FileCheckpointIO(TorchCheckpointIO):
-    """Reads and writes files for other strategies, also those with 8-bit state; for a folder its error says what to do."""
+    """Reads and writes files for other strategies, also with 8-bit state; for a folder its error says what to do."""
 
     @override
     def load_checkpoint(self, path: private.PathLike, *args: Any, **kwargs: Any) -> dict[str, Any]:

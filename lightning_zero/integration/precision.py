@@ -41,7 +41,7 @@ _MODES: dict[str, _Mode] = {
     "16-mixed": _Mode(torch.float16, torch.float16, keep_norms=True, cast_inputs=False),
     "16-true": _Mode(torch.float16, None, keep_norms=False, cast_inputs=True),
 }
-# The defaults of torch.amp.GradScaler() in our terms. A plugin that a flag made has them, and gets our defaults instead.
+# The defaults of torch.amp.GradScaler() in our terms. A plugin made by a flag has them, and gets our defaults instead.
 _STOCK_SCALER = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "window": 2000}
 
 
