@@ -439,9 +439,7 @@ def _consolidate(
 def _convert_deepspeed(
     folder: Annotated[
         Path,
-        typer.Argument(
-            metavar="DIR", help="A folder that DeepSpeed wrote, such as last.ckpt/.", show_default=False
-        ),
+        typer.Argument(metavar="DIR", help="A folder that DeepSpeed wrote, such as last.ckpt/.", show_default=False),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint file.", show_default=False)],
     trust: Annotated[

@@ -72,9 +72,7 @@ def provide_advice() -> None:
                 "Trainer(limit_train_batches=...) with the number of the shortest loader"
             ),
             Case.DISK_PATH: "nvme_path=... must be a folder on a local disk of every node, to which the run may write",
-            Case.DISK_FULL: (
-                "Free some of it, or choose another disk by nvme_path; complete checkpoints stay intact"
-            ),
+            Case.DISK_FULL: ("Free some of it, or choose another disk by nvme_path; complete checkpoints stay intact"),
             Case.DISK_DAMAGED: (
                 "The disk or the memory is faulty: resume from the last checkpoint with another nvme_path"
             ),
