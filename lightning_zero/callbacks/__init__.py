@@ -1,4 +1,4 @@
-"""Callbacks that show what a sharded run does, or follow it."""
+"""Callbacks that report on a sharded run, or average its weights."""
 
 from lightning_zero.callbacks.breakdown import Breakdown
 from lightning_zero.callbacks.ema import EMA

@@ -23,29 +23,31 @@ Times = Mapping[Phase, float]
 class Breakdown(pl.Callback):
     """Logs how long a step spends in each phase, and prints a table when training ends.
 
-    A step goes from the end of one optimizer step's batch to that of the next, all its micro-batches included, without
-    validation. Each moment counts for one phase, the innermost, so that phases add up to the step's wall time:
+    A step lasts from the end of the last batch of one optimizer step to that of the next, with all its micro-batches
+    and without validation. Each moment counts for one phase, the innermost, so that the phases add up to the step's
+    wall time:
 
     * ``forward``, ``backward``: the model's own computation.
-    * ``reduce``: gradients are collected, added up and kept; ``gather``: parameters are unsharded. Both without:
-    * ``wait``: for what other ranks send. The fastest rank waits longest. (On an accelerator: its
-      stream that computes.)
-    * ``host copy``: shards, gradients and masters to and from host memory; batches to the device.
+    * ``reduce``: collecting, summing and storing gradients; ``gather``: unsharding parameters. Both exclude ``wait``.
+    * ``wait``: waiting for data of other ranks. The fastest rank waits longest. (On an accelerator: the time that the
+      computing stream waits.)
+    * ``host copy``: copying shards, gradients and masters to and from host memory, and batches to the device.
     * ``optimizer``: norms, clipping, update.
-    * ``data``: the next batch; ``other``: callbacks, loggers, checkpoints, Lightning's loops.
+    * ``data``: loading the next batch; ``other``: callbacks, loggers, checkpoints, Lightning's loops.
 
-    On an accelerator times are those of the stream, by events, which no step waits for: its values may be logged some
-    steps later. In manual optimization call ``self.manual_backward``: the time of a plain ``loss.backward()`` is
-    counted as ``forward``. Under another strategy than :class:`~lightning_zero.ZeroStrategy` the callback only warns.
+    On an accelerator the times are measured on the stream, by events for which no step waits, so that the values may be
+    logged some steps later. In manual optimization call ``self.manual_backward``: the time of a plain
+    ``loss.backward()`` is counted as ``forward``. Under another strategy than :class:`~lightning_zero.ZeroStrategy` the
+    callback only warns.
 
-    Logged as ``time_ms/forward`` and so on, in milliseconds.
+    The times are logged as ``time_ms/forward`` and so on, in milliseconds.
 
     Attributes:
-        steps: how many are in the means.
+        steps: number of steps in the means.
 
     Args:
         table: print the means over steps and ranks on rank 0 when training ends.
-        skip_steps: first steps that are left out of them: they allocate, compile and compare notes.
+        skip_steps: number of first steps that the means leave out, since these allocate, compile and check the ranks.
 
     Raises:
         ValueError: ``skip_steps`` is negative.
@@ -143,11 +145,11 @@ class Breakdown(pl.Callback):
 
 
 def table_of(everyone: Sequence[Times], steps: int) -> Table:
-    """Makes a row for each phase: its mean over ranks, the share of that, and what the ranks differ by.
+    """Makes a table with a row for each phase: its mean over ranks, its share of the step, and the ranks' range.
 
     Args:
         everyone: mean seconds per step by phase, of each rank.
-        steps: how many the means are of.
+        steps: number of steps in the means.
     """
     table = Table(title=f"Time of a step, mean of {steps}")
     table.add_column("phase")
@@ -177,7 +179,7 @@ def _phase_of(action_name: str) -> Phase | None:
 
 
 class _TimedProfiler(Profiler):
-    """The Trainer's own profiler, and timers."""
+    """Runs the Trainer's own profiler and the timers."""
 
     def __init__(self, inner: Profiler, timers: Timers) -> None:
         super().__init__()
@@ -185,7 +187,7 @@ class _TimedProfiler(Profiler):
         self._timers = timers
 
     def __del__(self) -> None:
-        """Does nothing: the base's tears down, which is for the inner profiler to do."""
+        """Does nothing: the base class would tear down, but the inner profiler does this itself."""
 
     @override
     def start(self, action_name: str) -> None:
@@ -202,7 +204,7 @@ class _TimedProfiler(Profiler):
     @contextlib.contextmanager
     @override
     def profile(self, action_name: str) -> Iterator[str]:
-        # The inner one may do more than start and stop.
+        # The inner profiler's `profile` may do more than start and stop.
         phase = _phase_of(action_name)
         with self._inner.profile(action_name), self._timers.phase(phase) if phase else contextlib.nullcontext():
             yield action_name

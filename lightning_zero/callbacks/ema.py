@@ -23,27 +23,27 @@ _SAVED = ("state_dict", "current_model_state", "averaging_state")  # a checkpoin
 
 
 class EMA(OnShards, EMAWeightAveraging):
-    """Lightning's ``EMAWeightAveraging``, which keeps the average in shards under ``ZeroStrategy``.
+    """Averages the weights as Lightning's ``EMAWeightAveraging``; under ``ZeroStrategy`` the average is in shards.
 
-    The average starts as the weights after the first update and becomes ``decay * average + (1 - decay) * weights``
-    with every further one; integers, such as indices and counts, are copied. Validation runs with it; checkpoints hold
-    it as ``state_dict`` and the weights in training as ``current_model_state``; when training ends it replaces the
-    weights. Before the first update, and if there is none, the weights in training stand in all these places.
-    Lightning's callback resumes from these checkpoints, and this one from its.
+    The average is a copy of the weights after the first update, and every further update changes it to
+    ``decay * average + (1 - decay) * weights``; integers, such as indices and counts, are copied. Validation runs with
+    the average. Checkpoints hold it as ``state_dict``, and the training weights as ``current_model_state``. When
+    training ends the average replaces the weights. Before the first update, the training weights are used in all these
+    places. This callback and Lightning's resume from each other's checkpoints.
 
-    Under :class:`~lightning_zero.ZeroStrategy` each rank keeps the average of what it updates: of its shard of the
-    weights, in the dtype of its fp32 masters where the weights have 16 bits, beside the optimizer state. Updates gather
-    nothing. All ranks write checkpoints, each its shards; these resume at any stage and number of ranks. A skipped step
-    leaves the average alone. After an error in validation the shards are those of the weights in training, and so is
-    what is saved; the module shows them in full again when its strategy has released it. Under any other strategy every
-    rank keeps a full copy of the module, as Lightning's callback does.
+    Under :class:`~lightning_zero.ZeroStrategy` each rank keeps the average of its shard of the weights beside the
+    optimizer state; for 16-bit weights it averages the fp32 masters. Updates of the average gather nothing. All ranks
+    write checkpoints, each its shards; these resume at any stage and number of ranks. A skipped step does not change
+    the average. After an error in validation the shards hold the training weights, and these are saved; the module
+    shows them in full when its strategy has released it. Under any other strategy every rank keeps a full copy of the
+    module, as Lightning's callback does.
 
     Args:
-        decay: weight of the average so far, from 0 to 1.
-        update_every_n_steps: optimizer steps between two updates, at least 1.
+        decay: weight of the old average in an update, from 0 to 1.
+        update_every_n_steps: number of optimizer steps between two updates, at least 1.
         update_starting_at_step: first optimizer step, counted from 0, after which it is updated; None: the first.
-        use_buffers: average buffers too, of which every rank has its own, and validation and checkpoints rank 0's.
-        device: where the average rests; None: where optimizer state does or, under other strategies, the module.
+        use_buffers: also average buffers, on each rank its own; validation and checkpoints use those of rank 0.
+        device: where the average rests; None: with the optimizer state or, under other strategies, with the module.
 
     Raises:
         ValueError: an argument is out of range.
@@ -58,14 +58,14 @@ class EMA(OnShards, EMAWeightAveraging):
         device: torch.device | str | int | None = None,
     ) -> None:
         if not 0.0 <= decay <= 1.0:
-            raise ValueError(f"decay={decay} must lie between 0 and 1: it is the weight of the average so far")
+            raise ValueError(f"decay={decay} must lie between 0 and 1: it is the weight of the old average")
         if update_every_n_steps < 1:
             raise ValueError(f"update_every_n_steps={update_every_n_steps} must be a number of steps >= 1")
         if update_starting_at_step is not None and update_starting_at_step < 0:
             raise ValueError(f"update_starting_at_step={update_starting_at_step} must be the index of a step, >= 0")
         super().__init__(device, use_buffers, decay, update_every_n_steps, update_starting_at_step)
         self._decay = decay
-        self._saved: Mapping[str, Any] | None = None  # what to resume from, until there is an average
+        self._saved: Mapping[str, Any] | None = None  # state to resume from, until there is an average
 
     @property
     @override
@@ -78,7 +78,7 @@ class EMA(OnShards, EMAWeightAveraging):
 
     @override
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Whether a multiple of ``update_every_n_steps`` has come since: several optimizers step several at a time."""
+        """Whether the steps have passed a multiple of ``update_every_n_steps``; several optimizers may jump over it."""
         if step_idx is None:
             return False
         before = max(self._latest_update_step, self.update_starting_at_step or 0) - 1
@@ -86,7 +86,7 @@ class EMA(OnShards, EMAWeightAveraging):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._latest_update_step = min(self._latest_update_step, trainer.global_step)  # that of an earlier Trainer
+        self._latest_update_step = min(self._latest_update_step, trainer.global_step)  # it may be an earlier Trainer's
         if isinstance(trainer.strategy, ZeroStrategy):
             self._average_model = self._saved = None  # an earlier fit's average has replaced the weights
         else:
@@ -94,7 +94,7 @@ class EMA(OnShards, EMAWeightAveraging):
 
     @override
     def on_sharded(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Make the average: a copy of the weights, or what was saved."""
+        """Make the average, from the weights or from saved state."""
         strategy = trainer.strategy
         assert isinstance(strategy, ZeroStrategy)
         self._average_model = None  # free it first
@@ -132,7 +132,7 @@ class EMA(OnShards, EMAWeightAveraging):
             return
         if all(name in checkpoint for name in _SAVED):
             self._saved = {name: checkpoint[name] for name in _SAVED}
-            # What was loaded as the weights is the average.
+            # The average was loaded as the weights.
             strategy.load_model_state_dict({"state_dict": checkpoint["current_model_state"]}, pl_module.strict_loading)
         else:
             rank_zero_warn("the checkpoint has no average of the weights; a new one starts from its weights")
@@ -163,18 +163,18 @@ class EMA(OnShards, EMAWeightAveraging):
                 f"update_starting_at_step={self.update_starting_at_step}); the weights stay as they were trained"
             )
         elif self._shards is not None:
-            self._shards.swap()  # and not copied: a save that follows still has the weights in training
+            self._shards.swap()  # swapped and not copied, since a later save needs the training weights
         else:
             super()._copy_average_to_current(pl_module)
 
 
 class _AverageOnShards:
-    """The part of an ``AveragedModel`` that Lightning's hooks use, over a shadow of the engine.
+    """Does for Lightning's hooks what an ``AveragedModel`` does, with a shadow of the engine.
 
     Args:
         engine: of the module.
-        decay: weight of the average so far.
-        use_buffers: average buffers too; else they are copied.
+        decay: weight of the old average in an update.
+        use_buffers: also average buffers; otherwise they are copied.
         store: where the average rests.
     """
 
@@ -189,12 +189,12 @@ class _AverageOnShards:
         self.n_averaged += 1
 
     def _average(self, average: Tensor, weights: Tensor) -> Tensor:
-        """Average as Lightning does, to the bit, but in place: that takes a fraction of the time."""
+        """Average with the same bits as Lightning, but in place, which takes a fraction of the time."""
         return average.mul_(self._decay).add_((1 - self._decay) * weights)
 
     def swap(self) -> None:
         self.shadow.swap()
-        # The ranks see each other's shards, and rank 0's buffers.
+        # All ranks use each other's shards, and therefore also rank 0's buffers.
         self._engine.sync_buffers()
         self._engine.settle()
 

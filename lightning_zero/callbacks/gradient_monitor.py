@@ -12,12 +12,12 @@ from lightning_zero.integration.strategy import ZeroStrategy
 
 
 class GradientMonitor(pl.Callback):
-    """Logs what every step already knows; it costs no communication.
+    """Logs numbers that every step computes anyway; it needs no communication.
 
-    * ``grad_norm``: the global L2 norm of the unscaled gradients before clipping; ``inf`` or ``nan`` where the step was
+    * ``grad_norm``: the global L2 norm of the unscaled gradients before clipping; ``inf`` or ``nan`` if the step was
       skipped. With several optimizers ``grad_norm/0``, ``grad_norm/1``, ...
-    * ``loss_scale``: that of the next backward, where there is a loss scaler.
-    * ``skipped_steps``: how many there were so far.
+    * ``loss_scale``: the scale of the next backward, if there is a loss scaler.
+    * ``skipped_steps``: the number of skipped steps so far.
 
     Under another strategy than :class:`~lightning_zero.ZeroStrategy` it logs nothing.
 

@@ -16,19 +16,19 @@ from lightning_zero.planning.memory import Memory, Remedy
 
 
 class MemoryReport(pl.Callback):
-    """Shows what each rank holds, planned and measured, and what would take less.
+    """Shows the planned and the measured memory of a rank, and the overrides that would need less.
 
-    It prints a table on rank 0 after the first optimizer step. Under it are remedies: overrides to type, each with the
-    bytes that it takes off the planned peak of a rank. Activations are in no plan; on an accelerator they are, with
-    what else is not, the difference of the peaks. (Where a fit runs out of memory, the strategy prints the same on the
-    rank that did, with this callback or without.)
+    It prints a table on rank 0 after the first optimizer step. Below it are remedies: overrides to type, each with the
+    bytes by which it lowers the planned peak of a rank. The plan does not include activations; on an accelerator they
+    are the difference of the peaks, together with everything else that the plan leaves out. (If a fit runs out of
+    memory, the strategy prints the same on the rank that failed, with or without this callback.)
 
-    The plan costs some milliseconds per remedy before the first step. Under another strategy than
+    The plan takes some milliseconds per remedy before the first step. Under another strategy than
     :class:`~lightning_zero.ZeroStrategy` the callback only warns.
 
     Attributes:
-        plan: of this rank; ``None`` before the fit.
-        remedies: what saves most comes first.
+        plan: the plan of this rank; ``None`` before the fit.
+        remedies: overrides that need less memory; the one that saves most comes first.
 
     Args:
         table: print the report; ``False``: only set the attributes.
@@ -64,7 +64,7 @@ class MemoryReport(pl.Callback):
                 Console().print(self.report(trainer))
 
     def report(self, trainer: pl.Trainer) -> RenderableType:
-        """Plan, what is held now, and remedies, to be printed by rich; while a fit runs under one of our strategies."""
+        """Returns plan, held memory and remedies, to be printed by rich; only while a fit of our strategies runs."""
         memory = _memory_of(trainer)
         assert memory is not None
         return memory.report()

@@ -1,4 +1,4 @@
-"""A report of a run: its loss curves and a summary of what was measured."""
+"""A report of a run: its loss curves and a summary of measurements."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ class Stopwatch:
 class RunReport(pl.Callback):
     """Measures a fit, shows speed and learning rate on the progress bar, and writes `loss.png` and `summary.json`.
 
-    The module logs `train_loss` in every step and `val_loss` in validation, both with `sync_dist=True`. The speed is
-    that of training: it counts neither validation nor what comes before the first step. Call :meth:`write` after the
+    The module must log `train_loss` in every step and `val_loss` in validation, both with `sync_dist=True`. The speed
+    is that of training, without validation and without the time before the first step. Call :meth:`write` after the
     run, on all ranks; the plot needs matplotlib.
 
     Args:
         run_dir: folder to write to.
         strategy: name of the strategy, for the summary and the plot's title.
         step_size: units of data in an optimizer step, over all ranks.
-        unit: what they are, in the plural: "tokens", "images". The speed is logged as `<unit>_per_second`.
-        loss_unit: what the loss is measured in, for the plot.
+        unit: name of these units in the plural: "tokens", "images". The speed is logged as `<unit>_per_second`.
+        loss_unit: unit of the loss, for the plot.
     """
 
     def __init__(self, run_dir: str | Path, strategy: str, step_size: int, unit: str, loss_unit: str = "nats") -> None:
@@ -121,19 +121,19 @@ class RunReport(pl.Callback):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Finishes a fit without a step to train, for which Lightning leaves out `on_train_end`."""
+        """Finishes a fit without training steps, for which Lightning does not call `on_train_end`."""
         if not self.peak_memory:
             if pl_module.device != trainer.strategy.root_device:  # Lightning's strategies leave it on the host
                 pl_module.to(trainer.strategy.root_device)
             self.measure(trainer, pl_module)
 
     def measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Measures, at the end of a fit while the ranks are still together; to be extended."""
+        """Measures at the end of a fit, while all ranks are still running; to be extended."""
         peak = torch.tensor(peak_memory(pl_module.device), device=pl_module.device)
         self.peak_memory = int(trainer.strategy.reduce(peak, reduce_op="max"))
 
     def summary(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """Collects key figures, to be extended; those of training or validation are None where there was none."""
+        """Collects key figures, to be extended; figures of training or validation are None if it did not run."""
         last = [loss for _, loss in self.train_curve[-LAST:]]
         trained = len(self.train_curve) * self.step_size
         return {
@@ -179,18 +179,18 @@ class RunReport(pl.Callback):
 
 
 def skips_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """Reads how many steps a strategy of this package has skipped; another one does not say."""
+    """Reads how many steps a strategy of this package has skipped; empty for other strategies."""
     plugin = trainer.strategy.precision_plugin
     return {"skipped_steps": plugin.skipped_steps} if isinstance(plugin, ZeroPrecision) else {}
 
 
 def running_means(values: Sequence[float]) -> list[float]:
-    """Averages, for each value, the last ones with itself: `LAST` of them, or fewer at the start."""
+    """Averages each value with its predecessors: `LAST` values together, or fewer at the start."""
     return [fmean(values[max(0, end - LAST) : end]) for end in range(1, len(values) + 1)]
 
 
 def peak_memory(device: torch.device) -> int:
-    """Reads the most memory that this process held so far: of the device if it is counted there, else of the host."""
+    """Reads this process's peak memory in bytes: of the device if it is counted there, else of the host."""
     if (peak := device_type(device).peak_bytes(device)) is not None:
         return peak
     unit = 1 if sys.platform == "darwin" else 1024

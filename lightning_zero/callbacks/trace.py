@@ -21,27 +21,27 @@ _TRACKS = (TRAINING, EXPOSED, *(lane.name for lane in Lane))
 
 
 class Trace(pl.Callback):
-    """Writes what a few steps do, and when, to a file for each rank, which https://ui.perfetto.dev shows.
+    """Writes a timeline of a few steps to a file for each rank, for https://ui.perfetto.dev.
 
     Each *lane* is a track: copies to the device (``H2D``) and to host memory (``D2H``), work on host memory (``HOST``),
-    reads and writes of a disk, collectives that are issued beside the training (``COMM``), and what the device computes
-    beside it for an update (``SIDE``); a slice is one piece of work, with the name of its bucket. The track
-    ``training`` has the phases of :class:`Breakdown`, and ``exposed`` what the training has waited for, by its name and
-    lane: what does not appear there, overlaps. Under ``otherData`` a file says for how many seconds each lane was busy,
-    and for how many the training has waited for it.
+    reads and writes of a disk, collectives that are issued beside the training (``COMM``), and computations of the
+    device beside the training for an update (``SIDE``). A slice is one piece of work, with the name of its bucket. The
+    track ``training`` shows the phases of :class:`Breakdown`. The track ``exposed`` shows the work for which the
+    training waited, by name and lane; all other work of lanes overlaps with the training. Under ``otherData`` a file
+    states for how many seconds each lane was busy, and for how many the training waited for it.
 
-    On an accelerator times are those of streams, by events; threads on host memory have the host's clock. Where nothing
-    overlaps, as on CPU ranks, lanes work inside of phases, and ``exposed`` has the disk's alone. After the last traced
-    step the host waits for the device once. Under another strategy than :class:`~lightning_zero.ZeroStrategy` the
-    callback only warns.
+    On an accelerator the times of streams are measured by events, and those of threads on host memory by the host's
+    clock. If nothing overlaps, as on CPU ranks, the lanes work inside of the phases, and ``exposed`` shows only the
+    disk. After the last traced step the host waits for the device once. Under another strategy than
+    :class:`~lightning_zero.ZeroStrategy` the callback only warns.
 
-    In torch's own profiler, whether the callback is used or not, work of lanes and collectives have ranges with these
-    names.
+    Torch's own profiler shows the work of lanes and the collectives as ranges with the same names, also without this
+    callback.
 
     Args:
-        path: a folder, which is made; rank 0 writes ``rank0.json`` there.
-        first_step: optimizer steps before the first one that is traced: those allocate, compile and compare notes.
-        steps: optimizer steps that are traced.
+        path: the folder of the files, which is made; rank 0 writes ``rank0.json`` there.
+        first_step: number of optimizer steps before the first traced one; they allocate, compile and check the ranks.
+        steps: number of traced optimizer steps.
 
     Raises:
         ValueError: ``first_step`` is negative, or ``steps`` is less than 1.
@@ -55,7 +55,7 @@ class Trace(pl.Callback):
         self.path = Path(path)
         self.first_step = first_step
         self.steps = steps
-        self._begin: int | None = None  # the step before the first one of a fit whose trace is still to come
+        self._begin: int | None = None  # `global_step` at the start of a fit that has not been traced yet
         self._running = False
 
     @override
@@ -88,8 +88,8 @@ class Trace(pl.Callback):
             self._write(trainer)
         elif self._begin is not None:
             rank_zero_warn(
-                f"Trace shows nothing: the training has ended after {trainer.global_step - self._begin} steps, before "
-                f"those after first_step={self.first_step}"
+                f"Trace shows nothing: the training ended after {trainer.global_step - self._begin} steps, before the "
+                f"first traced one; got first_step={self.first_step}"
             )
 
     @override
@@ -131,7 +131,7 @@ def chrome_trace(spans: Sequence[Span], rank: int, world_size: int) -> dict[str,
     busy: defaultdict[str, float] = defaultdict(float)
     exposed: defaultdict[str, float] = defaultdict(float)
     for span in spans:
-        seconds = max(span.end - span.start, 0.0)  # marks of one moment may be told apart by rounding
+        seconds = max(span.end - span.start, 0.0)  # rounding may put the end slightly before the start
         busy[span.track] += seconds
         if span.track == EXPOSED:
             exposed[span.lane] += seconds

@@ -1,7 +1,7 @@
 """The command `lightning-zero`.
 
-Every verb has a module of its own, imported when the verb runs: help needs neither torch nor what the others need. The
-docstrings of the verbs are their help, whose lines are printed as they are here: 78 columns at most.
+Every subcommand has its own module, which is imported when it runs, so that help is printed without importing torch.
+The docstrings of the functions are the help texts. Their lines are printed as they are here: 78 columns at most.
 """
 
 from __future__ import annotations
@@ -43,27 +43,29 @@ class _Dtype(StrEnum):
 
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 _Checkpoint = Annotated[Path, typer.Argument(metavar="CKPT", help="A checkpoint file or folder.", show_default=False)]
-# Of estimate and config.
-_Model = Annotated[str | None, typer.Option(metavar="MODULE:CLASS", help="A model's class.")]
-_Hf = Annotated[Path | None, typer.Option(help="The folder of a model of transformers; its config.json.")]
-_Params = Annotated[float | None, typer.Option(help="Parameters of a transformer, such as 7e9.")]
-_Layers = Annotated[int | None, typer.Option(min=1, help="Its layers.")]
-_Hidden = Annotated[int | None, typer.Option(min=1, help="Its width.")]
-_Accumulate = Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")]
+# Options that estimate and config share.
+_Model = Annotated[str | None, typer.Option(metavar="MODULE:CLASS", help="The class of the model.")]
+_Hf = Annotated[Path | None, typer.Option(help="The folder of a model of transformers, with its config.json.")]
+_Params = Annotated[float | None, typer.Option(help="The number of parameters of a transformer, such as 7e9.")]
+_Layers = Annotated[int | None, typer.Option(min=1, help="The number of layers, with --params.")]
+_Hidden = Annotated[int | None, typer.Option(min=1, help="The width of the layers, with --params.")]
+_Accumulate = Annotated[int, typer.Option(min=1, help="The number of micro-batches in a step.")]
 _Changes = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="An argument of its constructor.")
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="An argument of the model's constructor.")
 ]
 _ActivationOffload = Annotated[
-    bool, typer.Option("--activation-offload", help="Let activations rest in host memory until backward.")
+    bool, typer.Option("--activation-offload", help="Keep activations in host memory until backward.")
 ]
-_Nvme = Annotated[Path | None, typer.Option(help="A folder on a disk for state: names that end in _nvme count, too.")]
+_Nvme = Annotated[
+    Path | None, typer.Option(help="A folder on a disk for state; this includes the names that end in _nvme.")
+]
 _Disk = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="Bytes that may rest there.", show_default="what is free in --nvme, or none"),
+    typer.Option(metavar="SIZE", help="Space on the disk for state.", show_default="the free space of --nvme, or none"),
 ]
 _DiskRate = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="Bytes that it reads or writes in a second.", show_default="2GB"),
+    typer.Option(metavar="SIZE", help="Bytes that the disk reads or writes per second.", show_default="2GB"),
 ]
 
 
@@ -76,35 +78,35 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _verbs(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """ZeRO data parallelism and offloading for PyTorch Lightning.
 
-    Exit codes: 0 when it is done, 1 after an error or when doctor finds
-    something that does not work, 2 for wrong arguments, 130 after Ctrl-C.
-    Errors go to stderr; with --json, stdout has one object or nothing.
+    Exit codes: 0 after success, 1 after an error or if doctor finds something
+    that does not work, 2 for wrong arguments, 130 after Ctrl-C. Errors go to
+    stderr; with --json, stdout has one object or nothing.
     """
 
 
 @app.command("doctor", rich_help_panel=_BEFORE)
 def _doctor(
-    nvme: Annotated[Path | None, typer.Option(metavar="PATH", help="A folder on a disk that is measured, too.")] = None,
+    nvme: Annotated[Path | None, typer.Option(metavar="PATH", help="A folder on a disk to measure, too.")] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure rates, and keep them for estimate --gpu this and zero_auto.")
+        bool, typer.Option("--measure", help="Measure rates, and store them for estimate --gpu this and zero_auto.")
     ] = False,
     params: Annotated[
         float | None,
-        typer.Option(min=1, max=1e18, help="With --nvme: parameters of a model, such as 7e9, and what a step takes."),
+        typer.Option(min=1, max=1e18, help="With --nvme: print the time of a step for this many parameters (7e9)."),
     ] = None,
     as_json: _Json = False,
 ) -> None:
     """Check that the installed package works on this machine.
 
     It compares every CPU kernel on every instruction set with torch, and
-    reports threads, memory limits, versions and GPUs. The exit code is 1 when
-    something does not work; advice alone leaves it 0. --measure takes some
-    seconds, starts two processes for a moment, and writes what it finds to
+    reports threads, memory limits, versions and GPUs. The exit code is 1 if
+    something does not work, and 0 if there is only advice. --measure takes
+    some seconds, starts two processes for a moment, and writes the rates to
     lightning_zero/calibration.json in the user's cache (XDG_CACHE_HOME).
     """
     if params is not None and nvme is None:
@@ -118,7 +120,7 @@ def _doctor(
 def _estimate(
     model: _Model = None,
     config: Annotated[
-        Path | None, typer.Option(help="YAML or JSON: the arguments of its constructor; _target_ names the class.")
+        Path | None, typer.Option(help="YAML or JSON file with the constructor's arguments; _target_ names the class.")
     ] = None,
     changes: _Changes = None,
     inputs: Annotated[
@@ -133,49 +135,50 @@ def _estimate(
     params: _Params = None,
     layers: _Layers = None,
     hidden: _Hidden = None,
-    vocabulary: Annotated[int, typer.Option("--vocab", min=1, help="Its different tokens.")] = 50257,
-    batch: Annotated[int, typer.Option(min=1, help="Examples of a micro-batch of a rank.")] = 1,
+    vocabulary: Annotated[int, typer.Option("--vocab", min=1, help="The size of the vocabulary.")] = 50257,
+    batch: Annotated[int, typer.Option(min=1, help="The number of examples in a rank's micro-batch.")] = 1,
     sequence: Annotated[
-        int | None, typer.Option("--seq", min=1, help="Tokens of an example.", show_default="the model's, or 2048")
+        int | None,
+        typer.Option("--seq", min=1, help="The number of tokens in an example.", show_default="the model's, or 2048"),
     ] = None,
     accumulate: _Accumulate = 1,
-    precision: Annotated[_Precision, typer.Option(help="The Trainer's flag.")] = _Precision.bf16,
+    precision: Annotated[_Precision, typer.Option(help="The Trainer's precision flag.")] = _Precision.bf16,
     recompute: Annotated[
-        bool, typer.Option("--checkpointing", help="Compute layers again in backward, with --hf and --params.")
+        bool, typer.Option("--checkpointing", help="Recompute layers in backward, with --hf and --params.")
     ] = False,
     activation_offload: _ActivationOffload = False,
     gpu: Annotated[
         str,
         typer.Option(
-            help="A GPU, such as 4090, a100-40, h100, or its memory, such as 24GB. this: those of this machine, or "
-            "its processors, with the rates that doctor --measure has found."
+            help="A GPU, such as 4090, a100-40 or h100, or the size of its memory, such as 24GB. this: the GPUs of "
+            "this machine, or its processors, with the rates that doctor --measure has measured."
         ),
     ] = "24GB",
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of a machine, or ranks.")] = 1,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="The number of GPUs, or ranks, of a machine.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="The number of machines.")] = 1,
     host: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Memory of a machine that training may take.", show_default="64GB"),
+        typer.Option(metavar="SIZE", help="Host memory of a machine that training may use.", show_default="64GB"),
     ] = None,
     dram: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Bytes that this memory moves in a second.", show_default="57.6GB"),
+        typer.Option(metavar="SIZE", help="Bytes that the host memory moves per second.", show_default="57.6GB"),
     ] = None,
     network: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Bytes that a machine sends in a second.", show_default="12.5GB"),
+        typer.Option(metavar="SIZE", help="Bytes that a machine sends per second.", show_default="12.5GB"),
     ] = None,
     nvme: _Nvme = None,
     disk: _Disk = None,
     disk_rate: _DiskRate = None,
     as_json: _Json = False,
 ) -> None:
-    """Tell which strategies fit a model onto a machine, and which is the fastest.
+    """Tell which strategies fit a model on a machine, and which is the fastest.
 
-    The model is a class (--model), one of transformers (--hf) or sizes alone
-    (--params). Nothing of its size is allocated: activations come from a run
-    without values. Times are bounds that no run beats, from rates that vendors
-    state or that doctor --measure has found.
+    The model is given as a class (--model), as a model of transformers (--hf)
+    or by its size (--params). Nothing of its size is allocated: activations
+    come from a run without values. Times are lower bounds, from rates that
+    vendors state or that doctor --measure has measured.
     """
     from lightning_zero.cli.estimate import run
     from lightning_zero.cli.request import Request
@@ -212,7 +215,7 @@ def _estimate(
 @app.command("config", rich_help_panel=_BEFORE)
 def _config(
     model: _Model = None,
-    config: Annotated[Path | None, typer.Option(help="YAML or JSON: the arguments of its constructor.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML or JSON file with the constructor's arguments.")] = None,
     changes: _Changes = None,
     inputs: Annotated[
         list[str] | None, typer.Option("--input", metavar="FORM", help="A tensor of the batch, such as long:BxT.")
@@ -221,36 +224,38 @@ def _config(
     params: _Params = None,
     layers: _Layers = None,
     hidden: _Hidden = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Examples of a micro-batch of a rank.")] = None,
-    sequence: Annotated[int | None, typer.Option("--seq", min=1, help="Tokens of an example.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="The number of examples in a rank's micro-batch.")] = None,
+    sequence: Annotated[int | None, typer.Option("--seq", min=1, help="The number of tokens in an example.")] = None,
     accumulate: _Accumulate = 1,
-    precision: Annotated[_Precision | None, typer.Option(help="The Trainer's flag.")] = None,
+    precision: Annotated[_Precision | None, typer.Option(help="The Trainer's precision flag.")] = None,
     recompute: Annotated[
-        bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Compute layers again in backward.")
+        bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Recompute layers in backward.")
     ] = None,
     activation_offload: _ActivationOffload = False,
-    gpu: Annotated[str | None, typer.Option(help="A GPU, such as 4090, its memory, such as 24GB, or this.")] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of a machine.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Machines.")] = None,
-    host: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of a machine for training.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="A GPU, such as 4090, the size of its memory, such as 24GB, or this.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="The number of GPUs of a machine.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="The number of machines.")] = None,
+    host: Annotated[str | None, typer.Option(metavar="SIZE", help="Host memory of a machine for training.")] = None,
     nvme: _Nvme = None,
     disk: _Disk = None,
     disk_rate: _DiskRate = None,
-    strategy: Annotated[str | None, typer.Option(metavar="NAME", help="Another one than the fastest.")] = None,
+    strategy: Annotated[str | None, typer.Option(metavar="NAME", help="A strategy instead of the fastest.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="The file to write.")] = None,
     python: Annotated[bool, typer.Option("--python", help="Print lines of Python, and write no file.")] = False,
     experiment: Annotated[
-        bool, typer.Option("--experiment", help="Write a file for the group experiment of an application.")
+        bool, typer.Option("--experiment", help="Write a file for an application's group `experiment`.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Ask for a model and a machine, and write the configuration that fits.
+    """Ask for a model and a machine, and write a configuration that fits.
 
-    On a terminal it asks, with answers from this machine as defaults; arrow keys
-    choose, a flag answers beforehand. Then it shows what estimate finds, and
-    writes the strategy that you choose of those that fit. Elsewhere flags and
-    defaults answer, and the fastest is taken.
+    In a terminal it asks questions, with defaults from this machine. Choose with
+    the arrow keys; flags answer questions in advance. Then it shows the table of
+    estimate, and writes the strategy that you choose among those that fit.
+    Without a terminal flags and defaults answer, and it takes the fastest.
     """
     from lightning_zero.cli.config import run
 
@@ -296,11 +301,12 @@ def _import_deepspeed(
         ),
     ] = None,
     devices: Annotated[
-        int | None, typer.Option(min=1, help="Ranks on a machine, which share the batch.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="The number of ranks of a machine, which share the batch.", show_default=False),
     ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Machines.", show_default=False)] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="The number of machines.", show_default=False)] = None,
     experiment: Annotated[
-        bool, typer.Option("--experiment", help="Write a file for the group experiment of an application.")
+        bool, typer.Option("--experiment", help="Write a file for an application's group `experiment`.")
     ] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Write nothing if a key is unknown or not supported; exit code 1.")
@@ -309,12 +315,12 @@ def _import_deepspeed(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Turn a DeepSpeed configuration into one of Hydra's.
+    """Turn a DeepSpeed configuration into a Hydra configuration.
 
-    It prints what became of every key: taken over, under the same or another
-    name; without a meaning here, and why; not supported, and what to do instead;
-    unknown, and the nearest name. A file that is no JSON, has a value of a wrong
-    type or contradicts itself is an error with line and column.
+    It prints a result for every key: taken over, under the same or another name;
+    no meaning here, with the reason; not supported, with what to do instead;
+    unknown, with the most similar name. A file that is not JSON, has a value of a
+    wrong type or contradicts itself is an error with line and column.
     """
     from lightning_zero.cli.import_deepspeed import run
 
@@ -337,11 +343,11 @@ def _inspect(
     path: _Checkpoint,
     as_json: _Json = False,
 ) -> None:
-    """Show what a checkpoint holds.
+    """Show the contents of a checkpoint.
 
-    It lists tensors, optimizer state, parameter groups, the step, and the world
-    that wrote the checkpoint. It reads no tensor, runs no code of the file, and
-    needs none of the classes that it was written with.
+    It lists tensors, optimizer state, parameter groups, the step, and the number
+    of ranks that wrote the checkpoint. It reads no tensor, runs no code of the
+    file, and needs none of the classes with which it was written.
     """
     from lightning_zero.cli.inspect import run
 
@@ -352,11 +358,11 @@ def _inspect(
 def _export(
     path: _Checkpoint,
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The folder that the files are written to.", show_default=False)
+        Path, typer.Argument(metavar="DIR", help="The folder to write the files to.", show_default=False)
     ],
     layout: Annotated[
         _Format,
-        typer.Option("--format", help="hf is safetensors and the config.json that from_pretrained needs."),
+        typer.Option("--format", help="hf: safetensors with the config.json that from_pretrained needs."),
     ] = _Format.safetensors,
     dtype: Annotated[
         _Dtype | None, typer.Option(help="The dtype of floating-point tensors.", show_default="as in the checkpoint")
@@ -365,7 +371,7 @@ def _export(
         str,
         typer.Option(
             metavar="PREFIX",
-            help="A prefix to strip, such as model.; names without it are left out. auto: the prefix that all have.",
+            help="A prefix to strip, such as model.; names without it are left out. auto: the common prefix.",
             show_default=False,
         ),
     ] = "",
@@ -385,9 +391,9 @@ def _export(
 ) -> None:
     """Write the weights of a checkpoint as safetensors.
 
-    Tensors are written one by one, in memory for the largest one, and compared
-    with the checkpoint bit by bit before the files get their names. Tied weights
-    are stored once.
+    Tensors are written one by one, so that it needs memory for the largest one
+    only. They are compared with the checkpoint bit by bit before the files get
+    their names. Tied weights are stored once.
     """
     from lightning_zero.cli.export import run
 
@@ -420,8 +426,8 @@ def _consolidate(
 ) -> None:
     """Write a sharded checkpoint, this package's or FSDP's, into one ordinary file, for any strategy.
 
-    8-bit optimizer state in compact form becomes fp32, exactly, also that of
-    a file. All checksums are compared first. It takes memory for a few MiB at
+    8-bit optimizer state in compact form is decoded to fp32 exactly, also that
+    of a file. All checksums are compared first. It needs a few MiB of memory at
     a time.
     """
     from lightning_zero.cli.consolidate import run
@@ -433,15 +439,13 @@ def _consolidate(
 def _convert_deepspeed(
     folder: Annotated[
         Path,
-        typer.Argument(
-            metavar="DIR", help="A folder that DeepSpeed has written, such as last.ckpt/.", show_default=False
-        ),
+        typer.Argument(metavar="DIR", help="A folder that DeepSpeed wrote, such as last.ckpt/.", show_default=False),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint file.", show_default=False)],
     trust: Annotated[
         bool,
         typer.Option(
-            "--trust", help="Read the folder's pickles, which can run any program. Use it for authors that you trust."
+            "--trust", help="Read the folder's pickles, which can run any program. Use it only if you trust the author."
         ),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
@@ -450,8 +454,8 @@ def _convert_deepspeed(
     """Turn a ZeRO folder of DeepSpeed (stage 1, 2 or 3) into one checkpoint file.
 
     The file has fp32 weights, optimizer state by parameter name, the loss scale
-    and Lightning's own entries. Any machine will do: it needs memory for little
-    more than a piece of a tensor, and no DeepSpeed.
+    and Lightning's own entries. This works on any machine: it needs little more
+    memory than for a piece of a tensor, and no DeepSpeed.
     """
     from lightning_zero.cli.convert_deepspeed import run
 

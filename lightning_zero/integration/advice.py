@@ -1,4 +1,4 @@
-"""Remedies for a user of Lightning, at the end of messages of the floors below. Importing this costs nothing."""
+"""Remedies for users of Lightning, which complete messages of the lower floors. Importing this module is cheap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WEIGHTS_ALONE = (
 
 
 def provide_advice() -> None:
-    """Complete the messages of the floors below from now on."""
+    """Provide the remedies with which lower floors complete their messages."""
     provide(
         {
             Case.INITIALIZED_IN_SHARDS: (
@@ -22,7 +22,7 @@ def provide_advice() -> None:
                 "Use `with lightning_zero.gathered_parameters(module):` on all ranks, around the code that reads it."
             ),
             Case.RANKS_DIFFER: (
-                "Where they take different ways through the model, hold what they read whole on all ranks (`with "
+                "If they take different ways through the model, gather what they read on all ranks (`with "
                 "lightning_zero.gathered_parameters(module):`), or make the module around it one unit "
                 "(`units=[...]`)."
             ),
@@ -31,7 +31,7 @@ def provide_advice() -> None:
                 "Trainer"
             ),
             Case.STATE_DOES_NOT_FIT: WEIGHTS_ALONE,
-            Case.DAMAGED: "checksums=False in the strategy loads this one all the same",
+            Case.DAMAGED: "checksums=False in the strategy loads this one nevertheless",
             Case.FOLDER: (
                 "A strategy of lightning_zero resumes from the folder: trainer.fit(model, ckpt_path='FOLDER').\n"
                 "A strategy that reads one file, such as ddp, fails with IsADirectoryError: write one file for it.\n"
@@ -68,13 +68,11 @@ def provide_advice() -> None:
             ),
             Case.MADE_LATE: "`__init__` or `configure_model` is the place for it",
             Case.UNEVEN_LOADERS: (
-                "Every rank needs as many batches: `drop_last=True` in a batch sampler of your own, or "
-                "Trainer(limit_train_batches=...) with the number of the shortest"
+                "Every rank needs the same number of batches: use `drop_last=True` in your own batch sampler, or "
+                "Trainer(limit_train_batches=...) with the number of the shortest loader"
             ),
-            Case.DISK_PATH: "nvme_path=... is a folder on a local disk of every node that the run may write to",
-            Case.DISK_FULL: (
-                "Free some of it, or choose another disk by nvme_path; checkpoints that are complete stay as they are"
-            ),
+            Case.DISK_PATH: "nvme_path=... must be a folder on a local disk of every node, to which the run may write",
+            Case.DISK_FULL: ("Free some of it, or choose another disk by nvme_path; complete checkpoints stay intact"),
             Case.DISK_DAMAGED: (
                 "The disk or the memory is faulty: resume from the last checkpoint with another nvme_path"
             ),

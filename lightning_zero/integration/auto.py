@@ -1,4 +1,4 @@
-"""The strategy that chooses stage and places itself, by the plan, once it knows the module and its optimizers."""
+"""The strategy ``zero_auto``: it chooses stage and places by the plan when it knows the module and its optimizers."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ _ON_DEVICE = {"offload_optimizer": "none", "offload_params": "none"}
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """The choice of ``zero_auto``, and why.
+    """The choice of ``zero_auto``, with its reasons.
 
     Attributes:
         way: the name and the options.
-        pick: what it takes, and of how many it was chosen.
-        machine: for whose rates.
+        pick: the memory and time that it takes, and the number of ways from which it was chosen.
+        machine: the machine whose rates were used.
         timed: whether the time of computing was known.
     """
 
@@ -70,12 +70,12 @@ class Chosen:
         pick, gpu = self.pick, self.machine.gpu
         peak, times = pick.need.peak, pick.need.times
         why = (
-            f"of {pick.considered} ways, none of which fits, the one that takes least"
+            f"of {pick.considered} settings, none of which fits, the one that takes least memory"
             if pick.lacks
-            else f"the fastest of {pick.fitting} that fit, of {pick.considered} considered"
+            else f"the fastest of {pick.fitting} settings that fit, of {pick.considered} considered"
         )
         disk = f", {in_units(pick.need.disk)} on the disk" if pick.need.disk else ""
-        but = "" if self.timed else "without activations and computing, which no example_input_array tells, "
+        but = "" if self.timed else "not counting activations and computing (there is no example_input_array), "
         return (
             f"{AUTO} chose {self.way.python}: {why}; {but}a rank takes {in_units(peak.device)} on the "
             f"device, {in_units(peak.host)} in host memory{disk} at most, a step at least {times.bound:.2g} s, most of "
@@ -95,46 +95,47 @@ class Chosen:
 
 
 class ZeroAutoStrategy(ZeroStrategy):
-    """Chooses the fastest of the strategies that fit the memory, by the plan; the name ``zero_auto``.
+    """Chooses, by the plan, the fastest strategy that fits the memory; its name is ``zero_auto``.
 
-    It chooses when a run is set up, the first moment when the module and its optimizers are known: stage, where
-    optimizer state and parameters rest (device, host memory, and a disk where ``nvme_path`` or the environment variable
-    names one), and of the options below those that are not given. All ranks choose the same, since all of them know
-    what each has, and for the same model, optimizer and machine the choice is always the same. From then on it is that
-    strategy, bit for bit; one line says what was chosen and why, and loggers get it as hyperparameters ``zero_auto``.
-    A further run with the same module keeps the choice; only the first fit after an evaluation chooses again.
+    It chooses when a run is set up, since only then the module and its optimizers are known. It chooses the stage,
+    where optimizer state and parameters rest (on the device, in host memory, or on a disk if ``nvme_path`` or the
+    environment variable names one), and those of the options below that are not given. The ranks exchange their
+    available memory, so that all make the same choice; it depends only on model, optimizer and machine. After that the
+    run equals one with the chosen strategy, bit for bit. One log line says what was chosen and why, and loggers get it
+    as the hyperparameters ``zero_auto``. Later runs with the same module keep the choice; only the first fit after an
+    evaluation chooses again.
 
-    Until then it is ``zero3_offload``: layers that ``configure_model`` or ``Trainer.init_module`` make are sharded as
-    they are made, in host memory, and go where the choice says. The micro-batch stays what the loader makes of it.
+    Before the choice the strategy is ``zero3_offload``: layers that ``configure_model`` or ``Trainer.init_module`` make
+    are sharded in host memory as they are made, and move to the chosen place later. The micro-batch is not changed.
 
-    What fits is judged as ``preflight`` does, with what has been taken by others, of a device, a machine, its control
-    groups and limits of the process; a twentieth of what is free there stays free. Where the module has an
-    ``example_input_array``, a run of it without values tells activations and computations of a micro-batch; it should
-    have the size of one. Without it neither is known: what is sent and copied counts as if nothing hid it, and
-    ``reserve_gb`` is the memory to leave for activations. Rates are those
-    that ``lightning-zero doctor --measure`` has found on the machine of rank 0, otherwise those of its device's vendor.
+    Whether a strategy fits is decided as by ``preflight``, from the memory of the device and of the machine, within the
+    limits of control groups and of the process, less the memory in use and a twentieth of the rest. If the module has
+    an ``example_input_array``, which should have the size of a micro-batch, a run on it without values gives the
+    activations and computations of a micro-batch. Otherwise both are unknown: sending and copying count as if no
+    computation ran beside them, and ``reserve_gb`` sets aside memory for activations. The rates are those that
+    ``lightning-zero doctor --measure`` has measured on the machine of rank 0, otherwise those of the device's vendor.
 
     Args:
-        device_memory_gb: in 2^30 bytes, what the plan of a rank may take of its device, on CPU of all memory; default:
-            all that there is.
-        host_memory_gb: in 2^30 bytes, what the plans of all ranks of a machine may take of host memory; default: all
-            that there is.
-        reserve_gb: in 2^30 bytes, what is left free on each rank's device, for activations that no
-            ``example_input_array`` tells.
-        shard_size: see :class:`ZeroStrategy`, as for those below; ``None``: chosen.
-        bucket_size_mb: see there; ``None``: chosen.
-        persistence_numel: see there; ``None``: chosen.
-        max_live_numel: see there; ``None``: chosen.
-        **options: the others of :class:`ZeroStrategy`, but for ``stage`` and those of offloading, ``offload_...``.
+        device_memory_gb: memory, in 2^30 bytes, that the plan of a rank may use on its device (on a CPU: host memory);
+            default: all available memory.
+        host_memory_gb: host memory, in 2^30 bytes, that the plans of all ranks of a machine may use together; default:
+            all available memory.
+        reserve_gb: memory, in 2^30 bytes, to leave free on each rank's device, for activations that are unknown without
+            an ``example_input_array``.
+        shard_size: as for :class:`ZeroStrategy`; ``None``: chosen.
+        bucket_size_mb: as for :class:`ZeroStrategy`; ``None``: chosen.
+        persistence_numel: as for :class:`ZeroStrategy`; ``None``: chosen.
+        max_live_numel: as for :class:`ZeroStrategy`; ``None``: chosen.
+        **options: other options of :class:`ZeroStrategy`, except ``stage`` and those of offloading, ``offload_...``.
 
     Raises:
         ValueError: for a value that is not one of those described there.
-        TypeError: for an unknown option, and for one that is chosen.
+        TypeError: for an unknown option, and for an option that is always chosen.
     """
 
     strategy_name = AUTO
     chosen: Chosen | None = None
-    # Initialization in shards works for all that may be chosen later.
+    # Parameters that were initialized in shards can move to any place that is chosen later.
     _UNTIL_THEN: ClassVar[Mapping[str, Any]] = STRATEGIES["zero3_offload"]
 
     def __init__(
@@ -161,7 +162,8 @@ class ZeroAutoStrategy(ZeroStrategy):
         for name in CHOSEN:
             if name in options:
                 raise TypeError(
-                    f"{name}={options[name]!r}: {AUTO} chooses it; lightning_zero.ZeroStrategy({name}=...) takes one"
+                    f"{name}={options[name]!r}: {AUTO} chooses this option; to set it, use "
+                    f"lightning_zero.ZeroStrategy({name}=...)"
                 )
         known = [*inspect.signature(ZeroAutoStrategy).parameters, *inspect.signature(ZeroStrategy).parameters]
         known.remove("options")
@@ -171,7 +173,7 @@ class ZeroAutoStrategy(ZeroStrategy):
 
     @override
     def _check_compiled(self, module: pl.LightningModule) -> None:
-        """Nothing: stage 3 is no choice for a compiled module."""
+        """Do nothing: stage 3 is never chosen for a compiled module."""
 
     @override
     def _warn_of_copies(self, module: pl.LightningModule) -> None:
@@ -199,7 +201,7 @@ class ZeroAutoStrategy(ZeroStrategy):
             logger.log_hyperparams({AUTO: chosen.hyperparameters(self.options)})
 
     def _choose(self, memory: Memory, compiled: bool) -> Chosen:
-        """The fastest way that fits, the same on all ranks. Collective."""
+        """Returns the fastest way that fits, the same on all ranks. Collective."""
         assert self._mesh is not None
         world, path = self._mesh.world, self.options.disk_path
         fixed, parts = self.auto_options.fixed, not device_type(self.root_device).shares_host_memory
@@ -233,7 +235,7 @@ class ZeroAutoStrategy(ZeroStrategy):
         return dataclasses.replace(self._given, **_ON_DEVICE | way.options)
 
     def _machine(self) -> Machine:
-        """Describes the machine, with the rates that were measured on it where they were."""
+        """Describes the machine, with measured rates if there are any."""
         machine = this_machine(self.root_device, self.num_processes, self.num_nodes)
         try:
             found = read(self.root_device)
@@ -243,7 +245,7 @@ class ZeroAutoStrategy(ZeroStrategy):
         return machine if found is None else calibrated(machine, found)
 
     def _claims(self, memory: Memory) -> list[Claim]:
-        """Reads what this rank has and uses, and what it was given."""
+        """Reads the memory that this rank has and uses, and the limits that the options set."""
         rank, device, given = memory.rank, memory.device, self.auto_options
         found = spared(
             [
@@ -262,7 +264,7 @@ class ZeroAutoStrategy(ZeroStrategy):
         return found
 
     def _traced(self, module: pl.LightningModule) -> Trace | None:
-        """Activations of the module's example, if it has one that its forward runs on."""
+        """Traces the activations of the module's example input, if forward can run on it."""
         example = module.example_input_array
         if example is None or any(isinstance(p, ShardedParameter) for p in module.parameters()):
             return None
@@ -279,9 +281,9 @@ class ZeroAutoStrategy(ZeroStrategy):
             return trace(module, loss, precision.policy, self.options.units, moved)
         except Exception as error:  # noqa: BLE001  (the user's module can do anything; training needs no example)
             rank_zero_warn(
-                f"{AUTO} does not know activations: forward of {type(module).__name__} cannot run on its "
+                f"{AUTO} does not know the activations: forward of {type(module).__name__} cannot run on its "
                 f"example_input_array without values ({type(error).__name__}: {error}). "
-                "With reserve_gb some memory is left for them"
+                "Use reserve_gb to leave memory for them"
             )
             return None
 
@@ -291,11 +293,11 @@ class ZeroAutoStrategy(ZeroStrategy):
             return
         text = "\n".join([str(chosen), *(f"- {lack}" for lack in chosen.pick.lacks)])
         if self.options.preflight == "error":
-            raise DoesNotFitError(f"{text}\nWith preflight='warn' in the strategy the fit begins all the same.")
+            raise DoesNotFitError(f"{text}\nWith preflight='warn' in the strategy the fit begins nevertheless.")
         rank_zero_warn(text)
 
     def _become(self, way: Way) -> None:
-        """Be the strategy of a way from now on. Collective."""
+        """Become the strategy of a way. Collective."""
         before, self._options = self._options, self._options_of(way)
         if self._engine is not None and before != self._options:
             self._engine.release()
@@ -309,11 +311,11 @@ class ZeroAutoStrategy(ZeroStrategy):
 
 
 def _free(path: str | None) -> int:
-    """Bytes that a disk has left, 0 without one."""
+    """Free bytes of the disk; 0 if there is no path."""
     if path is None:
         return 0
     folder = Path(path).absolute()
-    while not folder.exists():  # it will be made
+    while not folder.exists():  # the run will make it
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
@@ -323,13 +325,13 @@ def _zeros(example: Any) -> Any:
 
 
 def _call(module: nn.Module, example: Any) -> Any:
-    """Runs forward as Lightning does on an example: it is an argument, or a tuple or a mapping of them."""
+    """Runs forward on an example as Lightning does: the example is one argument, or a tuple or mapping of arguments."""
     if isinstance(example, tuple):
         return module(*example)
     return module(**example) if isinstance(example, Mapping) else module(example)
 
 
 def _mean(output: Any) -> Tensor:
-    """A scalar that depends on all numbers of an output."""
+    """Returns a scalar that depends on all floating-point numbers of an output."""
     tensors = [value for value in tree_leaves(output) if isinstance(value, Tensor) and value.is_floating_point()]
     return torch.stack([tensor.float().mean() for tensor in tensors]).sum()

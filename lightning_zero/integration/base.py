@@ -1,4 +1,4 @@
-"""The base of the parts of the strategy: its options, and the engine that it makes and drives."""
+"""The base class of the parts of the strategy: its options, and the engine that it makes and drives."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ T = TypeVar("T")
 
 
 class _Option(Generic[T]):
-    """An option as an attribute of the strategy, which can be read and not assigned.
+    """Makes an option a read-only attribute of the strategy.
 
-    Its type is that of the field: a type checker infers it from ``read``.
+    A type checker infers the attribute's type, that of the field, from ``read``.
     """
 
     def __init__(self, read: Callable[[StrategyOptions], T]) -> None:
@@ -47,26 +47,26 @@ class _Option(Generic[T]):
 
     def __set__(self, strategy: EngineStrategy, value: T) -> NoReturn:
         raise AttributeError(
-            f"{self._name}={value!r} comes too late: options are fixed when the strategy is made; use "
+            f"{self._name}={value!r} cannot be set any more: options are fixed when the strategy is made; use "
             f"{type(strategy).__name__}({self._name}={value!r})"
         )
 
 
 class EngineStrategy(DDPStrategy):
-    """Base of the parts that :class:`~lightning_zero.ZeroStrategy` is made of.
+    """Base class of the parts of :class:`~lightning_zero.ZeroStrategy`.
 
-    Each option is an attribute of its name, too; none can be assigned.
+    Each option is also a read-only attribute of the same name.
     """
 
     _options: StrategyOptions
     _policy: ShardingPolicy
-    _undo: list[Undo]  # for what was replaced on objects that outlive the fit
+    _undo: list[Undo]  # restore methods that were replaced on objects that outlive the fit
     _executor: Executor
     _dtypes: dict[int, torch.dtype]  # of parameters by their ids, before the engine changed them
     _engine: Engine | None = None
     _mesh: Mesh | None = None
 
-    # Lightning's class has `process_group_backend`.
+    # `process_group_backend` is missing here, since Lightning's class has it.
     stage = _Option(lambda options: options.stage)
     offload_optimizer = _Option(lambda options: options.offload_optimizer)
     offload_params = _Option(lambda options: options.offload_params)
@@ -103,7 +103,7 @@ class EngineStrategy(DDPStrategy):
 
     @property
     def options(self) -> StrategyOptions:
-        """The options, as they were given to the constructor."""
+        """The options that were given to the constructor."""
         return self._options
 
     @property
@@ -116,8 +116,8 @@ class EngineStrategy(DDPStrategy):
             )
         if self._engine.released:
             raise RuntimeError(
-                "another Trainer has taken over this module, and with it the weights; the optimizer state of this one "
-                "is gone. Save its checkpoint before the other Trainer runs, or save the other's"
+                "another Trainer has taken over this module with its weights; the optimizer state of this Trainer "
+                "is gone. Save this Trainer's checkpoint before the other one runs, or save the other one's"
             )
         return self._engine
 
@@ -128,7 +128,8 @@ class EngineStrategy(DDPStrategy):
         or ``save_checkpoint``. Call this before code that wants a plain module, such as an export.
 
         Args:
-            module: one that ``Trainer.init_module`` made and no Trainer has run; default: the one of the last run.
+            module: a module that was made in ``Trainer.init_module`` and that no Trainer has run; default: the module
+                of the last run.
         """
         if self._engine is not None and (module is None or module is self._engine.module):
             self._engine.release()
@@ -137,14 +138,14 @@ class EngineStrategy(DDPStrategy):
             unshard_parameters(module.parameters())
 
     def _shard_size(self) -> int:
-        """Ranks that share one copy."""
+        """Number of ranks that share one copy of the state."""
         return engines.shard_size(self.options, self.num_nodes, self.num_processes)
 
     def _settle_options(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer] | None) -> None:
-        """Decide what the constructor has left open, now that module and optimizers are known. Collective."""
+        """Decide the options that the constructor left open, when module and optimizers are known. Collective."""
 
     def _shard(self, module: pl.LightningModule, optimizers: list[Optimizer] | None) -> None:
-        """Build the engine, or give the one of an earlier run its new optimizers."""
+        """Build the engine, or give the engine of an earlier run its new optimizers."""
         engine = self._engine
         if engine is not None and not self._fits(engine, module, optimizers or ()):
             engine.release()
@@ -175,17 +176,17 @@ class EngineStrategy(DDPStrategy):
             engine.attach([make_updater(o, engine, self.options.native_optimizer) for o in optimizers])
 
     def _planned(self) -> Plan | None:
-        """Plans what the run will hold, once it is known what it trains."""
+        """Returns the plan of the run's memory, if it is known already."""
         return None
 
     def _makes_masters(self, optimizers: Sequence[Optimizer] | None) -> bool:
-        """Whether a run makes them: one that trains, or after which a fit is to go on from full precision."""
+        """Whether a run makes masters: it trains, or a later fit shall start from its full precision."""
         return optimizers is not None or self.options.evaluation_masters
 
     def _fits(self, engine: Engine, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> bool:
-        """Whether an engine of an earlier run holds what these optimizers update, as they need it."""
+        """Whether an earlier run's engine holds all parameters of these optimizers, in the layout that they need."""
         parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        # Another Trainer may have released it, and the module may have grown.
+        # Another Trainer may have released the engine, and the module may have new parameters.
         if engine.module is not module or not engine.holds([*module.parameters(), *parameters]):
             return False
         return engine.holds_whole(engines.parameters_kept_whole(self.options, optimizers, self.root_device))

@@ -1,4 +1,4 @@
-"""Checkpoints of the strategy: what Lightning asks for when it saves and loads, answered from shards."""
+"""Checkpoints of the strategy: gives Lightning from shards the state that it saves, and loads state into shards."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class CheckpointingStrategy(EngineStrategy):
     """Part of :class:`~lightning_zero.ZeroStrategy`: saves, loads and removes checkpoints, and gives out state."""
 
     _background: _checkpoint.Background | None = None
-    _rng: dict[str, Tensor] | None = None  # what a fit that resumes has yet to give its generators
-    _full_precision: _checkpoint.FullPrecision | None = None  # of what was loaded before there was an engine
-    _fitting: bool = False  # saves may go on in the background
+    _rng: dict[str, Tensor] | None = None  # states that a resumed fit has not yet restored to its generators
+    _full_precision: _checkpoint.FullPrecision | None = None  # of values that were loaded before there was an engine
+    _fitting: bool = False  # saves may run in the background
 
     # ------------------------------------------------------------------------------------------------------- saving
 
@@ -53,8 +53,9 @@ class CheckpointingStrategy(EngineStrategy):
         engines = [] if self._engine is None else [self._engine]
         if any(bucket.rounded for engine in engines for bucket in engine.buckets):
             rank_zero_warn(
-                f"{filepath} will hold weights as they were cast for evaluation, {self.precision_plugin.precision!r}: "
-                "nothing else of them was kept before any fit, which ZeroStrategy(evaluation_masters=True) does"
+                f"{filepath} will hold weights that were cast for evaluation ({self.precision_plugin.precision!r}), "
+                "since no full-precision weights are kept before a fit. To keep them, use "
+                "ZeroStrategy(evaluation_masters=True)"
             )
         _checkpoint.follow_first(engines)
         if self._background is not None:
@@ -70,15 +71,15 @@ class CheckpointingStrategy(EngineStrategy):
                 self._write(save, world)
                 return
             rank_zero_warn(
-                f"not all ranks see {filepath} where rank 0 writes it, so that it gathers the whole checkpoint first, "
-                "which takes time and host memory. Save to a file system that all nodes share, or with "
-                "checkpoint_format='sharded'"
+                f"not all ranks share the file system of {filepath} with rank 0. Therefore rank 0 gathers the whole "
+                "checkpoint first, which takes time and host memory. Save to a file system that all nodes share, or "
+                "use checkpoint_format='sharded'"
             )
         elif form != "full" or self.options.async_save:
             rank_zero_warn(
-                f"{type(self.checkpoint_io).__name__} writes {filepath}, so that rank 0 gathers the whole checkpoint "
-                "first and training waits for it: checkpoint_format and async_save need neither a CheckpointIO of your "
-                "own nor storage_options"
+                f"{type(self.checkpoint_io).__name__} writes {filepath}. Therefore rank 0 gathers the whole checkpoint "
+                "first, and training waits for it. checkpoint_format and async_save work only without your own "
+                "CheckpointIO and without storage_options"
             )
         _checkpoint.fetch_for_first(checkpoint, engines)
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -86,13 +87,13 @@ class CheckpointingStrategy(EngineStrategy):
     def _write(self, save: _checkpoint.Save, world: Group) -> None:
         if save.spread:
             rank_zero_warn(
-                "not all ranks see the folder of rank 0: there will be a folder on the file system of each node. Copy "
-                "their files into each, or into one, before a run loads it"
+                "not all ranks share the file system of rank 0: there will be a folder on each node. Copy the files of "
+                "all folders into each of them, or into one, before a run loads it"
             )
         if self._background is not None and not save.in_background:
             rank_zero_warn(
-                f"training waits while rank 0 writes {save.path}, for which all ranks gather: with async_save=True a "
-                "remote checkpoint needs checkpoint_format='sharded'"
+                f"training waits while rank 0 gathers and writes {save.path}: with async_save=True a remote checkpoint "
+                "needs checkpoint_format='sharded'"
             )
         # Lightning requeues a job as soon as its SLURM checkpoint is there.
         beside = self._fitting and save.in_background and not save.path.name.startswith("hpc_ckpt_")
@@ -103,7 +104,7 @@ class CheckpointingStrategy(EngineStrategy):
 
     @override
     def remove_checkpoint(self, filepath: private.PathLike) -> None:
-        # The one that is being written may be what replaces it.
+        # The checkpoint that is being written may be the one that replaces it.
         remove = functools.partial(self._remove, filepath)
         if self._background is None:
             remove()
@@ -113,7 +114,7 @@ class CheckpointingStrategy(EngineStrategy):
     def _remove(self, filepath: private.PathLike) -> None:
         path = _checkpoint.locate(filepath)
         if self._is_ours and isinstance(path, Path) and path.is_dir():
-            if self.local_rank == 0:  # each node may have one; on a file system that they share one of them is first
+            if self.local_rank == 0:  # each node may have a file; if they share it, only one of them finds it
                 with contextlib.suppress(FileNotFoundError):
                     _checkpoint.remove(path)
         else:
@@ -121,11 +122,11 @@ class CheckpointingStrategy(EngineStrategy):
 
     @property
     def _is_ours(self) -> bool:
-        """Whether nobody has brought a way of their own to read and write checkpoints, so that ours can stand in."""
+        """Whether the user has not passed a ``CheckpointIO``, so that ours reads and writes checkpoints."""
         return type(self.checkpoint_io) is TorchCheckpointIO
 
     def _written_by(self, mesh: Mesh) -> dict[str, Any]:
-        """The entry about the run that writes; for information only."""
+        """The entry that describes the writing run; for information only."""
         precision = str(self.precision_plugin.precision)
         return self.options.record(__version__, mesh.world.size, mesh.shard.size, precision)
 
@@ -141,7 +142,7 @@ class CheckpointingStrategy(EngineStrategy):
         return optimizer.state_dict() if updater is None else self._state_of(updater)
 
     def _module_state(self) -> dict[str, Any]:
-        """The state for user code, which may save it on rank 0 alone, without the ranks that have the rest."""
+        """The state for user code, which may save it on rank 0 alone: all of it is gathered there."""
         return _checkpoint.full_on_first(self._lazy_module_state(), self.engine)
 
     def _state_of(self, updater: ShardUpdater) -> dict[str, Any]:
@@ -150,7 +151,7 @@ class CheckpointingStrategy(EngineStrategy):
         return state if self.is_global_zero else {**state, "state": {}}
 
     def _lazy_module_state(self) -> dict[str, Any]:
-        """The state for the Trainer's checkpoints, which all ranks write: tensors are looked up as they are written."""
+        """The state for the Trainer's checkpoints, which all ranks write: tensors are read when they are written."""
         return _checkpoint.module_state_dict(self.engine)
 
     def _lazy_state_of(self, updater: ShardUpdater) -> dict[str, Any]:
@@ -158,7 +159,7 @@ class CheckpointingStrategy(EngineStrategy):
         return _checkpoint.optimizer_state_dict(self.engine, updater, self.options.checkpoint_state == "compact")
 
     def _dump(self, connector: private.CheckpointConnector, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Run the connector's own ``dump_checkpoint``, whose requests for state are answered by lazy tensors."""
+        """Run the connector's own ``dump_checkpoint``, and give it lazy tensors as state."""
         undo = replace_methods(
             self,
             {
@@ -199,7 +200,7 @@ class CheckpointingStrategy(EngineStrategy):
             ]
             if changed:
                 rank_zero_info(f"ZeroStrategy: resharding {checkpoint_path}: {', '.join(changed)}")
-        # Their tensors, a learning rate for one, are kept by who gets them: views would keep the file mapped.
+        # Their tensors, such as a learning rate, are kept after loading, and views would keep the file mapped.
         kept = ("lr_schedulers", _checkpoint.rng.ENTRY)
         return loaded | {entry: copy.deepcopy(loaded[entry]) for entry in kept if entry in loaded}
 
@@ -217,7 +218,7 @@ class CheckpointingStrategy(EngineStrategy):
         self._full_precision = _checkpoint.FullPrecision()
         with usable_inside(module.parameters()), self._full_precision:
             if self.precision_plugin.policy.param_dtype == torch.float64:
-                # Parameters get their dtype in `setup`; before it, the values would be rounded to what they have.
+                # Parameters get their dtype in `setup`; before it, loaded values would be rounded to the present dtype.
                 module.double()
             super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
         for value in state.values():
@@ -243,7 +244,7 @@ class CheckpointingStrategy(EngineStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        # The user's `train_dataloader` has drawn as in the first run; what follows goes on from the checkpoint.
+        # The user's `train_dataloader` has drawn as in the first run; later numbers continue from the checkpoint.
         assert self.lightning_module is not None
         if self.lightning_module.trainer.training:
             self._restore_rng()
@@ -253,7 +254,7 @@ class CheckpointingStrategy(EngineStrategy):
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
         if not begins_epoch(self.lightning_module.trainer.fit_loop):
-            self._restore_rng()  # the run that saved drew for the loader's iterator before
+            self._restore_rng()  # the saving run had drawn for the loader's iterator before
         self._rng = None
 
     def _restore_rng(self) -> None:
@@ -262,7 +263,7 @@ class CheckpointingStrategy(EngineStrategy):
 
 
 class FileCheckpointIO(TorchCheckpointIO):
-    """Reads and writes files for other strategies, also those with 8-bit state; says what to do with a folder."""
+    """Reads and writes files for other strategies, also with 8-bit state; for a folder its error says what to do."""
 
     @override
     def load_checkpoint(self, path: private.PathLike, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -281,7 +282,7 @@ class FileCheckpointIO(TorchCheckpointIO):
 
 
 def begins_epoch(loop: private.FitLoop) -> bool:
-    """Whether a loop that starts has made the iterator of an epoch that begins, and not to skip what is done of one."""
+    """Whether a starting loop has made its iterator for a new epoch, and not to continue in the middle of one."""
     if not loop.restarting or loop.restarted_on_epoch_start:
         return True
     after_last_batch = loop.epoch_loop.restarted_on_train_batch_end and loop.epoch_loop.batch_progress.is_last_batch

@@ -1,4 +1,4 @@
-"""Ways to train among which a plan can choose: the names, and the options that matter for memory and time."""
+"""The ways to train among which a plan can choose: the names, with options that matter for memory and time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_zero.integration.precision import PrecisionName, ZeroPrecision
 from lightning_zero.integration.remedies import setting_of
 from lightning_zero.planning.estimate import Choice
 
-# The groups of Hydra by the flags of precision.
+# Options of Hydra's group `precision`, by the flag of the Trainer.
 PRECISIONS: dict[PrecisionName, str] = {
     "32-true": "fp32",
     "64-true": "fp64",
@@ -22,7 +22,7 @@ PRECISIONS: dict[PrecisionName, str] = {
     "16-mixed": "fp16",
     "16-true": "fp16_true",
 }
-# Beside the names themselves: less memory for less speed, or a part of what a name moves.
+# Variants of the names: they take less memory and are slower, or offload only a part.
 _VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("zero3", {"max_live_numel": 0}),
     ("zero3", {"offload_optimizer": "cpu"}),
@@ -33,7 +33,7 @@ _OFFLOADING: tuple[tuple[str, dict[str, Any]], ...] = (
     *((name, {}) for name, options in STRATEGIES.items() if "offload_optimizer" in options),
     ("zero3", {"offload_optimizer": "cpu"}),
 )
-# Those for less memory at nearly the same speed: smaller buckets, nothing gathered ahead, nothing that stays whole.
+# Variants that take less memory at nearly the same speed: smaller buckets, no gathering ahead, no unsharded parameters.
 _FINE: tuple[tuple[str, dict[str, Any]], ...] = (
     *((name, {"bucket_size_mb": 1.0}) for name, options in STRATEGIES.items() if options["stage"] < 3),
     ("zero3", {"offload_optimizer": "cpu"}),
@@ -41,7 +41,7 @@ _FINE: tuple[tuple[str, dict[str, Any]], ...] = (
     *((name, _FEW) for name, options in STRATEGIES.items() if options["stage"] == 3),
     ("zero3", {"offload_optimizer": "cpu", **_FEW}),
 )
-# A part of what is offloaded stays on a device that has room for it, which shortens the update.
+# Variants that leave a part on a device that has room for it, which shortens the update.
 _PARTS: tuple[tuple[str, dict[str, Any]], ...] = tuple(
     (name, {**options, "offload_fraction": part}) for name, options in _OFFLOADING for part in (0.75, 0.5, 0.25)
 )
@@ -55,7 +55,7 @@ class Way:
 
     Attributes:
         name: of the strategy.
-        changed: options beside those of the name.
+        changed: options that differ from those of the name.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Way:
 
     @property
     def hydra(self) -> str:
-        """The words that are typed for it with Hydra."""
+        """The overrides to type with Hydra."""
         return " ".join([f"strategy={self.name}", *(f"strategy.{key}={value}" for key, value in self.changed.items())])
 
     @property
@@ -103,7 +103,8 @@ def fine_ways(gpus: int, nodes: int, disk: bool, parts: bool, fixed: Mapping[str
         gpus: ranks of a machine.
         nodes: machines.
         disk: whether state may rest on a disk.
-        parts: whether a part of what is offloaded may stay on the device, which has memory of its own.
+        parts: whether a part may stay on the device although the rest is offloaded; this needs a device with its own
+            memory.
         fixed: options that every way has; no variant changes them.
     """
     names = [name for name, options in STRATEGIES.items() if disk or "nvme" not in options.values()]

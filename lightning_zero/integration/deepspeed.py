@@ -31,19 +31,19 @@ class FromDeepSpeed:
     def from_deepspeed(
         cls, config: str | Path | Mapping[str, Any], *, ranks: int | None = None, **options: Any
     ) -> Self:
-        """Make a strategy of a DeepSpeed configuration, with its precision unless that is "auto".
+        """Make a strategy from a DeepSpeed configuration, with its precision unless that is "auto".
 
-        A warning lists what is not supported or unknown. Of clipping, accumulation, batch, optimizer and scheduler,
-        which are not a strategy's, a message says where they go. ``lightning-zero import-deepspeed`` prints a table of
-        all keys, and writes all of them as a Hydra configuration.
+        A warning lists the keys that are not supported or unknown. Clipping, accumulation, batch size, optimizer and
+        scheduler are not options of a strategy; a message says where to set them. ``lightning-zero import-deepspeed``
+        prints a table of all keys, and writes all of them as a Hydra configuration.
 
         Args:
-            config: a ``ds_config.json``, or the dictionary.
-            ranks: number of ranks, where ``train_batch_size`` is to be split; default: as the file implies, or 1.
-            options: of this class, which win over those of the file.
+            config: path of a ``ds_config.json``, or the dictionary.
+            ranks: number of ranks over which ``train_batch_size`` is split; default: as the file implies, or 1.
+            options: options of this class, which override those of the file.
 
         Raises:
-            ValueError: no JSON, a value of a wrong type, settings that contradict each other.
+            ValueError: the file is not JSON, a value has a wrong type, or settings contradict each other.
             OSError: the file cannot be read.
         """
         imported = import_deepspeed(config, ranks=ranks)
@@ -83,5 +83,5 @@ def _report(imported: Import) -> None:
             given = ", ".join(f"{name}={value!r}" for name, value in imported.below(section).items())
             wanted.append(f"{section} {imported.groups[section] or ''}({given})")
     rank_zero_info(
-        f"ZeroStrategy.from_deepspeed: {source} has more, which is not a strategy's to set: {'; '.join(wanted)}"
+        f"ZeroStrategy.from_deepspeed: {source} has settings that a strategy cannot apply: {'; '.join(wanted)}"
     )

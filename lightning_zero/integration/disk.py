@@ -1,4 +1,4 @@
-"""The store of optimizer state on a disk, made as the options say, with what a user should know of that disk."""
+"""Makes the store of optimizer state on a disk from the options, and warns of unsuitable disks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_zero.sharding import Mesh
 from lightning_zero.storage import DiskError, DiskStore, Executor
 from lightning_zero.storage.run_folder import FileSystem, RunFolder, file_system
 
-_PROBED_BYTES = 1 << 29  # of a rank's state: with less a step is over before a better way of transfers was found
+_PROBED_BYTES = 1 << 29  # least state of a rank for a probe: with less, a step ends before a probe would
 _PROBE_SECONDS = 1.0
 
 
@@ -28,23 +28,23 @@ def make_disk_store(
     executor: Executor,
     planned: Callable[[], Plan | None],
 ) -> DiskStore:
-    """Make a rank's folder, with room for all that it is planned to hold there. Collective.
+    """Make a rank's folder, with room for everything that the plan puts there. Collective.
 
     Args:
         options: of the strategy.
         mesh: the process groups.
         device: that trains.
         executor: of the disk's reads and writes.
-        planned: what the rank will hold; ``None``: nobody knows, and room is looked for as it is needed.
+        planned: returns the plan; ``None``: it is not known, and room is reserved as it is needed.
 
     Raises:
-        DiskError: on all ranks, where one of them cannot have its folder, or the room.
+        DiskError: on all ranks, if one of them cannot make its folder or has no room.
     """
     assert options.nvme_path is not None
     base, plan = Path(options.nvme_path), planned()
     here = socket.gethostname()
     (run, _), *_ = ranks = mesh.world.all_gather_object((_new_run(), here), "name the run")
-    first = [node for _, node in ranks].index(here)  # the rank of this node that looks for the best way of transfers
+    first = [node for _, node in ranks].index(here)  # the rank of this node that probes the disk
     store, failure, way = None, None, None
     try:
         folder = RunFolder(base, run, mesh.world.rank)
@@ -70,7 +70,7 @@ def make_disk_store(
         store.opened.pool = found.pool()
     elsewhere = [RunFolder.place(base, run, rank) for rank, (_, node) in enumerate(ranks) if node != here]
     warn_of(base, file_system(base), store.opened.direct, elsewhere)
-    mesh.world.all_gather_object(None, "look at the folders")  # before one of them may be removed
+    mesh.world.all_gather_object(None, "look at the folders")  # no folder may be removed before all have looked
     return store
 
 
@@ -79,18 +79,18 @@ def _new_run() -> str:
 
 
 def warn_of(base: Path, system: FileSystem, direct: bool, elsewhere: list[Path]) -> None:
-    """Say what makes the disk a bad place.
+    """Warn of a path that is slow or takes host memory.
 
     Args:
         base: the path.
-        system: that it is on.
-        direct: whether it takes ``O_DIRECT``.
-        elsewhere: folders of ranks of other nodes, which should not be seen from here.
+        system: the file system of the path.
+        direct: whether it supports ``O_DIRECT``.
+        elsewhere: folders of ranks on other nodes; on a local disk none of them exists here.
     """
     if system.in_memory:
         rank_zero_warn(
-            f"nvme_path={str(base)!r} is on {system.kind}: what should rest on a disk takes host memory there. Choose "
-            "a folder on a local disk, or offload_optimizer='cpu'"
+            f"nvme_path={str(base)!r} is on {system.kind}, a file system in host memory, so that the state takes host "
+            "memory there. Choose a folder on a local disk, or offload_optimizer='cpu'"
         )
     elif system.on_network or any(folder.exists() for folder in elsewhere):
         kind = f"on {system.kind}" if system.on_network else "shared by several nodes"
@@ -100,7 +100,7 @@ def warn_of(base: Path, system: FileSystem, direct: bool, elsewhere: list[Path])
         )
     elif not direct:
         rank_zero_warn(
-            f"the file system of nvme_path={str(base)!r} ({system.kind or 'unknown'}) refuses O_DIRECT: optimizer "
-            "state goes through the page cache, which is slower and takes memory that the system gives back under "
-            "pressure. ext4 and XFS on a local disk do not"
+            f"the file system of nvme_path={str(base)!r} ({system.kind or 'unknown'}) refuses O_DIRECT. Therefore "
+            "optimizer state goes through the page cache, which is slower and takes memory that the system frees only "
+            "under pressure. ext4 and XFS on a local disk support O_DIRECT"
         )

@@ -1,4 +1,4 @@
-"""Process groups, stores and engines, made as the options say, for the strategies of Trainer and Fabric."""
+"""Makes process groups, stores and engines from the options, for the strategies of Trainer and Fabric."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from lightning_zero.update.attached import parameters_of
 
 
 def default_shard_size(num_nodes: int, num_processes: int) -> int:
-    """The ranks of a node, or one of each where nodes have but one."""
+    """The number of ranks of a node, or the number of nodes if each has one rank."""
     return num_processes if num_processes > 1 else num_nodes
 
 
 def shard_size(options: StrategyOptions, num_nodes: int, num_processes: int) -> int:
-    """Ranks that share one copy."""
+    """Number of ranks that share one copy of the state."""
     if options.replicates:
         return 1
     return default_shard_size(num_nodes, num_processes) if options.shard_size is None else options.shard_size
 
 
 def check_world_size(num_nodes: int, num_processes: int, caller: str) -> None:
-    """Raise a :class:`ValueError` where the process group has not as many ranks as ``caller`` was made for."""
+    """Raise a :class:`ValueError` if the process group has another number of ranks than ``caller`` expects."""
     expected, actual = num_nodes * num_processes, torch.distributed.get_world_size()
     if expected != actual:
         raise ValueError(
@@ -55,12 +55,12 @@ def check_world_size(num_nodes: int, num_processes: int, caller: str) -> None:
 
 
 def keep_near(devices: Sequence[torch.device], number: int, root: Path = Path("/")) -> None:
-    """Keep the kernels of a rank to the cores of the memory node that its device is attached to, where that is known.
+    """Keep the kernels of a rank on the cores of the NUMA node to which its device is attached, if this is known.
 
     Args:
-        devices: of all ranks of the machine.
-        number: of this rank there.
-        root: of `/sys`.
+        devices: the devices of all ranks of the machine.
+        number: the number of this rank on the machine.
+        root: the folder that contains ``sys``.
     """
     addresses = [device_type(device).pci_address(device) for device in devices]
     nodes = [None if address is None else numa.node_of(address, root) for address in addresses]
@@ -77,8 +77,8 @@ def make_mesh(
     if options.shard_size is None and not options.replicates and mesh.replica.size > 1:
         rank_zero_info(
             f"ZeroStrategy: shard_size={mesh.shard.size}, the ranks of a node: each of the {num_nodes} nodes holds a "
-            f"copy of all that is sharded. shard_size={mesh.world.size} shards over all ranks, for less memory and "
-            "more traffic between nodes"
+            f"copy of everything that is sharded. shard_size={mesh.world.size} shards over all ranks, with less memory "
+            "and more traffic between nodes"
         )
     return mesh
 
@@ -117,8 +117,8 @@ def make_engine(
         precision: dtypes, and the loss scaler.
         device: that trains.
         executor: of copies and of work beside the training.
-        optimizers: will update some of its parameters, and may have others; ``None``: none is known yet.
-        trains: make masters; without, the shards in their computing dtype are all that there is.
+        optimizers: they will update some parameters of the module, and may also have others; ``None``: not known yet.
+        trains: make masters; otherwise the engine holds only the shards in the dtype of the computation.
         planned: see :func:`~lightning_zero.integration.disk.make_disk_store`.
     """
     policy = ShardingPolicy.from_stage(options.stage)
@@ -159,15 +159,15 @@ def make_engine(
     if (uneven := imbalance_of(bucket.layout for bucket in engine.buckets)) > MAX_IMBALANCE:
         rank_zero_warn(
             f"ZeroStrategy: the optimizer needs whole parameters, and over {mesh.shard.size} ranks they lie unevenly: "
-            f"the fullest shards hold {uneven:.0%} more than the average, and memory and traffic grow by as much. A "
-            "smaller shard_size evens it out, larger units at stage 3, a stage below 3, or an element-wise optimizer "
-            "for the largest parameters"
+            f"the fullest shards hold {uneven:.0%} more than the average, and memory and traffic grow accordingly. "
+            "To reduce this, use a smaller shard_size, larger units at stage 3, a stage below 3, or an element-wise "
+            "optimizer for the largest parameters"
         )
     return engine
 
 
 def activation_limits(options: StrategyOptions) -> ActivationLimits | None:
-    """Which saved tensors rest in host memory; ``None``: none."""
+    """The limits that say which saved tensors rest in host memory; ``None``: no tensor does."""
     return ActivationLimits(int(options.activation_offload_mb * 2**20)) if options.activation_offload else None
 
 
@@ -189,11 +189,11 @@ def describe_memory(
     dtypes: Mapping[int, torch.dtype],
     trains: bool = True,
 ) -> Memory:
-    """Collects what plans are made from, for the options of the run and for others that take less memory.
+    """Collects the inputs of plans, for the options of the run and for others that take less memory.
 
     Args:
         module: to be trained, before or after an engine has sharded it.
-        optimizers: over its parameters; ``None``: of an evaluation.
+        optimizers: of its parameters; ``None``: for an evaluation.
         options: of the strategy.
         precision: of the run.
         device: that trains.

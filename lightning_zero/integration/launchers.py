@@ -1,4 +1,4 @@
-"""Launchers, which start the other ranks, and the jobs that they cannot start."""
+"""Launchers, which start the other ranks, and refuse jobs that they cannot start."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class ScriptLauncher(private.SubprocessScriptLauncher):
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def ended_by_signal(self) -> str:
-        """Says which of the ranks that this process has started ended by a signal; they had no time to say why."""
+        """Says which of the ranks that this process started were ended by a signal, and could not report an error."""
         deadline = time.monotonic() + _SECONDS_TO_END
         while self.procs and all(process.poll() is None for process in self.procs) and time.monotonic() < deadline:
-            time.sleep(0.01)  # its connections are closed before it has ended
+            time.sleep(0.01)  # a killed process closes its connections shortly before it ends
         first = self.cluster_environment.node_rank() * self.num_processes
         signals = {rank: -(process.poll() or 0) for rank, process in enumerate(self.procs, start=first + 1)}
         return "; ".join(
@@ -61,17 +61,17 @@ class GatheringLauncher(private.MultiProcessingLauncher):
 
 
 def tell_why(exception: BaseException, board: Board, launcher: object) -> None:
-    """Name this rank's error to the ranks that wait for it; where it waited itself, say last why another is gone.
+    """Report this rank's error to the ranks that wait for it. If it waited itself, add why another rank is missing.
 
     Args:
-        exception: with which this rank's fit ends.
+        exception: the error that ends this rank's fit.
         board: of the ranks.
         launcher: of this process.
     """
     if not is_communication_error(exception):
         board.put(Subject.FAILURE, " ".join(f"{type(exception).__name__}: {exception}".split()))
         return
-    # Those of Lightning's own collectives do not say it.
+    # Errors of Lightning's own collectives do not name the cause.
     if not isinstance(exception, CollectiveError) and (cause := _cause(exception, board)):
         exception.add_note(cause)
     if isinstance(launcher, ScriptLauncher) and (ended := launcher.ended_by_signal()):
@@ -82,22 +82,22 @@ def _cause(exception: BaseException, board: Board) -> str:
     if cause := board.explain():
         return cause
     missing = board.describe(board.find_missing(None, tells_an_end(str(exception))))
-    late = f"{missing} did not come: killed, say, or the node or the network to it is down" if missing else ""
+    late = f"{missing} did not come: it was killed, or its node or the network to it is down" if missing else ""
     return board.explain() or late
 
 
 def make_launcher(strategy: DDPStrategy) -> ScriptLauncher | GatheringLauncher:
-    """The launcher of the strategy's start method.
+    """Makes the launcher for the strategy's start method.
 
     Raises:
-        ValueError: for a job of a sweep that it would start again, and in a notebook, where there is no script.
+        ValueError: for a job of a sweep, which each rank would run again, and in a notebook, which has no script.
     """
     if reason := why_not_in_sweep(strategy):
         raise ValueError(reason)
     method = private.start_method(strategy)
     if method == "popen" and hasattr(sys, "ps1"):
         raise ValueError(
-            "start_method='popen' starts the other ranks by running the script again, and in a notebook there is none. "
+            "start_method='popen' starts the other ranks by running the script again, but a notebook has no script. "
             "Use the class and start_method='fork', as in Trainer(strategy=lightning_zero.ZeroStrategy(stage=2, "
             "start_method='fork'))"
         )
@@ -108,13 +108,13 @@ def make_launcher(strategy: DDPStrategy) -> ScriptLauncher | GatheringLauncher:
 
 
 def why_not_in_sweep(strategy: DDPStrategy) -> str | None:
-    """Why this job of a sweep cannot run on several ranks that Lightning starts by repeating the command line.
+    """Says why this job of a sweep cannot run on several ranks that Lightning starts by repeating the command line.
 
-    Each of them would run the whole sweep. Nor does it help where the first job has one rank: a process that has
-    launched once looks to its next Trainer like a rank that was started from outside, and launches nothing.
+    Each rank would run the whole sweep. This also holds if the first job has one rank: to its next Trainer, a process
+    that has launched once looks like a rank that was started from outside, and launches nothing.
 
     Returns:
-        What to do instead, or None where there is nothing to object to.
+        A text that says what to do instead, or None if the job can run.
     """
     by_command_line = isinstance(strategy.cluster_environment, LightningEnvironment)
     world_size = strategy.num_nodes * strategy.num_processes
@@ -124,14 +124,14 @@ def why_not_in_sweep(strategy: DDPStrategy) -> str | None:
         f"Hydra's multirun cannot run this job on {world_size} ranks: Lightning starts them by running the command "
         "line again, and each would run the whole sweep. Let torchrun start the ranks:\n"
         f"  torchrun --nproc_per_node {strategy.num_processes} train.py --multirun ...\n"
-        "or give every job a command of its own:\n"
+        "or start each job by its own command:\n"
         f"  for s in zero1 zero2; do python train.py strategy=$s trainer.devices={strategy.num_processes}; done\n"
-        "or use one rank per job or, where the script needs no results of the ranks, strategy.start_method=spawn"
+        "or use one rank per job or, if the script needs no results of the ranks, strategy.start_method=spawn"
     )
 
 
 def _in_sweep() -> bool:
-    """Whether Hydra runs a job of ``--multirun``; an application without Hydra does not import it for this."""
+    """Whether Hydra runs a job of ``--multirun``. This does not import Hydra if the application has not."""
     if "hydra.core.hydra_config" not in sys.modules:
         return False
     from hydra.core.hydra_config import HydraConfig
@@ -141,7 +141,7 @@ def _in_sweep() -> bool:
 
 
 def _recover_checkpoints(trainer: pl.Trainer | None) -> None:
-    """Before Lightning looks for the last one: it may have lost its name, where its save was killed between renames."""
+    """Restores names of checkpoints whose save was killed between renames, before Lightning looks for the last one."""
     for callback in trainer.checkpoint_callbacks if trainer is not None else ():
         if isinstance(callback, ModelCheckpoint) and callback.dirpath and "://" not in str(callback.dirpath):
             _checkpoint.recover_all(Path(callback.dirpath))

@@ -1,6 +1,6 @@
-"""The names that ``strategy=`` of Trainer and Fabric takes, registered without importing what they stand for.
+"""The names that ``strategy=`` of Trainer and Fabric takes, registered without importing their classes.
 
-Importing the package costs milliseconds; engine, kernels and Hydra are imported by what uses them first.
+Importing the package therefore takes milliseconds; engine, kernels and Hydra are imported at their first use.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from lightning_zero.integration.private import StrategyRegistryType
     from lightning_zero.integration.strategy import ZeroStrategy
 
-# Arguments of `ZeroStrategy` by name. Offloading takes optimizer state to the host or a disk, at stage 3 the parameters
-# too.
+# Arguments of `ZeroStrategy` by name. Offloading moves the optimizer state to the host or a disk, at stage 3 also the
+# parameters.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "zero0": {"stage": 0},
     "zero1": {"stage": 1},
@@ -34,15 +34,15 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero2_nvme": {"stage": 2, "offload_optimizer": "nvme"},
     "zero3_nvme": {"stage": 3, "offload_optimizer": "nvme", "offload_params": "nvme"},
 }
-AUTO = "zero_auto"  # chooses one of them when it knows the module
+AUTO = "zero_auto"  # chooses one of these names when it knows the module
 _PLACES = {"none": "", "cpu": ", state in host memory", "nvme": ", state on a disk"}
 
 
 def register() -> None:
-    """Make the names known to Trainer and Fabric of `lightning`, once it is imported: this imports neither.
+    """Register the names with Trainer and Fabric of ``lightning`` as soon as it is imported; this imports neither.
 
-    In the registry of ``pytorch_lightning``, a copy of the same code with classes of its own, they become an error that
-    says what to import. Which of the packages is imported first does not matter.
+    In the registry of ``pytorch_lightning``, a copy of the same code with classes of its own, each name becomes an
+    error that says what to import. The order in which the packages are imported does not matter.
     """
     _when_imported(
         "lightning.pytorch.strategies",
@@ -63,7 +63,7 @@ def _when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
 
 
 class _Await(MetaPathFinder):
-    """Sees the import of a module come, and acts on the module once it is there."""
+    """Waits for the import of a module, and calls a function with the module after it."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
         self.name, self.act = name, act
@@ -87,24 +87,24 @@ class _Await(MetaPathFinder):
 
 
 def register_in(registry: StrategyRegistryType, make: Callable[..., Any], make_auto: Callable[[], Any]) -> None:
-    """Add the names to a registry of strategies, which refuses what is nearly one of them from then on.
+    """Add the names to a registry of strategies, which then refuses names that are similar to them.
 
     Args:
         registry: of the Trainer or of Fabric.
-        make: makes the strategy of that from arguments.
-        make_auto: makes the one that chooses, or says why there is none.
+        make: makes the registry's strategy from arguments.
+        make_auto: makes the strategy that chooses, or raises an error that says why there is none.
     """
     for name, arguments in STRATEGIES.items():
         place = _PLACES[arguments.get("offload_optimizer", "none")]
         description = f"ZeRO stage {arguments['stage']}{place}"
         registry.register(name, make, description, override=True, **arguments)
     registry.register(AUTO, make_auto, "the ZeRO stage and places that are fastest within the memory", override=True)
-    # The Trainer looks for a name in this list, and lists none of ours where it misses one.
+    # The Trainer looks for a name in this list, and its own error for an unknown name does not list ours.
     registry.available_strategies = lambda: _Names(registry)  # type: ignore[method-assign]
 
 
 class _Names(list[str]):
-    """The registered names; to look for one that is nearly ours is an error that lists ours."""
+    """The registered names; looking for a name that is similar to ours raises an error that lists ours."""
 
     def __contains__(self, name: object) -> bool:
         found = super().__contains__(name)
@@ -133,14 +133,14 @@ def make_strategy(**arguments: Any) -> ZeroStrategy:
 
 
 def make_auto_strategy() -> ZeroAutoStrategy:
-    """Make the strategy of the Trainer that chooses."""
+    """Make the Trainer's strategy that chooses among the others."""
     from lightning_zero.integration.auto import ZeroAutoStrategy
 
     return ZeroAutoStrategy()
 
 
 def refuse_auto() -> None:
-    """Say why Fabric has no strategy that chooses."""
+    """Raise an error that says why Fabric has no strategy that chooses."""
     raise ValueError(
         f"strategy={AUTO!r} works with the Trainer, which shows it the module together with its optimizers before "
         "either is sharded; Fabric sets up one module after another. `lightning-zero estimate` says which name fits "

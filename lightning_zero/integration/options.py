@@ -1,8 +1,8 @@
-"""The options of the strategy: one dataclass from which whatever states them is derived.
+"""The options of the strategy: one dataclass that is the source of all other statements of the options.
 
 The constructor of :class:`~lightning_zero.ZeroStrategy` has a parameter for each field (a test compares them), the
-Hydra schema ``StrategyConf`` is made of the fields, checkpoints record some of them, and a plan is made for them. This
-module imports the standard library only, so that the schema is there without torch and Lightning.
+Hydra schema ``StrategyConf`` is made from the fields, checkpoints record some of them, and plans use them. This
+module imports only the standard library, so that the schema can be used without torch and Lightning.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ CheckpointStateName = Literal["fp32", "compact"]
 PreflightName = Literal["error", "warn", "off"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _STAGES = (0, 1, 2, 3)
-NVME_PATH = "LIGHTNING_ZERO_NVME_PATH"  # the environment variable that says where, if the option does not
+NVME_PATH = "LIGHTNING_ZERO_NVME_PATH"  # the environment variable that names the folder if the option does not
 
 
 @dataclass(frozen=True)
 class StrategyOptions:
     """Options of :class:`~lightning_zero.ZeroStrategy`, checked one by one and against each other.
 
-    What each is for says the constructor, which has an argument for it.
+    The strategy's constructor has an argument for each option and describes it.
 
     Raises:
         ValueError: for a value that is not one of those described there, or a combination that cannot work.
@@ -83,7 +83,7 @@ class StrategyOptions:
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
-            # A Hydra configuration gives members of an enum, which a checkpoint that is loaded as data may not hold.
+            # Hydra passes members of an enum, and the safe loader of checkpoints refuses these.
             object.__setattr__(self, name, str(value))
         self._check_stores()
         self._check_fraction()
@@ -129,8 +129,9 @@ class StrategyOptions:
             )
         if params == "nvme" and optimizer != "nvme":
             raise ValueError(
-                f"offload_params='nvme' needs offload_optimizer='nvme', whose state takes more; got {optimizer!r}. "
-                "Rest both on the disk, or parameters in host memory: offload_params='cpu'"
+                "offload_params='nvme' needs offload_optimizer='nvme', since the optimizer state is larger than the "
+                f"parameters; got {optimizer!r}. Keep both on the disk, or the parameters in host memory: "
+                "offload_params='cpu'"
             )
 
     def _check_fraction(self) -> None:
@@ -138,26 +139,26 @@ class StrategyOptions:
         if not isinstance(fraction, int | float) or isinstance(fraction, bool) or not 0 < fraction <= 1:
             raise ValueError(
                 f"offload_fraction={fraction!r} must be a number greater than 0 and at most 1; 1 offloads everything, "
-                "and offload_optimizer='none' nothing"
+                "and offload_optimizer='none' offloads nothing"
             )
         if fraction < 1 and self.offload_optimizer == "none":
             raise ValueError(
-                f"offload_fraction={fraction!r} is a part of what is offloaded, and offload_optimizer='none' offloads "
-                "nothing; use offload_optimizer='cpu' with it"
+                f"offload_fraction={fraction!r} needs offloading, but offload_optimizer='none' offloads nothing; use "
+                "offload_optimizer='cpu' with it"
             )
 
     def _check_update_in_backward(self) -> None:
         if self.update_in_backward and self.skip_nonfinite:
             raise ValueError(
                 "update_in_backward=True updates parameters before it is known whether all gradients of the step are "
-                f"finite; got skip_nonfinite={self.skip_nonfinite}. Use skip_nonfinite=False, which takes all steps, "
+                f"finite; got skip_nonfinite={self.skip_nonfinite}. Use skip_nonfinite=False, which skips no steps, "
                 "or update_in_backward=False"
             )
         if self.update_in_backward and self.uses_disk:
             raise ValueError(
-                f"update_in_backward=True is for state in memory; got offload_optimizer={self.offload_optimizer!r}, "
-                "whose tiles would share the buffer with gradients that arrive. Use offload_optimizer='cpu' or 'none', "
-                "or update_in_backward=False"
+                f"update_in_backward=True needs optimizer state in memory; got offload_optimizer="
+                f"{self.offload_optimizer!r}, whose tiles would need the buffer while gradients arrive in it. Use "
+                "offload_optimizer='cpu' or 'none', or update_in_backward=False"
             )
 
     def _check_disk(self) -> None:
@@ -171,8 +172,8 @@ class StrategyOptions:
             if not (path := os.environ.get(NVME_PATH)):
                 raise ValueError(
                     f"offload_optimizer='nvme' needs nvme_path, a folder on a local disk of every node, such as "
-                    f"nvme_path='/local_nvme'; the environment variable {NVME_PATH} does as well, also for the names "
-                    "that end in _nvme"
+                    f"nvme_path='/local_nvme'; or set the environment variable {NVME_PATH}, which also works for the "
+                    "names that end in _nvme"
                 )
             object.__setattr__(self, "nvme_path", path)
 
@@ -183,12 +184,12 @@ class StrategyOptions:
 
     @property
     def gradients_rest(self) -> bool | None:
-        """Whether sharded gradients rest on the disk where state does; ``None``: where they do not fit the buffer."""
+        """Whether sharded gradients rest on the disk with the state; ``None``: if they do not fit into the buffer."""
         return None if self.offload_gradients == "auto" else self.offload_gradients == "nvme"
 
     @property
     def disk_path(self) -> str | None:
-        """The folder where a disk would be used; ``None``: nobody has named one."""
+        """The folder on the disk, if one is named by the option or the environment variable; otherwise ``None``."""
         return self.nvme_path or os.environ.get(NVME_PATH) or None
 
     @property
@@ -216,13 +217,13 @@ class StrategyOptions:
         return self.stage == 0
 
     def record(self, version: str, world_size: int, shard_size: int, precision: str) -> dict[str, Any]:
-        """The entry of a checkpoint that says by what it was written.
+        """The entry of a checkpoint that describes the run that wrote it.
 
         Args:
             version: of the package.
             world_size: number of ranks.
-            shard_size: of the run, which the options may leave open.
-            precision: of the precision plugin.
+            shard_size: number of ranks in a shard group of the run; the options may leave it open.
+            precision: name of the precision plugin's mode.
         """
         return {
             "version": version,
@@ -235,7 +236,7 @@ class StrategyOptions:
         }
 
 
-# Options of StrategyOptions that `zero_auto` chooses, always and where nobody gives them.
+# Options of StrategyOptions that `zero_auto` always chooses, and those that it chooses unless they are given.
 CHOSEN = ("stage", "offload_optimizer", "offload_params", "offload_fraction")
 FREE = ("shard_size", "bucket_size_mb", "persistence_numel", "max_live_numel")
 
@@ -247,7 +248,8 @@ _MOST_GIB = float(2**33)  # bytes are counted in 64 bits
 class AutoOptions:
     """Options of :class:`~lightning_zero.ZeroAutoStrategy` beside those of :class:`StrategyOptions`.
 
-    What each is for says the constructor, which has an argument for it. Those of ``FREE`` are chosen where None.
+    The strategy's constructor has an argument for each option and describes it. Options of ``FREE`` that are ``None``
+    are chosen.
 
     Raises:
         ValueError: for a value that is not one of those described there.
@@ -264,7 +266,7 @@ class AutoOptions:
     def __post_init__(self) -> None:
         for name in ("device_memory_gb", "host_memory_gb"):
             if (value := getattr(self, name)) is not None:
-                words = "a number of GiB greater than 0, or None for all that there is"
+                words = "a number of GiB greater than 0, or None for all available memory"
                 _check_positive(name, value, words, most=_MOST_GIB)
         reserve = self.reserve_gb
         if not isinstance(reserve, int | float) or isinstance(reserve, bool) or not 0 <= reserve < _MOST_GIB:
@@ -276,7 +278,7 @@ class AutoOptions:
         return {name: value for name in FREE if (value := getattr(self, name)) is not None}
 
 
-# The values of the options that are one of a few words.
+# The valid values of the options that take one of a few words.
 CHOICES: dict[str, tuple[str, ...]] = {
     "native_optimizer": get_args(NativeName),
     "master_layout": get_args(LayoutName),
@@ -303,7 +305,7 @@ def lists_options(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def check_names(strategy: str, given: Iterable[str], known: Sequence[str]) -> None:
-    """Raise a :class:`TypeError` that lists the options of ``strategy`` where one of those given is unknown."""
+    """Raise a :class:`TypeError` that lists the options of ``strategy`` if one of the given names is unknown."""
     for name in given:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)

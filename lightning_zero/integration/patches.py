@@ -1,8 +1,8 @@
-"""Replacements of methods on objects of Lightning and of the user, for as long as a Trainer runs.
+"""Replaces methods on objects of Lightning and of the user, for as long as a Trainer runs.
 
-Three things that no hook allows: schedulers and averaged weights pass over optimizer steps that were skipped on
+This serves three purposes that no hook can: schedulers and averaged weights ignore optimizer steps that were skipped on
 overflow; callbacks that copy, average or replace full weights find the module unsharded; and ``ModelCheckpoint`` takes
-a save into account that goes on in the background. Each function returns what undoes it.
+saves in the background into account. Each function returns a function that undoes its change.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Undo = Callable[[], None]
 
 
 def replace_methods(target: Any, methods: dict[str, Callable[..., Any]]) -> Undo:
-    """Put functions in the place of the methods of these names, on this object only; returns what undoes it."""
+    """Replace the methods of these names on this object only; returns a function that undoes it."""
     before = {name: target.__dict__[name] for name in methods if name in target.__dict__}
     for name, function in methods.items():
         setattr(target, name, types.MethodType(function, target))
@@ -48,11 +48,11 @@ def replace_methods(target: Any, methods: dict[str, Callable[..., Any]]) -> Undo
 
 
 # ----------------------------------------------------------------------------------------------------- skipped steps
-# Lightning steps schedulers and averages after every optimizer step and does not ask whether it was one.
+# Lightning steps schedulers and averages after every optimizer step, even if the step was skipped.
 
 
 def skip_scheduler_steps(config: LRSchedulerConfig, skipped: Skipped) -> Undo:
-    """Make the scheduler's ``step`` do nothing while ``skipped()``. One without it is moved on by user code alone."""
+    """Make the scheduler's ``step`` do nothing while ``skipped()``; one without ``step`` is left to user code."""
     if not hasattr(config.scheduler, "step"):
         return lambda: None
     own_step, own_state_dict = config.scheduler.step, config.scheduler.state_dict
@@ -60,7 +60,7 @@ def skip_scheduler_steps(config: LRSchedulerConfig, skipped: Skipped) -> Undo:
     def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         return None if skipped() else own_step(*args, **kwargs)
 
-    # torch's schedulers save their whole `__dict__`, and with it these two methods.
+    # torch's schedulers save their whole `__dict__`, which would include these two methods.
     def state_dict(scheduler: Any) -> dict[str, Any]:
         ours = (step, state_dict)
         return {name: value for name, value in own_state_dict().items() if getattr(value, "__func__", None) not in ours}
@@ -69,7 +69,7 @@ def skip_scheduler_steps(config: LRSchedulerConfig, skipped: Skipped) -> Undo:
 
 
 def skip_average_updates(callback: WeightAveraging, skipped: Skipped) -> Undo:
-    """Make the callback leave its average alone after a step while ``skipped()``."""
+    """Make the callback not update its average after a step while ``skipped()``."""
     own_should_update = callback.should_update
 
     def should_update(callback: WeightAveraging, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -81,13 +81,13 @@ def skip_average_updates(callback: WeightAveraging, skipped: Skipped) -> Undo:
 
 
 # ------------------------------------------------------------------------------------------------------ full weights
-# In hooks of these callbacks weights are unsharded, and at full precision as well: an average of 16-bit weights would
-# not move where their changes are smaller than their digits, and weights that are swapped out and in again would come
-# back rounded.
+# In hooks of these callbacks weights are unsharded and at full precision. An average of 16-bit weights would not change
+# if the changes of the weights are smaller than their last digit, and weights that are swapped out and in again would
+# come back rounded.
 
 
 class OnShards:
-    """Base of a callback of one of these kinds that works on shards itself, and needs nothing unsharded."""
+    """Base class of such callbacks that work on shards themselves, and need nothing unsharded."""
 
     def on_sharded(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Called when a fit has sharded the module, before any callback's ``on_fit_start``."""
@@ -104,7 +104,7 @@ class _Hooks(NamedTuple):
 
     reading: tuple[str, ...] = ()
     writing: tuple[str, ...] = ()  # also through ``.data``
-    updating: tuple[str, ...] = ()  # read where `should_update` says so, and leave the module alone otherwise
+    updating: tuple[str, ...] = ()  # read weights only if `should_update` says so
     full_precision: bool = True
 
 
@@ -119,7 +119,7 @@ _HOOKS: dict[type[Callback], _Hooks] = {
         reading=("setup", "on_save_checkpoint"),
         writing=("on_train_epoch_end", "on_validation_epoch_end", "on_train_end"),
     ),
-    # It compares parameters with those of the optimizer, by value.
+    # It compares parameters with those of the optimizer by value.
     BaseFinetuning: _Hooks(reading=("on_train_epoch_start",), full_precision=False),
 }
 
@@ -130,7 +130,7 @@ def copies_module(callback: Callback) -> bool:
 
 
 def unshard_for(callback: Callback, unsharded: Unsharded) -> list[Undo]:
-    """Run those hooks of the callback that need it inside ``unsharded``."""
+    """Run the hooks of the callback that need full weights inside ``unsharded``."""
     undo = []
     for kind, hooks in _HOOKS.items():
         if isinstance(callback, kind) and not isinstance(callback, OnShards):
@@ -146,7 +146,7 @@ def unshard_for(callback: Callback, unsharded: Unsharded) -> list[Undo]:
 
 
 def _within(callback: Callback, name: str, context: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
-    """A method like the callback's own one of this name, which runs in a context."""
+    """Makes a method that runs the callback's own method of this name in a context."""
     own = getattr(callback, name)
 
     @functools.wraps(own)
@@ -188,15 +188,15 @@ def _unshard_for_updates(
 
 
 def know_background(callback: ModelCheckpoint, background: Background) -> Undo:
-    """Have the callback take a save that goes on into account."""
+    """Make the callback take a running save into account."""
     own_exists, own_link = callback.file_exists, private.link_method(callback)
 
     def file_exists(callback: ModelCheckpoint, filepath: private.PathLike, trainer: pl.Trainer) -> bool:
-        background.wait()  # the next save would; a name that is being written is taken
+        background.wait()  # the next save would wait, too; a name that is being written counts as existing
         return own_exists(filepath, trainer)
 
     def link_checkpoint(callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
-        # A link to what is never completed would replace one to what is. Ranks need not meet for it.
+        # A link to a file that is never completed must not replace a link to a complete one. No barrier is needed.
         alone = SimpleNamespace(is_global_zero=trainer.is_global_zero, strategy=SimpleNamespace(barrier=lambda: None))
         background.after(functools.partial(own_link, cast("pl.Trainer", alone), filepath, linkpath))
 

@@ -1,4 +1,4 @@
-"""The precision plugin: which dtypes forward, backward, communication and update see."""
+"""The precision plugin: the dtypes of forward, backward, communication and update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DtypeName = Literal["float16", "bfloat16", "float32", "float64"]
 
 
 class _Mode(NamedTuple):
-    """The dtypes behind a precision name; ``None`` leaves things as they are."""
+    """The dtypes of a precision name; ``None`` changes nothing."""
 
     param_dtype: torch.dtype | None
     autocast_dtype: torch.dtype | None
@@ -41,7 +41,7 @@ _MODES: dict[str, _Mode] = {
     "16-mixed": _Mode(torch.float16, torch.float16, keep_norms=True, cast_inputs=False),
     "16-true": _Mode(torch.float16, None, keep_norms=False, cast_inputs=True),
 }
-# torch.amp.GradScaler() in our terms: whoever asks for a precision by flag gets one of these, and means our defaults.
+# The defaults of torch.amp.GradScaler() in our terms. A plugin made by a flag has them, and gets our defaults instead.
 _STOCK_SCALER = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "window": 2000}
 
 
@@ -59,24 +59,24 @@ class ZeroPrecision(Precision):
     ``16-true``     fp16                    no        fp32, sharded, unless ``master_weights=False``
     ==============  ======================  ========  ===============================================
 
-    Masters are made from the initial values before anything is cast. A ``precision=`` flag of the Trainer becomes this
-    plugin with its defaults; pass it yourself (``plugins=[ZeroPrecision(...)]``) for the options. On a CPU Lightning
-    turns the flag ``"16-mixed"`` into bf16 before any strategy sees it: there fp16 needs ``plugins``.
+    Masters are made from the initial values before these are cast. A ``precision=`` flag of the Trainer becomes this
+    plugin with its defaults; to set options, pass the plugin yourself (``plugins=[ZeroPrecision(...)]``). On a CPU
+    Lightning turns the flag ``"16-mixed"`` into bf16 before any strategy sees it, so fp16 needs ``plugins`` there.
 
-    In fp16 the loss is multiplied by the scaler's scale and the update divides by the one that its backward used. A
+    In fp16 the loss is multiplied by the scaler's scale, and the update divides by the scale that its backward used. A
     step with a gradient that is not finite, on any rank and in any micro-batch, is skipped on all ranks.
 
     Args:
         precision: see the table.
         param_dtype: dtype of parameters in forward and backward instead of the table's. ``float32`` with ``bf16-mixed``
             is Lightning's own mixed precision: fp32 parameters that autocast casts at every use.
-        reduce_dtype: dtype in which gradients cross the network; default: that of the parameters, or fp32 where
+        reduce_dtype: dtype in which gradients cross the network; default: that of the parameters, or fp32 if
             micro-batches were summed in fp32 before.
         grad_dtype: dtype in which the reduced gradient is kept until the step; default: the reduce dtype, and fp32 from
             the second micro-batch on.
         master_weights: keep fp32 masters of 16-bit parameters. Without them updates below half a unit in the last place
             of a 16-bit value are lost.
-        scaler: loss scaler; default: :class:`~lightning_zero.DynamicLossScaler` where parameters or autocast are fp16,
+        scaler: loss scaler; default: :class:`~lightning_zero.DynamicLossScaler` if parameters or autocast are fp16,
             else none. All optimizers share it; its running state is saved in checkpoints.
         cast_inputs: cast floating-point inputs of a step to the parameters' dtype; default: in the ``-true`` modes.
 
@@ -101,7 +101,7 @@ class ZeroPrecision(Precision):
         for name, flag in (("master_weights", master_weights), ("cast_inputs", cast_inputs)):
             if flag not in (True, False) and not (name == "cast_inputs" and flag is None):
                 raise TypeError(f"{name}={flag!r} must be True or False")
-        # A class has the attributes that the protocol asks for, too.
+        # A class also has the attributes of the protocol, so that `isinstance` alone does not find it.
         if scaler is not None and (isinstance(scaler, type) or not isinstance(scaler, LossScaler)):
             raise TypeError(
                 f"scaler={scaler!r} is not a loss scaler; "
@@ -124,7 +124,7 @@ class ZeroPrecision(Precision):
         if scaler is None and torch.float16 in (self._input_dtype, mode.autocast_dtype):
             scaler = DynamicLossScaler()
         self.scaler = scaler
-        self._skipped_steps = 0  # before the engine was there
+        self._skipped_steps = 0  # counted before there was an engine
         self._engine: Engine | None = None
 
     def attach(self, engine: Engine) -> None:
@@ -134,12 +134,12 @@ class ZeroPrecision(Precision):
             self._engine = engine
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickled or copied Trainer has no shards; its next run attaches an engine of its own.
+        # A pickled or copied Trainer has no shards; its next run attaches a new engine.
         return {**vars(self), "_skipped_steps": self.skipped_steps, "_engine": None}
 
     @property
     def skipped_steps(self) -> int:
-        """Optimizer steps skipped so far, over all fits with this plugin."""
+        """Number of optimizer steps skipped so far, over all fits with this plugin."""
         return self._skipped_steps if self._engine is None else self._engine.outcomes.skipped
 
     @property
@@ -176,7 +176,7 @@ class ZeroPrecision(Precision):
 
     @contextlib.contextmanager
     def computing_on(self, device_type: str) -> Iterator[None]:
-        """Inside, operations on a type of device compute in this precision."""
+        """Make a context in which operations on a type of device compute in this precision."""
         with contextlib.ExitStack() as stack:
             if self._autocast_dtype is not None:
                 stack.enter_context(torch.autocast(device_type, dtype=self._autocast_dtype))
@@ -192,12 +192,12 @@ class ZeroPrecision(Precision):
 
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        """Scale the loss, after the hooks have seen it as it is."""
+        """Scale the loss, after the hooks have seen the unscaled one."""
         return self.engine.scale_loss(super().pre_backward(tensor, module))
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Backward, and the reduction of all gradients: ``on_after_backward`` comes after it."""
+        """Run backward and reduce all gradients, before ``on_after_backward`` is called."""
         self.engine.begin_backward()
         super().backward(*args, **kwargs)
         self.engine.flush()
@@ -220,7 +220,7 @@ class ZeroPrecision(Precision):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the saved scale and counts; the configuration is this object's."""
+        """Continue with the saved scale and counts; this object keeps its own configuration."""
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict["scaler"])
         if self._engine is None:
@@ -230,13 +230,13 @@ class ZeroPrecision(Precision):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on with the scale of a run under Lightning's own mixed precision."""
+        """Continue with the scale of a run under Lightning's own mixed precision."""
         stock = checkpoint.get(MixedPrecision.__qualname__)
         if stock and self.scaler is not None and type(self).__qualname__ not in checkpoint:
             self.scaler.load_state_dict({"scale": stock["scale"], "clean_steps": stock["_growth_tracker"]})
 
 
-# Lightning's plugins of the flags, for Trainer and for Fabric.
+# Lightning's plugins for the flags, of Trainer and of Fabric.
 _STOCK = (
     *(Precision, DoublePrecision, HalfPrecision, MixedPrecision),
     *(fabric.Precision, fabric.DoublePrecision, fabric.HalfPrecision, fabric.MixedPrecision),
@@ -244,7 +244,7 @@ _STOCK = (
 
 
 def as_zero_precision(plugin: fabric.Precision) -> ZeroPrecision:
-    """The plugin that does under ZeroStrategy what ``plugin`` does elsewhere.
+    """Returns the plugin with which ZeroStrategy computes as other strategies do with ``plugin``.
 
     Raises:
         TypeError: for a plugin of another kind.
@@ -260,11 +260,11 @@ def as_zero_precision(plugin: fabric.Precision) -> ZeroPrecision:
 
 
 def _scaler_of(plugin: fabric.Precision) -> LossScaler | None:
-    """A scaler with the settings of a plugin's own ``GradScaler``; ``None`` where they are torch's defaults."""
+    """Makes a scaler with the settings of a plugin's own ``GradScaler``; ``None`` if they are torch's defaults."""
     if not isinstance(plugin, MixedPrecision | fabric.MixedPrecision) or plugin.scaler is None:
         return None
     if not plugin.scaler.is_enabled():
-        # Torch itself disables that of a device which is not there.
+        # Torch itself disables the scaler of a device that is missing.
         return StaticLossScaler(1.0) if torch.get_device_module(plugin.device).is_available() else None
     stock = plugin.scaler.state_dict()
     given = {
@@ -275,7 +275,7 @@ def _scaler_of(plugin: fabric.Precision) -> LossScaler | None:
     }
     if given == _STOCK_SCALER:
         return None
-    # torch knows no hysteresis and no minimum.
+    # torch has neither hysteresis nor a minimum.
     return DynamicLossScaler(**given, hysteresis=1, min_scale=min(1.0, stock["scale"]))
 
 

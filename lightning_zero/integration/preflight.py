@@ -1,4 +1,4 @@
-"""Before a fit takes memory: does its plan fit, and if not, which strategies would?"""
+"""Checks, before a fit takes memory, whether its plan fits, and lists the settings that would fit."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lightning_zero.planning.preflight import Claim
 from lightning_zero.sharding import Group
 
 _WIDTH = 120
-_REASONS = 3  # that are printed; where every rank has one, they are the same
+_REASONS = 3  # printed reasons; if every rank has one, they are alike
 
 
 class DoesNotFitError(RuntimeError):
-    """A fit was not begun, on any rank, because its plan takes more memory than there is."""
+    """A fit was refused on all ranks, because its plan needs more memory than there is."""
 
 
 def check(memory: Memory, engine: Engine | None, world: Group, wish: PreflightName) -> None:
-    """Compare the plan with what devices, machines, control groups and limits of processes have. Collective.
+    """Compare the plan with the memory of devices, machines, control groups and process limits. Collective.
 
-    The ranks exchange what they have; where more than any plan takes is there, nothing is planned.
+    The ranks exchange what they have. If there is more memory than any plan could take, no plan is made.
 
     Args:
         memory: of the fit.
@@ -37,7 +37,7 @@ def check(memory: Memory, engine: Engine | None, world: Group, wish: PreflightNa
         wish: see :class:`~lightning_zero.ZeroStrategy`.
 
     Raises:
-        DoesNotFitError: on all ranks alike, where the plan of one does not fit and ``wish`` is ``"error"``.
+        DoesNotFitError: on all ranks, if the plan of one of them does not fit and ``wish`` is ``"error"``.
     """
     if wish == "off":
         return
@@ -48,7 +48,7 @@ def check(memory: Memory, engine: Engine | None, world: Group, wish: PreflightNa
         return
     try:
         wanted = preflight.with_plan(mine, memory.plan.peak, memory.device)
-    except (TypeError, ValueError):  # the engine, which comes next, refuses the same with the other ranks
+    except (TypeError, ValueError):  # the engine is made next, and raises the same error on all ranks
         wanted = []
     everyone = _exchange([claim for claim in wanted if _counts(claim, memory.device)], world)
     short = preflight.shortages(everyone)
@@ -58,10 +58,10 @@ def check(memory: Memory, engine: Engine | None, world: Group, wish: PreflightNa
     reasons += [f"- and {len(short) - _REASONS} more"] * (len(short) > _REASONS)
     text = "\n".join(
         [
-            "this fit takes more memory than there is, even without activations:",
+            "this fit needs more memory than there is, even without activations:",
             *reasons,
             _what_fits(memory, everyone),
-            "Activations come on top. With preflight='warn' in the strategy the fit begins all the same.",
+            "Activations need additional memory. With preflight='warn' in the strategy the fit begins nevertheless.",
         ]
     )
     if wish == "warn":
@@ -75,7 +75,7 @@ def _exchange(mine: list[Claim], world: Group) -> list[Claim]:
 
 
 def _counts(claim: Claim, device: torch.device) -> bool:
-    """Whether a limit is one: that of locked memory only where the driver heeds it."""
+    """Whether a limit applies: the one of locked memory only if the driver respects it."""
     if claim.pool.side != "locked":
         return True
     return claim.wanted > claim.pool.total and preflight.lock_limit_holds(device, claim.pool.total)
@@ -89,8 +89,8 @@ def _what_fits(memory: Memory, everyone: Sequence[Claim]) -> str:
         least = min(memory.changes.items(), key=lambda item: item[1].peak.total, default=None)
         if least is None:
             return ""
-        return _as_text(candidates_table("Nothing fits. What takes least, MiB", dict([least])))
-    return _as_text(candidates_table("What fits, MiB", chosen))
+        return _as_text(candidates_table("No change fits. The smallest, MiB", dict([least])))
+    return _as_text(candidates_table("Changes that fit, MiB", chosen))
 
 
 def _as_text(table: Table) -> str:

@@ -1,9 +1,9 @@
 """Pretrained weights under sharded initialization: each rank reads the parts of safetensors files that it owns.
 
 ``from_pretrained`` of transformers (5.x) makes a model without memory, opens files by ``safetensors.safe_open``, and
-makes a parameter of each tensor. Inside :func:`read_in_slices` these tensors are lazy, so that the parameter, which
-:func:`~lightning_zero.sharding.sharded_init.sharded_init` makes a shard, reads no more than that. All else (renamed,
-tied, missing and unexpected keys) is done by transformers as ever.
+makes a parameter of each tensor. Inside :func:`read_in_slices` these tensors are lazy.
+:func:`~lightning_zero.sharding.sharded_init.sharded_init` turns each parameter into a shard, which reads only its own
+part of the file. Transformers handles everything else (renamed, tied, missing and unexpected keys) as usual.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from lightning_zero.checkpoint.lazy import LazyTensor
 from lightning_zero.checkpoint.safetensors import SafetensorsFile
 from lightning_zero.sharding import Group
 
-_OPENERS = ("safetensors", "transformers.modeling_utils")  # who open files by a name of their own
-_worlds: list[Group] = []  # of the contexts that are open
+_OPENERS = ("safetensors", "transformers.modeling_utils")  # modules with their own reference to `safe_open`
+_worlds: list[Group] = []  # of the open contexts
 
 
 @contextlib.contextmanager
 def read_in_slices(world: Group) -> Iterator[None]:
-    """Inside, tensors that ``safetensors.safe_open`` gives out as a whole slice are read when they are used.
+    """Make a context in which whole slices of files opened by ``safetensors.safe_open`` are read when they are used.
 
     Every rank opens the same files in the same order, each on its own file system.
 
     Args:
         world: of all ranks.
     """
-    with contextlib.suppress(ImportError):  # without it no such file is opened
-        importlib.import_module("safetensors")  # whoever imports the name from there later gets ours
+    with contextlib.suppress(ImportError):  # without safetensors no such file is opened
+        importlib.import_module("safetensors")  # modules that import `safe_open` from it later get ours
     modules: list[Any] = [sys.modules[name] for name in _OPENERS if name in sys.modules]
     found = [(module, module.safe_open) for module in modules]
     for module, opener in found:
@@ -53,7 +53,7 @@ def read_in_slices(world: Group) -> Iterator[None]:
 
 
 class _Opener:
-    """Opens a file as ``safe_open`` does; outside of the context it is that. Who imports it there keeps it."""
+    """Opens a file as ``safe_open`` does, lazily only inside the context: importers may keep it for longer."""
 
     def __init__(self, opener: Any) -> None:
         self._open = opener
@@ -67,14 +67,14 @@ class _Opener:
         if len(set(digests)) > 1:
             rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
             raise ValueError(
-                f"{filename} is another file on rank {rank} than on rank 0: its header or its size differs. Give all "
-                "ranks the same pretrained files"
+                f"{filename} on rank {rank} differs from that on rank 0 in its header or its size. Give all ranks the "
+                "same pretrained files"
             )
         return _OpenFile(opened, file)
 
 
 class _Delegate:
-    """Passes on what it does not define."""
+    """Passes attributes that it does not define on to another object."""
 
     def __init__(self, to: Any) -> None:
         self._to = to
@@ -84,7 +84,7 @@ class _Delegate:
 
 
 class _OpenFile(_Delegate):
-    """The result of ``safe_open``, with slices that are lazy where they are asked for as a whole."""
+    """The result of ``safe_open``, whose whole slices are lazy."""
 
     def __init__(self, opened: Any, file: SafetensorsFile) -> None:
         super().__init__(opened)
@@ -102,7 +102,7 @@ class _OpenFile(_Delegate):
 
 
 class _Slice(_Delegate):
-    """A tensor of the file; ``[...]`` gives a lazy one, any other index reads."""
+    """A tensor of the file; the index ``...`` gives a lazy tensor, and any other index reads."""
 
     def __init__(self, opened: Any, whole: Tensor | None) -> None:
         super().__init__(opened)
@@ -113,5 +113,5 @@ class _Slice(_Delegate):
 
 
 def _buffer_in_memory(module: nn.Module, name: str, buffer: Tensor) -> Tensor | None:
-    """Buffers are not sharded."""
+    """Reads a lazy buffer, since buffers are not sharded."""
     return buffer.fetch() if isinstance(buffer, LazyTensor) else None

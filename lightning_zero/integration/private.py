@@ -1,8 +1,8 @@
-"""Lightning's private names, each behind one of ours, with the reason why no public name serves.
+"""Lightning's private names, each behind a name of ours, with the reason why no public name suffices.
 
-The only file that reaches into Lightning; ``tests/test_private_names.py`` fails where another does, and where an
-upgrade has taken a name away. Private names that a subclass shares with its base cannot be hidden behind a function:
-``INHERITED`` lists them.
+This is the only file that uses private names of Lightning. ``tests/test_private_names.py`` fails if another file does,
+and if an upgrade of Lightning has removed a name. Private names that a subclass shares with its base class cannot be
+hidden behind a function; ``INHERITED`` lists them.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from torch import nn
 from torch.optim import Optimizer
 
-# Types of arguments and attributes that are public themselves.
+# Types of public arguments and attributes.
 CheckpointConnector = _CheckpointConnector
 FitLoop = _FitLoop
 MapLocation = _MAP_LOCATION_TYPE
 PathLike = _PATH
 StrategyRegistryType = _StrategyRegistry
 
-# The base of what ``fabric.no_backward_sync`` asks of a strategy, which has no public name.
+# The base class of the object that ``fabric.no_backward_sync`` uses; it has no public name.
 BackwardSyncControl = _BackwardSyncControl
 
-# Bases of launchers. Lightning offers them to strategies of its own only, and there is no other way to start ranks.
+# Base classes of launchers. Lightning offers them only to its own strategies, but nothing else starts ranks.
 MultiProcessingLauncher = _MultiProcessingLauncher
 SubprocessScriptLauncher = _SubprocessScriptLauncher
 
@@ -47,24 +47,24 @@ LINK_CHECKPOINT = "_link_checkpoint"
 # The method of the signal connector that saves a checkpoint and requeues a job of SLURM.
 REQUEUE = "_slurm_sigusr_handler_fn"
 
-# By our class: names that it overrides or uses of its base.
+# By class of ours: the private names of its base class that it overrides or uses.
 INHERITED: dict[str, dict[str, str]] = {
     "ZeroStrategy": {
         "_configure_launcher": "overridden: the choice of a launcher has no public hook",
         "_launcher": "set there; `launcher` can only be read",
-        "_layer_sync": "applied in `setup`, which replaces that of the base, which applies it",
+        "_layer_sync": "applied in `setup`, as in the `setup` of the base that ours replaces",
         "_lightning_optimizers": "the wrappers that manual optimization steps; they get the engine's `zero_grad`",
-        "_precision_plugin": "behind `precision_plugin`, whose default is another one here",
+        "_precision_plugin": "behind `precision_plugin`, whose default differs here",
     },
     "ZeroFabricStrategy": {
         "_backward_sync_control": "what `fabric.no_backward_sync` calls",
-        "_precision": "behind `precision`, whose setter takes other plugins here",
+        "_precision": "behind `precision`, whose setter accepts other plugins here",
     },
     "GatheringLauncher": {
-        "_collect_rank_zero_results": "overridden: the last moment when a rank can gather what it sends",
+        "_collect_rank_zero_results": "overridden: the last moment at which ranks can gather the results to send",
     },
     "EMA": {
-        "_average_model": "what Lightning's hooks update and swap; here in shards",
+        "_average_model": "the model that Lightning's hooks update and swap; here it is in shards",
         "_copy_average_to_current": "overridden: shards are swapped",
         "_device": "an argument that has no public attribute",
         "_latest_update_step": "restarts with each Trainer",
@@ -90,18 +90,18 @@ def requeue_method(connector: Any) -> Any:
 
 
 def is_stand_in(optimizer: Optimizer) -> bool:
-    """Whether Lightning made the optimizer, of a module that configures none."""
-    return isinstance(optimizer, _MockOptimizer)  # it has a parameter and a group as any other
+    """Whether Lightning made the optimizer for a module that configures none."""
+    return isinstance(optimizer, _MockOptimizer)  # it has a parameter and a group like any other
 
 
 def precision_flag(trainer: pl.Trainer) -> str:
-    """The flag ``Trainer(precision=...)``; the public ``trainer.precision`` is that of the plugin."""
+    """The flag ``Trainer(precision=...)``; the public ``trainer.precision`` is the plugin's precision."""
     flag: str = trainer._accelerator_connector._precision_flag
     return flag
 
 
 def checkpoint_connector(trainer: pl.Trainer) -> _CheckpointConnector:
-    """Collects the checkpoint when the Trainer saves; no hook tells its requests for state from the user's."""
+    """The object that collects checkpoints; no hook distinguishes its requests for state from the user's."""
     return trainer._checkpoint_connector
 
 
@@ -111,7 +111,7 @@ def report_device(module: nn.Module, device: torch.device) -> None:
 
 
 def is_compiled(module: pl.LightningModule) -> bool:
-    """Whether the module came out of ``torch.compile``: the Trainer unwraps it, and only this is left of it."""
+    """Whether the module was compiled by ``torch.compile``; the Trainer unwraps it, and only this attribute is left."""
     return module._compiler_ctx is not None
 
 
@@ -122,10 +122,10 @@ def start_method(strategy: DDPStrategy) -> str:
 
 @contextmanager
 def reading(checkpoint: dict[str, Any]) -> Iterator[None]:
-    """Inside it ``cls.load_from_checkpoint`` gets ``checkpoint`` in the place of what its path holds.
+    """Make a context in which ``cls.load_from_checkpoint`` uses ``checkpoint`` instead of reading its path.
 
-    The function that reads the file is the only part of it that knows no folders. Overrides of the method, its
-    ``hparams_file`` and the migration of old checkpoints work as they do for a file.
+    Only the function that reads the file cannot read folders, so only this one is replaced. Overrides of the method,
+    its ``hparams_file`` and the migration of old checkpoints work as for a file.
     """
     names = vars(saving)
     read = names["pl_load"]

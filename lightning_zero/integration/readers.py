@@ -1,7 +1,7 @@
-"""Code of the user's that may read parameters between a step and the next forward.
+"""Finds user code that may read parameters between a step and the next forward, once per fit.
 
-Found once per fit. Where there is none, what an update made stale need not be gathered before the next forward needs
-it (see :mod:`lightning_zero.sharding.refresh`).
+If there is none, stale parameters need not be gathered before the next forward needs them (see
+:mod:`lightning_zero.sharding.refresh`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-# Between a step and the next `training_step`, in every step.
+# Hooks that run between a step and the next `training_step`, in every step.
 _OF_MODULES = (
     *("optimizer_step", "lr_scheduler_step", "on_train_batch_end", "on_train_batch_start"),
     *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
     *("on_validation_model_zero_grad", "on_validation_model_eval"),
 )
 _OF_CALLBACKS = ("on_train_batch_end", "on_train_batch_start")
-# They read no parameters there, or by the strategy's means. A subclass may.
+# These read no parameters in such hooks, or only through the strategy. A subclass may read them.
 _HARMLESS = frozenset(
     (
         *(BackboneFinetuning, DeviceStatsMonitor, EarlyStopping, GradientAccumulationScheduler, LearningRateMonitor),
@@ -57,10 +57,10 @@ def reads_after_each_step(trainer: pl.Trainer, module: pl.LightningModule) -> bo
 
 
 class Before(Callback):
-    """Comes before all other hooks that are called after some steps only, since it is the first callback.
+    """Acts before all hooks that are called only after some steps, since it is the first callback.
 
     Args:
-        act: what is done there.
+        act: the function to call.
     """
 
     def __init__(self, act: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Changes that take less memory, in the words of Lightning and Hydra, and the setting of a plan with each."""
+"""Changes of options that take less memory, as Hydra overrides, each with its setting for a plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def setting_of(options: StrategyOptions, shard_size: int, precision: MixedPrecis
 
     Args:
         options: of the strategy.
-        shard_size: of the run, which the options may leave open.
+        shard_size: number of ranks in a shard group of the run; the options may leave it open.
         precision: of the precision plugin.
     """
     return Setting(
@@ -50,12 +50,12 @@ def setting_of(options: StrategyOptions, shard_size: int, precision: MixedPrecis
 def candidates(
     options: StrategyOptions, now: Setting, default_size: int, world_size: int
 ) -> Iterator[tuple[str, Setting]]:
-    """Changes that may take less memory: what to type, for Hydra, and the setting with it.
+    """Yields changes that may take less memory: the Hydra override, and the setting with it.
 
     Args:
         options: of the strategy.
         now: the setting of the run.
-        default_size: of a shard group where the user chooses none.
+        default_size: default size of a shard group.
         world_size: number of ranks.
     """
 
@@ -65,8 +65,8 @@ def candidates(
     on_device = {"offload_optimizer": "none", "offload_params": "none", "offload_fraction": 1.0}
     for name, arguments in STRATEGIES.items():
         if "nvme" in arguments.values() and (options.nvme_path is None or options.update_in_backward):
-            continue  # nobody knows where, or it would be refused
-        if StrategyOptions(**arguments, nvme_path=options.nvme_path).replicates:  # it takes the most
+            continue  # no path is known, or the strategy would be refused
+        if StrategyOptions(**arguments, nvme_path=options.nvme_path).replicates:  # it takes the most memory
             continue
         part = {"offload_fraction": options.offload_fraction} if "offload_optimizer" in arguments else {}
         other = changed(default_size if options.replicates else now.shard_size, **{**on_device, **arguments, **part})
@@ -93,10 +93,10 @@ def candidates(
 
 
 def activations(micro_batches: int | None) -> str:
-    """Advice on the memory that no plan knows; ``None`` micro-batches: of an evaluation."""
+    """Advice on activations, which a plan does not include; ``None`` micro-batches: for an evaluation."""
     if micro_batches is None:
-        return "Activations are in no plan: half the batch takes half of them."
+        return "The plan does not include activations: half the batch needs half of their memory."
     return (
-        f"Activations are in no plan: half the batch with trainer.accumulate_grad_batches={2 * micro_batches} takes "
-        "half of them, activation checkpointing of the blocks most."
+        f"The plan does not include activations: half the batch with trainer.accumulate_grad_batches="
+        f"{2 * micro_batches} needs half of their memory, and activation checkpointing of the blocks saves most of it."
     )

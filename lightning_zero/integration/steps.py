@@ -1,4 +1,4 @@
-"""Steps of the strategy: forward, backward and update by the engine, and what user code asks about them."""
+"""Steps of the strategy: forward, backward and update by the engine, and user code's questions about them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SteppingStrategy(EngineStrategy):
     def _forward_context(self) -> Iterator[None]:
         assert self.lightning_module is not None
         if private.is_compiled(self.lightning_module):
-            self.engine.settle()  # inside the graph of the whole module nothing can be gathered
+            self.engine.settle()  # nothing can be gathered inside the graph of the whole module
         with self.engine.forward_context():
             yield
 
@@ -54,7 +54,7 @@ class SteppingStrategy(EngineStrategy):
         return self._no_gradients() if output is None and self._may_lack_a_loss() else output
 
     def _note_last_batch(self) -> None:
-        """Tell the others, should they ever wait for this rank in vain, where its loader ran out."""
+        """Note where this rank's loader ended, for the error of ranks that may later wait for it in vain."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if trainer.is_last_batch and self._mesh is not None:
@@ -62,12 +62,12 @@ class SteppingStrategy(EngineStrategy):
             self._mesh.board.put(Subject.LOADER, f"after batch {number} of epoch {epoch}")
 
     def _may_lack_a_loss(self) -> bool:
-        """Whether a rank can go without backward while others run one: not where they gather parameters in it."""
+        """Whether a rank may skip a backward that others run: not if they gather parameters in it."""
         assert self.lightning_module is not None
         return self.lightning_module.automatic_optimization and self.world_size > 1 and not self._policy.shard_params
 
     def _no_gradients(self) -> Tensor:
-        """A loss that depends on no parameter: Lightning takes no ``None`` of one rank of several."""
+        """Makes a loss that depends on no parameter, since Lightning does not accept ``None`` on several ranks."""
         return torch.zeros((), device=self.root_device, requires_grad=True)
 
     @override
@@ -89,7 +89,7 @@ class SteppingStrategy(EngineStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         if self._mesh is not None:
-            self._mesh.board.put(Subject.LOADER, "")  # an earlier fit's
+            self._mesh.board.put(Subject.LOADER, "")  # clears the note of an earlier fit
 
     @override
     def on_validation_start(self) -> None:
@@ -129,10 +129,10 @@ class SteppingStrategy(EngineStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self.engine.settle()  # what comes after the fit may read parameters
+        self.engine.settle()  # code after the fit may read parameters
         steps, skipped = self.engine.outcomes.counts()
         if skipped:
-            # Some belong to a loss scaler's search in any healthy run.
+            # In any healthy run a loss scaler skips some steps while it looks for a scale.
             searching = isinstance(plugin := self.precision_plugin, ZeroPrecision) and plugin.scaler is not None
             say = rank_zero_info if searching and 10 * skipped <= steps else rank_zero_warn
             say(f"ZeroStrategy: {skipped} of {steps} optimizer steps were skipped: a gradient was not finite")
@@ -140,13 +140,13 @@ class SteppingStrategy(EngineStrategy):
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> float:
         """Clip the averaged gradients of ``optimizer`` by their global norm; returns the norm before clipping.
 
-        As :func:`torch.nn.utils.clip_grad_norm_`, without a pass over the gradients: the update applies the factor.
-        Collective.
+        It works as :func:`torch.nn.utils.clip_grad_norm_`, but without a pass over the gradients: the update applies
+        the factor. Collective.
         """
         return self.engine.clip_grad_norm_(unwrap(optimizer), max_norm)
 
     def grad_norm(self, optimizer: Optimizer) -> float:
-        """The global L2 norm of the averaged gradients of ``optimizer``, as clipped so far. Collective."""
+        """The global L2 norm of the averaged gradients of ``optimizer``, after any clipping so far. Collective."""
         return self.engine.grad_norm(unwrap(optimizer))
 
     @property
@@ -156,7 +156,7 @@ class SteppingStrategy(EngineStrategy):
 
     @property
     def skipped_steps(self) -> int:
-        """Optimizer steps that all ranks skipped because a gradient was not finite; resumed runs go on counting."""
+        """Number of optimizer steps that all ranks skipped since a gradient was not finite; resumed runs add to it."""
         return self.engine.skipped_steps
 
     def last_step_skipped(self, optimizer: Optimizer) -> bool:
@@ -167,15 +167,15 @@ class SteppingStrategy(EngineStrategy):
     def last_grad_norm(self, optimizer: Optimizer) -> float | None:
         """The global L2 norm of the gradients of the last step of ``optimizer``, before clipping; for logging.
 
-        ``inf`` or ``nan`` where one of them was; ``None`` before the first step.
+        It is ``inf`` or ``nan`` if a gradient was, and ``None`` before the first step.
         """
         outcome = self.engine.last_step(unwrap(optimizer))
         return None if outcome is None else outcome.grad_norm
 
     def _show_sums(self, trainer: pl.Trainer) -> None:
-        """Let ``on_after_backward``, where it is overridden, see averaged sums of the first micro-batches. Collective.
+        """Show averaged sums of the first micro-batches to ``on_after_backward``, if it is overridden. Collective.
 
-        Replicas sum in the last one only.
+        Replicas sum in the last micro-batch only.
         """
         assert self.lightning_module is not None
         callbacks: Sequence[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -186,7 +186,7 @@ class SteppingStrategy(EngineStrategy):
             self.engine.shows_sums = any(mesh.world.all_gather_object(any(own), "ask for hooks after backward"))
 
     def _look_for_readers(self, trainer: pl.Trainer) -> None:
-        """Find out who may read parameters after a step. Collective."""
+        """Find out whether code may read parameters after a step. Collective."""
         self._reads = True
         mesh, fitting = self.engine.placement.mesh, trainer.state.fn == TrainerFn.FITTING
         if fitting and mesh.shard.size > 1 and self.engine.placement.executor.overlaps:
@@ -199,12 +199,12 @@ class SteppingStrategy(EngineStrategy):
             self._undo.append(lambda: callbacks.remove(before))
 
     def _forget_gradients(self) -> None:
-        """Clear what was averaged last: after the fit it would be nobody's gradient."""
+        """Clear the last averaged gradients, which are meaningless after the fit."""
         if self._engine is not None and not self._engine.released:
             self._engine.zero_grad(p for bucket in self._engine.buckets for p in bucket.parameters)
 
     def _pass_over_skips(self, callbacks: Sequence[pl.Callback]) -> None:
-        """Have schedulers and averaged weights, which follow the optimizer step by step, pass over skipped steps."""
+        """Make schedulers and averaged weights that follow the optimizer step by step ignore skipped steps."""
         for config in self.lr_scheduler_configs:
             if isinstance(optimizer := getattr(config.scheduler, "optimizer", None), Optimizer):
                 skipped = functools.partial(self._passes_over, config, optimizer)
@@ -216,7 +216,7 @@ class SteppingStrategy(EngineStrategy):
     def _passes_over(self, config: LRSchedulerConfig, optimizer: Optimizer) -> bool:
         """Whether a call of this scheduler's ``step`` belongs to a step of ``optimizer`` that was skipped."""
         assert self.lightning_module is not None
-        # By hand, Lightning ignores the interval: what a training step calls follows its steps.
+        # In manual optimization Lightning ignores the interval: the training step calls the scheduler itself.
         automatic = self.lightning_module.automatic_optimization
         per_step = config.interval == "step" if automatic else self._in_training_step
         return per_step and self.last_step_skipped(optimizer)

@@ -1,4 +1,4 @@
-"""The Lightning strategy: Lightning's life cycle, and nothing of the sharding itself."""
+"""The Lightning strategy: it follows Lightning's life cycle, and leaves the sharding itself to the engine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from lightning_zero.storage import InlineExecutor, make_executor
 
 
 class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
-    """Trains with parameters, gradients and optimizer state sharded over ranks, on the device or in host memory.
+    """Trains with parameters, gradients and optimizer state sharded over ranks.
 
     ============  ======================  ===================  ===============
     name          optimizer state         gradients            parameters
@@ -67,8 +67,8 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
     ``zero3``     sharded                 sharded              sharded
     ============  ======================  ===================  ===============
 
-    With ``_offload`` (stages 1-3) optimizer state and masters rest in host memory, at stage 3 the parameters too; with
-    ``_nvme`` optimizer state and masters rest on a disk, at stage 3 the parameters too.
+    The names with ``_offload`` (stages 1 to 3) keep optimizer state and masters in host memory, those with ``_nvme``
+    keep them on a disk; at stage 3 both also keep the parameter shards there.
     ZeRO: https://arxiv.org/abs/1910.02054, ZeRO-Offload: https://arxiv.org/abs/2101.06840,
     ZeRO-Infinity: https://arxiv.org/abs/2104.07857.
 
@@ -77,88 +77,87 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
 
     Args:
         stage: 0, 1, 2 or 3.
-        offload_optimizer: where masters, optimizer state and reduced gradients rest: ``"none"`` (the device) or
-            ``"cpu"``; ``"nvme"``: masters and optimizer state on a disk, from where they pass through host memory,
-            a tile at a time, while they are updated; for gradients see ``offload_gradients``.
-        offload_params: where parameter shards rest at stage 3: ``"none"`` (the device), ``"cpu"``, or ``"nvme"``, a
-            disk, where optimizer state must rest, too.
-        offload_fraction: of what optimizers update, in (0, 1]: so much is offloaded, in whole buckets. What the engine
-            keeps of the last buckets in forward order stays on the device, and is updated there; for every fraction the
-            results of Adam(W), Adagrad, SGD and the CPU optimizers are the same bits.
-        nvme_path: folder on a local disk of every node, for ``"nvme"``; each rank has a file there, for as long as it
-            lives. Default: the environment variable ``LIGHTNING_ZERO_NVME_PATH``.
-        nvme_buffer_gb: host memory, in 2^30 bytes per rank, that tiles on their way from and to the disk take.
-        nvme_checksums: note a checksum of every tile that is written to the disk, and verify it when it is read.
-        offload_gradients: where sharded gradients rest when optimizer state rests on a disk: ``"cpu"``, host memory, or
-            ``"nvme"``, beside the state. ``"auto"``: host memory, if the rank's fit ``nvme_buffer_gb`` in the dtype in
-            which micro-batches add up (fp32 at least), else the disk.
+        offload_optimizer: where masters, optimizer state and reduced gradients rest. ``"none"``: on the device.
+            ``"cpu"``: in host memory. ``"nvme"``: masters and optimizer state rest on a disk and pass through host
+            memory tile by tile while they are updated; ``offload_gradients`` says where the gradients rest.
+        offload_params: where parameter shards rest at stage 3: ``"none"`` (on the device), ``"cpu"`` (in host memory)
+            or ``"nvme"`` (on a disk; the optimizer state must rest there, too).
+        offload_fraction: fraction, in (0, 1], of the updated elements that is offloaded, in whole buckets. The last
+            buckets in forward order stay on the device and are updated there. Every fraction gives the same bits with
+            Adam(W), Adagrad, SGD and the CPU optimizers.
+        nvme_path: folder for ``"nvme"`` on a local disk of every node. Each rank keeps a file there until it ends.
+            Default: the environment variable ``LIGHTNING_ZERO_NVME_PATH``.
+        nvme_buffer_gb: host memory, in 2^30 bytes per rank, for tiles on their way from and to the disk.
+        nvme_checksums: compute a checksum of every tile that is written to the disk, and verify it when it is read.
+        offload_gradients: where sharded gradients rest if the optimizer state rests on a disk: ``"cpu"`` (in host
+            memory) or ``"nvme"`` (on the disk). ``"auto"``: in host memory if those of the rank fit into
+            ``nvme_buffer_gb`` in the dtype in which micro-batches are summed (at least fp32), else on the disk.
         shard_size: number of neighbouring ranks that share one copy of the state; must divide the number of ranks.
-            Default: those of one node, so that only sums of gradient shards cross the network between nodes. Each node
-            then holds a full copy; the number of all ranks takes the least memory, and is the default where nodes have
+            Default: the ranks of one node. Each node then holds a full copy, and only sums of gradient shards cross the
+            network between nodes. The number of all ranks takes the least memory, and is the default if each node has
             one rank.
-        bucket_size_mb: size in 2^20 bytes up to which small units share one bucket, a flat buffer that is reduced and
-            gathered as one, stages 0-2.
+        bucket_size_mb: at stages 0 to 2: size in 2^20 bytes up to which small units share one bucket, a flat buffer
+            that is reduced and gathered as a whole.
         units: modules whose parameters are gathered together at stage 3: their classes, class names, or patterns of
-            module names (``"transformer.h.*"``); default: the outermost repeated blocks.
-        persistence_numel: parameters with at most so many elements (biases, norms) stay unsharded at stage 3: it costs
-            little memory and saves small collectives; 0 shards all.
-        max_live_numel: at stage 3 the next unit is gathered while one computes, unless more than so many elements of
-            units were unsharded then; ``None``: no limit, so that two units are unsharded at a time. 0 gathers nothing
-            ahead.
-        prefetch_mb: at stage 3 more units than the next one are gathered ahead, and fetched from host memory before,
-            while all that are ahead take at most so many 2^20 bytes together, and within ``max_live_numel``.
-        staging_buffer_mb: pinned host memory, in 2^20 bytes per rank and direction, through which parameters pass that
-            the host converts on their way to the device, and gradients that it adds to others; one buffer there always
-            is, as large as the largest bucket's part needs. Copies wait for room.
-        activation_offload: let what autograd saves in forward rest in pinned host memory until its backward, with
-            activation checkpointing the inputs of the checkpointed modules; the results are the same bits. On the
-            device stay the newest 64 * 2^20 bytes of it. On CPU ranks it changes nothing.
-        activation_offload_mb: size in 2^20 bytes from which on a saved tensor is moved.
-        check_steps: number of first optimizer steps in which ranks compare notes before every collective, so that
-            those that do not do the same get an error at once. Afterwards they get it at the end of the step or,
-            where a collective waits for a rank that never joins, after ``timeout``.
+            module names (``"transformer.h.*"``). Default: the outermost repeated blocks.
+        persistence_numel: at stage 3 parameters with at most this many elements (biases, norms) stay unsharded. This
+            takes little memory and saves small collectives; 0 shards all parameters.
+        max_live_numel: at stage 3 the next unit is gathered while one computes, unless more than this many elements of
+            units would then be unsharded. ``None``: no limit, so two units are unsharded at a time. 0: nothing is
+            gathered ahead.
+        prefetch_mb: at stage 3 gather more units ahead than the next one, and fetch them from host memory before that,
+            while all units that are ahead take at most this many 2^20 bytes, and within ``max_live_numel``.
+        staging_buffer_mb: pinned host memory, in 2^20 bytes per rank and direction, for parameters that the host
+            converts on their way to the device, and for gradients that it adds to others. Copies wait for room in it.
+            There is at least one buffer, as large as the largest bucket's part needs.
+        activation_offload: keep tensors that autograd saves in forward in pinned host memory until their backward; with
+            activation checkpointing these are the inputs of the checkpointed modules. The newest 64 * 2^20 bytes stay
+            on the device. The results have the same bits. On CPU ranks the option changes nothing.
+        activation_offload_mb: least size in 2^20 bytes of a saved tensor that is moved to host memory.
+        check_steps: number of first optimizer steps in which the ranks compare, before every collective, what they are
+            about to do. If they differ, they get an error at once. In later steps they get it at the end of the step
+            or, if a collective waits for a rank that never joins, after ``timeout``.
         detect_data_edits: for debugging, at stages 0 to 2: keep what was written through ``parameter.data`` between
-            steps also without ``gathered_parameters(writeback=True)``. Every step reads the rank's shard twice more
-            for that and waits for the device.
-        overlap: let copies between the device and host memory, and updates on host memory, run beside the training; the
-            results are the same bits. ``False`` finishes each before the next begins, which is easier to debug. On CPU
-            ranks it changes nothing.
+            steps, even without ``gathered_parameters(writeback=True)``. For this every step reads the rank's shard
+            twice more and waits for the device.
+        overlap: run copies between the device and host memory, and updates on host memory, beside the training; the
+            results have the same bits. ``False``: finish each one before the next begins, which is easier to debug. On
+            CPU ranks the option changes nothing.
         update_in_backward: begin to update a bucket's shard as soon as its gradient is reduced, in the backward of a
-            step's last micro-batch; the results are the same bits. For one optimizer, of torch or on the CPU, with
-            ``skip_nonfinite=False``, where nothing else decides about the whole step: no ``gradient_clip_val``, no loss
-            scaler, no hooks between backward and step, no manual optimization. An error in such a backward ends the
-            run: from then on nothing is saved but by a fit that resumes from a checkpoint.
-        native_optimizer: ``"auto"`` runs torch's Adam(W), Adagrad, SGD by native kernels where state rests in host
-            memory; ``"off"`` runs torch's own code.
-        master_layout: of 16-bit parameters whose masters are offloaded, with an optimizer of torch that a native kernel
-            runs: ``"fp32"``, a tensor of 4 bytes per element, or ``"split"``, the parameter and 2 bytes more, which
-            loses nothing of bf16; as of :class:`~lightning_zero.CPUAdamW`, whose own argument counts instead.
-        preflight: what happens at the start of a fit whose planned memory (without activations) is more than a device,
-            the machine, its control group or a limit of the process has, counted over all ranks that share it:
-            ``"error"`` ends it on all ranks, with a table of what would fit, ``"warn"`` warns and goes on, ``"off"``
-            compares nothing.
-        skip_nonfinite: skip a step, on all ranks and with a warning, when a gradient is not finite. With a loss scaler
-            (fp16) that always happens. Parameters, optimizer state, step-wise schedulers and Lightning's
-            ``WeightAveraging`` are left as they were; ``trainer.global_step`` counts the step.
-        max_consecutive_skips: end the run with an error, on all ranks, when so many steps of an optimizer in a row were
-            skipped, which trains nothing; ``None``: never. Skips by which a dynamic loss scaler looks for a scale do
-            not count: it ends at its smallest.
-        checkpoint_format: ``"full"``: one ordinary file, which all ranks write together, or rank 0 alone where they
-            share no file system. ``"sharded"``: a folder by ``torch.distributed.checkpoint``, to which each rank adds
-            its part.
-        checkpoint_state: how checkpoints store 8-bit optimizer state (``state_dtype=torch.int8``; other state is as it
-            is). ``"fp32"``: decoded, as torch's optimizers load it. ``"compact"``: as it is kept, a quarter of the
-            bytes; any options of this strategy resume from it, and ``lightning-zero consolidate`` decodes it.
-        async_save: checkpoints during ``fit`` are copied to host memory, which takes as much of it as the rank's part
-            of the checkpoint, and written while training goes on. An error appears at the next save or at the end.
-        checksums: write checksums of all tensors into checkpoints, and verify them when one is loaded; it is read once
-            more for that, each rank a part.
-        evaluation_masters: make masters in ``validate``, ``test`` and ``predict`` before any ``fit``, too. Without them
-            such a run holds the parameters in the dtype in which they are computed with, and nothing else. What a cast
-            to 16 bits has lost is then gone from the module: a later ``fit`` of it needs the checkpoint, or this.
-        timeout: seconds after which a collective fails that some rank never joins.
-        start_method: how the other ranks are started: ``"popen"`` re-runs the script.
-        process_group_backend: of torch, ``"nccl"`` or ``"gloo"``; default: the one that fits the accelerator.
+            step's last micro-batch; the results have the same bits. This needs a single optimizer (an element-wise one
+            of torch, or a CPU optimizer), ``skip_nonfinite=False``, and automatic optimization without
+            ``gradient_clip_val``, loss scaler, and hooks between backward and step. After an error in such a backward
+            nothing can be saved until a fit resumes from a checkpoint.
+        native_optimizer: ``"auto"``: native kernels run torch's Adam(W), Adagrad and SGD if their state rests in host
+            memory. ``"off"``: torch's own code runs.
+        master_layout: how offloaded masters of 16-bit parameters are stored, for torch's optimizers that native kernels
+            run. ``"fp32"``: as a tensor of 4 bytes per element. ``"split"``: as the parameter and 2 more bytes, which
+            is exact for bf16. :class:`~lightning_zero.CPUAdamW` and its siblings have an argument of their own instead.
+        preflight: reaction to a fit whose planned memory (without activations) exceeds that of a device, the machine,
+            its control group or a limit of the process, counted over all ranks that share it. ``"error"``: end it on
+            all ranks with a table of settings that would fit. ``"warn"``: warn and continue. ``"off"``: do not compare.
+        skip_nonfinite: skip a step, on all ranks and with a warning, if a gradient is not finite. With a loss scaler
+            (fp16) such steps are always skipped. A skipped step does not change parameters, optimizer state, step-wise
+            schedulers and Lightning's ``WeightAveraging``; ``trainer.global_step`` counts it.
+        max_consecutive_skips: end the run with an error on all ranks if this many steps of an optimizer in a row were
+            skipped, since such a run makes no progress; ``None``: never. Skips with which a dynamic loss scaler lowers
+            its scale do not count, as they end at its smallest scale.
+        checkpoint_format: ``"full"``: one ordinary file, which all ranks write together (rank 0 alone if they share no
+            file system). ``"sharded"``: a folder of ``torch.distributed.checkpoint``, to which each rank adds its part.
+        checkpoint_state: how checkpoints store 8-bit optimizer state (``state_dtype=torch.int8``); other state is not
+            affected. ``"fp32"``: decoded, so that torch's optimizers can load it. ``"compact"``: in 8 bits, a quarter
+            of the bytes; this strategy resumes from it with any options, and ``lightning-zero consolidate`` decodes it.
+        async_save: copy checkpoints during ``fit`` to host memory, and write them while training continues. This takes
+            host memory for the rank's part of the checkpoint. An error is raised at the next save or at the end.
+        checksums: write checksums of all tensors into checkpoints, and verify them when a checkpoint is loaded, which
+            reads it once more, each rank a part.
+        evaluation_masters: also make masters in ``validate``, ``test`` and ``predict`` before any ``fit``. Without
+            masters such a run holds only the parameters, in the dtype of the computation. If this has 16 bits, the
+            full-precision values are lost, and a later ``fit`` must load a checkpoint.
+        timeout: seconds after which a collective fails if some rank has not joined it.
+        start_method: how the other ranks are started: ``"popen"`` (runs the script again), ``"spawn"``, ``"fork"`` or
+            ``"forkserver"``.
+        process_group_backend: torch's backend, ``"nccl"`` or ``"gloo"``. Default: the one for the accelerator.
 
     Raises:
         ValueError: for a value that is not one of those above, or a combination that cannot work.
@@ -249,10 +248,10 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         )
         self._policy = ShardingPolicy.from_stage(self.options.stage)
         self._undo = []
-        self.memory: Memory | None = None  # of the fit that runs, or of an evaluation without one before
+        self.memory: Memory | None = None  # of the running fit, or of an evaluation that no fit preceded
         self._dtypes = {}
         self._executor = InlineExecutor()
-        self._failure: BaseException | None = None  # with which the fit ends
+        self._failure: BaseException | None = None  # the error that ends the fit
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -289,7 +288,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
 
     @override
     def setup_environment(self) -> None:
-        # Lightning's own set-up would fail by an index on a rank beyond `devices`.
+        # On a rank beyond `devices` Lightning's own set-up would fail with an index error.
         if torch.distributed.is_initialized():
             engines.check_world_size(self.num_nodes, self.num_processes, "Trainer")
         super().setup_environment()
@@ -302,23 +301,23 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             if self.options.async_save:
                 timeout = timedelta(seconds=self.options.timeout)
                 self._background = Background(Group.for_thread(timeout), self._executor)
-        # Another Trainer's engine would go on holding the values from before what is loaded next.
+        # The engine of another Trainer would keep the values from before the next load.
         if self.lightning_module is not None:
             for engine in engines_of(self.lightning_module):
                 if engine is not self._engine:
                     engine.release()
             self._warn_of_copies(self.lightning_module)
             for callback in self.lightning_module.trainer.callbacks:  # type: ignore[attr-defined]
-                # They set up before the strategy does: of a module that an earlier run has sharded, perhaps.
+                # Callbacks set up before the strategy, and an earlier run may have sharded the module.
                 self._undo += patches.unshard_for(callback, self._unsharded)
 
     def _warn_of_copies(self, module: pl.LightningModule) -> None:
-        """Say what a full copy on every rank costs, where parameters are sharded."""
+        """Warn of callbacks that keep a full copy of the module on every rank, if parameters are sharded."""
         for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
             if patches.copies_module(callback) and self._policy.shard_params:
                 rank_zero_warn(
-                    f"{type(callback).__name__} keeps a full copy of {type(module).__name__} on every rank, and every "
-                    "time that it averages or swaps weights all of them are gathered: the module and its copy must fit "
+                    f"{type(callback).__name__} keeps a full copy of {type(module).__name__} on every rank, and "
+                    "gathers all weights every time that it averages or swaps them: the module and its copy must fit "
                     "into each rank's memory, which stage 3 otherwise makes unnecessary. "
                     "lightning_zero.callbacks.EMA keeps its average in shards"
                 )
@@ -333,15 +332,15 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             yield
         self._engine.settle()
         if writeback:
-            self._engine.sync_buffers()  # they were replaced too, on each rank by its own
+            self._engine.sync_buffers()  # each rank has also replaced its own buffers
 
     @override
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Shard parameters one by one at stage 3, in ``configure_model`` and inside ``Trainer.init_module``.
 
-        ``init_module`` starts the other ranks here, as ``fit`` would. Where that is by ``spawn`` or ``fork``, which
-        begin inside ``fit``, it initializes the whole module; use ``configure_model`` there.
+        ``init_module`` starts the other ranks here, as ``fit`` would. With ``spawn`` or ``fork`` ranks begin inside
+        ``fit``, so ``init_module`` initializes the whole module; use ``configure_model`` instead.
         """
         with super().tensor_init_context(empty_init), self._sharded_init():
             yield
@@ -378,7 +377,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         if self._engine is not None and not self._engine.released:
             self._engine.in_backward.share()  # one rank alone may know that an earlier fit has left torn weights
         self._settle_options(trainer, optimizers if fitting else None)
-        if fitting or self._engine is None or not self._engine.placement.trains:  # else there is what a fit has left
+        if fitting or self._engine is None or not self._engine.placement.trains:  # otherwise a fit has left its state
             micro_batches, planned = trainer.accumulate_grad_batches, optimizers if fitting else None
             self.memory = self._describe_memory(self.lightning_module, planned, micro_batches)
             assert self._mesh is not None
@@ -423,7 +422,10 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             )
 
     def _check_precision_flag(self, flag: str) -> None:
-        """Lightning silently ignores the flag beside a plugin that came with the strategy; 32-true is its default."""
+        """Refuse a flag that contradicts the strategy's own plugin, which Lightning would silently ignore.
+
+        32-true is Lightning's default, so it may also mean that no flag was given.
+        """
         plugin = self.precision_plugin
         assert isinstance(plugin, ZeroPrecision)
         if flag not in ("32-true", plugin.precision):
@@ -434,7 +436,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Nothing: the engine moves the module bucket by bucket."""
+        """Do nothing: the engine moves the module bucket by bucket."""
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -444,19 +446,19 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             try:
                 console = Console(file=sys.stderr)
                 console.print(f"Rank {self.global_rank} is out of memory.", self.memory.report())
-            except Exception as error:  # noqa: BLE001  (the other one says what went wrong, and goes on)
+            except Exception as error:  # noqa: BLE001  (the original error is more important, and is raised anyway)
                 exception.add_note(f"ZeroStrategy could not report what the memory holds: {error!r}")
         super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
-        # Shards stay for `trainer.save_checkpoint`, `test` and a second `fit`; no rank may wait for another here.
+        # The shards stay for `trainer.save_checkpoint`, `test` and a second `fit`. No rank may wait for another here.
         assert self.accelerator is not None
         self._rng = self.memory = None
         self._forget_gradients()
         undo, self._undo = self._undo, []
         failure, self._failure = self._failure, None
-        with contextlib.ExitStack() as stack:  # from the last; each is done, also where another fails
+        with contextlib.ExitStack() as stack:  # runs all of them, the last first, even if one fails
             stack.callback(self._end_background, failure)
             for part in (self.checkpoint_io, self.accelerator, self.precision_plugin):
                 stack.callback(_noting, failure, part.teardown)
@@ -470,18 +472,18 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         try:
             self._background.wait()
         except (CheckpointError, CollectiveError):
-            if failure is None:  # else there is another error to report, and this one was logged
+            if failure is None:  # otherwise another error is reported, and this one was logged
                 raise
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        # Process groups and threads do not pickle; a spawned rank makes its own.
+        # Process groups and threads cannot be pickled; a spawned rank makes its own.
         own = {"_engine": None, "_mesh": None, "_background": None, "_executor": InlineExecutor()}
         return {**super().__getstate__(), **own}
 
 
 def _noting(failure: BaseException | None, end: Callable[[], object]) -> None:
-    """Ends a part of a fit; after a failure, which is to be reported, another error is a note of it."""
+    """Ends a part of a fit. If the fit has failed, an error here becomes a note of that failure."""
     try:
         end()
     except Exception as error:

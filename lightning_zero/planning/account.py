@@ -1,4 +1,4 @@
-"""Amounts of memory on both sides and of the disk, and the account that a planned step keeps of them."""
+"""Amounts of memory on the device, on the host and on a disk, and an account of them during a planned step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_zero.update.footprint import Footprint
 
 @dataclass(frozen=True)
 class Bytes:
-    """An amount of memory on each side, and of the disk.
+    """An amount of memory on the device, on the host and on a disk.
 
     Attributes:
         device: bytes on the device.
         host: bytes of host memory.
         disk: bytes of files.
-        pinned: those of ``host`` that are pinned.
+        pinned: the part of ``host`` that is pinned, in bytes.
     """
 
     device: int = 0
@@ -27,7 +27,7 @@ class Bytes:
 
     @classmethod
     def of(cls, memory: Memory, nbytes: int, pinned: bool = False) -> Bytes:
-        """``nbytes`` in one of the memories; of host memory, whether it is ``pinned``."""
+        """``nbytes`` in one of the memories; ``pinned`` applies to host memory only."""
         return cls.on_host(nbytes, pinned) if memory == "host" else cls(**{memory: nbytes})
 
     @classmethod
@@ -55,12 +55,12 @@ NOTHING = Bytes()
 
 
 def state_of(store: TensorStore, footprint: Footprint, shard_numel: int) -> Bytes:
-    """The state that an optimizer keeps of a shard with so many elements.
+    """The memory of the state that an optimizer keeps for a shard.
 
     Args:
-        store: of the optimizer.
-        footprint: of the optimizer.
-        shard_numel: as above.
+        store: the store of optimizer state.
+        footprint: the footprint of the optimizer.
+        shard_numel: number of elements of the shard.
     """
     resting = footprint.state_bytes(shard_numel) - footprint.scales
     return Bytes.of(store.resting_memory, resting) + Bytes.of(store.memory, footprint.scales)
@@ -72,8 +72,8 @@ class Peak(NamedTuple):
     Attributes:
         device: on the device.
         host: on the host.
-        total: of both together, which is less than their sum where they peak at different moments.
-        pinned: of host memory that is pinned.
+        total: of device and host together, which is less than their sum if they peak at different moments.
+        pinned: of pinned host memory.
     """
 
     device: int
@@ -83,10 +83,10 @@ class Peak(NamedTuple):
 
 
 class Account:
-    """Memory taken and given back, and the most that there was at any moment.
+    """Counts memory that is taken and given back, and its peak.
 
     Attributes:
-        now: what is taken.
+        now: the memory that is taken at present.
         peak: the most so far.
     """
 
@@ -95,7 +95,7 @@ class Account:
         self.peak = Peak(0, 0, 0)
 
     def take(self, amount: Bytes) -> Bytes:
-        """Adds ``amount``, which is returned, to be given back later."""
+        """Adds ``amount`` and returns it, so that the caller can give it back later."""
         self.now += amount
         self.touch(NOTHING)
         return amount

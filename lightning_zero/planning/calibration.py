@@ -1,7 +1,7 @@
 """Measured rates of machines, in a file of the user's cache, and the machine of a run with them.
 
-`lightning-zero doctor --measure` writes them; plans of runs on the same machine read them. A file may hold several
-machines, which happens where they share the user's folder.
+`lightning-zero doctor --measure` writes them; plans of runs on the same machine read them. A file may hold the rates of
+several machines, since they may share the user's folder.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class CalibrationError(ValueError):
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates per second, those of memory and links in bytes; None where there was nothing to measure.
+    """Measured rates; None if there was nothing to measure.
 
     Attributes:
-        dram: of host memory, read and written together, by all threads (a triad of STREAM).
-        update: of host memory while the native Adam passes over it, read and written together.
-        matmul_32: operations of matrix products in fp32 on the device, as torch computes them by default.
+        dram: bytes per second of host memory, read and written together, by all threads (a triad of STREAM).
+        update: bytes per second of host memory that the native Adam reads and writes together.
+        matmul_32: operations per second of matrix products in fp32 on the device, as torch computes them by default.
         matmul_16: the same in bf16.
-        device_memory: of an accelerator's memory, read and written together.
-        to_device: from pinned host memory.
-        to_host: to pinned host memory.
-        gather: that each of two ranks sends in an all-gather.
-        disk: of a disk, read and written together.
+        device_memory: bytes per second of an accelerator's memory, read and written together.
+        to_device: bytes per second of copies from pinned host memory to the device.
+        to_host: bytes per second of copies from the device to pinned host memory.
+        gather: bytes per second that each of two ranks sends in an all-gather.
+        disk: bytes per second of a disk, read and written together.
     """
 
     dram: float
@@ -60,12 +60,12 @@ class Rates:
 
 @dataclass(frozen=True)
 class Identity:
-    """A machine, as far as its rates depend on it.
+    """Identifies a machine by everything on which its rates depend.
 
     Attributes:
-        host: its name.
+        host: its host name.
         cpu: the model of its processors.
-        cores: that this process may run on.
+        cores: number of cores on which this process may run.
         device: the model of its accelerators, or "cpu".
     """
 
@@ -77,13 +77,13 @@ class Identity:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Rates that were measured.
+    """Rates that were measured on a machine.
 
     Attributes:
-        machine: on which.
-        date: in UTC, as ISO 8601 has it.
-        versions: of the package and of torch.
-        rates: that were found.
+        machine: the machine.
+        date: the date in UTC, in the format of ISO 8601.
+        versions: the versions of the package and of torch.
+        rates: the rates.
     """
 
     machine: Identity
@@ -98,37 +98,37 @@ class Calibration:
 
 
 def identify(device: torch.device) -> Identity:
-    """The machine of this process, with the device that is to compute."""
+    """The identity of this process's machine with the computing device."""
     return Identity(
         platform.node(), limits.processor() or platform.machine(), cores(), device_type(device).name(device)
     )
 
 
 def cache_file() -> Path:
-    """The file of the user's measured rates, below `XDG_CACHE_HOME` or `~/.cache`; it may not be there.
+    """The path of the user's measured rates, in `XDG_CACHE_HOME` or `~/.cache`; the file may not exist.
 
     Raises:
-        CalibrationError: nobody knows the user's home.
+        CalibrationError: the user's home folder is unknown.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return Path(cache).expanduser() / "lightning_zero" / "calibration.json"
     except RuntimeError as error:
-        raise CalibrationError(f"{cache} is in no folder that is known ({error}); set XDG_CACHE_HOME") from error
+        raise CalibrationError(f"the folder of {cache} is unknown ({error}); set XDG_CACHE_HOME") from error
 
 
 def write(calibration: Calibration, path: Path | None = None) -> Path:
-    """Adds a machine's rates to the file, in the place of older ones of the same machine; returns its path.
+    """Adds a machine's rates to the file, in place of older ones of the same machine; returns the path.
 
     Raises:
         OSError: the file cannot be written.
-        CalibrationError: nobody knows the user's home.
+        CalibrationError: the user's home folder is unknown.
     """
     path = path or cache_file()
     try:
         kept = [other for other in _read_all(path) if other.machine != calibration.machine]
     except CalibrationError:
-        kept = []  # nothing could use it
+        kept = []  # an unreadable file is of no use
     machines = [asdict(one) for one in (*kept, calibration)]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
@@ -138,7 +138,7 @@ def write(calibration: Calibration, path: Path | None = None) -> Path:
 
 
 def read(device: torch.device, path: Path | None = None) -> Calibration | None:
-    """Finds the rates of this machine; None where nobody has measured them.
+    """Finds the rates of this machine; None if they have not been measured.
 
     Raises:
         CalibrationError: the file is not what :func:`write` writes.
@@ -170,7 +170,7 @@ def _calibration(entry: Mapping[str, Any]) -> Calibration:
 
 
 def calibrated(machine: Machine, calibration: Calibration) -> Machine:
-    """A machine with the rates that were measured in the place of the assumed ones."""
+    """Returns a machine with measured rates instead of the assumed ones."""
     rates = calibration.rates
     changes: dict[str, Any] = {"dram": rates.update}
     if rates.disk is not None:

@@ -1,7 +1,8 @@
-"""The choice of a way to train: the fastest by the plan among those that fit, the same on all ranks.
+"""Chooses a way to train: the fastest by the plan among those that fit, the same on all ranks.
 
-Each rank says what every candidate takes of it (:func:`needs_of`). Of what all ranks have said the most counts
-(:func:`most`), so that all of them choose the same by :func:`choose`, which depends on nothing else than its arguments.
+Each rank computes what every candidate needs of its memory (:func:`needs_of`). The ranks exchange these needs, and the
+largest ones count (:func:`most`). All ranks then make the same choice by :func:`choose`, which depends only on its
+arguments.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from lightning_zero.planning.preflight import Claim, shortages, with_plan
 
 @dataclass(frozen=True)
 class Need:
-    """A rank's share of what a way to train takes.
+    """The memory and time that a way to train needs on one rank.
 
     Attributes:
-        peak: bytes, of any step.
-        disk: bytes that rest there.
-        times: of a step, at least.
+        peak: the peak of any step, in bytes.
+        disk: bytes on a disk.
+        times: the least times of a step.
     """
 
     peak: Peak
@@ -35,21 +36,21 @@ class Need:
 
 
 class Room(Protocol):
-    """The memory that there is for a training."""
+    """The memory that is available for a training."""
 
     def lacks(self, need: Need) -> tuple[str, ...]:
-        """Names what has less than ranks want that take ``need`` each; empty where all of it fits."""
+        """Names the memories that are too small if each rank takes ``need``; empty if everything fits."""
 
 
 @dataclass(frozen=True)
 class GivenRoom:
-    """The memory of the ranks of a run, from what they have told each other.
+    """The memory of the ranks of a run, as they have told each other.
 
     Attributes:
-        claims: of all ranks, with what each has in use.
-        device: that trains.
-        disk: bytes for a rank there.
-        reserve: bytes that stay free on a rank's device for what is in no plan.
+        claims: claims of all ranks, with the memory that each has in use.
+        device: the training device.
+        disk: bytes on the disk for each rank.
+        reserve: bytes to leave free on each rank's device, for memory that a plan does not include.
     """
 
     claims: Sequence[Claim]
@@ -66,11 +67,11 @@ class GivenRoom:
 
 @dataclass(frozen=True)
 class ImaginedRoom:
-    """The memory of machines that are not there.
+    """The memory of imagined machines.
 
     Attributes:
-        machine: of which each has as much.
-        disk: bytes for a rank on its disk.
+        machine: the description of each machine.
+        disk: bytes on its disk for each rank.
     """
 
     machine: Machine
@@ -87,7 +88,7 @@ class ImaginedRoom:
 
 
 def spared(claims: Sequence[Claim], share: float = USABLE) -> list[Claim]:
-    """The claims with less in each pool: of what is not in use a share, the rest for libraries and fragmentation."""
+    """The claims with only a share of the free memory in each pool; the rest is for libraries and fragmentation."""
 
     def less(claim: Claim) -> int:
         return claim.used + int(share * (claim.pool.total - claim.used)) - claim.pool.beside
@@ -98,14 +99,14 @@ def spared(claims: Sequence[Claim], share: float = USABLE) -> list[Claim]:
 def needs_of(
     candidates: Sequence[Choice], plan_of: Callable[[Choice], Plan], flops: float, wide: bool, machine: Machine
 ) -> list[Need | None]:
-    """Plans each candidate for this rank; None for one that its optimizers cannot be trained with.
+    """Plans each candidate for this rank; None for a candidate that cannot train with the optimizers.
 
     Args:
         candidates: ways to train.
-        plan_of: the plan of one; it raises a ValueError for what cannot be.
-        flops: of all micro-batches of a step of one rank; 0: nobody knows, and nothing is sent or copied beside them.
-        wide: whether they are computed in fp32.
-        machine: of the run.
+        plan_of: makes the plan of a candidate; raises a ValueError if the candidate cannot train.
+        flops: operations of all micro-batches of a step of one rank; 0: unknown, so no sending or copying overlaps.
+        wide: whether the model computes in fp32.
+        machine: the machine of the run.
     """
     found: list[Need | None] = []
     for candidate in candidates:
@@ -120,7 +121,7 @@ def needs_of(
 
 
 def most(ranks: Sequence[Sequence[Need | None]]) -> list[Need | None]:
-    """The most that any rank needs of each, by candidate; None where one of them cannot be trained with it."""
+    """The largest need of any rank, by candidate; None if some rank cannot train with the candidate."""
 
     def of_all(needs: tuple[Need | None, ...]) -> Need | None:
         known = [need for need in needs if need is not None]
@@ -136,14 +137,14 @@ def most(ranks: Sequence[Sequence[Need | None]]) -> list[Need | None]:
 
 @dataclass(frozen=True)
 class Pick:
-    """A candidate, and how it was chosen.
+    """The chosen candidate, and the circumstances of the choice.
 
     Attributes:
-        number: its place among the candidates.
-        need: what it takes of a rank.
-        lacks: what it lacks; empty where it fits.
-        fitting: how many of the candidates fit.
-        considered: how many there were.
+        number: its index among the candidates.
+        need: its need on a rank.
+        lacks: the memories that are too small for it; empty if it fits.
+        fitting: number of candidates that fit.
+        considered: number of candidates that can train.
     """
 
     number: int
@@ -154,21 +155,21 @@ class Pick:
 
 
 def choose(candidates: Sequence[Choice], needs: Sequence[Need | None], room: Room) -> Pick:
-    """Chooses the fastest candidate that fits; where none does, the one that takes the least memory.
+    """Chooses the fastest candidate that fits or, if none fits, the one that takes the least memory.
 
     Of candidates whose steps take the same time within a hundredth, the first is chosen.
 
     Args:
         candidates: the simplest first.
-        needs: of each.
-        room: that there is.
+        needs: the need of each candidate.
+        room: the available memory.
 
     Raises:
-        ValueError: there is no candidate, or none with which these optimizers can train.
+        ValueError: there is no candidate with which these optimizers can train.
     """
     known = [(number, need, room.lacks(need)) for number, need in enumerate(needs) if need is not None]
     if not known:
-        raise ValueError("none of the ways to train goes with these optimizers")
+        raise ValueError("these optimizers cannot train with any of the candidates")
 
     def key(one: tuple[int, Need, tuple[str, ...]]) -> tuple[bool, bool, float]:
         number, need, lacks = one

@@ -1,7 +1,7 @@
-"""Sizes and rates of known GPUs, as their vendors state them, and of machines whose rates nobody has measured.
+"""Sizes and rates of known GPUs, as their vendors state them, and of machines without measured rates.
 
-Rates are what a vendor promises: no run reaches them, so that a time computed from them is a bound from below.
-Matrix rates are dense, without sparsity, with sums in fp32. Those of links are per direction.
+No run reaches the rates that a vendor states, so a time computed from them is a lower bound. Matrix rates are dense,
+without sparsity, with sums in fp32. Rates of links are per direction.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _UNITS = {"": 1, "B": 1} | {f"{prefix}B": 1000**n for n, prefix in enumerate("KM
 _UNITS |= {f"{prefix}IB": 1024**n for n, prefix in enumerate("KMGT", start=1)}
 _NUMBER = r"([0-9.]+(?:e[0-9]+)?)"
 _LEAST_GPU = 2**28  # bytes; with less not even the runtime of a device starts
-# Of a GPU's memory: the rest is CUDA's context, NCCL's buffers, and pieces between the allocator's blocks.
+# Fraction of a GPU's memory that can be used; the rest is for CUDA's context, NCCL's buffers and fragmentation.
 USABLE = 0.95
 
 
@@ -57,8 +57,8 @@ def _gpu(
     return Gpu(name, *sizes, source)
 
 
-# By memory, then from the slowest on. Each was compared with the pages named on 2026-11-24, which state or cite the
-# vendor's numbers; numbers that a vendor states with sparsity are halved, and links that it states for both directions.
+# Sorted by memory, then by speed, the slowest first. Each was compared on 2026-11-24 with the named pages, which state
+# or cite the vendor's numbers. Numbers stated with sparsity, or for both directions of a link, are halved.
 _T4 = "sysrqmts.com/en/gpus/nvidia/tesla/t4"
 _V100 = "Dell EMC Ready Solutions for AI, reference guide, page 17; matrix rates: V100 article of grokipedia"
 _RTX_3090 = "cpu-gpu.alldbin.com, digitaltrends.com; 16-bit rate, twice that of fp32: not verified"

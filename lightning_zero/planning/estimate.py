@@ -26,10 +26,10 @@ class Choice:
     """A way to train.
 
     Attributes:
-        hydra: what is typed for it with Hydra.
-        python: the expression of the strategy in Python.
-        setting: that it leads to.
-        reduced: whether the optimizer is one whose state is small, in bf16.
+        hydra: the Hydra overrides that select it.
+        python: the Python expression that makes the strategy.
+        setting: the setting of its plan.
+        reduced: whether the optimizer keeps its state in bf16.
     """
 
     hydra: str
@@ -40,7 +40,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds that parts of a step take at least."""
+    """The least seconds that the parts of a step take."""
 
     compute: float
     network: float
@@ -50,7 +50,7 @@ class Times:
 
     @property
     def bound(self) -> float:
-        """Of the whole step."""
+        """The least seconds of the whole step."""
         return max(self.compute, self.network, self.pcie) + max(self.update, self.disk)
 
     @property
@@ -66,11 +66,11 @@ class Estimate:
 
     Attributes:
         choice: the way.
-        plan: of one rank; its peak has the activations.
-        times: of a step.
-        device_fits: whether the peak fits a GPU.
-        host_fits: whether the peaks of all ranks of a machine fit its memory.
-        disk_fits: whether what all ranks of a machine rest on its disk fits there.
+        plan: the plan of one rank; its peak includes activations.
+        times: the times of a step.
+        device_fits: whether the peak fits into a GPU's memory.
+        host_fits: whether the peaks of all ranks of a machine fit into its host memory.
+        disk_fits: whether the state that all ranks of a machine keep on its disk fits there.
     """
 
     choice: Choice
@@ -82,19 +82,19 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether all do."""
+        """Whether it fits on the device, on the host and on the disk."""
         return self.device_fits and self.host_fits and self.disk_fits
 
 
 def estimate(choice: Choice, plan: Plan, flops: float, wide: bool, machine: Machine) -> Estimate:
-    """Judges a plan.
+    """Estimates the times of a plan, and whether it fits.
 
     Args:
-        choice: that the plan is of.
-        plan: of one rank.
-        flops: of all micro-batches of a step of one rank.
-        wide: whether they are computed in fp32.
-        machine: on which.
+        choice: the way to train.
+        plan: its plan for one rank.
+        flops: operations of all micro-batches of a step of one rank.
+        wide: whether the model computes in fp32.
+        machine: the machine.
     """
     times = times_of(plan, choice.setting, flops, wide, machine)
     on_disk = plan.held.disk * machine.gpus <= machine.storage
@@ -108,7 +108,7 @@ def estimate(choice: Choice, plan: Plan, flops: float, wide: bool, machine: Mach
 def times_of(plan: Plan, setting: Setting, flops: float, wide: bool, machine: Machine) -> Times:
     """The least seconds of each part of a step; for the arguments see :func:`estimate`."""
     gpu = machine.gpu
-    # Replicas are on different machines; so are shards of a group that is larger than one.
+    # Replicas are on different machines; so are the shards of a group that is larger than a machine.
     across = {"all_reduce"} if setting.shard_size <= machine.gpus else {"all_gather", "reduce_scatter", "all_reduce"}
     on_network = sum(nbytes for name, nbytes in plan.sent.items() if name in across) if machine.nodes > 1 else 0
     on_links = sum(plan.sent.values()) - on_network
@@ -120,17 +120,17 @@ def times_of(plan: Plan, setting: Setting, flops: float, wide: bool, machine: Ma
         compute=flops / (gpu.matmul_32 if wide else gpu.matmul_16),
         network=on_links / gpu.link + on_network / (machine.network / machine.gpus),
         pcie=max(plan.copied.values(), default=0) / gpu.pcie,
-        # Side by side, where they do not wait for the same memory.
+        # The device and the host update at the same time, unless they share a memory.
         update=on_device + on_host if gpu.shares_host else max(on_device, on_host),
         disk=disk_bytes(plan) / (machine.disk / machine.gpus),
     )
 
 
 def disk_bytes(plan: Plan) -> int:
-    """Bytes that a step reads from a disk and writes to it: what an update changes once each, and gradients.
+    """Bytes that a step reads from and writes to a disk: state that an update changes, once each, and gradients.
 
-    Parameters that have masters beside them it only writes. At stage 3 they are read by each pass, too, beside what is
-    computed then.
+    Parameters that have masters beside them are only written. At stage 3 each pass also reads the parameters, while it
+    computes.
     """
     gradients = sum(bucket.sharded_gradient.disk for bucket in plan.buckets)
     written = sum(bucket.param_shards.disk for bucket in plan.buckets if _has_master(bucket))
@@ -138,10 +138,10 @@ def disk_bytes(plan: Plan) -> int:
 
 
 def update_bytes(plan: Plan, setting: Setting) -> tuple[int, int]:
-    """Bytes that an update reads and writes: gradients once, masters and state twice, parameters written.
+    """Bytes that an update moves: it reads gradients, reads and writes masters and state, and writes parameters.
 
     Returns:
-        Of the buckets that are updated on the device, and of those on the host.
+        The bytes of the buckets that are updated on the device, and of those that are updated on the host.
     """
     on_device = on_host = 0
     for bucket in plan.buckets:
@@ -159,7 +159,7 @@ def update_bytes(plan: Plan, setting: Setting) -> tuple[int, int]:
 
 
 def _has_master(bucket: BucketPlan) -> bool:
-    """Whether a bucket's shard on a disk is not read by its update: it is no master of its own, nor half of one."""
+    """Whether a bucket has masters apart from its shard on a disk, so that the update does not read the shard."""
     return _anywhere(bucket.masters) * bucket.dtype.itemsize >= _MASTER * _anywhere(bucket.param_shards)
 
 
@@ -168,16 +168,16 @@ def _anywhere(amount: Bytes) -> int:
 
 
 def preference(fits: bool, reduced: bool, bound: float, total: int) -> tuple[bool, bool, float]:
-    """The key by which ways are sorted, the best first.
+    """The key by which ways to train are sorted, the best first.
 
-    Those that fit come first, from the fastest on, optimizers with reduced state after all others, since they round
-    otherwise; then those that do not fit, by the memory that they take. Times that differ by less than a hundredth, or
-    are too short for a bound to mean anything, count as equal: what is equal stays in the order in which it was given.
+    Ways that fit come first, sorted by time; among them, optimizers with reduced state come last, since they round
+    differently. Then come the ways that do not fit, sorted by memory. Times that differ by less than a hundredth, or
+    that are too short for the bound to mean anything, count as equal, and equal ways keep their given order.
 
     Args:
-        fits: whether it does.
+        fits: whether the way fits.
         reduced: see :class:`Choice`.
-        bound: seconds of a step.
+        bound: least seconds of a step.
         total: bytes of its peak, device and host together.
     """
     if not fits:
@@ -186,7 +186,7 @@ def preference(fits: bool, reduced: bool, bound: float, total: int) -> tuple[boo
 
 
 def ranked(estimates: Iterable[Estimate]) -> list[Estimate]:
-    """Those that fit from the fastest on, then the others; see :func:`preference`."""
+    """Sorts estimates: those that fit first, the fastest first; then the others. See :func:`preference`."""
 
     def key(each: Estimate) -> tuple[bool, bool, float]:
         return preference(each.fits, each.choice.reduced, each.times.bound, each.plan.peak.total)

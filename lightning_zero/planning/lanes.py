@@ -1,4 +1,4 @@
-"""Tensors without values, and the memory that an executor and a disk keep for copies of them."""
+"""Tensors without values for plans, and the memory that an executor and a disk keep for copies of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_zero.update.footprint import Footprint
 
 
 class RecordedTensor(NamedTuple):
-    """A tensor of which only the size is known."""
+    """A tensor that has only a size and a place."""
 
     numel: int
     dtype: torch.dtype
@@ -32,24 +32,25 @@ class RecordedTensor(NamedTuple):
 
     @property
     def amount(self) -> Bytes:
-        """Its size, on its side."""
+        """Its size, in the memory in which it is."""
         return Bytes.of(self.memory, self.nbytes, self.pinned)
 
 
 class RecordedLanes:
-    """Memory that an executor keeps for copies, none of which ends before the host waits for it.
+    """Counts the memory that an executor keeps for copies, as if no copy ended before the host waits for it.
 
-    Tiles of a disk take all that its store may keep, as while the disk is slower than what computes, or, where that is
-    more, what those at work at one time need, each of which may lie in memory for the largest.
+    Tiles of a disk are counted with the largest memory that its store may keep, which it uses if the disk is slower
+    than the computation. If the tiles that are in use at one time need more, these count, each in the size of the
+    largest tile.
 
     Args:
-        placement: whose executor's limits it knows, and whether memory in passing is pinned for its device.
-        account: notes the memory.
+        placement: gives the limits of its executor, and says whether memory for copies is pinned for its device.
+        account: counts the memory.
         buffer: bytes that tiles on their way from and to a disk may take.
-        resting: bytes that rest there.
+        resting: bytes that rest on the disk.
 
     Attributes:
-        copied: bytes between the memories, by direction.
+        copied: bytes copied between the memories, by direction.
         summed: bytes of gradients that are written to a disk and read from it.
     """
 
@@ -57,29 +58,29 @@ class RecordedLanes:
         self._executor = placement.executor
         self._pins = device_type(placement.device).can_pin
         self._leaving: deque[Bytes] = deque()
-        self._staged: Counter[Lane] = Counter()  # bytes, since the host has waited
+        self._staged: Counter[Lane] = Counter()  # bytes since the host last waited
         self._kept: Counter[Lane] = Counter()  # bytes
         self._buffer, self._resting = buffer, resting
         self._kept_passing = 0
-        self._expected: dict[Hashable, int] = {}  # tiles that are fetched long before they are gathered, by bucket
-        self._most = {"gathered": 0, "updated": 0, "summed": 0}  # tiles at work
-        self._window = 0  # tiles in the last window of the bucket that was updated before
+        self._expected: dict[Hashable, int] = {}  # number of tiles that are fetched ahead of their gather, by bucket
+        self._most = {"gathered": 0, "updated": 0, "summed": 0}  # most tiles in use at one time
+        self._window = 0  # number of tiles in the last window of the previously updated bucket
         self._largest = 0  # bytes of a tile
-        self._apart = Bytes()  # of the device, for what updates compute there beside the training
+        self._apart = Bytes()  # memory of the device for computations of updates beside the training
         self._account = account
         self.copied: Counter[str] = Counter()
         self.summed = 0
 
     @property
     def staging(self) -> Bytes:
-        """Host memory in passing that is kept."""
+        """Host memory that is kept for copies to pass through."""
         return Bytes.on_host(self._kept.total() + self._kept_passing, self._pins)
 
     def let_go(self, tensor: RecordedTensor, moved: int) -> None:
-        """A tensor that was taken is on its way to the host, as so many bytes, and nobody else needs it."""
+        """Notes that a taken tensor is copied to the host, as ``moved`` bytes, and is not needed any more."""
         self.copied["d2h"] += moved
         self._leaving.append(tensor.amount)
-        least = 1 if self._executor.overlaps else 0  # the last copy is not waited for at once
+        least = 1 if self._executor.overlaps else 0  # the last copy need not end at once
         while len(self._leaving) > least and self._total_leaving > self._executor.in_flight_bytes:
             self._account.give(self._leaving.popleft())
 
@@ -88,7 +89,7 @@ class RecordedLanes:
         return sum(amount.total for amount in self._leaving)
 
     def stage(self, lane: Lane, nbytes: int, held: int = 0) -> None:
-        """So many bytes pass through host memory, of which others are ``held`` meanwhile."""
+        """Notes that ``nbytes`` pass through host memory, while ``held`` bytes are kept there."""
         limit = self._executor.staging_bytes
         if not limit or not nbytes + held:
             self._account.touch(Bytes(host=nbytes + held))
@@ -101,17 +102,17 @@ class RecordedLanes:
             self._kept[lane] += more
 
     def update(self, footprint: Footprint, numel: int, itemsize: int) -> None:
-        """Values pass between the memories while a shard is updated: rounded ones, high halves, what is computed apart.
+        """Notes copies during the update of a shard: of rounded values, upper halves, and computations on the device.
 
         Args:
-            footprint: of the update.
-            numel: elements of the shard.
-            itemsize: bytes of one.
+            footprint: the footprint of the update.
+            numel: number of elements of the shard.
+            itemsize: bytes of an element.
         """
         apart = footprint.apart
         self.copied.update(h2d=apart.moved, d2h=apart.moved)
         self._account.touch(Bytes(device=apart.device))
-        if self._executor.overlaps:  # the longest one may be under way in the next forward
+        if self._executor.overlaps:  # the longest update may still run in the next forward
             more = Bytes(device=max(0, apart.device - self._apart.device))
             self._apart += self._account.take(more)
         if not (tile := footprint.master.tile):
@@ -127,47 +128,47 @@ class RecordedLanes:
             self.stage(Lane.H2D, (stop - start) * itemsize)
 
     def end_updates(self) -> None:
-        """All parameters were used: updates have ended."""
+        """Notes that all updates have ended, since all parameters were used."""
         self._account.give(self._apart)
         self._apart = Bytes()
 
     def expect_tiles(self, bucket: Hashable, number: int, nbytes: int) -> None:
-        """So many tiles of a shard, of so many bytes each, are fetched, and stay until they are gathered or changed."""
+        """Notes that ``number`` tiles of ``nbytes`` are fetched ahead, and stay until they are gathered or changed."""
         self._expected[bucket] = number
         self._pass_tiles("gathered", 0, nbytes)
 
     def gather_tiles(self, bucket: Hashable, number: int, nbytes: int) -> None:
-        """A shard is gathered tile by tile; so many of them are at work at one time."""
+        """Notes that a shard is gathered tile by tile, with ``number`` tiles in use at one time."""
         expected = self._expected.pop(bucket, 0)
         self._pass_tiles("gathered", max(expected, number), nbytes)
 
     def rest(self, nbytes: int) -> None:
-        """So many bytes more rest on the disk."""
+        """Notes that ``nbytes`` more rest on the disk."""
         self._resting += nbytes
 
     def sum_tiles(self, number: int, tile_bytes: int, moved: int) -> None:
-        """Gradients are written to a disk, or read there for a sum.
+        """Notes that gradients are written to a disk, or read from it for a sum.
 
         Args:
-            number: of tiles that are at work at one time.
-            tile_bytes: of a tile.
+            number: number of tiles in use at one time.
+            tile_bytes: bytes of a tile.
             moved: bytes that are written and read.
         """
         self.summed += moved
         self._pass_tiles("summed", number, tile_bytes)
 
     def begin_updates(self) -> None:
-        """The next bucket that is updated is the first of a step."""
+        """Notes that the next updated bucket is the first of a step."""
         self._window = 0
 
     def update_tiles(self, bucket: Hashable, window: int, windows: int, nbytes: int) -> None:
-        """A bucket is updated window by window, the first of which comes while the last one before it is updated.
+        """Notes that a bucket is updated window by window; its first window is fetched during the previous update.
 
         Args:
-            bucket: which.
-            window: tiles in one, of all of its tensors.
-            windows: that are at work at one time.
-            nbytes: of a tile.
+            bucket: the key of the bucket.
+            window: number of tiles in a window, of all of its tensors.
+            windows: number of windows in use at one time.
+            nbytes: bytes of a tile.
         """
         self._expected.pop(bucket, None)
         self._pass_tiles("updated", max(window * windows, self._window + window), nbytes)
@@ -176,14 +177,14 @@ class RecordedLanes:
     def _pass_tiles(self, kind: str, at_work: int, nbytes: int) -> None:
         self._largest = max(self._largest, nbytes)
         self._most[kind] = max(self._most[kind], at_work + sum(self._expected.values()))
-        # Beside the training, an update may be under way while others are gathered.
+        # Beside the training, a bucket may be updated while others are gathered.
         number = sum(self._most.values()) if self._executor.overlaps else max(self._most.values())
         kept = max(passing_limit(self._buffer, self._resting), number * self._largest, self._kept_passing)
         self._account.take(Bytes.on_host(kept - self._kept_passing, self._pins))
         self._kept_passing = kept
 
     def wait(self) -> None:
-        """All copies have ended."""
+        """Notes that all copies have ended."""
         self._staged.clear()
         while self._leaving:
             self._account.give(self._leaving.popleft())

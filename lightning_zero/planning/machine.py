@@ -1,4 +1,4 @@
-"""The machine of a run, as plans see it: its devices' rates by their names, and those of processors by their number.
+"""The machine of a run for plans: rates of its devices by their names, and rates of processors by their number.
 
 Nothing is measured here; see `calibration.py`.
 """
@@ -15,19 +15,19 @@ from lightning_zero import limits
 from lightning_zero.planning.devices import DRAM, GPUS, NETWORK, Gpu, Machine
 from lightning_zero.storage import device_type
 
-# Where nobody measured: a core with two units for 8 fused multiplications and additions in fp32 at 3 GHz, and what a
-# connection between two processes of a machine carries.
+# Assumed without measurement: a core with two units for 8 fused multiply-adds in fp32 at 3 GHz, and the rate of a
+# connection between two processes of a machine.
 CORE = 96e9
 LOOPBACK = 2e9
 
 
 def this_machine(device: torch.device, ranks: int, nodes: int) -> Machine:
-    """Describes the machines of a run by the one that this process is on.
+    """Describes the machines of a run by the machine of this process.
 
     Args:
-        device: of this process; all ranks have such a one.
-        ranks: on each machine.
-        nodes: machines.
+        device: device of this process; all ranks have a device of this type.
+        ranks: number of ranks on each machine.
+        nodes: number of machines.
     """
     kind = device_type(device)
     host = limits.machine_memory().get("MemTotal", limits.physical_memory() or 0)
@@ -39,11 +39,11 @@ def this_machine(device: torch.device, ranks: int, nodes: int) -> Machine:
 
 
 def known_gpu(name: str, memory: int) -> Gpu:
-    """Finds a GPU of the table by the name that its driver gives, or the one that is most like it.
+    """Finds a GPU in the table by the name that its driver gives, or the most similar one.
 
     Args:
         name: such as "NVIDIA A100-SXM4-40GB".
-        memory: bytes; a name that is none in the table has the rates of the first that has as much, or of the last.
+        memory: bytes; a name that is not in the table gets the rates of the first GPU with as much memory, or the last.
     """
     words = re.findall(r"[a-z0-9]+", name.lower())
     same = [gpu for gpu in GPUS.values() if gpu.name.split("-")[0] in words]
@@ -55,12 +55,12 @@ def known_gpu(name: str, memory: int) -> Gpu:
 
 
 def processors(count: int, ranks: int, memory: int, dram: float) -> Gpu:
-    """The share that one of the ranks of a machine without accelerators has of it, as a device.
+    """Describes one rank's share of a machine without accelerators as a device.
 
     Args:
-        count: of the machine's cores.
-        ranks: that share them and the memory.
-        memory: bytes.
+        count: number of the machine's cores.
+        ranks: number of ranks that share cores and memory.
+        memory: bytes of the memory.
         dram: bytes per second of the memory.
     """
     rate = CORE * count / ranks

@@ -1,4 +1,4 @@
-"""The memory of one rank of a training: the plan, what is held, and which changes of the setting would take less."""
+"""The memory of one rank of a training: the plan, the held memory, and changes of the setting that would take less."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from lightning_zero.update import ShardUpdater
 from lightning_zero.update.attached import parameters_of
 
 _MIB = 2**20
-# Of torch's host allocator, of devices' runtimes, and of mappings: none has a type of its own.
+# Messages of torch's host allocator, of device runtimes and of mappings, whose errors have no types of their own.
 _OUT_OF_MEMORY = re.compile(
     "|".join(
         [
@@ -49,12 +49,12 @@ _OUT_OF_MEMORY = re.compile(
         ]
     )
 )
-# As in the plan, and in its order.
+# Names as in the plan, in its order.
 _HELD = ("parameters", "param_shards", "masters", "optimizer_state", "sharded_gradient", "buffers", "staging")
 
 
 class _ImaginedExecutor(InlineExecutor):
-    """Stands for that of a GPU which is not there: it has its limits."""
+    """Stands for the executor of an imagined GPU, with its limits."""
 
     overlaps = True
     in_flight_bytes = DEFAULT_BYTES
@@ -67,9 +67,9 @@ class Remedy(NamedTuple):
     """A change of the setting that takes less memory.
 
     Attributes:
-        override: what the user types for it.
-        saved: bytes that it takes off the peak of a rank: of the device, on CPU of the host.
-        plan: with it.
+        override: the override that the user types.
+        saved: bytes by which it lowers the peak of a rank on the device (on a CPU: on the host).
+        plan: the plan with this change.
     """
 
     override: str
@@ -79,7 +79,7 @@ class Remedy(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Everything a plan depends on that a configuration can change, as the engine has it."""
+    """The configurable values on which a plan depends, in the form in which the engine uses them."""
 
     sharding: ShardingPolicy
     shard_size: int
@@ -101,23 +101,23 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Memory:
-    """The memory of one rank in one training, or evaluation; plans are made when they are asked for.
+    """The memory of one rank in a training or an evaluation; plans are made on request.
 
     Attributes:
-        module: that runs; an engine may hold it.
+        module: the module that runs; an engine may hold it.
         trains: whether masters, gradients and optimizer state are made.
-        optimizers: over its parameters.
-        micro_batches: backward passes per step.
-        setting: as configured.
-        dtypes: of the parameters, by their ids, before an engine made them 16-bit.
+        optimizers: optimizers of its parameters.
+        micro_batches: number of backward passes per step.
+        setting: the configured setting.
+        dtypes: dtypes of the parameters before an engine made them 16-bit, by the ids of the parameters.
         units: see :func:`~lightning_zero.planning.plan.plan`.
         native: see :func:`~lightning_zero.update.choose_updater`.
-        device: that trains; ``meta`` stands for a GPU that is not there.
+        device: the training device; ``meta`` stands for a GPU that this machine lacks.
         world_size: number of ranks.
-        rank: of this process.
-        candidates: changes that may take less: what the user types, and the setting with it.
-        hint: a sentence about the memory that is in no plan.
-        trace: activations of a micro-batch, which the plans then have.
+        rank: number of this process's rank.
+        candidates: changes that may take less: the override that the user types, and the setting with it.
+        hint: a sentence about memory that the plan does not include.
+        trace: activations of a micro-batch, which the plans then include.
     """
 
     module: nn.Module
@@ -137,7 +137,7 @@ class Memory:
 
     @cached_property
     def plan(self) -> Plan:
-        """The bytes that the rank holds, takes and sends."""
+        """The plan: bytes that the rank holds, needs at its peak and sends."""
         return self.plan_of(self.setting)
 
     @cached_property
@@ -145,20 +145,20 @@ class Memory:
         """The plans of the candidates, by what the user types."""
         found = {}
         for typed, setting in self.candidates:
-            with contextlib.suppress(ValueError):  # not with these optimizers
+            with contextlib.suppress(ValueError):  # these optimizers cannot train with it
                 found[typed] = self.plan_of(setting)
         return found
 
     @cached_property
     def remedies(self) -> list[Remedy]:
-        """Changes that take less; the one that saves most comes first."""
+        """Changes that take less memory; the one that saves most comes first."""
         now = self._critical(self.plan)
         found = [Remedy(typed, now - self._critical(other), other) for typed, other in self.changes.items()]
         return sorted((remedy for remedy in found if remedy.saved > 0), key=lambda r: r.saved, reverse=True)
 
     def report(self) -> RenderableType:
-        """Plan, what is held now, and remedies, to be printed by rich."""
-        engine = next(iter(engines_of(self.module)), None)  # none yet where it was being made
+        """Returns plan, held memory and remedies, to be printed by rich."""
+        engine = next(iter(engines_of(self.module)), None)  # none if memory ran out while it was made
         held = {} if engine is None else held_by(engine)
         return Group(
             _table(self.plan, held, self.rank, device_type(self.device).peak_bytes(self.device)),
@@ -170,7 +170,7 @@ class Memory:
         """The plan with another setting.
 
         Raises:
-            ValueError: for a setting that does not go with these optimizers.
+            ValueError: these optimizers cannot train with the setting.
         """
         size = setting.shard_size
         # Ranks of one shard group are neighbours.
@@ -215,12 +215,12 @@ class Memory:
         )
 
     def _critical(self, planned: Plan) -> int:
-        """The peak of the memory that runs out; of CPU ranks, host and device are the same."""
+        """The peak of the memory that would run out; on CPU ranks, host and device are the same memory."""
         return planned.peak.total if device_type(self.device).shares_host_memory else planned.peak.device
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory of the device or of the host has run out, here or in what has led to the error."""
+    """Whether an error, or one of its causes, says that memory of the device or of the host has run out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)):
@@ -313,7 +313,7 @@ def _advice(remedies: Sequence[Remedy]) -> Iterator[Table]:
 
 
 def candidates_table(title: str, plans: Mapping[str, Plan], saved: Sequence[int] = ()) -> Table:
-    """Renders what can be typed, with the plan that it leads to, and with ``saved`` what each saves, in bytes."""
+    """Renders overrides with the figures of their plans and, if ``saved`` is given, the bytes that each saves."""
     table = Table(title=title)
     table.add_column("override", no_wrap=True)  # to be copied
     for name in (*(["saved"] if saved else []), "peak on device", "on host", "sent in a step"):

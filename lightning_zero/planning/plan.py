@@ -1,6 +1,6 @@
-"""Memory and traffic of a training, known before it runs.
+"""Plans the memory and traffic of a training before it runs.
 
-Per rank, with Ψ the padded elements of a bucket, S the size of the shard group, R the replicas, k the micro-batches:
+The plan is per rank. Ψ is the number of padded elements of a bucket, S the size of the shard group:
 
     parameters       Ψ in the parameter dtype, device; at stage 3 only while their unit computes
     param_shards     Ψ/S in the parameter dtype, stage 3; below it the shard is a part of ``parameters``
@@ -8,15 +8,16 @@ Per rank, with Ψ the padded elements of a bucket, S the size of the shard group
     optimizer_state  Ψ/S for each name of per-element state
     sharded_gradient Ψ/S in the dtype of :func:`sharded_gradient_dtype`
     gradients        of one backward, in the parameter dtype, until their bucket is reduced
-    reduce_buffer    Ψ in the reduce dtype, and what the collective takes while it runs
-    staging          host memory through which gradients and parameters pass, and device memory of gradients that are on
-                     their way to the host: as much as the executor may keep, as if no copy ended before its wait; and
-                     host memory of tiles on their way from and to a disk, and that of activations which rest there
+    reduce_buffer    Ψ in the reduce dtype, and temporary memory of the collective
+    staging          host memory through which gradients and parameters pass, and device memory of gradients that are
+                     being copied to the host: as much as the executor may keep, as if no copy ended before its wait;
+                     also host memory of tiles on their way from and to a disk, and of activations in host memory
 
-Sizes come from the functions by which the engine allocates, the peak and the traffic from two steps of the runtime's
-own reducer and prefetcher on paper (``recording.py``). Not counted: activations and what a module's own backward takes
-in passing, unless there is a trace of them (``tracing.py``); tensors of a few bytes (scalar state, checksums); buffers
-of NCCL and gloo (whose threads also hold on to the tensors of a collective for a moment after its end).
+Sizes come from the functions by which the engine allocates. The peak and the traffic come from two steps in which the
+runtime's own reducer and prefetcher run without tensors (``recording.py``). Not counted are: activations and temporary
+memory of a module's own backward, unless there is a trace of them (``tracing.py``); tensors of a few bytes (scalar
+state, checksums); buffers of NCCL and gloo (whose threads also keep the tensors of a collective for a moment after its
+end).
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ class BucketPlan:
     """The memory of one bucket on one rank; see the module's docstring.
 
     Attributes:
-        name: of its units.
-        dtype: of its parameters.
-        numel: elements of its parameters.
+        name: names of its units.
+        dtype: dtype of its parameters.
+        numel: number of elements of its parameters.
         padded_numel: Ψ.
-        unsharded: whether ``parameters`` are held between the passes too (stages 0-2).
-        imbalance: how much more the fullest shard holds than the average one, as a fraction of the average, where
-            parameters lie whole; Ψ is larger by it.
+        unsharded: whether ``parameters`` are also held between the passes (stages 0 to 2).
+        imbalance: if parameters are kept whole: the difference between the fullest and the average shard, as a fraction
+            of the average; Ψ is larger by it.
     """
 
     name: str
@@ -84,10 +85,10 @@ class Plan:
     """Memory and traffic of one rank.
 
     Attributes:
-        buckets: in forward order.
+        buckets: the buckets in forward order.
         buffers: the module's buffers (statistics of BatchNorm, ...).
-        staging: host memory through which gradients and parameters pass, and what rests on a disk, at most.
-        peak: of any step, the first included.
+        staging: host memory through which gradients, parameters and tiles of a disk pass, at most.
+        peak: the peak of any step, including the first.
         sent: bytes per step after the first, by collective.
         calls: number of collectives per step after the first.
         copied: bytes per step after the first between device and host memory, ``"h2d"`` and ``"d2h"``.
@@ -110,7 +111,7 @@ class Plan:
 
     @property
     def imbalance(self) -> float:
-        """How much more the fullest shards hold than average ones, over all buckets, as a fraction of the average."""
+        """The difference between the fullest and the average shards over all buckets, as a fraction of the average."""
         total = sum(bucket.numel for bucket in self.buckets)
         return sum(bucket.numel * bucket.imbalance for bucket in self.buckets) / max(total, 1)
 
@@ -157,31 +158,34 @@ def plan(
     """Plans what :class:`Engine` would hold, take and send with the same arguments, without memory of the model's size.
 
     Args:
-        module: as it is given to the engine; it may be on the meta device, and it is not changed.
-        placement: that of an engine, or one on :meth:`Mesh.imagined`. One that does not train plans evaluation: a
-            step is a forward then. ``torch.device("meta")`` stands for a GPU that
-            this machine lacks; on the optimizer store's device, optimizers are tried on a small matrix.
-        optimizers: over the module's parameters; without any, all that require a gradient are reduced, and no state
-            is counted.
+        module: the module as it is given to the engine; it may be on the meta device, and it is not changed.
+        placement: the placement of an engine, or one on :meth:`Mesh.imagined`. A placement that does not train plans an
+            evaluation, in which a step is a forward. ``torch.device("meta")`` stands for a GPU that this machine lacks.
+            Optimizers are tried on a small matrix on the device of the optimizer store.
+        optimizers: optimizers of the module's parameters; without any, all gradients are reduced, and no state is
+            counted.
         native_optimizer: see :func:`~lightning_zero.update.choose_updater`.
         units: see :func:`find_units`.
         bucket_size_mb: see :class:`Engine`.
         persistence_numel: see :class:`Engine`.
         max_live_numel: see :class:`Engine`.
         prefetch_mb: see :class:`Engine`.
-        micro_batches: backward passes per step, >= 1.
-        update_in_backward: see :class:`Engine`; of a training that makes its steps with a closure.
-        recomputed: units run under reentrant checkpointing, which at stage 3 gathers them once more. (Non-reentrant
-            checkpointing recomputes inside the unit's backward, which has gathered it.)
-        dtypes: of the module's parameters, by their ids, before an engine has made them 16-bit.
-        trace: activations of a micro-batch, which the peak then has; it says whether units are recomputed, too.
+        micro_batches: number of backward passes per step, >= 1.
+        update_in_backward: see :class:`Engine`; for a training that makes its steps with a closure.
+        recomputed: whether units run under reentrant checkpointing, which at stage 3 gathers them once more.
+            (Non-reentrant checkpointing recomputes inside the unit's backward, which has gathered it already.)
+        dtypes: dtypes of the module's parameters before an engine made them 16-bit, by the ids of the parameters.
+        trace: activations of a micro-batch, which the peak then includes; it also says whether units are recomputed.
+
+    Returns:
+        The memory of one rank in bytes, and the bytes that it sends and copies in a step.
 
     Raises:
-        ValueError: ``micro_batches`` is less than 1; and what :class:`Engine` refuses.
+        ValueError: ``micro_batches`` is less than 1, or :class:`Engine` would refuse the arguments.
     """
     if micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches!r} must be at least 1")
-    # Groups of the plan's own: what an engine has sent is not mixed with what is imagined.
+    # The plan has its own groups, so that its traffic is not mixed with that of an engine.
     mesh = placement.mesh
     imagined = Mesh.imagined(mesh.shard.size, mesh.replica.size, mesh.world.rank)
     placement = placement._replace(mesh=imagined, block=block_of(optimizers))
@@ -196,7 +200,7 @@ def plan(
     pins = device_type(placement.device).can_pin
     activations = NOTHING if trace is None else Bytes.on_host(trace.on_host, pins)  # kept from step to step
     account = Account()
-    # Optimizer state is there from the first step on, as after a checkpoint was loaded.
+    # Optimizer state counts from the first step on, since a checkpoint may have been loaded.
     held = account.take(sum((row.held for row in rows), buffer_bytes + activations))
     parameters = {
         name: [spec.parameter for spec in specs] for name, specs in parameters_by_unit(module, unit_list).items()
@@ -218,7 +222,7 @@ def plan(
         update_in_backward,
         watched,
     )
-    for first in (True, False):  # the first learns the order of units
+    for first in (True, False):  # the first step learns the order of units
         run.reset_traffic()
         if placement.trains:
             run.step(micro_batches, len(optimizers), first)
@@ -235,7 +239,7 @@ def plan(
 def _footprints(
     forms: Sequence[BucketForm], optimizers: Sequence[Optimizer], placement: BucketPlacement, native: NativeOptimizer
 ) -> list[list[Footprint]]:
-    """Those of the optimizers that update each bucket."""
+    """The footprints of the optimizers that update each bucket, by bucket."""
     footprints: list[list[Footprint]] = [[] for _ in forms]
     for optimizer in optimizers:
         members = {id(p) for p in parameters_of(optimizer)}
@@ -251,7 +255,7 @@ def _row(form: BucketForm, footprints: Sequence[Footprint]) -> BucketPlan:
     placement, layout = form.placement, form.layout
     sharded, size = placement.sharding.shard_params, form.dtype.itemsize
     master = footprints[-1].master if footprints else form.master
-    # Optimizers that share a bucket keep state of the whole shard each.
+    # Each of the optimizers that share a bucket keeps state for the whole shard.
     resting, shards = placement.optimizer_store.resting_memory, placement.param_store
     state = sum(
         (state_of(placement.optimizer_store, footprint, layout.shard_numel) for footprint in footprints), NOTHING

@@ -1,9 +1,9 @@
-"""Whether a plan fits: what it takes against the memory that the ranks' devices, machines and limits have.
+"""Compares a plan with the memory of the ranks' devices and machines, and with the limits of processes.
 
-A :class:`Pool` is memory that one process or several take from: a device, a machine's memory, the limit of a control
-group (a container's), the address space of a process. Each rank says what it wants of which pool (:class:`Claim`); of
-a pool that several ranks name, their claims are added. They are compared with all that a pool has, not with what is
-free at the moment: others may give back what they hold.
+A :class:`Pool` is memory that one or several processes use: a device, a machine's memory, the limit of a control group
+(a container's), the address space of a process. Each rank states how much it wants of which pool (:class:`Claim`), and
+the claims of all ranks on the same pool are added. The sums are compared with the total memory of a pool, not with the
+memory that is free at the moment, since other processes may free theirs.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from lightning_zero.torch_private import bytes_of_storages
 
 Side = Literal["device", "host", "locked"]
 _GIB = 2**30
-# Bytes per element that no plan takes: in fp64, parameters, gradients, masters, their sums and eight states are 96.
+# More bytes per element than any plan takes: fp64 parameters, gradients, masters, their sums and eight states are 96.
 _CEILING, _MORE = 128, 2**28
-# Of addresses: stacks of 8 MiB, and arenas of 64 MiB of the C library, of a few threads. What is freed stays mapped.
+# Address space of a few threads: stacks of 8 MiB, and arenas of 64 MiB of the C library, which stay mapped when freed.
 _RESERVED = 2**27
 _TRIAL = 2**30  # bytes that are pinned for a trial at most
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Memory that is limited.
+    """A limited amount of memory.
 
     Attributes:
-        key: the same for all processes that share it, and no others.
-        name: as in "the memory of the machine".
-        side: what of a plan takes from it.
-        total: bytes.
-        beside: bytes that threads and libraries may take beside any plan.
+        key: equal for exactly those processes that share the pool.
+        name: a name for messages, such as "the memory of the machine".
+        side: the part of a plan that uses the pool.
+        total: bytes of the pool.
+        beside: bytes that threads and libraries may take in addition to any plan.
     """
 
     key: str
@@ -59,10 +59,10 @@ class Claim:
     """The bytes that one rank wants of a pool.
 
     Attributes:
-        rank: that wants it.
-        pool: it comes from there.
-        used: taken already by what is in no plan.
-        wanted: by the plan, at its peak.
+        rank: number of the rank.
+        pool: the pool.
+        used: bytes that the rank uses already and that a plan does not include.
+        wanted: bytes of the plan at its peak.
     """
 
     rank: int
@@ -73,7 +73,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Shortage:
-    """A pool that has less than its ranks want, in bytes."""
+    """A pool that is too small for the claims of its ranks, in bytes."""
 
     pool: Pool
     ranks: tuple[int, ...]
@@ -90,15 +90,15 @@ class Shortage:
 def claims(
     module: nn.Module, engine: Engine | None, device: torch.device, rank: int, root: Path = Path("/")
 ) -> list[Claim]:
-    """Reads what a process has and uses before a fit, of every pool that it takes from; nothing is wanted yet.
+    """Reads all pools of a process, and the memory that it uses before a fit; nothing is wanted yet.
 
-    Memory that the module and an engine hold is not used: a plan counts it.
+    Memory that the module and an engine hold does not count as used, since a plan includes it.
 
     Args:
-        module: to be trained.
-        engine: of an earlier fit.
-        device: that trains.
-        rank: of this process.
+        module: the module to train.
+        engine: the engine of an earlier fit.
+        device: the training device.
+        rank: number of this process's rank.
         root: see :mod:`lightning_zero.limits`.
     """
     kind = device_type(device)
@@ -112,7 +112,7 @@ def claims(
     resident = max(0, sizes.get("RssAnon", 0) + sizes.get("RssShmem", 0) - mine)
     boot, own = limits.boot(root), f"of rank {rank}"
     memory = limits.machine_memory(root)
-    swap = memory.get("SwapTotal", 0)  # slow, but nobody is killed
+    swap = memory.get("SwapTotal", 0)  # it is slow, but no process is killed
     found: list[tuple[Pool, int]] = []
     total = memory.get("MemTotal", limits.physical_memory())
     if total is not None:
@@ -136,33 +136,33 @@ def claims(
 
 
 def _module_bytes(module: nn.Module, device: torch.device) -> int:
-    """Counts what the module's own tensors take of the memory of a device."""
+    """Counts the bytes of a device's memory that the module's own tensors take."""
     tensors = (values_held(tensor) for tensor in (*module.parameters(), *module.buffers()) if not is_lazy(tensor))
     return bytes_of_storages(t for t in tensors if t.device.type == device.type and t.layout is torch.strided)
 
 
 def ceiling(module: nn.Module) -> Peak:
-    """More than any plan of a module takes, at no cost."""
-    numel = sum(p.numel() for p in module.parameters() if not is_lazy(p))  # the engine refuses those that are
+    """Returns an amount that exceeds any plan of a module, without planning."""
+    numel = sum(p.numel() for p in module.parameters() if not is_lazy(p))  # the engine refuses lazy ones
     most = _CEILING * numel + sum(b.numel() * b.element_size() for b in module.buffers() if not is_lazy(b)) + _MORE
     return Peak(most, most, most, most)
 
 
 def with_plan(found: Iterable[Claim], peak: Peak, device: torch.device) -> list[Claim]:
-    """The claims with what a plan wants at its peak."""
+    """Returns the claims with the bytes that a plan wants at its peak."""
     host = peak.total if device_type(device).shares_host_memory else peak.host
     wanted = {"device": peak.device, "host": host, "locked": peak.pinned}
     return [replace(claim, wanted=wanted[claim.pool.side]) for claim in found]
 
 
 def shortages(found: Iterable[Claim]) -> list[Shortage]:
-    """Pools that have less than is claimed of them by all ranks together, in the order of the claims."""
+    """Returns the pools that are too small for the claims of all ranks together, in the order of the claims."""
     by_key: dict[str, list[Claim]] = {}
     for claim in found:
         by_key.setdefault(claim.pool.key, []).append(claim)
     short = []
     for same in by_key.values():
-        # A limit that ranks see differently, as by a change while they start, is the smallest.
+        # If ranks see different limits, for example since a limit changed while they started, the smallest counts.
         pool = min((claim.pool for claim in same), key=lambda pool: pool.total)
         used, wanted = sum(claim.used for claim in same), sum(claim.wanted for claim in same)
         if used + wanted > pool.total:
@@ -171,10 +171,10 @@ def shortages(found: Iterable[Claim]) -> list[Shortage]:
 
 
 def lock_limit_holds(device: torch.device, limit: int) -> bool:
-    """Whether pinning more than RLIMIT_MEMLOCK fails: drivers differ in whether they count against it.
+    """Whether pinning more than RLIMIT_MEMLOCK fails: drivers differ in whether they respect it.
 
-    It is tried with a page more than the limit allows. Where that would take long, the limit is taken to be none that
-    a run reaches.
+    This is tried with a page more than the limit allows. If the limit is so large that the trial would take long, the
+    result is False, since no run is assumed to reach it.
     """
     nbytes = limit + mmap.PAGESIZE
     if nbytes > _TRIAL:
@@ -190,10 +190,10 @@ def lock_limit_holds(device: torch.device, limit: int) -> bool:
 
 
 def fits(found: Sequence[Claim], peak: Peak, device: torch.device) -> bool:
-    """Whether a plan fits that takes as much on every rank."""
+    """Whether a plan with this peak on every rank fits."""
     return not shortages(with_plan(found, peak, device))
 
 
 def in_units(nbytes: int) -> str:
-    """Writes a number of bytes in GiB, or in MiB where it is less than one."""
+    """Writes a number of bytes in GiB, or in MiB if it is less than one GiB."""
     return f"{nbytes / _GIB:,.1f} GiB" if nbytes >= _GIB else f"{nbytes / 2**20:,.0f} MiB"

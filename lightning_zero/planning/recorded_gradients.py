@@ -1,4 +1,4 @@
-"""The gradients of a bucket in a planned step: tensors of which only the sizes are known."""
+"""The gradients of a bucket in a planned step: tensors that have only a size and a place."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class RecordedGradients(Reduction[RecordedTensor]):
     """The gradients of one bucket, from their accumulation until they are cleared; see ``BucketGradients``.
 
     Attributes:
-        reduction: the most bytes that a reduction has taken: of its buffer and of the collective.
-        known_squares: whether the squares of the sharded gradient were noted when it arrived.
+        reduction: the most bytes that a reduction has taken, for its buffer and the collective.
+        known_squares: whether the squares of the sharded gradient were computed when it arrived.
     """
 
     def __init__(self, form: BucketForm, account: Account, lanes: RecordedLanes) -> None:
@@ -36,16 +36,16 @@ class RecordedGradients(Reduction[RecordedTensor]):
 
     @property
     def sharded(self) -> Bytes:
-        """Memory of the sharded gradient, which is kept from step to step."""
+        """Memory of the sharded gradient, which is kept for all steps."""
         return NOTHING if self._sharded is None else self._sharded.amount
 
     @property
     def expected(self) -> int:
-        """The number of gradients that a backward brings, of parameters that an optimizer may update."""
+        """The number of gradients that a backward computes for parameters that an optimizer may update."""
         return sum(p.requires_grad for p in self._form.parameters) if self._form.spec.optimized else 0
 
     def arrive(self, index: int) -> None:
-        """The backward of parameter ``index`` has run."""
+        """Notes that the backward of parameter ``index`` has run."""
         gradient = RecordedTensor(self._form.parameters[index].numel(), self._dtype)
         if index in self._unsharded:  # it is added to that of an earlier micro-batch
             self._account.touch(gradient.amount)
@@ -118,21 +118,21 @@ class RecordedGradients(Reduction[RecordedTensor]):
             self._give(shard)
 
     def read_squares(self) -> None:
-        """Reads the sharded gradient for its norm, where it rests on a disk."""
+        """Notes that the sharded gradient is read for its norm, if it rests on a disk."""
         if (tile := self.tile) is not None:
             piece = min(ops.SQUARES_PIECE, self._form.layout.shard_numel)
             self._account.touch(Bytes(host=piece * tile.dtype.itemsize))
             self._move_tiles(reads=True, writes=False)
 
     def _move_tiles(self, reads: bool, writes: bool = True) -> None:
-        """All of it, where it rests on a disk."""
+        """Notes that all tiles of the sharded gradient are moved, if it rests on a disk."""
         if (tile := self.tile) is not None:
             number = tiles_at_work(tile.numel, self._form.layout.shard_numel) if reads else 1
             self._lanes.sum_tiles(number, aligned(tile.nbytes), (reads + writes) * self.sharded.disk)
 
     @property
     def tile(self) -> RecordedTensor | None:
-        """One of the sharded gradient, where it rests on a disk."""
+        """A tile of the sharded gradient, if it rests on a disk."""
         size = self._placement.optimizer_store.tile
         if size is None or self._sharded is None or not self.sharded.disk:
             return None

@@ -1,9 +1,9 @@
-"""Steps of training in which memory is taken, given back and sent on paper, in the order of a real step.
+"""Runs steps of training without tensors, which count memory and traffic in the order of a real step.
 
 The runtime's own :class:`~lightning_zero.sharding.reducer.Reducer` and
 :class:`~lightning_zero.sharding.prefetch.Prefetcher` decide when buckets are gathered, freed and reduced. Here they
-drive buckets without tensors, which note bytes on an account and collectives on imagined groups. :class:`RecordedRun`
-calls them where the engine and its hooks do.
+drive buckets without tensors, which count bytes on an account and collectives on imagined groups.
+:class:`RecordedRun` calls them at the same places as the engine and its hooks.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ class RecordedRun:
             self._account.give(sum(map(self.buckets[number].optimizer_state, self._footprints[number]), NOTHING))
 
     def _update_early(self, completed: Iterable[RecordedGradients]) -> None:
-        """Updates what may be in the last backward of a step, of which these gradients are complete and reduced."""
+        """Updates, in the last backward of a step, the buckets of these complete and reduced gradients if allowed."""
         for number in (self._of_gradients[id(gradients)] for gradients in completed):
             if self._reducer.last_micro_batch and self._in_backward[number] and number in self._waiting:
                 self._waiting.remove(number)
@@ -300,7 +300,7 @@ class RecordedRun:
 
     @property
     def staging(self) -> Bytes:
-        """Host memory in passing that copies keep."""
+        """Host memory that is kept for copies to pass through."""
         return self._lanes.staging
 
     @property
@@ -314,7 +314,7 @@ class RecordedRun:
         return self._lanes.summed
 
     def reset_traffic(self) -> None:
-        """Counts collectives and copies from here on."""
+        """Starts counting collectives and copies from zero."""
         self._lanes.copied, self._lanes.summed = Counter(), 0
         for group in self._groups():
             group.reset_counters()
@@ -343,12 +343,12 @@ class RecordedRun:
         self._lanes.end_updates()
 
     def _live_in(self, unit: str) -> None:
-        """Activations of a unit's forward come and go."""
+        """Notes the activations of a unit's forward."""
         if self._traced is not None:
             self._account.touch(self._traced.forward(unit))
 
     def _enter_backward(self, number: int) -> None:
-        """Activations before the backward of a unit come and go, beside the parameters of the unit after it."""
+        """Notes the activations before the backward of a unit, while the parameters of the unit after it are there."""
         if self._traced is not None and number >= 0:
             self._account.touch(self._traced.entered(self._names[number]))
 
@@ -399,7 +399,7 @@ class RecordedRun:
 
     @contextlib.contextmanager
     def _beside(self, parameters: Iterable[Parameter]) -> Iterator[None]:
-        """Keeps the activations that have not been used yet on the account, for what runs inside."""
+        """Keeps the activations that have not been used yet on the account inside the context."""
         left = self._account.take(NOTHING if self._traced is None else self._traced.left(parameters))
         yield
         self._account.give(left)

@@ -1,11 +1,11 @@
-"""Activations and operations of one forward and backward, from a run on tensors that have no memory.
+"""Counts activations and operations of one forward and backward, by a run on tensors that have no memory.
 
 The module runs once on fake tensors of the CPU, whose operators choose the same algorithms as with memory (flash
-attention, checkpointing, saved tensors that are packed). Every storage is counted as long as it lives, whoever holds
-it: autograd, a temporary of the backward, the loss. Parameters, buffers and gradients are left out, since a plan has
-them. Where activations rest in host memory, the run moves them as a training does, to memory that is only counted. What
-an operator takes and gives back inside itself is not seen, such as workspaces of cuBLAS and cuDNN, but for that of an
-LSTM on a CPU.
+attention, checkpointing, packed saved tensors). Every storage is counted as long as it lives, whether autograd, a
+temporary of the backward, or the loss holds it. Parameters, buffers and gradients are left out, since a plan counts
+them. If activations rest in host memory, the run moves them as a training does, to memory that is only counted.
+Temporary memory inside an operator is not seen, such as workspaces of cuBLAS and cuDNN, except that of an LSTM on a
+CPU.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class Trace:
 
     Attributes:
         flops: of forward and backward: additions and multiplications of matrix products, convolutions and attention.
-        forward: the most bytes that lived at a time while a unit computed in forward, by its name; those of
-            :data:`~lightning_zero.sharding.partition.ROOT` while none did.
-        backward: the most bytes in backward after the gradient before, until that of a parameter was accumulated, by
-            the parameter's name, in the order in which gradients are accumulated. What lived before the backward of a
-            unit began, in between, is in ``entered``.
-        entered: the most bytes in backward after the gradient before, until the first one of a unit's outputs arrived,
-            by the unit's name.
-        left: the bytes that lived on when the gradient of a parameter had been accumulated, by the parameter's name.
+        forward: the most bytes alive at a time while a unit computed in forward, by its name;
+            :data:`~lightning_zero.sharding.partition.ROOT` stands for the time outside of all units.
+        backward: the most bytes alive in backward between the previous gradient and the accumulation of a parameter's
+            gradient, by the parameter's name, in the order of accumulation. The time before the backward of a unit
+            begins is not in it but in ``entered``.
+        entered: the most bytes alive in backward between the previous gradient and the arrival of the first gradient
+            of a unit's outputs, by the unit's name.
+        left: the bytes still alive after the gradient of a parameter was accumulated, by the parameter's name.
         recomputed: whether units run under reentrant checkpointing.
         on_host: the most bytes in host memory at a time.
-        copied: bytes between device and host memory, ``"d2h"`` and ``"h2d"``.
+        copied: bytes copied between device and host memory, ``"d2h"`` and ``"h2d"``.
     """
 
     flops: int = 0
@@ -91,14 +91,17 @@ def trace(
 
     Args:
         module: on any device, ``meta`` included; it is not changed.
-        loss: runs the forward of the module that it is given, on a batch that it makes, and returns a scalar. All
+        loss: function that runs the forward of the given module on a batch that it makes, and returns a scalar. All
             tensors that it makes are without values.
-        precision: by which parameters and buffers are cast; ``None``: they are not.
+        precision: how parameters and buffers are cast; ``None``: they are not cast.
         units: see :func:`~lightning_zero.sharding.partition.find_units`.
-        activations: which of them rest in host memory; ``None``: none.
+        activations: which activations rest in host memory; ``None``: none.
+
+    Returns:
+        The bytes of activations and the operations of one micro-batch.
 
     Raises:
-        TraceError: where the module's forward asks for values, and for a loss that needs no gradient.
+        TraceError: the module's forward depends on values, or the loss needs no gradient.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     twin = _without_memory(module, precision or MixedPrecisionPolicy(), fake)
@@ -116,7 +119,7 @@ def trace(
 
 
 def _without_memory(module: nn.Module, precision: MixedPrecisionPolicy, fake: FakeTensorMode) -> nn.Module:
-    """A copy on fake CPU tensors, in the dtypes that an engine would give it; ties stay ties."""
+    """Returns a copy on fake CPU tensors, in the dtypes that an engine would give it; tied parameters stay tied."""
     made: dict[int, Tensor] = {}
     norms = {id(p) for m in module.modules() if is_norm(m) for p in m.parameters(recurse=False)}
     attributes = [value for m in module.modules() for value in vars(m).values() if isinstance(value, Tensor)]
@@ -132,7 +135,7 @@ def _without_memory(module: nn.Module, precision: MixedPrecisionPolicy, fake: Fa
 
 
 class _Run:
-    """One forward and backward of a module, watched."""
+    """Watches one forward and backward of a module."""
 
     def __init__(self, module: nn.Module, units: Any, activations: ActivationLimits | None) -> None:
         self._module = module
@@ -152,14 +155,14 @@ class _Run:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Counts what runs inside."""
+        """Makes a context in which operators and storages are counted."""
         handles = []
         for module in self._units:
             handles += [module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._leave)]
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad:
                 handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated(name)))
-        gc.freeze()  # the collector, which is called often, looks at what the run makes
+        gc.freeze()  # the collector runs often, and need only look at objects of this run
         try:
             with self._flops, self._live, self._offload.saving():
                 yield
@@ -193,7 +196,7 @@ class _Run:
             self._forward[where] = max(self._forward.get(where, 0), self._live.most_since())
 
     def _begin_backward(self, unit: str) -> None:
-        if self._in_backward and unit not in self._entered:  # of a unit that is called twice: of the last call
+        if self._in_backward and unit not in self._entered:  # if a unit is called twice, the last call counts
             self._entered[unit] = self._live.most_since()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -210,8 +213,8 @@ class _Run:
     def _accumulated(self, name: str) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
             most = max(self._backward.pop(name, 0), self._live.most_since())
-            gc.collect()  # recomputation without values leaves tensors in cycles, which with values it does not
-            self._backward[name] = most  # last, where it is accumulated more than once
+            gc.collect()  # recomputation leaves tensors in cycles, but only if tensors have no values
+            self._backward[name] = most  # the last value counts if it is accumulated more than once
             if parameter.grad is not None:
                 self._live.disown(parameter.grad)
                 parameter.grad = None
@@ -221,7 +224,7 @@ class _Run:
 
 
 class _Counted:
-    """A copy in host memory, of which only the size is known."""
+    """A copy in host memory that has only a size."""
 
     def __init__(self, nbytes: int, copies: _CountedCopies) -> None:
         self.nbytes, self._copies = nbytes, copies
@@ -234,9 +237,9 @@ class _CountedCopies:
     """Counts copies of storages in host memory instead of making them; see :class:`PinnedCopies`.
 
     Attributes:
-        now: bytes that are there.
-        most: at any time so far.
-        copied: bytes, by direction.
+        now: bytes of the existing copies.
+        most: the most bytes at any time so far.
+        copied: bytes copied, by direction.
     """
 
     def __init__(self) -> None:
@@ -270,16 +273,16 @@ class _Live(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """The bytes that live."""
+        """The bytes of living storages."""
         return self._now
 
     def most_since(self) -> int:
-        """The most bytes since this was asked last."""
+        """The most bytes since the last call of this method."""
         most, self._most = self._most, self._now
         return most
 
     def disown(self, tensor: Tensor) -> None:
-        """Counts the storage of a tensor no longer."""
+        """Stops counting the storage of a tensor."""
         self._forget(id(tensor.untyped_storage()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -295,7 +298,7 @@ class _Live(TorchDispatchMode):
         return result
 
     def _touch(self, nbytes: int) -> None:
-        """An operator took so many bytes inside itself, beside what it returned."""
+        """Notes that an operator used ``nbytes`` of temporary memory."""
         self._most = max(self._most, self._now + nbytes)
 
     def _see(self, storage: torch.UntypedStorage, nbytes: int) -> None:
@@ -312,21 +315,21 @@ class _Live(TorchDispatchMode):
             self._now -= found[1]
 
 
-# What oneDNN takes for a layer of an LSTM. Of the workspace only what is written counts: most of it never becomes
-# resident. The sizes are those that resident memory shows, with oneDNN 3.12 and AVX-512.
+# Memory of oneDNN for a layer of an LSTM. Only the written part of the workspace counts, since most of it never becomes
+# resident. The sizes are measured from resident memory, with oneDNN 3.12 and AVX-512.
 def _recurrent_workspace(batch: Tensor, of_input: Tensor, of_hidden: Tensor) -> int:
-    """The bytes that are kept for backward: gates of all steps, and cells in fp32."""
+    """Bytes that are kept for backward: gates of all steps, and cells in fp32."""
     cells = batch.shape[0] * batch.shape[1] * of_hidden.shape[1]
     return _gates_bytes(batch, of_input) + cells * torch.float32.itemsize
 
 
 def _recurrent_scratch(batch: Tensor, of_input: Tensor, of_hidden: Tensor) -> int:
-    """The bytes of weights in another order, and of gates in passing."""
+    """Bytes of reordered weights and of temporary gates."""
     return of_input.nbytes + of_hidden.nbytes + _gates_bytes(batch, of_input)
 
 
 def _recurrent_gradients(of_input: Tensor, of_hidden: Tensor) -> int:
-    """The bytes of the gradients of weights in another order, in fp32."""
+    """Bytes of reordered gradients of weights, in fp32."""
     return (of_input.numel() + of_hidden.numel()) * torch.float32.itemsize
 
 
@@ -334,7 +337,7 @@ def _gates_bytes(batch: Tensor, of_input: Tensor) -> int:
     return batch.shape[0] * batch.shape[1] * of_input.shape[0] * batch.dtype.itemsize
 
 
-# Operations by the shapes of the arguments. Torch's counter knows attention on a GPU, and no recurrent layers.
+# Operations by the shapes of the arguments. Torch's counter lacks attention on a CPU, and recurrent layers.
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     flops: int = sdpa_flop_count(query, key, value)
     return flops

@@ -1,38 +1,42 @@
 """Parameters, gradients and masters: how they are split over ranks, gathered and reduced.
 
-Glossary, of all floors:
+Glossary of terms that all floors use:
 
 unit
-    A module whose parameters are gathered together, such as one of a transformer's blocks; the rest is the root's.
+    A module whose parameters are gathered together, such as one block of a transformer. Parameters outside of all
+    units belong to the root.
 bucket
-    Parameters of one unit (of several small ones at stages 0 to 2), of one dtype, in one flat buffer: gathered, reduced
-    and updated together.
+    The parameters of one unit (of several small ones at stages 0 to 2) that have one dtype, in one flat buffer. They
+    are gathered, reduced and updated together.
 flat buffer
-    The 1-D tensor in which a bucket's parameters lie one after the other; they are views of it.
+    The 1-D tensor in which a bucket's parameters lie one after the other; the parameters are views of it.
 shard
-    A rank's equal part of a flat buffer, or of anything that is laid out as it.
+    A rank's part of a flat buffer, or of another tensor with the same layout. All shards have the same size.
 segment
-    The part of one parameter that lies in one shard: the unit of update, with hyperparameters and scalar state.
+    The part of one parameter that lies in one shard. Each segment is updated with its own hyperparameters and scalar
+    state.
 run
     Adjacent segments with equal hyperparameters and step, which one kernel call updates.
 tile
-    Segments, or a range of a shard, that are worked on at a time to bound temporary memory.
+    Segments, or a range of a shard, that are processed at a time to limit temporary memory.
 master
-    The values of a shard at full precision, which updates change: the shard itself, a copy, or a split of both.
+    The values of a shard at full precision, which updates change: the shard itself, a copy of it, or a split form in
+    which the shard is the upper half.
 sharded gradient
-    A shard of the averaged gradient; before its reduction a gradient is unsharded, and local: of one rank.
+    A shard of the averaged gradient. Before its reduction a gradient is unsharded and local to one rank.
 unshard, reshard
-    Gather all shards into the flat buffer; free it. A full-precision unshard gathers masters instead.
+    To gather all shards into the flat buffer, and to free it. A full-precision unshard gathers masters instead.
 stale
-    A flat buffer that holds values from before the last update of the shards.
+    Said of a flat buffer that holds values from before the last update of the shards.
 pending
-    A parameter whose values are not there yet, since an update or a deferred gather of its bucket goes on.
+    Said of a parameter whose values are not available yet, since an update or a deferred gather of its bucket is
+    running.
 settle
-    Finish updates and gathers, and take over edits by user code, so that shards and parameters agree.
+    To finish updates and gathers and to take over edits by user code, so that shards and parameters agree.
 store
-    A memory that gives out long-lived tensors: masters, optimizer state, sharded gradients, parameter shards.
+    A memory from which long-lived tensors are allocated: masters, optimizer state, sharded gradients, parameter shards.
 lane, ticket
-    An ordered queue of an executor, such as copies to the host; the handle by which one waits for work in it.
+    An ordered queue of an executor, such as copies to the host, and the handle with which code waits for work in it.
 """
 
 from lightning_zero.sharding.board import Board, Subject

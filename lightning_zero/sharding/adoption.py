@@ -1,6 +1,6 @@
-"""Construction: a bucket takes parameters' initial values, and gets the master that its updates need.
+"""Constructs buckets: a bucket takes the parameters' initial values and gets the master that its updates need.
 
-Masters are made here, before anything is cast, and never from rounded values.
+Masters are made here, before values are cast, and never from rounded values.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def make_bucket(
     layout = bucket.layout
     start, stop = layout.shard_range(placement.mesh.shard.rank)
     sharded = bucket.shards_params and any(isinstance(p, ShardedParameter) for p in bucket.parameters)
-    if sharded:  # the full bucket never exists
+    if sharded:  # the full bucket is never allocated
         flat = torch.empty(layout.padded_numel, dtype=dtype, device=placement.device)
     else:
         full = _initial_values(bucket)
         flat = full if full.dtype == dtype else full.to(dtype)
     shard: Rested = Resident(flat[start:stop], "device")
-    owned: list[_Owned] = []  # what becomes of this rank's part of the values
+    owned: list[_Owned] = []  # the tensors that take this rank's part of the values
     if bucket.shards_params:
         shard = placement.param_store.rest(layout.shard_numel, dtype, f"the parameters of {name}", crosses=True)
         owned.append(_Owned(shard, placement.param_store.memory))
@@ -60,14 +60,14 @@ def make_bucket(
 
 
 class _Owned(NamedTuple):
-    """A tensor that this rank keeps of a bucket: 1-D, Ψ/S, and the memory in which it is changed."""
+    """A tensor of a bucket that this rank keeps (1-D, Ψ/S), and the memory in which it is changed."""
 
     values: Rested
     memory: Memory
 
 
 def _fill(bucket: Bucket, target: _Owned, first: int, source: Tensor, memory: Memory) -> None:
-    """Copies ``source``, in ``memory``, to the elements of ``target`` from ``first`` on."""
+    """Copies ``source``, which is in ``memory``, to the elements of ``target`` from ``first`` on."""
     for low, high in pieces(target.values.tile, first, first + source.numel()):
         with changing(target.values, low, high) as into:
             part = source[low - first : high - first]
@@ -75,7 +75,7 @@ def _fill(bucket: Bucket, target: _Owned, first: int, source: Tensor, memory: Me
 
 
 def _initial_values(bucket: Bucket) -> Tensor:
-    """The full bucket at full precision: 1-D, Ψ, on the device."""
+    """Returns the full bucket at full precision: 1-D, Ψ, on the device."""
     placement = bucket.placement
     full = torch.zeros(bucket.layout.padded_numel, dtype=bucket.initial_dtype, device=placement.device)
     for view, parameter in zip(bucket.views(full), bucket.parameters, strict=True):
@@ -84,7 +84,7 @@ def _initial_values(bucket: Bucket) -> Tensor:
 
 
 def _distribute(bucket: Bucket, flat: Tensor, owned: Sequence[_Owned]) -> None:
-    """Copies this rank's part of the values to what is ``owned``, laid out as the shard, one parameter at a time.
+    """Copies this rank's part of the values to the ``owned`` tensors, laid out as the shard, parameter by parameter.
 
     Parameters become views of ``flat``, which frees their own memory.
     """
@@ -101,7 +101,7 @@ def _distribute(bucket: Bucket, flat: Tensor, owned: Sequence[_Owned]) -> None:
 
 
 def _broadcast(bucket: Bucket, index: int) -> Tensor:
-    """The full values of one parameter, the same on all ranks; 1-D."""
+    """Returns the full values of one parameter, rank 0's on all ranks; 1-D."""
     parameter, placement = bucket.parameters[index], bucket.placement
     sharded = isinstance(parameter, ShardedParameter)
     values = bucket.formats[index].flatten(full_values(parameter)).to(placement.device)
@@ -110,28 +110,28 @@ def _broadcast(bucket: Bucket, index: int) -> Tensor:
 
 
 def _room_for_copy(bucket: Bucket) -> Rested | None:
-    """Room for a master in a tensor of its own, where there must be one: 1-D, Ψ/S, in the optimizer's store."""
+    """Allocates a separate tensor for the master if it needs one: 1-D, Ψ/S, in the optimizer's store."""
     form = bucket.placement.master(bucket.initial_dtype, bucket.dtype, bucket.optimized)
     if not form.pieces:
         return None
     numel, what = bucket.layout.shard_numel, f"the masters of {bucket.name}"
     copy = bucket.placement.optimizer_store.rest(numel, form.dtype, what, crosses=form.crosses)
     if copy.memory == "host":
-        ops.zero_(copy.view(0, numel))  # its pages lie near the threads that will update them
+        ops.zero_(copy.view(0, numel))  # the first touch places its pages near the threads that will update them
     return copy
 
 
 def begin_to_optimize(bucket: Bucket) -> None:
-    """Makes a bucket ready for updates: a parameter of it has joined an optimizer. The same call on all ranks."""
+    """Makes a bucket ready for updates, when one of its parameters has joined an optimizer. Call it on all ranks."""
     if not bucket.optimized:
         bucket.optimized = True
         _complete_master(bucket)
 
 
 def begin_to_train(bucket: Bucket) -> None:
-    """Makes the master that a bucket was made without, of the shard's values; ``rounded`` tells which are too few.
+    """Makes the missing master of a bucket from the shard's values; ``rounded`` lists parameters that lost digits.
 
-    What user code has changed in gathered parameters must be taken over before. The same call on all ranks.
+    Edits of gathered parameters by user code must be absorbed before. Call it on all ranks.
     """
     bucket.placement = bucket.placement._replace(trains=True)
     _complete_master(bucket)
@@ -148,9 +148,9 @@ def _complete_master(bucket: Bucket) -> None:
 
 @torch.no_grad()
 def lay_out_master(bucket: Bucket, split: bool) -> None:
-    """Keeps fp32 masters of 16-bit parameters, on the host, as the CPU optimizers do, split or in one tensor.
+    """Changes fp32 masters of 16-bit parameters on the host to the form of the CPU optimizers: split, or one tensor.
 
-    bf16 ties round away from zero then, in both layouts. The same call on all ranks.
+    In both layouts bf16 ties then round away from zero. Call it on all ranks.
     """
     master = bucket.master
     fitting = isinstance(master, SplitMaster) if split else getattr(master, "ties", None) == "away"

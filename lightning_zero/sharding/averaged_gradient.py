@@ -1,14 +1,14 @@
-"""A gradient of which every rank holds a slice, as a tensor that user code may compute with.
+"""A tensor subclass for gradients of which every rank holds a slice, with which user code can compute.
 
-What is done with one is exact, or an error that says what to do instead:
+Every operation on such a gradient is either exact, or an error that says what to do instead:
 
-* element-wise functions, also in place, act on the slice, without communication. Their other arguments are numbers,
-  tensors of the parameter's shape, the same on all ranks, or gradients of the same parameter. What they return is again
+* Element-wise functions, also in place, act on the slice without communication. Their other arguments may be numbers,
+  tensors of the parameter's shape (equal on all ranks), or gradients of the same parameter. Their results are again
   held in slices.
-* functions that reduce a gradient to one number, such as norms, are collective: a small exchange, in float64.
-* factories (``torch.randn_like``) return ordinary tensors.
+* Functions that reduce a gradient to one number, such as norms, are collective: they need a small exchange, in float64.
+* Factories (``torch.randn_like``) return ordinary tensors.
 
-Everything else would need the values of other ranks, and a function that looks local must not start to communicate.
+All other operations would need the values of other ranks, and a function that looks local must not communicate.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from lightning_zero.torch_private import changes_arguments, make_wrapper, no_tor
 
 @dataclass(frozen=True)
 class Place:
-    """The slice of a parameter's gradient that this rank holds; of equal ones the elements are the same.
+    """Describes the slice of a parameter's gradient that this rank holds; equal places hold the same elements.
 
     Attributes:
-        name: of the parameter.
+        name: name of the parameter.
         format: its shape, and the order of its elements.
-        start: the first element held, in that order.
-        numel: how many are held; may be 0.
+        start: the first held element, in that order.
+        numel: number of held elements; may be 0.
         group: the ranks that hold the other slices.
-        device: of the parameter.
-        slice_device: where the slice can be computed with.
+        device: device of the parameter.
+        slice_device: the device on which the slice can be used in computations.
     """
 
     name: str
@@ -50,13 +50,13 @@ class Place:
     slice_device: torch.device
 
     def like(self, dtype: torch.dtype, device: torch.device | str = "meta") -> Tensor:
-        """A tensor with the parameter's shape and strides; on a real device all elements share their memory."""
+        """Makes a tensor with the parameter's shape and strides; on a real device all elements share memory."""
         if device == "meta":
             return torch.empty_strided(self.format.shape, self.format.strides, dtype=dtype, device=device)
         return torch.empty((), dtype=dtype, device=device).expand(self.format.shape)
 
     def cut(self, full: Tensor) -> Tensor:
-        """The elements of ``full``, which has or can be expanded to the parameter's shape, that this rank holds."""
+        """The elements of ``full`` that this rank holds; ``full`` is expanded to the parameter's shape."""
         piece = torch.empty(self.numel, dtype=full.dtype, device=self.slice_device)
         self.format.read(full.expand(self.format.shape), self.start, piece)
         return piece
@@ -69,7 +69,7 @@ class Slice(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def read(self) -> Tensor:
-        """The elements, 1-D, not to be changed."""
+        """The elements, 1-D; do not change them."""
         ...
 
     def change(self, function: Callable[[Tensor], object]) -> None:
@@ -77,12 +77,12 @@ class Slice(Protocol):
         ...
 
     def norm(self, order: float) -> float | None:
-        """The norm of all slices, where it need not be computed of this one. Collective."""
+        """The norm of all slices if it is known without reading this one, else ``None``. Collective."""
         ...
 
 
 class OwnSlice(NamedTuple):
-    """The slice of a result."""
+    """The slice of a computed result."""
 
     values: Tensor
 
@@ -99,14 +99,14 @@ class OwnSlice(NamedTuple):
         function(self.values)
 
     def norm(self, order: float) -> None:
-        """It must be computed."""
+        """Returns ``None``: the norm must be computed."""
 
 
 class AveragedGradient(Tensor):
-    """See the module's docstring.
+    """A gradient in slices; see the module's docstring.
 
     Args:
-        place: which elements are held here.
+        place: describes the elements that this rank holds.
         held: these elements.
     """
 
@@ -117,13 +117,13 @@ class AveragedGradient(Tensor):
 
     @staticmethod
     def __new__(cls, place: Place, held: Slice) -> Self:
-        with torch.inference_mode(False):  # it outlives the context in which it was first asked for
+        with torch.inference_mode(False):  # it may outlive an inference context in which it is made
             tensor = make_wrapper(cls, place.like(held.dtype), place.device)
         tensor.place, tensor.held = place, held
         return tensor
 
     def __init__(self, place: Place, held: Slice) -> None:
-        """Everything is done by ``__new__``, as for every tensor."""
+        """Do nothing: as for every tensor, ``__new__`` does the work."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -148,12 +148,12 @@ class AveragedGradient(Tensor):
         return first.refuse(name)
 
     def refuse(self, what: str) -> NoReturn:
-        """Say what to do instead."""
+        """Raise an error that says what to do instead."""
         raise RuntimeError(
             f"the gradient of {self.place.name!r} is averaged, and each rank holds a slice of it: {what} needs all of "
-            "it. Element-wise functions of it and of tensors of its shape work, and those that return one number, such "
-            "as norms. Read it whole by lightning_zero.full_grad(parameter), on all ranks. To change it otherwise, "
-            "assign a whole tensor to parameter.grad, the same on all ranks"
+            "it. Element-wise functions with tensors of its shape work, and so do functions that return one number, "
+            "such as norms. To read all of it, call lightning_zero.full_grad(parameter) on all ranks. To change it in "
+            "another way, assign a whole tensor to parameter.grad, the same on all ranks"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -165,14 +165,14 @@ class AveragedGradient(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The gradient itself; what is assigned is copied."""
+        """The gradient itself; an assigned tensor is copied into it."""
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
         self.copy_(value)
 
-    # What torch answers from memory, without a function that could be intercepted.
+    # Torch answers these from memory, without a function that could be intercepted.
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         """Refused."""
@@ -203,7 +203,7 @@ _FACTORIES = frozenset(
     new_empty new_empty_strided new_full new_ones new_zeros""".split()
 )
 _COPIES = frozenset(("_to_copy", "clone"))
-# Those that torch does not tag as such.
+# Element-wise functions that torch does not tag as such.
 _ELEMENT_WISE = _COPIES | frozenset("abs_ copy_ fill_ masked_fill_ zero_".split())
 
 
@@ -211,7 +211,7 @@ _ELEMENT_WISE = _COPIES | frozenset("abs_ copy_ fill_ masked_fill_ zero_".split(
 
 
 def _computed(func: Any, name: str, first: AveragedGradient, args: Any, kwargs: Any) -> Any:
-    """The result of an element-wise function, slice by slice; one in place changes its first argument."""
+    """Computes an element-wise function on slices; an in-place function changes its first argument."""
     place = first.place
 
     def local(value: Any) -> Any:
@@ -240,7 +240,7 @@ def _computed(func: Any, name: str, first: AveragedGradient, args: Any, kwargs: 
 
 
 def _one_by_one(name: str, args: Any, kwargs: Any) -> list[Any] | None:
-    """A function of several lists, of which some hold gradients."""
+    """Computes a function of lists (``torch._foreach_...``), some of which hold gradients, element by element."""
 
     def of(number: int) -> Any:
         def pick(value: Any) -> Any:
@@ -248,7 +248,7 @@ def _one_by_one(name: str, args: Any, kwargs: Any) -> list[Any] | None:
 
         chosen, named = [pick(value) for value in args], {key: pick(value) for key, value in kwargs.items()}
         if name.startswith(("addcdiv", "addcmul")) and len(chosen) > 3:
-            named["value"] = chosen.pop()  # of one tensor by keyword only
+            named["value"] = chosen.pop()  # the function of single tensors takes it by keyword only
         if name == "norm":
             return torch.linalg.vector_norm(*chosen, **named)
         return getattr(Tensor, name)(*chosen, **named)
@@ -261,12 +261,12 @@ def _one_by_one(name: str, args: Any, kwargs: Any) -> list[Any] | None:
 
 
 class _Reduction(NamedTuple):
-    """A function of all elements, as one of what it is of each slice."""
+    """A function of all elements, computed from its values on the slices."""
 
-    partial: Callable[[Tensor], Tensor]  # of a slice that is not empty, float64
-    extreme: bool = False  # the result is the greatest of the parts, else their sum
-    finish: Callable[[float, int], float] = lambda total, numel: total  # of that, and the number of all elements
-    dtype: torch.dtype | None = None  # of the result; `None`: that of the gradient, of sums at least int64
+    partial: Callable[[Tensor], Tensor]  # value on a slice that is not empty; float64
+    extreme: bool = False  # combine the parts by their maximum instead of their sum
+    finish: Callable[[float, int], float] = lambda total, numel: total  # of the combined value and the total numel
+    dtype: torch.dtype | None = None  # of the result; `None`: that of the gradient, for sums at least int64
 
 
 def _sum(values: Tensor) -> Tensor:
@@ -301,13 +301,13 @@ _REDUCTIONS: dict[str, _Reduction | None] = {
     "all": _Reduction(_zeros, finish=lambda total, numel: total == 0, dtype=torch.bool),
     "any": _Reduction(_nonzero, finish=lambda total, numel: total > 0, dtype=torch.bool),
     "count_nonzero": _Reduction(_nonzero, dtype=torch.int64),
-    "linalg_vector_norm": None,  # by its order
+    "linalg_vector_norm": None,  # depends on its order
     "norm": None,
 }
 
 
 def _number(gradient: AveragedGradient) -> complex | float | int | bool:
-    """The value of a gradient of one element. Collective."""
+    """Returns the value of a gradient with one element. Collective."""
     if gradient.numel() != 1:
         return gradient.refuse("its value as a number")
     value = _reduced("sum", gradient, (), {"dtype": gradient.dtype})
@@ -316,13 +316,13 @@ def _number(gradient: AveragedGradient) -> complex | float | int | bool:
 
 
 def _reduced(name: str, gradient: AveragedGradient, args: Any, kwargs: Any) -> Tensor | None:
-    """The result of a function that reduces; ``None`` where it is more than one number."""
+    """Computes a function that reduces; returns ``None`` if the result would be more than one number."""
     args, kwargs, order = list(args), dict(kwargs), 2.0
     dtype = kwargs.pop("dtype", None)
     if name in ("norm", "linalg_vector_norm") and args:
         order = 2.0 if (given := args.pop(0)) is None else float(given)
     dims = kwargs.pop("dim", args.pop(0) if args else None)
-    if isinstance(dims, Tensor):  # the greater ones of two
+    if isinstance(dims, Tensor):  # max and min of two tensors are element-wise
         return None
     every = dims is None or sorted(dim % max(gradient.dim(), 1) for dim in _as_list(dims)) == [*range(gradient.dim())]
     if any(args) or any(kwargs.values()) or not (every or dims == []) or (name in ("max", "min") and dims is not None):
@@ -349,7 +349,7 @@ def _as_list(dims: Any) -> list[int]:
 
 
 def norm_part(values: Tensor, order: float) -> Tensor:
-    """One rank's part of a norm, 0-dim float64: a sum, or with infinite orders the greatest or least magnitude."""
+    """One rank's part of a norm, 0-dim float64: a sum, or for infinite orders the largest or smallest magnitude."""
     if not values.numel():
         return values.new_full((), -torch.inf if order == -torch.inf else 0.0, dtype=torch.float64)
     norm: Tensor = torch.linalg.vector_norm(values, order, dtype=torch.float64)
@@ -359,21 +359,21 @@ def norm_part(values: Tensor, order: float) -> Tensor:
 
 
 def finish_norm(order: float, total: float) -> float:
-    """The norm, of what :func:`reduce_parts` made of :func:`norm_part`."""
+    """The norm, from the result of :func:`reduce_parts` on the values of :func:`norm_part`."""
     if order == -torch.inf:
         return -total
     if order in (0.0, torch.inf):
         return total
-    return float(torch.tensor(total, dtype=torch.float64) ** (1.0 / order))  # of 0 and negative orders: no error
+    return float(torch.tensor(total, dtype=torch.float64) ** (1.0 / order))  # Python's ** would raise for 0 ** -1
 
 
 def reduce_parts(parts: list[Tensor], order: float, place: Place) -> list[float]:
-    """The sums of the ranks' parts, with an infinite ``order`` the greatest of them; the same on all. Collective.
+    """Sums the ranks' parts (for an infinite ``order``: takes their maximum), the same on all ranks. Collective.
 
     Args:
-        parts: 0-dim, float64; of gradients whose slices the group of ``place`` holds.
-        order: as above.
-        place: its name is in messages.
+        parts: 0-dim float64 tensors, of gradients whose slices the group of ``place`` holds.
+        order: order of the norm.
+        place: gives the group, and the name for messages.
     """
     together = [torch.stack([*those]) for _, those in itertools.groupby(parts, lambda part: part.device)]
     mine = torch.cat([device_type(place.device).send(those, place.device) for those in together])

@@ -1,4 +1,4 @@
-"""Short notes of every rank that the others read without its help, when they have waited for it in vain."""
+"""Short notes of every rank. Other ranks can read them without its help, when they have waited for it in vain."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from lightning_zero.advice import Case, advice
 from lightning_zero.limits import has_ended
 
-_SECONDS_TO_ANSWER = 3.0  # of the store; after it the store counts as gone
-_SECONDS_TO_NOTE = 1.0  # of other ranks whose collectives fail at about the same time as this one's
-_SECONDS_BETWEEN = 0.05  # two looks at their notes
-_ANYONE = "-"  # the note of a rank that cannot say for whom it has waited
+_SECONDS_TO_ANSWER = 3.0  # a store that does not answer within this time counts as gone
+_SECONDS_TO_NOTE = 1.0  # time for other ranks to make notes, as their collectives fail at about the same time
+_SECONDS_BETWEEN = 0.05  # time between two reads of their notes
+_ANYONE = "-"  # the note of a rank that does not know for which rank it has waited
 
 
 class Subject(StrEnum):
-    """The subjects of notes; of each a rank's last note counts."""
+    """The subjects of notes; for each subject, a rank's last note counts."""
 
     FAILURE = "failure"  # the error that ended this rank's part
-    LOADER = "loader"  # where its loader ran out
+    LOADER = "loader"  # the batch at which its loader ended
     WAIT = "wait"  # the rank for which this one has waited in vain
 
 
@@ -32,15 +32,15 @@ class SilentStoreError(RuntimeError):
 
 
 class Board:
-    """Notes of all ranks in the store of the process group, which rank 0's process keeps as long as it lives.
+    """Notes of all ranks in the store of the process group, which exists as long as rank 0's process.
 
     Args:
-        rank: this process's.
+        rank: number of this process's rank.
         size: number of ranks.
-        store: shared by them; ``None``: nothing is noted.
-        name: of this board among others in the store.
-        hosts: each rank's; none where they are not known.
-        processes: each rank's :func:`~lightning_zero.limits.process_name`; likewise.
+        store: store that all ranks share; ``None``: nothing is noted.
+        name: name of this board among others in the store.
+        hosts: host name of each rank; empty if unknown.
+        processes: :func:`~lightning_zero.limits.process_name` of each rank; empty if unknown.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Board:
         self._silent = False
 
     def describe(self, ranks: Iterable[int]) -> str:
-        """Names ranks and, where there are several nodes, theirs, as in ``ranks 2, 3 on node1``."""
+        """Names ranks and, if there are several nodes, their nodes, as in ``ranks 2, 3 on node1``."""
         by_host: dict[str, list[int]] = {}
         for rank in ranks:
             by_host.setdefault(self.place(rank), []).append(rank)
@@ -68,16 +68,16 @@ class Board:
         )
 
     def place(self, rank: int) -> str:
-        """Where a rank is, as in `` on node1``; nothing where there is one node."""
+        """Names the node of a rank, as in `` on node1``; empty if there is only one node."""
         return f" on {self._hosts[rank]}" if self._hosts else ""
 
     def put(self, subject: Subject, text: str) -> None:
-        """Note ``text`` in the place of what this rank noted before; where the store is gone nobody can read it."""
-        with contextlib.suppress(RuntimeError):  # of a rank that ends because rank 0 has ended
+        """Note ``text`` instead of this rank's earlier note; if the store is gone, nothing happens."""
+        with contextlib.suppress(RuntimeError):  # this rank ends because rank 0 has ended
             self._ask(lambda store: store.set(f"{subject}/{self.rank}", text))
 
     def read(self, subject: Subject) -> dict[int, str]:
-        """The notes by rank, of those that made one; waits for nobody.
+        """The notes by rank, of the ranks that have made one; does not wait.
 
         Raises:
             RuntimeError: the store is gone.
@@ -92,11 +92,11 @@ class Board:
         return {rank: note for rank, note in notes.items() if note}
 
     def _ask(self, use: Callable[[Store], None]) -> None:
-        """Use the store if there is one, for a limited time: where its node is cut off, its connection waits for ever.
+        """Use the store, if there is one, for a limited time: if its node is cut off, its connection waits forever.
 
         Raises:
-            SilentStoreError: it has not answered in time. Nobody asks it again.
-            RuntimeError: it is gone.
+            SilentStoreError: the store has not answered in time. It is not asked again.
+            RuntimeError: the store is gone.
         """
         store, errors = self._store, list[RuntimeError]()
         if store is None:
@@ -110,7 +110,7 @@ class Board:
             except RuntimeError as error:
                 errors.append(error)
 
-        # A daemon does not keep the process where the store never answers.
+        # A daemon thread does not keep the process alive if the store never answers.
         thread = threading.Thread(target=run, name="lightning_zero-board", daemon=True)
         thread.start()
         thread.join(_SECONDS_TO_ANSWER)
@@ -121,7 +121,7 @@ class Board:
             raise errors[0]
 
     def explain(self) -> str:
-        """Say why other ranks may be missing, as far as they noted it; else nothing."""
+        """Say why other ranks may be missing, from their notes; empty if they noted nothing."""
         try:
             return self._noted()
         except SilentStoreError:
@@ -137,15 +137,15 @@ class Board:
         return uneven_loaders(self.read(Subject.LOADER), self.size)
 
     def find_missing(self, awaited: int | None, ended: bool = False) -> list[int]:
-        """The ranks because of which this one has waited in vain; none where that cannot be said.
+        """Find the ranks that caused this one to wait in vain; empty if they cannot be found.
 
-        A rank for which others wait may itself wait for one; who does so notes it, and of those that do not the first
-        in the row is missing.
+        A rank for which others wait may itself wait for another one, and notes this. Following these notes leads to the
+        first rank without such a note, which is the missing one.
 
         Args:
             awaited: the rank for which this one has waited; ``None``: any of the others.
-            ended: whether it has closed its connections. Where its process has ended, too, it notes nothing more, and
-                this rank goes on at once, before a launcher that has seen one end ends this one as well.
+            ended: whether that rank has closed its connections. If its process has ended, it makes no more notes. Then
+                this rank does not wait for them, since a launcher that saw that process end may soon end this one.
         """
         deadline = time.monotonic() + _SECONDS_TO_NOTE
         self.put(Subject.WAIT, _ANYONE if awaited is None else str(awaited))
@@ -156,7 +156,7 @@ class Board:
                 if not missing or over:
                     return missing
                 time.sleep(_SECONDS_BETWEEN)
-        except RuntimeError:  # the store is gone, and with it what others have noted
+        except RuntimeError:  # the store is gone, and with it the notes
             return [] if awaited is None else [awaited]
 
     def _have_ended(self, ranks: Iterable[int]) -> bool:
@@ -175,10 +175,10 @@ class Board:
 
 
 def uneven_loaders(notes: Mapping[int, str], size: int) -> str:
-    """Say which ranks' loaders ran out where those of others did not; nothing where all are at the same place.
+    """Say which ranks' loaders ended before those of others; empty if all ended at the same batch.
 
     Args:
-        notes: by rank: where its loader ran out last.
+        notes: by rank: the batch at which its loader ended last.
         size: number of ranks.
     """
     if len(notes) in (0, size) and len({*notes.values()}) <= 1:

@@ -6,8 +6,8 @@ Tensors of one bucket on one rank (Ψ elements, padded to S shards):
     shard      1-D, Ψ/S, parameter dtype         the owned part: a slice of ``flat`` (stages 0-2) or its own (stage 3)
     master     Ψ/S, full precision               in the optimizer's store, or the shard itself (see ``masters.py``)
 
-``flat`` is one storage for life. Resharding resizes it to zero bytes: views, also those that autograd saved, then see
-no memory instead of keeping it alive, and see the gathered values again after the next unshard.
+``flat`` keeps the same storage all its life. Resharding resizes the storage to zero bytes. Views, also those that
+autograd saved, then do not keep memory alive, and see the gathered values again after the next unshard.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ class BucketState(Enum):
     """States of a bucket's flat buffer: which parameter values a rank holds."""
 
     SHARDED = auto()  # the shard only; `flat` has no memory and its parameters are freed
-    GATHERING = auto()  # shards are on their way into `flat`; its parameters are still freed
+    GATHERING = auto()  # shards are being gathered into `flat`; its parameters are still freed
     GATHERED = auto()  # `flat` holds the current values of all shards
     STALE = auto()  # `flat` holds values from before the last update of the shards
 
 
 class ParameterSpec(NamedTuple):
-    """A parameter and its name in the module tree (its first, where it is tied)."""
+    """A parameter and its name in the module tree (its first name if it is tied)."""
 
     name: str
     parameter: Parameter
 
 
 class Bucket:
-    """See the module's docstring. :func:`~lightning_zero.sharding.adoption.make_bucket` makes one.
+    """A bucket; see the module's docstring. :func:`~lightning_zero.sharding.adoption.make_bucket` makes one.
 
     Args:
         name: name of the unit, for messages.
         specs: the parameters in module order, all of one dtype, at their initial full-precision values.
-        dtype: dtype that forward and backward see.
-        optimized: whether an optimizer may update them; otherwise no gradient of them is ever reduced.
+        dtype: dtype in forward and backward.
+        optimized: whether an optimizer may update them; otherwise their gradients are never reduced.
         placement: groups, policies, device and stores.
-        detect_data_edits: notice edits through ``data`` at stages 0 to 2 by a checksum; see :meth:`hidden_edit`.
+        detect_data_edits: detect edits through ``data`` at stages 0 to 2 by a checksum; see :meth:`hidden_edit`.
     """
 
     def __init__(
@@ -86,24 +86,24 @@ class Bucket:
         self.segments = self.layout.segments(placement.mesh.shard.rank)
         self.index = {id(p): i for i, p in enumerate(self.parameters)}
         self.state = BucketState.GATHERED
-        self.pins = 0  # open `gathered_parameters` contexts: resharding waits for them
+        self.pins = 0  # number of open `gathered_parameters` contexts, until whose end `flat` is not resharded
         self._full: Tensor | None = None  # 1-D, Ψ, the master's dtype: see `unshard_full_precision`
-        self._flat_views: list[Tensor] = []  # that parameters were before it
+        self._flat_views: list[Tensor] = []  # the parameters' views of `flat` while `_full` is there
         self.flat: Tensor
         self.shard: Rested
         self.master: Master
-        self.rounded: set[int] = set()  # parameters of which a cast has lost digits: no master was there to keep them
-        self.moving: Ticket = DONE  # the last work on its tensors in host memory that may go on beside the training
-        # The last work that reads its master beside the training: whoever changes that waits, but for updates, which
-        # come later in the same lane.
+        self.rounded: set[int] = set()  # indices of parameters that lost digits in a cast, as there was no master
+        self.moving: Ticket = DONE  # the last work on its tensors in host memory that may run beside the training
+        # The last work that reads its master beside the training. Code that changes the master must wait for it, except
+        # updates, which come later in the same lane.
         self.reading: Ticket = DONE
-        self.updating = False  # that is an update, for which nobody has waited
-        self._need: Callable[[], None] | None = None  # gathers it in its turn, where that was deferred
-        self._await_shards: Callable[[], None]  # ends the gather that has begun
+        self.updating = False  # whether `moving` is an update that has not been waited for
+        self._need: Callable[[], None] | None = None  # gathers the bucket in its turn, if its gather was deferred
+        self._await_shards: Callable[[], None]  # ends a gather that has begun
 
     @torch.no_grad()
     def begin(self, flat: Tensor, shard: Rested, master: Master) -> None:
-        """Make the parameters views of ``flat``, which holds their values, or has them in ``shard`` only at stage 3."""
+        """Make the parameters views of ``flat``, which holds their values; at stage 3 only ``shard`` holds them."""
         self.flat, self.shard, self.master = flat, shard, master
         for view, parameter in zip(self.views(flat), self.parameters, strict=True):
             parameter.data = view
@@ -112,12 +112,12 @@ class Bucket:
         self.reshard()
 
     def view(self, flat: Tensor, index: int) -> Tensor:
-        """Parameter ``index`` in ``flat``, any 1-D tensor that is laid out as the flat buffer."""
+        """The view of parameter ``index`` in ``flat``, a 1-D tensor with the layout of the flat buffer."""
         offset = self.layout.offsets[index]
         return self.formats[index].view(flat[offset : offset + self.layout.numels[index]])
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """All parameters in ``flat``; see :meth:`view`."""
+        """The views of all parameters in ``flat``; see :meth:`view`."""
         return [self.view(flat, index) for index in range(len(self.parameters))]
 
     @property
@@ -134,7 +134,7 @@ class Bucket:
 
     @torch.no_grad()
     def begin_unshard(self) -> None:
-        """Begin to give ``flat`` the current values of all shards; nothing happens where it has or will have them."""
+        """Begin to gather the current values of all shards into ``flat``, unless it has them or a gather has begun."""
         if self.state not in (BucketState.GATHERED, BucketState.GATHERING):
             self._begin_unshard()
 
@@ -143,20 +143,20 @@ class Bucket:
         if self.state is BucketState.SHARDED:
             self.flat.untyped_storage().resize_(self.layout.padded_numel * self.dtype.itemsize)
         elif not self.shards_params:
-            self.absorb_edits()  # the shard in `flat` is up to date, user code may have changed it since
-        if self.updating:  # a lane waits for it, and not the training
+            self.absorb_edits()  # user code may have changed the shard in `flat` since its update
+        if self.updating:  # a lane waits for the update, so that the training does not
             what, executor = f"the gather of {self.name}", self.placement.executor
             self.moving = self.placement.mesh.submit(executor, self._gather_updated, what, after=[self.moving])
             self._await_shards = self.moving.wait
         else:
-            alone = self.layout.shards == 1  # nobody sends what arrives here, and who needs it waits for it then
+            alone = self.layout.shards == 1  # the shard need not be sent, so only its readers wait for the copy
             if (fetched := self._fetch_shard(follow=not alone)) is not DONE:
                 self.moving = fetched
             self._await_shards = fetched.wait if alone else self._begin_gather()
         self.state = BucketState.GATHERING
 
     def expect_shard(self) -> None:
-        """Begin to fetch the shard from where it rests, as far as memory in passing has room beside an update's."""
+        """Begin to fetch the shard from a disk, as far as the buffer has room beside that of an update."""
         if self.state is BucketState.SHARDED and not self.updating:
             tiles = self._tiles[: self.placement.tiles_ahead(self.dtype)]
             if tiles:
@@ -165,20 +165,20 @@ class Bucket:
                 self.shard.expect(*tile)
 
     def _fetch_shard(self, follow: bool = True) -> Ticket:
-        """Begin to copy the shard, which nobody updates now, to this rank's part of ``flat``.
+        """Begin to copy the shard, which is not being updated, to this rank's part of ``flat``.
 
         Args:
-            follow: have the current stream wait for that.
+            follow: make the current stream wait for the copy.
         """
-        if not self.shards_params:  # it is a part of `flat`
+        if not self.shards_params:  # the shard is a part of `flat`
             return DONE
-        if self.shard.tile is not None:  # what is fetched would be let go while another thread reads it
+        if self.shard.tile is not None:  # otherwise tiles could be dropped while another thread reads them
             self.placement.await_host(self.reading)
         memories: tuple[Memory, Memory] = self.placement.shard_memory, "device"
         first, stop = self.layout.shard_range(self.placement.mesh.shard.rank)
         target, tiles, fetched = self.flat[first:stop], self._tiles, DONE
         for number, (low, high) in enumerate(tiles):
-            for tile in tiles[number : number + 2]:  # one arrives while another moves on
+            for tile in tiles[number : number + 2]:  # one tile is read while another is copied to the device
                 self.shard.expect(*tile)
             source = self.shard.view(low, high)
             fetched = self.placement.move(target[low:high], source, memories, self.name)
@@ -195,13 +195,13 @@ class Bucket:
         return self.placement.mesh.shard.begin_all_gather_(self.flat, f"gather {self.name}")
 
     def _gather_updated(self) -> None:
-        """In the lane of communication, once the update has ended."""
+        """Gather in the lane of communication, when the update has ended."""
         self._fetch_shard()
         self._begin_gather()()
 
     @torch.no_grad()
     def unshard(self) -> None:
-        """Give ``flat`` the current values of all shards; nothing happens where it has them."""
+        """Gather the current values of all shards into ``flat``, unless it has them."""
         if self._need is not None:
             self._need()
         if self.state is not BucketState.GATHERED:
@@ -215,19 +215,19 @@ class Bucket:
             self.await_update()
         self.begin_unshard()
         self._await_shards()
-        self.updating = False  # the gather came after it
+        self.updating = False  # the gather came after the update
         self.state = BucketState.GATHERED
         for parameter in self.parameters:
             mark_gathered(parameter)
             end_pending(parameter)
-        self._versions = [version_of(p) for p in self.parameters]  # the shard is what it was
+        self._versions = [version_of(p) for p in self.parameters]  # gathering has not changed the shard
 
     def defer(self, need: Callable[[], None], read: Callable[[], None]) -> None:
-        """Leave it to others when parameters may be read, until :meth:`end_deferred`.
+        """Defer the gather of stale parameters to the given functions, until :meth:`end_deferred`.
 
         Args:
             need: called by :meth:`unshard`; gathers this bucket, among others, or raises.
-            read: called before a parameter is read by someone else than a unit's forward.
+            read: called before a parameter is read outside of a unit's forward.
         """
         self._need = need
         for parameter in self.parameters:
@@ -235,11 +235,11 @@ class Bucket:
 
     @property
     def deferred(self) -> bool:
-        """Whether :meth:`defer` was called, and it has not been gathered since."""
+        """Whether :meth:`defer` was called, and the bucket has not been gathered since."""
         return self._need is not None
 
     def end_deferred(self, gather: bool = True) -> None:
-        """Let parameters be read that :meth:`defer` was called for; ``gather`` them now, or when it is their turn."""
+        """End what :meth:`defer` began, so that parameters can be read; ``gather`` them now, or later in their turn."""
         if gather:
             self.begin_unshard()
         self._need = None
@@ -252,11 +252,11 @@ class Bucket:
 
     @torch.no_grad()
     def reshard(self) -> None:
-        """Free ``flat`` where the stage shards parameters and nobody holds them gathered."""
+        """Free ``flat`` if the stage shards parameters and no context holds them gathered."""
         if not self.shards_params or self.pins or self.state is BucketState.SHARDED:
             return
         if self.state is BucketState.GATHERING:
-            self._await_shards()  # they must not arrive in freed memory
+            self._await_shards()  # shards must not arrive in freed memory
         elif self.state is BucketState.GATHERED:
             self.absorb_edits()
         self.flat.untyped_storage().resize_(0)
@@ -268,12 +268,12 @@ class Bucket:
             mark_freed(parameter, name)
 
     def begin_update(self, update: Callable[[], object]) -> Ticket:
-        """Begin to update the shard, by a job in the lane of updates, for which whoever reads a parameter waits.
+        """Begin to update the shard by a job in the lane of updates; code that reads a parameter waits for it.
 
-        No gather is under way, nor what :meth:`expect_shard` has begun. :meth:`mark_updated` must follow.
+        No gather and no fetch by :meth:`expect_shard` may be running. :meth:`mark_updated` must follow.
 
         Returns:
-            What ends with it.
+            A ticket that ends with the update.
         """
         lane, what = self.placement.update_lane, f"the update of {self.name}"
         self.moving = self.placement.executor.submit(update, lane, what, after=[self.moving])
@@ -287,10 +287,10 @@ class Bucket:
                 mark_pending(parameter, self.await_update)
 
     def await_update(self) -> None:
-        """Wait for an update that goes on beside the training: the host for its end, the stream for its copies.
+        """Wait for an update that runs beside the training: the host for its end, the stream for its copies.
 
         Raises:
-            Exception: what it raised, with a note that names the bucket. Again at every call.
+            Exception: the error of the update, with a note that names the bucket. Every call raises it again.
         """
         if self.updating:
             self._await_update()
@@ -299,15 +299,15 @@ class Bucket:
     def _await_update(self) -> None:
         self.moving.wait()
         self.updating = False
-        if self._need is None:  # else they are stale
+        if self._need is None:  # otherwise the parameters are still stale
             for parameter in self.parameters:
                 end_pending(parameter)
 
     def mark_updated(self, indices: Iterable[int]) -> None:
-        """The shards have new values for the parameters ``indices``: what is gathered is out of date."""
+        """Note that the shards have new values for the parameters ``indices``, so that gathered ones are stale."""
         if self.state is BucketState.GATHERING:
-            self.unshard()  # what is on its way is out of date too
-        # As after an update in place: backward through a graph from before it is an error, not a wrong gradient.
+            self.unshard()  # ends the running gather, whose values are stale as well
+        # As after an in-place update: backward through an older graph is an error instead of a wrong gradient.
         torch.autograd.graph.increment_version([self.parameters[i] for i in indices])
         self._remember()
         # With one shard at stages 0 to 2, `flat` is the shard.
@@ -315,31 +315,31 @@ class Bucket:
             self.state = BucketState.STALE
 
     def _remember(self) -> None:
-        """Note what user code sees now, so that a change of it is noticed."""
+        """Remember the state that user code sees now, to detect its changes."""
         self._versions = [version_of(p) for p in self.parameters]
-        # An edit through `data` moves no version. Where the master is another tensor, the next update undoes it, unless
-        # `gathered_parameters(writeback=True)` was around it. To find them takes two passes over the shard and a wait
-        # for the device per step; at stage 3 it would take that per gather.
+        # An edit through `data` does not change the version counter. If the master is another tensor, the next update
+        # undoes the edit, unless `gathered_parameters(writeback=True)` was around it. Detecting such edits takes two
+        # passes over the shard and a wait for the device per step; at stage 3 it would take this per gather.
         watched = self._detect_data_edits and not isinstance(self.master, NoMaster) and not self.shards_params
         if watched:
             self.await_update()
         self._checksum = checksum(self._own_part()) if watched else None
 
     def hidden_edit(self) -> Tensor | None:
-        """Tell whether the shard has other bits than were noted (0-dim bool on the device); ``None``: nobody asks."""
+        """Whether the bits of the shard have changed (0-dim bool on the device); ``None``: detection is off."""
         return None if self._checksum is None else checksum(self._own_part()) != self._checksum
 
     def _own_part(self) -> Tensor:
-        return self.shard.read(0, self.shard.numel)  # of `flat`
+        return self.shard.read(0, self.shard.numel)  # a part of `flat`
 
     @torch.no_grad()
     def absorb_edits(self, everything: bool = False) -> None:
-        """Take over what user code changed in gathered parameters, in place or by assigning ``data``.
+        """Take over changes that user code made to gathered parameters, in place or by assigning ``data``.
 
         Args:
-            everything: also look at parameters whose version counter did not move (changes through ``.data``).
+            everything: also take over parameters whose version counter did not change (edits through ``.data``).
         """
-        # Until they are views of `flat` again, or after an update that whoever edits them would have waited for.
+        # There are no edits during an update or a deferred gather, since editing code would have ended them.
         if self._full is not None or self.updating or self.deferred:
             return
         edited = set()
@@ -351,7 +351,7 @@ class Bucket:
         self.reading.synchronize()
         for segment in self.segments:
             if segment.param in edited:
-                if self.shards_params:  # else it is the same memory
+                if self.shards_params:  # otherwise the parameter and the shard share memory
                     self._take_edit(segment)
                 self.master.derive(segment.start, segment.stop)
         self._remember()
@@ -364,7 +364,7 @@ class Bucket:
                 self.placement.copy(target, source[low - segment.start : high - segment.start], memories, self.name)
 
     def _reattach(self, flat: Tensor, index: int) -> bool:
-        """Make a parameter a view of ``flat`` again where ``data`` was assigned (``module.double()``); True if so."""
+        """Make a parameter a view of ``flat`` again if ``data`` was assigned (``module.double()``); True if so."""
         parameter, start = self.parameters[index], self.layout.offsets[index] * flat.itemsize
         if parameter.data_ptr() == flat.data_ptr() + start or not parameter.numel():
             return False
@@ -375,10 +375,11 @@ class Bucket:
 
     @torch.no_grad()
     def unshard_full_precision(self) -> bool:
-        """Give parameters the masters' full values, in memory that outlives resharding. Collective.
+        """Give parameters the masters' full-precision values, in memory that outlives resharding. Collective.
 
         Returns:
-            Whether :meth:`end_full_precision` must follow: they are views of another tensor than ``flat`` meanwhile.
+            Whether the parameters are now views of another tensor than ``flat``; then :meth:`end_full_precision` must
+            follow.
         """
         if self._full is not None:
             return False
@@ -396,10 +397,10 @@ class Bucket:
 
     @torch.no_grad()
     def end_full_precision(self, writeback: bool) -> None:
-        """Make the parameters views of ``flat`` again and take over what was changed in them meanwhile. Collective.
+        """Make the parameters views of ``flat`` again, and take over changes made in between. Collective.
 
         Args:
-            writeback: take over all values, rank 0's on all ranks; otherwise those whose version counter moved.
+            writeback: take over all values, rank 0's on all ranks; otherwise only those whose version counter changed.
         """
         assert self._full is not None
         full, self._full = self._full, None
@@ -421,7 +422,7 @@ class Bucket:
             self._mark_freed()
 
     def await_moves(self) -> None:
-        """Have the host wait for what moves from or to its tensors in host memory, which it is about to change."""
+        """Make the host wait for copies from and to its tensors in host memory, before it changes them."""
         self.await_update()
         self.placement.await_host(self.moving)
         self.placement.await_host(self.reading)
@@ -429,11 +430,11 @@ class Bucket:
         self.shard.drop(0, self.shard.numel)
 
     def publish(self, start: int, stop: int) -> None:
-        """Derive elements ``[start, stop)`` of the parameter shard from the master, which was changed."""
+        """Derive elements ``[start, stop)`` of the parameter shard from the changed master."""
         self.placement.await_host(self.master.write(start, stop))
 
     def load(self, index: int, values: Tensor) -> None:
-        """Overwrite one parameter with full-precision ``values`` of its shape; ``flat`` becomes out of date."""
+        """Overwrite one parameter with full-precision ``values`` of its shape; ``flat`` becomes stale."""
         self._load_master(index, values)
         self.mark_updated([index])
 
@@ -452,16 +453,16 @@ class Bucket:
         note(index)
 
     def gather_full(self, shard: Tensor, memory: Memory) -> Tensor:
-        """All-gather a 1-D tensor in ``memory``, laid out as the shard; all of it, on the device. Collective."""
+        """All-gather a 1-D tensor in ``memory`` laid out as the shard; returns [Ψ] on the device. Collective."""
         return self.gather_read(lambda start, stop: shard[start:stop], shard.dtype, memory)
 
     def gather_read(self, read: Callable[[int, int], Tensor], dtype: torch.dtype, memory: Memory) -> Tensor:
-        """As :meth:`gather_full`, of what is read a part at a time.
+        """All-gather as :meth:`gather_full` a shard that is read part by part.
 
         Args:
-            read: gives elements ``[start, stop)`` of the shard.
-            dtype: of them.
-            memory: in which it gives them.
+            read: returns elements ``[start, stop)`` of the shard.
+            dtype: dtype of the elements.
+            memory: memory in which ``read`` returns them.
         """
         full = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.placement.device)
         first, last = self.layout.shard_range(self.placement.mesh.shard.rank)
@@ -472,7 +473,7 @@ class Bucket:
         return full
 
     def gather_master(self) -> Tensor:
-        """The full-precision values of all shards, as :meth:`gather_full` gives them. Collective."""
+        """Gather the full-precision values of all shards; see :meth:`gather_full`. Collective."""
         self.await_update()
         return self.gather_read(self.master.read, self.master.dtype, self.master.memory)
 

@@ -1,7 +1,8 @@
-"""A module's buffers, which no rank shards: all have rank 0's.
+"""A module's buffers, which are not sharded: all ranks have rank 0's values.
 
-Rank 0's values reach the others when an engine is made (:func:`convert_buffers`), before whatever shows or saves
-buffers (:func:`broadcast_buffers`), and after a backward in which some rank has changed one (:class:`BufferWatch`).
+Rank 0's values are sent to the other ranks when an engine is made (:func:`convert_buffers`), before code that shows or
+saves buffers (:func:`broadcast_buffers`), and after a backward in which a rank has changed a buffer
+(:class:`BufferWatch`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.storage.accelerators import device_type
 from lightning_zero.torch_private import has_own_apply, version_of
 
-# In training these write their statistics and do not read them: what each rank has gathered matters to nobody.
+# In training these only write their statistics and do not read them, so the values of other ranks do not matter.
 _NORMALIZATIONS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
@@ -34,7 +35,7 @@ def convert_buffers(root: nn.Module, placement: BucketPlacement) -> None:
     converted: dict[int, Tensor] = {}  # a buffer may be registered twice
     for module in root.modules():
         if has_own_apply(module) and next(module.parameters(), None) is None:
-            module.to(placement.device)  # state that is neither parameter nor buffer, as torchmetrics has
+            module.to(placement.device)  # also moves other state, such as that of torchmetrics
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if id(buffer) not in converted:
                 dtype = placement.precision.buffer_dtype(buffer.dtype)
@@ -54,7 +55,7 @@ def broadcast_buffers(root: nn.Module, world: Group) -> None:
 
 
 def _broadcast(buffer: Tensor, world: Group) -> None:
-    # One that was assigned in a validation can be written in that mode only.
+    # A buffer that was assigned in inference mode can only be written in that mode.
     with torch.inference_mode(buffer.is_inference()):
         data = world.broadcast_(buffer.detach().contiguous(), "broadcast a buffer")
         if data.data_ptr() != buffer.data_ptr():
@@ -73,29 +74,29 @@ _Key = tuple[int, str]  # number of the module, and name in it
 
 
 class _Seen(NamedTuple):
-    """A buffer as it was when all ranks had rank 0's."""
+    """The state of a buffer when all ranks last had rank 0's values."""
 
     buffer: Tensor
     version: int
-    checksum: Tensor | None  # in the first steps
+    checksum: Tensor | None  # only in the first steps
 
 
 class BufferWatch:
-    """Finds buffers that a training step changes, and gives every rank rank 0's, in which the next step begins.
+    """Finds buffers that a training step changes, and gives every rank rank 0's values before the next step.
 
-    :class:`~torch.nn.parallel.DistributedDataParallel` broadcasts all buffers before every forward. Here a rank says in
-    the small all-reduce of a step whether it has changed one; only then do ranks compare which, and only those are
-    broadcast. The statistics of torch's own normalization layers are left out while these train. As in torch, a module
-    that has no buffer when training begins is not looked at.
+    :class:`~torch.nn.parallel.DistributedDataParallel` broadcasts all buffers before every forward. Here each rank says
+    in the small all-reduce of a step whether it has changed a buffer. Only if one has, the ranks find out which buffers
+    changed, and broadcast these. The statistics of torch's own normalization layers are left out while the layers
+    train. As in torch, a module that has no buffer when training begins is ignored.
 
-    torch counts changes in place; it does not count those through ``buffer.data``, as codebooks make them. They are
-    found by checksums while :meth:`end_checks` has not been called; a buffer that was changed so once counts as changed
-    in every step. One that is changed so later for the first time is not found.
+    torch counts in-place changes, but not changes through ``buffer.data``, which codebooks make. Those are found by
+    checksums until :meth:`end_checks` is called, and a buffer that was changed in this way counts as changed in every
+    later step. A buffer that is first changed in this way later is not found.
 
-    Values are not compared: a counter that is equal on all ranks is broadcast, too.
+    Values are not compared: a counter that is equal on all ranks is broadcast as well.
 
     Args:
-        root: whose buffers they are, the same on all ranks; all ranks have rank 0's.
+        root: the module with the buffers, the same on all ranks; all ranks have rank 0's values.
         world: all ranks.
         checks: begin with checksums.
     """
@@ -105,16 +106,16 @@ class BufferWatch:
         modules = [m for m in root.modules() if next(m.buffers(recurse=False), None) is not None]
         self._holders = modules if world.size > 1 else []  # one rank has nothing to share
         self._checks = checks
-        self._hidden: set[_Key] = set()  # keys of those that were changed through `data`
+        self._hidden: set[_Key] = set()  # keys of buffers that were changed through `data`
         self._seen: dict[_Key, _Seen] = {}
         self._look()
 
     def has_changed(self) -> bool:
-        """Tell whether this rank has changed a buffer since all had rank 0's."""
+        """Whether this rank has changed a buffer since all ranks had rank 0's values."""
         return any(self._changed(self._watched()))
 
     def share(self) -> None:
-        """Give every rank rank 0's of those buffers that some rank has changed. Collective."""
+        """Give every rank rank 0's values of the buffers that some rank has changed. Collective."""
         buffers = self._watched()
         changed = torch.tensor(self._changed(buffers), dtype=torch.float64)
         device = buffers[0][1].device
@@ -125,7 +126,7 @@ class BufferWatch:
         self._look()
 
     def end_checks(self) -> None:
-        """Take no more checksums: which buffers are changed through ``data`` is known."""
+        """Stop computing checksums, since the buffers that are changed through ``data`` are known."""
         self._checks = False
 
     def _look(self) -> None:
@@ -135,9 +136,9 @@ class BufferWatch:
         )
 
     def _changed(self, buffers: list[tuple[_Key, Tensor]]) -> list[bool]:
-        """Tell of each whether this rank has changed it."""
-        unchanged = set()  # as far as torch counts
-        compared: dict[_Key, Tensor] = {}  # 0-dim bools: whether one has other bits
+        """Whether this rank has changed each of the buffers."""
+        unchanged = set()  # according to torch's counters
+        compared: dict[_Key, Tensor] = {}  # 0-dim bools: whether the bits of a buffer have changed
         for key, buffer in buffers:
             seen = self._seen.get(key)
             if (
@@ -149,14 +150,14 @@ class BufferWatch:
                 unchanged.add(key)
                 if self._checks and seen.checksum is not None:
                     compared[key] = _checksum(buffer) != seen.checksum
-        if compared:  # the host waits once for all
+        if compared:  # one wait of the host for all buffers
             different = torch.stack(list(compared.values())).tolist()
             self._hidden.update(key for key, other in zip(compared, different, strict=True) if other)
         return [key not in unchanged or key in self._hidden for key, _ in buffers]
 
     def _watched(self) -> list[tuple[_Key, Tensor]]:
-        """Those to look at; the same on all ranks."""
-        # The statistics of a normalization layer that trains no longer are read in its forward, so they are among them.
+        """The buffers to watch; the same on all ranks."""
+        # They include the statistics of normalization layers that no longer train, since their forward reads these.
         return [
             ((number, name), buffer)
             for number, module in enumerate(self._holders)

@@ -1,4 +1,4 @@
-"""A checksum of tensors where they are."""
+"""A checksum of tensors, computed on their device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 def checksum(values: Tensor) -> Tensor:
     """The sum of the bits of a 1-D tensor as 64-bit integers; 0-dim int64 on its device."""
-    # Eight bytes at a time, several times as fast as elements; a slice may begin and end inside of eight.
+    # Eight bytes at a time are several times as fast as single elements; a slice may begin and end within eight bytes.
     width = 8 // values.itemsize
     start = min(-values.storage_offset() % width, values.numel())
     stop = start + (values.numel() - start) // width * width

@@ -1,4 +1,4 @@
-"""Buckets before any of their tensors is made: their sizes, dtypes and places, by the rules that make the tensors."""
+"""The sizes, dtypes and places of buckets before their tensors are made, by the rules that make the tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_zero.sharding.placement import BucketPlacement, MasterForm
 
 @dataclass(frozen=True)
 class BucketForm:
-    """A bucket before any of its tensors is made.
+    """A bucket before its tensors are made.
 
     Attributes:
         spec: its parameters.
-        of: what the buckets of the engine share.
+        of: the placement that the buckets of the engine share.
     """
 
     spec: BucketSpec
@@ -27,7 +27,7 @@ class BucketForm:
 
     @property
     def placement(self) -> BucketPlacement:
-        """Its own placement, which for persistent parameters is not that of all."""
+        """Its own placement, which differs from the shared one for persistent parameters."""
         return self.spec.placed(self.of)
 
     @property
@@ -42,7 +42,7 @@ class BucketForm:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that forward and backward see."""
+        """The dtype in forward and backward."""
         return self.spec.dtype
 
     @cached_property
@@ -57,7 +57,7 @@ class BucketForm:
 
     @cached_property
     def master(self) -> MasterForm:
-        """The master that the bucket is made with."""
+        """The form of the master with which the bucket is made."""
         return self.placement.master(self.spec.given, self.dtype, self.spec.optimized)
 
     @property

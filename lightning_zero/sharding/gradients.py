@@ -1,4 +1,4 @@
-"""The gradients of a bucket, from the moment they are accumulated until they are cleared.
+"""The gradients of a bucket, from their accumulation until they are cleared.
 
 Tensors of one bucket on one rank (Ψ elements, padded to S shards):
 
@@ -12,9 +12,9 @@ Tensors of one bucket on one rank (Ψ elements, padded to S shards):
     SHARDED     1-D, Ψ/S, gradient dtype, optimizer store  the first reduction             cleared by ``zero_grad``
                 (see ``sharded_gradient.py``)
 
-Clearing ends all of them; until then several may be held, such as UNSHARDED ones of a second micro-batch beside the
-SHARDED ones of the first. Between steps only the memory of the sharded gradient stays. Beside the tensors goes which
-parameters *received* a gradient on this rank since it was cleared: an optimizer updates no others.
+Clearing removes all of them. Until then several may be held, such as UNSHARDED gradients of a second micro-batch beside
+the SHARDED ones of the first. Between steps only the memory of the sharded gradient is kept. The object also notes
+which parameters *received* a gradient on this rank since the last clearing, since an optimizer updates only those.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class BucketGradients(Reduction[Tensor]):
     """The gradients of one bucket; see the module's docstring.
 
     Attributes:
-        bucket: whose parameters they are of.
-        sharded: this rank's slice of what has been reduced.
-        received: by index of the parameter: whether this rank has seen a gradient since it was cleared.
+        bucket: the bucket of the parameters.
+        sharded: this rank's slice of the reduced gradients.
+        received: by index of the parameter: whether this rank has seen a gradient since the last clearing.
 
     Args:
-        bucket: as above.
+        bucket: the bucket of the parameters.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -66,7 +66,7 @@ class BucketGradients(Reduction[Tensor]):
 
     @property
     def held(self) -> Held:
-        """The parts that exist."""
+        """The parts that are held."""
         held = Held.NONE
         if any(local_grad(p) is not None for p in self.bucket.parameters):
             held |= Held.UNSHARDED
@@ -78,7 +78,7 @@ class BucketGradients(Reduction[Tensor]):
 
     @property
     def expected(self) -> int:
-        """The number of gradients that a backward brings at most, of parameters that an optimizer may update."""
+        """The most gradients that a backward can compute for parameters that an optimizer may update."""
         return sum(p.requires_grad for p in self.bucket.parameters) if self.bucket.optimized else 0
 
     @property
@@ -135,7 +135,7 @@ class BucketGradients(Reduction[Tensor]):
 
     def _reduce_scatter(self, buffer: Tensor) -> Tensor:
         mesh = self._placement.mesh
-        # Before the sum, so that fp16 sums of many ranks stay in range.
+        # Divide before summing, so that fp16 sums over many ranks stay in range.
         buffer.mul_(1.0 / mesh.world.size)
         return mesh.shard.reduce_scatter(buffer, f"reduce the gradients of {self.bucket.name}")
 
@@ -147,7 +147,7 @@ class BucketGradients(Reduction[Tensor]):
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
-        """Multiply all that is held by ``factor``."""
+        """Multiply all held gradients by ``factor``."""
         held = [gradient for p in self.bucket.parameters if (gradient := local_grad(p)) is not None]
         held += [t for t in (self._sum, self._window) if t is not None]
         for gradient in held:
@@ -157,12 +157,12 @@ class BucketGradients(Reduction[Tensor]):
             self.sharded.change(0, self.bucket.layout.shard_numel, lambda values: values.mul_(factor))
 
     def clear(self, indices: Iterable[int], keep_used: bool = False) -> None:
-        """Forget the gradients of some parameters, but for local ones; ``keep_used``: they count as zero gradients."""
+        """Forget the reduced gradients of some parameters; ``keep_used``: they then count as zero gradients."""
         chosen = set(indices)
         if not keep_used:
             for i in chosen:
                 self.received[i] = False
-        # Other ranks' gradients lie in this slice too: only when all are cleared is it empty.
+        # This slice also has gradients of other parameters; it is empty only when all of them are cleared.
         self._cleared |= chosen
         if len(self._cleared) == len(self.bucket.parameters) and not keep_used:
             self.sharded.clear()

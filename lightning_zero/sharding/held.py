@@ -1,9 +1,9 @@
-"""The ``grad`` of a parameter that buckets hold.
+"""The ``grad`` attribute of a parameter that a bucket holds.
 
-Autograd accumulates into a slot of its own, from which gradients are taken when they are reduced: what it holds is the
-*local* gradient, which most of the time is none. Code that asks a parameter for its ``grad`` gets what the
-:class:`GradientSource` of the parameter makes of that and of the sharded gradient. So that it is asked, the parameter
-is of a subclass with a property of that name; nothing else of it is different, and nothing costs time until it is read.
+Autograd accumulates into its own slot, from which gradients are taken when they are reduced. So the slot holds the
+*local* gradient, and most of the time it is empty. Code that reads ``parameter.grad`` gets a value that the parameter's
+:class:`GradientSource` makes from the local and the sharded gradient. For this, the parameter gets a subclass with a
+property ``grad`` as its class. Nothing else changes, and it costs no time until ``grad`` is read.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _slot: Any = Tensor.grad  # autograd's; torch's stub has no descriptor there
 
 
 class GradientSource(Protocol):
-    """Answers for the ``grad`` of parameters."""
+    """Computes and sets the ``grad`` of parameters."""
 
     def read_grad(self, parameter: Parameter) -> Tensor | None:
         """The value of ``parameter.grad``."""
         ...
 
     def assign_grad(self, parameter: Parameter, value: Tensor | None) -> None:
-        """Takes over what is assigned to ``parameter.grad``."""
+        """Takes over a value that is assigned to ``parameter.grad``."""
         ...
 
 
-# By id of the parameter. A source keeps its parameters alive: no other object has the id as long as it is there.
+# By id of the parameter. A source keeps its parameters alive, so no other object can have the id in the meantime.
 _sources: WeakValueDictionary[int, GradientSource] = WeakValueDictionary()
 
 
@@ -47,7 +47,7 @@ def set_local_grad(parameter: Parameter, value: Tensor | None) -> None:
 
 
 class HeldParameter(Parameter):
-    """A parameter whose ``grad`` is answered for by a :class:`GradientSource`; without one it is autograd's."""
+    """A parameter whose ``grad`` comes from a :class:`GradientSource`, or from autograd if it has no source."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -68,7 +68,7 @@ class HeldParameter(Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = type(self)
-        release_parameter(self)  # torch writes the class's name for every other than its own
+        release_parameter(self)  # for other classes than its own, torch would print the class's name
         try:
             return repr(self)
         finally:
@@ -82,22 +82,22 @@ class HeldParameter(Parameter):
 
 @functools.cache
 def _held_class(cls: type[Parameter]) -> type[Parameter]:
-    # Of the same name: to user code it is the parameter that it was.
+    # It has the same name, so that user code sees the same class name.
     return type(cls.__name__, (HeldParameter, cls), {"__module__": cls.__module__})
 
 
 def hold_parameter(parameter: Parameter) -> None:
-    """Have ``parameter.grad`` ask a source."""
+    """Make ``parameter.grad`` come from a source."""
     if not isinstance(parameter, HeldParameter):
         parameter.__class__ = _held_class(type(parameter))
 
 
 def release_parameter(parameter: Parameter) -> None:
-    """Undo :func:`hold_parameter`; the parameter is not freed."""
+    """Undo :func:`hold_parameter`; the parameter must not be freed."""
     if isinstance(parameter, HeldParameter):
         parameter.__class__ = type(parameter).__mro__[2]
 
 
 def answer_for(parameters: Iterable[Parameter], source: GradientSource) -> None:
-    """Make ``source`` the one that is asked; it must keep the parameters alive."""
+    """Make ``source`` the source of the parameters; it must keep them alive."""
     _sources.update((id(parameter), source) for parameter in parameters)

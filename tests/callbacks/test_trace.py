@@ -136,7 +136,7 @@ def fit_others(folder: Path) -> list[str]:
 
 def test_a_training_that_ends_early(pool1: RankPool, tmp_path: Path) -> None:
     (messages,) = pool1.run(fit_others, tmp_path / "trace")
-    assert any("ended after 6 steps, before those after first_step=50" in message for message in messages)
+    assert any("ended after 6 steps, before the first traced one; got first_step=50" in message for message in messages)
     assert any("under DDPStrategy" in message for message in messages)
     slices, _ = read(tmp_path / "trace" / "rank0.json")
     assert sum(each["name"] == Phase.FORWARD for each in slices["training"]) == 2 * RECIPE.micro

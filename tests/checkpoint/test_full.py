@@ -290,7 +290,7 @@ def test_without_a_shared_file_system_rank_0_writes_everything(pool: RankPool, t
     name = "zero3"
     path, other = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
     messages = pool.run(save_seen_by_one, name, str(path))
-    assert "not all ranks see" in messages[0][0]
+    assert "not all ranks share" in messages[0][0]
     pool.run(save_at_end, name, RECIPE, str(other))
     assert_same_files(path, other)
     assert files_in(tmp_path) == {"a.ckpt", "b.ckpt"}

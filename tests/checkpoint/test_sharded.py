@@ -547,7 +547,7 @@ def load_own(folder: str) -> str:
 @ranks(2)
 def test_ranks_need_no_shared_file_system(pool: RankPool, tmp_path: Path) -> None:
     messages = pool.run(save_apart, sharded("zero3"), str(tmp_path))
-    assert "not all ranks see the folder of rank 0" in messages[0][0]
+    assert "not all ranks share the file system of rank 0" in messages[0][0]
     homes = [tmp_path / str(rank) / "a.ckpt" for rank in range(pool.world_size)]
     for rank, home in enumerate(homes):
         assert files_in(home) == {"README.txt", ".metadata", "meta.pt", f"__{rank}_0.distcp"}

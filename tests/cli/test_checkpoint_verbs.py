@@ -145,7 +145,7 @@ def test_every_verb_has_json_and_says_what_it_does() -> None:
         assert "--json" in {option for parameter in verb.params for option in parameter.opts}, name
         assert verb.help, name
     text = invoke("--help").stdout
-    assert "Exit codes: 0 when it is done" in text
+    assert "Exit codes: 0 after success" in text
     assert all(name in text for name in verbs)
 
 

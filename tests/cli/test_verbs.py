@@ -37,7 +37,7 @@ def test_help_is_one_text_in_one_order() -> None:
         for parameter in verb.params:
             assert parameter.help.endswith("."), (name, parameter.name)
     printed = CliRunner().invoke(app, ["--help"], terminal_width=100).stdout
-    for code in ("0 when it is done", "1 after an error", "2 for wrong arguments", "130 after Ctrl-C"):
+    for code in ("0 after success", "1 after an error", "2 for wrong arguments", "130 after Ctrl-C"):
         assert code in printed
 
 

@@ -223,7 +223,7 @@ def test_layers_of_configure_model_go_where_the_choice_says(pool: RankPool) -> N
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"stage": 2}, TypeError, "zero_auto chooses it"),
+        ({"stage": 2}, TypeError, "zero_auto chooses this option"),
         ({"bucket_size": 1}, TypeError, "did you mean 'bucket_size_mb'"),
         ({"device_memory_gb": 0}, ValueError, "device_memory_gb=0 must be"),
         ({"device_memory_gb": 1e300}, ValueError, r"device_memory_gb=1e\+300 must be"),

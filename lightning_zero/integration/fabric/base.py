@@ -1,4 +1,4 @@
-"""The base of the parts of Fabric's strategy: its options, and the engines of the modules that were set up."""
+"""The base class of the parts of Fabric's strategy: its options, and the engines of the modules that were set up."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lightning_zero.update import ShardUpdater
 
 
 class ShardedModule(nn.Module):
-    """Runs the forward of a module through its engine; what ``fabric.setup`` returns wraps it.
+    """Runs the forward of a module through its engine; ``fabric.setup`` returns a wrapper of it.
 
     Attributes:
-        module: of the user.
-        engine: that shards it.
+        module: the user's module.
+        engine: the engine that shards it.
         awaits_backward: whether a forward with gradients has run since the last backward.
     """
 
@@ -35,7 +35,7 @@ class ShardedModule(nn.Module):
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # The end of a pass without gradients frees what a backward that is still to come needs.
+        # The end of a pass without gradients would free parameters that a later backward still needs.
         with contextlib.nullcontext() if self._is_aside() else self.engine.forward_context():
             output = self.module(*args, **kwargs)
         self.awaits_backward |= torch.is_grad_enabled()
@@ -47,10 +47,10 @@ class ShardedModule(nn.Module):
 
 
 class EnginesStrategy(DDPStrategy):
-    """Base of the parts that :class:`~lightning_zero.ZeroFabricStrategy` is made of.
+    """Base class of the parts of :class:`~lightning_zero.ZeroFabricStrategy`.
 
     Attributes:
-        options: as they were given to the constructor.
+        options: the options that were given to the constructor.
     """
 
     options: StrategyOptions
@@ -59,7 +59,7 @@ class EnginesStrategy(DDPStrategy):
 
     @property
     def engines(self) -> list[Engine]:
-        """The engines of the modules that were set up and still are, in the order in which they were."""
+        """The engines of the modules that are set up, in the order of their set-up."""
         return [sharded.engine for sharded in self._sharded]
 
     @property
@@ -68,7 +68,7 @@ class EnginesStrategy(DDPStrategy):
         return sorted(alive, key=lambda sharded: sharded.engine.number)
 
     def _engine_with(self, module: nn.Module) -> Engine | None:
-        """The engine of a module, as the user has it or as ``fabric.setup`` wrapped it."""
+        """The engine of a module, given as the user's module or as the wrapper of ``fabric.setup``."""
         if isinstance(module, ShardedModule):
             return None if module.engine.released else module.engine
         return next((sharded.engine for sharded in self._sharded if sharded.module is module), None)

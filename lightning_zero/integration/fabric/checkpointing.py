@@ -1,4 +1,4 @@
-"""Checkpoints of Fabric: modules and optimizers that are sharded, beside whatever else user code saves."""
+"""Checkpoints of Fabric: sharded modules and optimizers, beside other state of user code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_zero.integration.fabric.base import EnginesStrategy
 from lightning_zero.sharding import Group, Mesh
 from lightning_zero.version import __version__
 
-SCALER = "loss_scaler"  # in the entry on the run that wrote a checkpoint: the running state of its loss scaler
+SCALER = "loss_scaler"  # key of the loss scaler's running state, in the entry that describes the writing run
 
 
 class CheckpointingStrategy(EnginesStrategy):
@@ -25,7 +25,7 @@ class CheckpointingStrategy(EnginesStrategy):
 
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The module's state, full and at full precision on rank 0; elsewhere without what is sharded. Collective."""
+        """The module's state: full and at full precision on rank 0, elsewhere without sharded tensors. Collective."""
         engine = self._engine_with(module)
         if engine is None:
             return super().get_module_state_dict(module)
@@ -55,17 +55,17 @@ class CheckpointingStrategy(EnginesStrategy):
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Save modules, optimizers and other state. All ranks write what they hold of it. Collective.
+        """Save modules, optimizers and other state; each rank writes its part. Collective.
 
         Args:
             path: of the file, or of the folder with ``checkpoint_format="sharded"``.
-            state: names and objects; also lists of modules or optimizers.
-            storage_options: of the ``CheckpointIO``, which then writes on rank 0 alone.
-            filter: by name of an entry: which of its items to save. Reading the values of an item that is sharded
-                gathers it: do that on all ranks.
+            state: objects by name; values may be lists of modules or optimizers.
+            storage_options: for the ``CheckpointIO``, which then writes on rank 0 alone.
+            filter: functions by name of an entry, which say which of its items to save. Reading the values of a sharded
+                item gathers it; do this on all ranks.
         """
         if self._mesh is None:
-            raise RuntimeError("fabric.save came before fabric.launch(); call fabric.launch() first")
+            raise RuntimeError("fabric.save was called before fabric.launch(); call fabric.launch() first")
         contents = {key: self._state_of(value) for key, value in state.items()}
         for key, keeps in (filter or {}).items():
             if isinstance(contents[key], dict):
@@ -85,7 +85,7 @@ class CheckpointingStrategy(EnginesStrategy):
             self.checkpoint_io.save_checkpoint(contents, path, storage_options)
 
     def _state_of(self, value: Any) -> Any:
-        """The part of a checkpoint that an object makes; lazy tensors, where it is sharded."""
+        """The entry of a checkpoint for an object; with lazy tensors if the object is sharded."""
         if isinstance(value, nn.Module):
             engine = self._engine_with(value)
             return value.state_dict() if engine is None else _checkpoint.module_state_dict(engine)
@@ -110,14 +110,14 @@ class CheckpointingStrategy(EnginesStrategy):
         """Load a checkpoint of Fabric or Trainer, by any strategy, into objects. Each rank reads its part. Collective.
 
         Args:
-            path: of a file, or of a folder by ``torch.distributed.checkpoint``.
-            state: what to load into: a module or an optimizer, where the file holds its state and nothing else; or
-                objects by name, as for :meth:`save_checkpoint`. What has no state of its own is replaced in it.
+            path: of a file, or of a folder in the format of ``torch.distributed.checkpoint``.
+            state: the objects to load into: objects by name, as for :meth:`save_checkpoint`, or a module or an
+                optimizer if the file holds only its state. Values without state of their own are replaced.
             strict: all names must be in the checkpoint, and the names in a module must match.
-            weights_only: ``False`` also loads pickled objects, from who you trust.
+            weights_only: ``False`` also loads pickled objects; use it only for files that you trust.
 
         Returns:
-            What was not loaded into ``state``.
+            The entries that were not loaded into ``state``.
 
         Raises:
             KeyError: a name is not in the checkpoint.
@@ -137,7 +137,7 @@ class CheckpointingStrategy(EnginesStrategy):
         if strict and (missing := [name for name in state if name not in loaded]):
             raise KeyError(
                 f"{path} has no {', '.join(map(repr, missing))}; it has {', '.join(map(repr, loaded))}. With "
-                "strict=False what is missing is left as it is"
+                "strict=False objects that are missing in it are left unchanged"
             )
         rest = dict(loaded)
         written_by = rest.pop(WRITTEN_BY, None) or {}
@@ -161,7 +161,7 @@ class CheckpointingStrategy(EnginesStrategy):
                 self._check(item, saved_item)
 
     def _load_into(self, value: Any, saved: Any, strict: bool) -> bool:
-        """Restore an object in place; returns whether it is one that can be."""
+        """Restore an object in place; returns whether this is possible."""
         if isinstance(value, nn.Module):
             self.load_module_state_dict(value, saved, strict)
         elif isinstance(value, Optimizer) and (found := self._updater_of(value)):
@@ -182,12 +182,12 @@ class CheckpointingStrategy(EnginesStrategy):
 
     @property
     def _is_ours(self) -> bool:
-        """Whether nobody has brought a way of their own to read and write checkpoints, so that ours can stand in."""
+        """Whether the user has not passed a ``CheckpointIO``, so that ours reads and writes checkpoints."""
         return type(self.checkpoint_io) is TorchCheckpointIO
 
 
 def _is_list_of_objects(value: Any) -> bool:
-    """Whether all of a list have state of their own, such as the optimizers in a checkpoint of the Trainer."""
+    """Whether a value is a list of objects with state, such as the optimizers in a checkpoint of the Trainer."""
     return isinstance(value, list | tuple) and bool(value) and all(map(_is_stateful, value))
 
 

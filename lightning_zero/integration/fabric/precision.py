@@ -1,4 +1,4 @@
-"""The precision plugin of Fabric, which computes as that of the Trainer."""
+"""The precision plugin of Fabric, which computes in the same way as the Trainer's."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lightning_zero.integration.precision import ZeroPrecision
 class FabricPrecision(Precision):
     """Precision of :class:`ZeroFabricStrategy`: computes as a :class:`~lightning_zero.ZeroPrecision` says.
 
-    Where a module computes in 16 bit, its outputs come back in the default dtype, as with Fabric's own plugins.
+    If a module computes in 16 bits, its outputs are converted to the default dtype, as with Fabric's own plugins.
 
     Args:
         settings: dtypes and loss scaler.
 
     Attributes:
-        device: that trains, from the launch on.
+        device: the training device, set at the launch.
     """
 
     def __init__(self, settings: ZeroPrecision) -> None:

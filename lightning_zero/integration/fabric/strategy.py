@@ -32,7 +32,7 @@ from lightning_zero.update import make_updater
 
 
 class _SyncControl(private.BackwardSyncControl):
-    """Accumulates gradients of all micro-batches but the last of a step."""
+    """Accumulates the gradients of all micro-batches of a step except the last."""
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
@@ -55,18 +55,18 @@ class ZeroFabricStrategy(CheckpointingStrategy):
         fabric.launch()
         model, optimizer = fabric.setup(model, optimizer)
 
-    All of Fabric's methods work as with ``"ddp"``; what is sharded is saved and loaded by all ranks. Modules that are
-    set up apart have engines of their own: one optimizer cannot update parameters of two of them. A loss scaler is
-    saved with every checkpoint that holds a module, and goes on from there.
+    All of Fabric's methods work as with ``"ddp"``; all ranks save and load sharded state together. Modules that are set
+    up in separate calls have separate engines, and one optimizer cannot update parameters of two of them. The state of
+    the loss scaler is saved in every checkpoint that holds a module, and restored from it.
 
     Args:
         stage: 0, 1, 2 or 3.
-        accelerator: as for :class:`lightning.fabric.strategies.DDPStrategy`, with those up to ``precision``.
-        parallel_devices: see there.
-        cluster_environment: see there.
-        checkpoint_io: see there.
+        accelerator: as for :class:`lightning.fabric.strategies.DDPStrategy`.
+        parallel_devices: as for :class:`lightning.fabric.strategies.DDPStrategy`.
+        cluster_environment: as for :class:`lightning.fabric.strategies.DDPStrategy`.
+        checkpoint_io: as for :class:`lightning.fabric.strategies.DDPStrategy`.
         precision: a plugin; a :class:`~lightning_zero.ZeroPrecision` has options that ``Fabric(precision=...)`` lacks.
-        **options: those of :class:`~lightning_zero.ZeroStrategy`, but for ``async_save`` and ``update_in_backward``.
+        **options: those of :class:`~lightning_zero.ZeroStrategy`, except ``async_save`` and ``update_in_backward``.
 
     Raises:
         ValueError: for a value that is not one of those described there, or a combination that cannot work.
@@ -93,8 +93,8 @@ class ZeroFabricStrategy(CheckpointingStrategy):
             )
         if self.options.update_in_backward:
             raise ValueError(
-                "update_in_backward=True works with the Trainer, which says before a backward that a step follows, and "
-                "what comes between; Fabric's own loop says neither. Use update_in_backward=False"
+                "update_in_backward=True works with the Trainer, which tells before a backward whether a step follows, "
+                "and which hooks run between; with Fabric this is not known. Use update_in_backward=False"
             )
         super().__init__(
             accelerator=accelerator,
@@ -164,7 +164,7 @@ class ZeroFabricStrategy(CheckpointingStrategy):
 
     @override
     def module_to_device(self, module: nn.Module) -> None:
-        """Move a module without parameters, such as a metric; others move bucket by bucket when they are set up."""
+        """Move a module without parameters, such as a metric; other modules move bucket by bucket at their set-up."""
         if next(module.parameters(), None) is None:
             module.to(self.root_device)
 
@@ -181,7 +181,7 @@ class ZeroFabricStrategy(CheckpointingStrategy):
 
     def _shard(self, module: nn.Module, optimizers: Sequence[Optimizer] | None) -> ShardedModule:
         if self._mesh is None:
-            raise RuntimeError("fabric.setup came before fabric.launch(); call fabric.launch() first")
+            raise RuntimeError("fabric.setup was called before fabric.launch(); call fabric.launch() first")
         for engine in engines_of(module):  # of an earlier Fabric or Trainer
             engine.release()
         if optimizers:
@@ -201,7 +201,7 @@ class ZeroFabricStrategy(CheckpointingStrategy):
         return sharded
 
     def _check_memory(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Compare the plan with the memory, as of a step of one micro-batch: nobody says how many there will be."""
+        """Compare the plan with the memory, for a step of one micro-batch, since their number is not known."""
         assert self._mesh is not None
         memory = engines.describe_memory(
             module,
@@ -221,9 +221,9 @@ class ZeroFabricStrategy(CheckpointingStrategy):
         engine = next((engine for engine in self.engines if engine.holds(parameters)), None)
         if engine is None:
             raise ValueError(
-                f"{type(optimizer).__name__} has parameters that no single module holds which fabric.setup has set up. "
-                "Set up the module first, and give each module an optimizer of its own; or put the modules into one, "
-                "such as an nn.ModuleDict"
+                f"{type(optimizer).__name__} has parameters that do not all belong to one module that was given to "
+                "fabric.setup. Set up the module first, and give each module its own optimizer; or put the modules "
+                "into one, such as an nn.ModuleDict"
             )
         updater = make_updater(optimizer, engine, self.options.native_optimizer)
         engine.attach([*(u for u in engine.updaters if u.optimizer is not optimizer), updater])
@@ -244,10 +244,10 @@ class ZeroFabricStrategy(CheckpointingStrategy):
 
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Backward through all modules whose forward has run since the last one, and the reduction of gradients."""
-        # Which they are depends on nothing that differs between ranks.
+        """Run backward through all modules whose forward has run since the last one, and reduce their gradients."""
+        # The choice of modules depends on nothing that differs between ranks.
         involved = [sharded.engine for sharded in self._sharded if sharded.awaits_backward] or self.engines
-        # All engines learn of it: they share the scaler, and a graph of an earlier forward may reach any of them.
+        # All engines prepare: they share the scaler, and a graph of an earlier forward may reach any of them.
         loss = [tensor, *(engine.scale_loss(tensor) for engine in self.engines)][-1]
         for engine in involved:
             engine.begin_backward()
@@ -260,7 +260,7 @@ class ZeroFabricStrategy(CheckpointingStrategy):
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, **kwargs)
-        self._engine_of(optimizer).end_step()  # the code that follows may read any parameter
+        self._engine_of(optimizer).end_step()  # the following code may read any parameter
         return output
 
     @override
