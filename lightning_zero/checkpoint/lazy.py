@@ -61,6 +61,7 @@ class LazyTensor(Tensor):
         source: has the values.
         param: which of its tensors this is.
         like: shape, strides, dtype and device, and no more than that.
+        device: of the values that ``source`` gives; default: that of ``like``, or the CPU where that is a meta tensor.
     """
 
     source: Source
@@ -68,12 +69,12 @@ class LazyTensor(Tensor):
     fetched: Tensor | None
 
     @staticmethod
-    def __new__(cls, source: Source, param: int, like: Tensor) -> Self:
-        tensor = make_wrapper(cls, like, torch.device("cpu") if like.is_meta else like.device)
+    def __new__(cls, source: Source, param: int, like: Tensor, device: torch.device | None = None) -> Self:
+        tensor = make_wrapper(cls, like, device or (torch.device("cpu") if like.is_meta else like.device))
         tensor.source, tensor.param, tensor.fetched = source, param, None
         return tensor
 
-    def __init__(self, source: Source, param: int, like: Tensor) -> None:
+    def __init__(self, source: Source, param: int, like: Tensor, device: torch.device | None = None) -> None:
         """Everything is done by ``__new__``, as for every tensor."""
 
     def fetch(self) -> Tensor:
@@ -143,7 +144,7 @@ class StoredTensor(LazyTensor):
         """The values in the order of memory, 1-D, so many bytes at a time."""
         form, size = MemoryFormat(self.shape, self.stride()), max(1, nbytes // self.element_size())
         for start in range(0, self.numel(), size):
-            tile = torch.empty(min(size, self.numel() - start), dtype=self.dtype)
+            tile = torch.empty(min(size, self.numel() - start), dtype=self.dtype, device="cpu")
             self.read_slice(form, start, tile)
             yield tile
 

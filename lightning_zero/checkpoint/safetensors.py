@@ -56,7 +56,8 @@ class SafetensorsFile:
         if entry["dtype"] not in _DTYPES:
             return None
         dtype, (first, _) = _DTYPES[entry["dtype"]], entry["data_offsets"]
-        return _tensor(_Values(self._file, self._start + first, torch.Size(entry["shape"]), dtype, dtype))
+        shape, on_host = torch.Size(entry["shape"]), torch.device("cpu")
+        return _tensor(_Values(self._file, self._start + first, shape, dtype, dtype, on_host))
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class _Values:
         shape: of the tensor, row by row.
         dtype: in the file.
         cast: to which values are cast.
+        device: on which the tensor is to be.
     """
 
     file: Readable
@@ -76,6 +78,7 @@ class _Values:
     shape: torch.Size
     dtype: torch.dtype
     cast: torch.dtype
+    device: torch.device
     live = False
 
     @property
@@ -83,16 +86,16 @@ class _Values:
         return self
 
     def fetch(self, param: int) -> Tensor:
-        full = torch.empty(self.shape, dtype=self.cast)
+        full = torch.empty(self.shape, dtype=self.cast, device="cpu")  # whatever the default device is
         self.read_slice(param, MemoryFormat.of(full), 0, full.view(-1))
-        return full
+        return full.to(self.device)
 
     def read_slice(self, param: int, form: MemoryFormat, start: int, into: Tensor) -> None:
         if form.order != tuple(range(len(self.shape))):  # another order than the file's
             into.copy_(form.flatten(self.fetch(param))[start : start + into.numel()])
             return
         straight = into.device.type == "cpu" and into.is_contiguous() and into.dtype == self.dtype == self.cast
-        values = into if straight else torch.empty(into.numel(), dtype=self.dtype)
+        values = into if straight else torch.empty(into.numel(), dtype=self.dtype, device="cpu")
         if values.numel():
             read_at(self.file, bytes_of(values), self.offset + start * self.dtype.itemsize)
         if values is not into:
@@ -100,20 +103,38 @@ class _Values:
 
 
 class _SafetensorsTensor(StoredTensor):
-    """A tensor that ``to`` casts without reading it."""
+    """A tensor that ``to`` casts, and moves to a device, without reading it."""
 
     source: _Values
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.to and len(args) == 1 and kwargs.keys() <= {"device", "dtype"}:
-            device, dtype = kwargs.get("device"), kwargs.get("dtype")
-            tensor = args[0]
-            if tensor.fetched is None and (device is None or torch.device(device).type == "cpu"):
-                return tensor if dtype in (None, tensor.dtype) else _tensor(replace(tensor.source, cast=dtype))
+        if func is Tensor.to and isinstance(args[0], cls) and args[0].fetched is None:
+            source = args[0].source
+            if (wanted := _moved(source, args[1:], kwargs or {})) is not None:
+                return args[0] if wanted == source else _tensor(wanted)
         return super().__torch_function__(func, types, args, kwargs)
 
 
+def _moved(values: _Values, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Values | None:
+    """The values as a call of ``Tensor.to`` with these arguments wants them; ``None``: it wants what needs them."""
+    device, dtype = kwargs.get("device"), kwargs.get("dtype")
+    if kwargs.keys() - {"device", "dtype", "non_blocking"}:
+        return None
+    for given in args:
+        if isinstance(given, torch.dtype):
+            dtype = given
+        elif isinstance(given, torch.device | str) or type(given) is int:
+            device = given
+        else:
+            return None
+    if device is not None:
+        device = torch.empty(0, device=device).device  # as tensors name it: with its index
+        if device.type == "meta":
+            return None
+    return replace(values, cast=dtype or values.cast, device=device or values.device)
+
+
 def _tensor(values: _Values) -> _SafetensorsTensor:
-    return _SafetensorsTensor(values, 0, torch.empty(values.shape, dtype=values.cast, device="meta"))
+    like = torch.empty(values.shape, dtype=values.cast, device="meta")
+    return _SafetensorsTensor(values, 0, like, values.device)

@@ -377,13 +377,15 @@ def reduce_parts(parts: list[Tensor], order: float, place: Place) -> list[float]
     """
     together = [torch.stack([*those]) for _, those in itertools.groupby(parts, lambda part: part.device)]
     mine = torch.cat([device_type(place.device).send(those, place.device) for those in together])
-    group = place.group
-    if abs(order) != torch.inf:
-        total = group.all_reduce_(mine, f"sum up what ranks hold of the gradient of {place.name}")
-    else:
-        table = mine.new_zeros(group.size * len(mine))
-        table.view(group.size, -1)[group.rank] = mine
-        group.all_gather_(table, f"compare what ranks hold of the gradient of {place.name}")
-        total = table.view(group.size, -1).amax(dim=0)
-    values: list[float] = total.tolist()
+    group, greatest = place.group, abs(order) == torch.inf
+    what = f"{'compare' if greatest else 'sum up'} what ranks hold of the gradient of {place.name}"
+    with group.explaining(what):
+        if greatest:
+            table = mine.new_zeros(group.size * len(mine))
+            table.view(group.size, -1)[group.rank] = mine
+            group.all_gather_(table, what)
+            total = table.view(group.size, -1).amax(dim=0)
+        else:
+            total = group.all_reduce_(mine, what)
+        values: list[float] = total.tolist()
     return values

@@ -119,8 +119,10 @@ class BufferWatch:
         buffers = self._watched()
         changed = torch.tensor(self._changed(buffers), dtype=torch.float64)
         device = buffers[0][1].device
-        counts = self._world.all_reduce_(device_type(device).send(changed, device), "tell which buffers changed")
-        for (_, buffer), count in zip(buffers, counts.tolist(), strict=True):
+        sent = device_type(device).send(changed, device)
+        with self._world.explaining(what := "tell which buffers changed"):
+            counts = self._world.all_reduce_(sent, what).tolist()
+        for (_, buffer), count in zip(buffers, counts, strict=True):
             if count:
                 _broadcast(buffer, self._world)
         self._look()

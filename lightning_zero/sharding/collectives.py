@@ -251,12 +251,25 @@ class Group:
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[_Waiting]:
-        """Say in errors of the backend what this rank was about to do, for whom it waited, and what it had done."""
+        """Let calls of the backend count as waiting for other ranks, and explain their errors."""
+        with self.explaining(what) as waiting, self.timers.phase(Phase.WAIT), named(what):
+            yield waiting
+
+    @contextmanager
+    def explaining(self, what: str) -> Iterator[_Waiting]:
+        """Say in errors of the backend what this rank was about to do, for whom it waited, and what it had done.
+
+        Whoever reads what a collective has left does so inside: that it has failed on a device the host learns when it
+        waits for it.
+        """
         waiting = _Waiting()
         try:
-            with self.timers.phase(Phase.WAIT), named(what):
-                yield waiting
+            yield waiting
+        except (CollectiveError, torch.AcceleratorError):  # explained already, or an error of this rank's own device
+            raise
         except RuntimeError as error:
+            if self.size == 1:
+                raise
             raise CollectiveError(self._explanation(what, waiting.rank, str(error))) from error
 
     def _explanation(self, what: str, awaited: int | None, error: str) -> str:
@@ -319,7 +332,8 @@ class Group:
         header = device_type(device).send(torch.frombuffer(bytearray(own), dtype=torch.uint8), device)
         table = header.new_empty(self.size, _HEADER)
         self._transport(device).gather_headers(table, header, what, self._headers % _DATA_TAG)
-        headers = [bytes(row) for row in table.tolist()]  # where a device has them, one wait for it
+        with self.explaining(what):
+            headers = [bytes(row) for row in table.tolist()]  # where a device has them, one wait for it
         if any(header[:4] != own[:4] for header in headers):
             wants = [header[4:].decode(errors="replace").rstrip() for header in headers]
             raise CollectiveError(disagreement(dict(zip(self._world_ranks, wants, strict=True)), self.board))

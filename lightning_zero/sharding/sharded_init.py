@@ -344,8 +344,9 @@ class ShardedInit:
         own = device_type(self.device).send(torch.tensor(flags), self.device)
         votes = own.new_zeros(world.size, *own.shape)
         votes[world.rank] = own
-        world.all_gather_(votes.view(-1), "see who uses parameters")
-        answers: list[list[bool]] = votes.all(0).tolist()
+        with world.explaining(what := "see who uses parameters"):
+            world.all_gather_(votes.view(-1), what)
+            answers: list[list[bool]] = votes.all(0).tolist()
         return answers
 
 

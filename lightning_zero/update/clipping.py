@@ -176,8 +176,10 @@ class GradientClipping:
         flags = torch.tensor([*received, *left, self._buffer_watch.has_changed()], dtype=torch.float64)
         digests, squares = mesh.digests(), self._squares()
         parts = [device_type(device).send(part, device) for part in (digests, squares, flags)]
-        # The one wait of the host for the device in a step.
-        sums = mesh.world.all_reduce_(torch.cat(parts), "sum up norms and flags").cpu()
+        own = torch.cat(parts)
+        with mesh.world.explaining(what := "sum up norms and flags"):
+            # The one wait of the host for the device in a step.
+            sums = mesh.world.all_reduce_(own, what).cpu()
         sizes = [len(digests), len(squares), len(received), len(left), 1]
         all_digests, totals, users, leavers, (changes,) = (part.tolist() for part in sums.split(sizes))
         mesh.check_digests(all_digests)
@@ -241,7 +243,9 @@ class GradientClipping:
         vector = torch.zeros(len(numbers), dtype=torch.float64, device=device)
         for of_place in flags.values():
             vector += device_type(device).send(of_place, device)
-        counts = self._placement.mesh.world.all_reduce_(vector, "name what is not finite").tolist()
+        world = self._placement.mesh.world
+        with world.explaining(what := "name what is not finite"):
+            counts = world.all_reduce_(vector, what).tolist()
         names = [name for bucket in self._map.buckets for name in bucket.names]
         found = [name for name, count in zip(names, counts, strict=True) if count]
         return ", ".join(found[:limit]) + (f" and {len(found) - limit} more" if len(found) > limit else "")

@@ -9,9 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from device import sim
+from device.test_overlap import Case, start
 from device.where import DevicePool
+from engine import driver
+from helpers import models
 from helpers.ranks import RankError
 from torch import Tensor
+
+from lightning_zero import CollectiveError
+from lightning_zero.sharding import Mesh
+from lightning_zero.storage import make_executor
 
 SCHEDULES = ("eager", "lazy", "random1", "random2")
 
@@ -210,3 +217,35 @@ def takes_a_host_tensor() -> None:
 def test_a_host_tensor_is_refused(device_pool2: DevicePool) -> None:
     with pytest.raises(RankError, match="cpu"):
         device_pool2.run(takes_a_host_tensor)
+
+
+def backward_alone(checked: bool) -> str:
+    """The error of rank 0 in a backward that the other rank does not come to; the host learns it when it waits."""
+    mesh = Mesh.create()
+    executor, device = make_executor(torch.device(sim.DEVICE), overlap=True), torch.device(sim.DEVICE, dist.get_rank())
+    torch.accelerator.set_device_index(device.index)
+    session = start(Case(2, host=False), executor, device, mesh=mesh)
+    mesh.check(checked)
+    batch, message = models.make_batches(1, 1, 1)[0][0][0].to(device), ""
+    with session.engine.forward_context():
+        loss = models.next_token_loss(session.model, batch)
+    dist.barrier()
+    for group in (mesh.world, mesh.shard):
+        assert group.process_group is not None
+        group.process_group.set_timeout(timedelta(seconds=0.5))
+    if dist.get_rank() == 0:
+        with pytest.raises(CollectiveError) as caught:
+            driver.backward(session.engine, loss)
+        message = str(caught.value)
+    dist.all_reduce(torch.zeros(1))  # until then the other rank is there
+    return message
+
+
+@pytest.mark.device
+def test_a_collective_that_fails_on_the_device_is_explained(device_pool2: DevicePool) -> None:
+    """Where headers are compared, and where the step's flags are read, which wait for all that came before."""
+    compared, read = device_pool2.run(backward_alone, True)[0], device_pool2.run(backward_alone, False)[0]
+    for message, what in ((compared, "reduce"), (read, "sum up norms and flags")):
+        assert message.startswith(f"rank 0 of 2 could not {what}"), message
+        assert "failed, or does something else than this one" in message
+        assert "imed out" in message or "timeout" in message.lower(), message

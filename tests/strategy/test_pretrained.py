@@ -57,9 +57,9 @@ class Loaded:
     tied: bool
 
 
-def load_sharded(path: str, options: dict[str, Any], configured: bool) -> Loaded:
+def load_sharded(path: str, options: dict[str, Any], configured: bool, **flags: Any) -> Loaded:
     """Made in `configure_model`, or under `init_module`."""
-    trainer, module, read_at, read = make_trainer("zero3"), Pretrained(path, options), safetensors.read_at, 0
+    trainer, module, read_at, read = make_trainer("zero3", **flags), Pretrained(path, options), safetensors.read_at, 0
     sharded = configured  # a whole parameter would show in what was read
 
     def counted(file: Any, buffer: memoryview, offset: int) -> None:
@@ -75,7 +75,7 @@ def load_sharded(path: str, options: dict[str, Any], configured: bool) -> Loaded
                 module.configure_model()
             sharded = all(isinstance(parameter, ShardedParameter) for parameter in module.parameters())
     with gathered_parameters(module):
-        state = {name: value.clone() for name, value in module.model.state_dict().items()}
+        state = {name: value.to("cpu", copy=True) for name, value in module.model.state_dict().items()}
     first, last = module.model.get_input_embeddings(), module.model.get_output_embeddings()
     return Loaded(state, module.info, sharded, read, first.weight is last.weight)
 
