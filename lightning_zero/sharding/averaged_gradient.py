@@ -1,14 +1,15 @@
-"""A gradient of which every rank holds a slice, as a tensor that user code may compute with.
+"""A tensor that represents an averaged gradient of which each rank holds a slice; user code may compute with it.
 
-What is done with one is exact, or an error that says what to do instead:
+Every operation on it either gives the exact result or raises an error that names the alternative:
 
-* element-wise functions, also in place, act on the slice, without communication. Their other arguments are numbers,
-  tensors of the parameter's shape, the same on all ranks, or gradients of the same parameter. What they return is again
-  held in slices.
-* functions that reduce a gradient to one number, such as norms, are collective: a small exchange, in float64.
-* factories (``torch.randn_like``) return ordinary tensors.
+* Element-wise functions, also in place, act on the slice without communication. Their other arguments may be numbers,
+  tensors that can be expanded to the parameter's shape and are the same on all ranks, or averaged gradients of the same
+  parameter. Results are held in slices again.
+* Functions that reduce a gradient to one number, such as norms, are collective: a small exchange in float64.
+* Factories (``torch.randn_like``) return ordinary tensors.
 
-Everything else would need the values of other ranks, and a function that looks local must not start to communicate.
+All other functions raise. They would need the values of other ranks, and a function that looks local must not
+communicate.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from lightning_zero.torch_private import changes_arguments, make_wrapper, no_tor
 
 @dataclass(frozen=True)
 class Place:
-    """The slice of a parameter's gradient that this rank holds; of equal ones the elements are the same.
+    """The position of this rank's slice in a parameter's gradient. Equal places mean the same elements.
 
     Attributes:
-        name: of the parameter.
-        format: its shape, and the order of its elements.
-        start: the first element held, in that order.
-        numel: how many are held; may be 0.
-        group: the ranks that hold the other slices.
-        device: of the parameter.
-        slice_device: where the slice can be computed with.
+        name: name of the parameter.
+        format: shape of the parameter, and the order of its elements in memory.
+        start: the first element of the slice, in memory order.
+        numel: number of elements of the slice; may be 0.
+        group: the ranks that hold the slices.
+        device: device of the parameter.
+        slice_device: device on which the slice is computed on.
     """
 
     name: str
@@ -50,39 +51,39 @@ class Place:
     slice_device: torch.device
 
     def like(self, dtype: torch.dtype, device: torch.device | str = "meta") -> Tensor:
-        """A tensor with the parameter's shape and strides; on a real device all elements share their memory."""
+        """A tensor of the parameter's shape without values: on ``meta`` with its strides, else one element expanded."""
         if device == "meta":
             return torch.empty_strided(self.format.shape, self.format.strides, dtype=dtype, device=device)
         return torch.empty((), dtype=dtype, device=device).expand(self.format.shape)
 
     def cut(self, full: Tensor) -> Tensor:
-        """The elements of ``full``, which has or can be expanded to the parameter's shape, that this rank holds."""
+        """This rank's slice (1-D) of ``full``, a tensor that can be expanded to the parameter's shape."""
         piece = torch.empty(self.numel, dtype=full.dtype, device=self.slice_device)
         self.format.read(full.expand(self.format.shape), self.start, piece)
         return piece
 
 
 class Slice(Protocol):
-    """The elements of a gradient that this rank holds."""
+    """The elements of an averaged gradient that this rank holds."""
 
     @property
     def dtype(self) -> torch.dtype: ...
 
     def read(self) -> Tensor:
-        """The elements, 1-D, not to be changed."""
+        """The elements, 1-D; callers must not change them."""
         ...
 
     def change(self, function: Callable[[Tensor], object]) -> None:
-        """Call ``function``, which changes the elements in place, on all ranks."""
+        """Call ``function``, which changes the elements in place. The same call on all ranks."""
         ...
 
     def norm(self, order: float) -> float | None:
-        """The norm of all slices, where it need not be computed of this one. Collective."""
+        """The norm over all slices, if it can be had otherwise than from :meth:`read`; else ``None``. Collective."""
         ...
 
 
 class OwnSlice(NamedTuple):
-    """The slice of a result."""
+    """The slice of a computed result, held in a tensor."""
 
     values: Tensor
 
@@ -99,15 +100,15 @@ class OwnSlice(NamedTuple):
         function(self.values)
 
     def norm(self, order: float) -> None:
-        """It must be computed."""
+        """``None``: the norm must be computed from the values."""
 
 
 class AveragedGradient(Tensor):
-    """See the module's docstring.
+    """An averaged gradient held in slices; see the module's docstring.
 
     Args:
-        place: which elements are held here.
-        held: these elements.
+        place: position of this rank's slice.
+        held: the elements of the slice.
     """
 
     place: Place
@@ -117,7 +118,7 @@ class AveragedGradient(Tensor):
 
     @staticmethod
     def __new__(cls, place: Place, held: Slice) -> Self:
-        with torch.inference_mode(False):  # it outlives the context in which it was first asked for
+        with torch.inference_mode(False):  # it may outlive an inference-mode context in which it is made
             tensor = make_wrapper(cls, place.like(held.dtype), place.device)
         tensor.place, tensor.held = place, held
         return tensor
@@ -148,12 +149,16 @@ class AveragedGradient(Tensor):
         return first.refuse(name)
 
     def refuse(self, what: str) -> NoReturn:
-        """Say what to do instead."""
+        """Raise an error for ``what``, an operation that needs the whole gradient.
+
+        Raises:
+            RuntimeError: always; the message names the alternatives.
+        """
         raise RuntimeError(
             f"the gradient of {self.place.name!r} is averaged, and each rank holds a slice of it: {what} needs all of "
-            "it. Element-wise functions of it and of tensors of its shape work, and those that return one number, such "
-            "as norms. Read it whole by lightning_zero.full_grad(parameter), on all ranks. To change it otherwise, "
-            "assign a whole tensor to parameter.grad, the same on all ranks"
+            "it. Element-wise functions of it and of tensors of its shape work, and so do functions that return one "
+            "number, such as norms. To read all of it, call lightning_zero.full_grad(parameter) on all ranks. To "
+            "change it in another way, assign a whole tensor to parameter.grad, the same on all ranks"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -165,29 +170,29 @@ class AveragedGradient(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The gradient itself; what is assigned is copied."""
+        """The gradient itself; an assigned tensor is copied into it."""
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
         self.copy_(value)
 
-    # What torch answers from memory, without a function that could be intercepted.
+    # torch reads memory in these methods without calling `__torch_dispatch__`.
 
     def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refused."""
+        """Raises; see :meth:`refuse`."""
         self.refuse("numpy()")
 
     def tolist(self) -> NoReturn:
-        """Refused."""
+        """Raises; see :meth:`refuse`."""
         self.refuse("tolist()")
 
     def data_ptr(self) -> NoReturn:
-        """Refused."""
+        """Raises; see :meth:`refuse`."""
         self.refuse("data_ptr()")
 
     def untyped_storage(self) -> NoReturn:
-        """Refused."""
+        """Raises; see :meth:`refuse`."""
         self.refuse("untyped_storage()")
 
     def __array__(self, dtype: Any = None) -> NoReturn:
@@ -203,7 +208,7 @@ _FACTORIES = frozenset(
     new_empty new_empty_strided new_full new_ones new_zeros""".split()
 )
 _COPIES = frozenset(("_to_copy", "clone"))
-# Those that torch does not tag as such.
+# Element-wise functions that torch does not tag as `pointwise`.
 _ELEMENT_WISE = _COPIES | frozenset("abs_ copy_ fill_ masked_fill_ zero_".split())
 
 
@@ -211,7 +216,7 @@ _ELEMENT_WISE = _COPIES | frozenset("abs_ copy_ fill_ masked_fill_ zero_".split(
 
 
 def _computed(func: Any, name: str, first: AveragedGradient, args: Any, kwargs: Any) -> Any:
-    """The result of an element-wise function, slice by slice; one in place changes its first argument."""
+    """Compute an element-wise function on the slice; a function in place changes its first argument."""
     place = first.place
 
     def local(value: Any) -> Any:
@@ -240,7 +245,7 @@ def _computed(func: Any, name: str, first: AveragedGradient, args: Any, kwargs: 
 
 
 def _one_by_one(name: str, args: Any, kwargs: Any) -> list[Any] | None:
-    """A function of several lists, of which some hold gradients."""
+    """Compute a ``_foreach_`` function, whose arguments are lists, one element of the lists at a time."""
 
     def of(number: int) -> Any:
         def pick(value: Any) -> Any:
@@ -248,7 +253,7 @@ def _one_by_one(name: str, args: Any, kwargs: Any) -> list[Any] | None:
 
         chosen, named = [pick(value) for value in args], {key: pick(value) for key, value in kwargs.items()}
         if name.startswith(("addcdiv", "addcmul")) and len(chosen) > 3:
-            named["value"] = chosen.pop()  # of one tensor by keyword only
+            named["value"] = chosen.pop()  # the functions of single tensors take it by keyword only
         if name == "norm":
             return torch.linalg.vector_norm(*chosen, **named)
         return getattr(Tensor, name)(*chosen, **named)
@@ -261,12 +266,12 @@ def _one_by_one(name: str, args: Any, kwargs: Any) -> list[Any] | None:
 
 
 class _Reduction(NamedTuple):
-    """A function of all elements, as one of what it is of each slice."""
+    """A function that reduces all elements to one number, computed from one part per slice."""
 
-    partial: Callable[[Tensor], Tensor]  # of a slice that is not empty, float64
-    extreme: bool = False  # the result is the greatest of the parts, else their sum
-    finish: Callable[[float, int], float] = lambda total, numel: total  # of that, and the number of all elements
-    dtype: torch.dtype | None = None  # of the result; `None`: that of the gradient, of sums at least int64
+    partial: Callable[[Tensor], Tensor]  # a slice that is not empty -> its part, 0-dim float64
+    extreme: bool = False  # whether the parts are combined by their maximum, otherwise by their sum
+    finish: Callable[[float, int], float] = lambda total, numel: total  # combined parts, number of elements -> result
+    dtype: torch.dtype | None = None  # of the result; `None`: the gradient's dtype, and int64 for sums of integers
 
 
 def _sum(values: Tensor) -> Tensor:
@@ -301,13 +306,13 @@ _REDUCTIONS: dict[str, _Reduction | None] = {
     "all": _Reduction(_zeros, finish=lambda total, numel: total == 0, dtype=torch.bool),
     "any": _Reduction(_nonzero, finish=lambda total, numel: total > 0, dtype=torch.bool),
     "count_nonzero": _Reduction(_nonzero, dtype=torch.int64),
-    "linalg_vector_norm": None,  # by its order
+    "linalg_vector_norm": None,  # depends on the order: see `_reduced`
     "norm": None,
 }
 
 
 def _number(gradient: AveragedGradient) -> complex | float | int | bool:
-    """The value of a gradient of one element. Collective."""
+    """The value of a gradient with one element, as a Python number. Collective."""
     if gradient.numel() != 1:
         return gradient.refuse("its value as a number")
     value = _reduced("sum", gradient, (), {"dtype": gradient.dtype})
@@ -316,13 +321,13 @@ def _number(gradient: AveragedGradient) -> complex | float | int | bool:
 
 
 def _reduced(name: str, gradient: AveragedGradient, args: Any, kwargs: Any) -> Tensor | None:
-    """The result of a function that reduces; ``None`` where it is more than one number."""
+    """Compute a reduction; ``None`` if the result would be more than one number. Collective."""
     args, kwargs, order = list(args), dict(kwargs), 2.0
     dtype = kwargs.pop("dtype", None)
     if name in ("norm", "linalg_vector_norm") and args:
         order = 2.0 if (given := args.pop(0)) is None else float(given)
     dims = kwargs.pop("dim", args.pop(0) if args else None)
-    if isinstance(dims, Tensor):  # the greater ones of two
+    if isinstance(dims, Tensor):  # `torch.max(a, b)` is element-wise
         return None
     every = dims is None or sorted(dim % max(gradient.dim(), 1) for dim in _as_list(dims)) == [*range(gradient.dim())]
     if any(args) or any(kwargs.values()) or not (every or dims == []) or (name in ("max", "min") and dims is not None):
@@ -349,7 +354,11 @@ def _as_list(dims: Any) -> list[int]:
 
 
 def norm_part(values: Tensor, order: float) -> Tensor:
-    """One rank's part of a norm, 0-dim float64: a sum, or with infinite orders the greatest or least magnitude."""
+    """One rank's part of a norm of a 1-D slice, for :func:`reduce_parts`; 0-dim float64.
+
+    It is the sum of the powers of the magnitudes; for ``order=inf`` the greatest magnitude, for ``order=-inf`` the
+    negative of the least.
+    """
     if not values.numel():
         return values.new_full((), -torch.inf if order == -torch.inf else 0.0, dtype=torch.float64)
     norm: Tensor = torch.linalg.vector_norm(values, order, dtype=torch.float64)
@@ -359,21 +368,25 @@ def norm_part(values: Tensor, order: float) -> Tensor:
 
 
 def finish_norm(order: float, total: float) -> float:
-    """The norm, of what :func:`reduce_parts` made of :func:`norm_part`."""
+    """Compute a norm from ``total``, the result of :func:`reduce_parts` for the parts of :func:`norm_part`."""
     if order == -torch.inf:
         return -total
     if order in (0.0, torch.inf):
         return total
-    return float(torch.tensor(total, dtype=torch.float64) ** (1.0 / order))  # of 0 and negative orders: no error
+    # As a tensor: a total of 0 with a negative order gives infinity, where Python raises.
+    return float(torch.tensor(total, dtype=torch.float64) ** (1.0 / order))
 
 
 def reduce_parts(parts: list[Tensor], order: float, place: Place) -> list[float]:
-    """The sums of the ranks' parts, with an infinite ``order`` the greatest of them; the same on all. Collective.
+    """Combine the parts of all ranks, by their sum or, with an infinite ``order``, their maximum. Collective.
 
     Args:
-        parts: 0-dim, float64; of gradients whose slices the group of ``place`` holds.
-        order: as above.
-        place: its name is in messages.
+        parts: 0-dim, float64, one for each of several gradients; the group of ``place`` holds all their slices.
+        order: order of the norm.
+        place: gives the group and the device; its name appears in error messages.
+
+    Returns:
+        One number for each gradient, the same on all ranks.
     """
     together = [torch.stack([*those]) for _, those in itertools.groupby(parts, lambda part: part.device)]
     mine = torch.cat([device_type(place.device).send(those, place.device) for those in together])

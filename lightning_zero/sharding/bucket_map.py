@@ -1,4 +1,4 @@
-"""The buckets of a module: which of them hold what, and which of them a submodule reads."""
+"""The buckets of a module, and lookups from parameters and submodules to buckets."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from lightning_zero.sharding.rounded import lost_digits
 
 
 class BucketMap:
-    """Makes the buckets of a module, and finds them. Collective.
+    """Makes the buckets of a module and looks them up. Construction is collective.
 
     Attributes:
         module: the module tree.
-        placement: of all buckets but persistent ones.
-        buckets: in forward order; none once they are released.
-        gradients: those of the buckets, in the same order.
-        refresher: gathers those that are stale.
-        root: those of them that stay unsharded for a step.
+        placement: the placement that the buckets share; :meth:`BucketSpec.placed` derives each bucket's own from it.
+        buckets: in forward order; empty after :meth:`release`.
+        gradients: the gradients of the buckets, in the same order.
+        refresher: gathers stale buckets.
+        root: the buckets that stay unsharded during a step.
 
     Args:
         module: the module tree; its parameters become views of the buckets.
-        specs: what :func:`~lightning_zero.sharding.partition.partition` made of it.
-        placement: of all buckets; persistent ones have their own.
+        specs: the buckets' specs, from :func:`~lightning_zero.sharding.partition.partition`.
+        placement: as above.
         detect_data_edits: see :class:`Bucket`.
     """
 
@@ -59,7 +59,7 @@ class BucketMap:
         self._holder = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
 
     def tensors(self) -> list[Tensor]:
-        """Lists what rests on the device between steps, gathered or freed: flat buffers of parameters, and buffers."""
+        """Lists the tensors that stay on the device between steps: flat buffers, even if freed, and module buffers."""
         return [*(bucket.flat for bucket in self.buckets), *self.module.buffers()]
 
     def holder(self, parameter: Tensor) -> Bucket | None:
@@ -70,29 +70,29 @@ class BucketMap:
         """The bucket that holds ``parameter``.
 
         Raises:
-            KeyError: none does.
+            KeyError: no bucket holds it.
         """
         return self._holder[id(parameter)]
 
     def gradients_of(self, bucket: Bucket) -> BucketGradients:
-        """The gradients of one of the buckets."""
+        """The gradients of ``bucket``."""
         return self._gradients[id(bucket)]
 
     def holders(self, parameters: Iterable[Tensor]) -> list[Bucket]:
-        """The buckets that hold any of ``parameters``, in the order of these."""
+        """The buckets that hold any of ``parameters``, each once, in the order of the parameters."""
         return list({id(b): b for p in parameters if (b := self.holder(p)) is not None}.values())
 
     def read_by(self, module: nn.Module, recurse: bool = True) -> list[Bucket]:
-        """The buckets that the forward of ``module`` reads; for the root module, those of the root."""
+        """The buckets that the forward of ``module`` reads; for the root module also those of the root."""
         held = list({id(b): b for b in map(self.__getitem__, module.parameters(recurse=recurse))}.values())
         return [*held, *(b for b in self.root if b not in held)] if module is self.module else held
 
     def own(self, unit: Unit) -> list[Bucket]:
-        """The buckets that a unit frees; what it shares with the root stays unsharded for a step."""
+        """The buckets that a unit frees; buckets that it shares with the root stay unsharded during a step."""
         return [b for b in self.read_by(unit.module) if b not in self.root]
 
     def segments_of(self, parameters: Iterable[Tensor]) -> Iterator[tuple[Bucket, list[Segment]]]:
-        """This rank's segments of ``parameters``, by bucket, where it has any."""
+        """This rank's segments of ``parameters``, grouped by bucket; buckets without any are left out."""
         chosen = {id(p) for p in parameters}
         for bucket in self.buckets:
             segments = [s for s in bucket.segments if id(bucket.parameters[s.param]) in chosen]
@@ -100,9 +100,9 @@ class BucketMap:
                 yield bucket, segments
 
     def absorb_edits(self) -> None:
-        """Take over what user code changed in gathered parameters, in place or by assigning ``data``.
+        """Take over edits of gathered parameters by user code, made in place or by assigning ``data``.
 
-        What was written through ``data`` is found where buckets detect it.
+        Edits made in place through ``data`` are found only in buckets with ``detect_data_edits``.
         """
         gathered = [bucket for bucket in self.buckets if bucket.state is BucketState.GATHERED]
         asked = [(bucket, edit) for bucket in gathered if (edit := bucket.hidden_edit()) is not None]
@@ -112,7 +112,7 @@ class BucketMap:
             bucket.absorb_edits(everything=id(bucket) in hidden)
 
     def full(self, parameter: Tensor) -> Tensor:
-        """The full values of one of the parameters, at full precision, with what was edited. Collective."""
+        """The full-precision values of one parameter, of its shape, including edits by user code. Collective."""
         bucket = self[parameter]
         self.absorb_edits()
         return bucket.view(bucket.gather_master(), bucket.index[id(parameter)]).clone()
@@ -143,10 +143,10 @@ class BucketMap:
                 bucket.reshard()
 
     def begin_to_train(self) -> BucketPlacement:
-        """Make the masters that the buckets were made without; see ``rounded`` of each. The same call on all ranks.
+        """Make the masters of buckets that were made for evaluation only. The same call on all ranks.
 
         Returns:
-            The placement from now on.
+            The placement that is valid from now on.
         """
         if not self.placement.trains:
             self.placement = self.placement._replace(trains=True)
@@ -155,10 +155,10 @@ class BucketMap:
         return self.placement
 
     def check_exact(self) -> None:
-        """Refuse parameters that have lost digits.
+        """Check that no parameter was rounded by a cast without a master (see ``rounded.py``).
 
         Raises:
-            ValueError: it names one.
+            ValueError: a parameter was rounded; the message names it.
         """
         for bucket in self.buckets:
             for index in bucket.rounded:

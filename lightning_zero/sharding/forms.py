@@ -1,4 +1,4 @@
-"""Buckets before any of their tensors is made: their sizes, dtypes and places, by the rules that make the tensors."""
+"""Computes sizes, dtypes and places of a bucket's tensors before they are made, by the same rules as for real ones."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_zero.sharding.placement import BucketPlacement, MasterForm
 
 @dataclass(frozen=True)
 class BucketForm:
-    """A bucket before any of its tensors is made.
+    """A bucket of which no tensor has been made.
 
     Attributes:
-        spec: its parameters.
-        of: what the buckets of the engine share.
+        spec: its parameters, dtypes and flags.
+        of: the placement that the buckets of the engine share.
     """
 
     spec: BucketSpec
@@ -27,7 +27,7 @@ class BucketForm:
 
     @property
     def placement(self) -> BucketPlacement:
-        """Its own placement, which for persistent parameters is not that of all."""
+        """The placement of this bucket; that of a persistent or resident bucket differs from the shared one."""
         return self.spec.placed(self.of)
 
     @property
@@ -57,10 +57,10 @@ class BucketForm:
 
     @cached_property
     def master(self) -> MasterForm:
-        """The master that the bucket is made with."""
+        """The form of the master that the bucket is made with."""
         return self.placement.master(self.spec.given, self.dtype, self.spec.optimized)
 
     @property
     def trained(self) -> bool:
-        """Whether it is reduced and updated."""
+        """Whether its gradients are reduced and its parameters updated."""
         return self.spec.optimized and any(p.requires_grad for p in self.parameters)

@@ -1,8 +1,8 @@
-"""Parameters while their bucket holds only shards: a name, a shape, and an error for everything else.
+"""Freed parameters: while a bucket holds only its shard, its parameters have metadata, and reading values raises.
 
-Computing with a tensor whose storage was freed does not raise in PyTorch, it reads freed memory. While a parameter is
-freed its class is a subclass whose ``__torch_function__`` raises by name; metadata stays right, so that parameter
-counts and summaries do.
+PyTorch does not raise when code computes with a tensor whose storage was freed; it reads freed memory. So the class of
+a freed parameter is a subclass whose ``__torch_function__`` raises an error with the parameter's name. Metadata stays
+available, so that parameter counts and summaries are right.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ACCESSORS = frozenset(("__get__", "__set__", "__delete__"))
 
 
 class MarkedParameter(Parameter):
-    """A parameter about whose uses its class decides; see :func:`mark`."""
+    """A parameter whose class intercepts its uses; see :func:`mark`."""
 
 
 class FreedParameter(MarkedParameter):
@@ -59,14 +59,14 @@ class FreedParameter(MarkedParameter):
 
 
 def is_metadata(func: Callable[..., Any]) -> bool:
-    """Whether an operation reads no values of a parameter."""
+    """Whether an operation reads only metadata, no values of a parameter."""
     return function_name(func) in _METADATA
 
 
 def function_name(func: Callable[..., Any]) -> str:
-    """The name of what a ``__torch_function__`` is called for."""
+    """The name of the function or property that ``__torch_function__`` was called for."""
     name: str = getattr(func, "__name__", str(func))
-    if name in _ACCESSORS:  # of a property: the name is the descriptor's
+    if name in _ACCESSORS:  # an access to a property, whose descriptor has the name
         name = func.__self__.__name__  # type: ignore[attr-defined]
     return name
 
@@ -84,7 +84,10 @@ def own_class(cls: type[Parameter]) -> type[Parameter]:
 
 
 def without_freed_checks(function: Callable[P, T]) -> Callable[P, T]:
-    """For the engine's own functions, which read gradients and metadata only: without a detour for each access."""
+    """Decorates functions of the engine that read gradients and metadata only: their accesses are not intercepted.
+
+    This saves the time of the interception.
+    """
 
     @functools.wraps(function)
     def unchecked(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -95,7 +98,7 @@ def without_freed_checks(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def mark(parameter: Parameter, base: type[MarkedParameter]) -> None:
-    """Make ``base`` decide what becomes of every use of ``parameter``."""
+    """Let the class ``base`` intercept every use of ``parameter``."""
     parameter.__class__ = _marked_class(base, type(parameter))
 
 
@@ -105,7 +108,7 @@ def unmark(parameter: Parameter) -> None:
 
 
 def mark_freed(parameter: Parameter, name: str) -> None:
-    """Make every use of ``parameter`` but its metadata an error that names it."""
+    """Make every use of ``parameter``, except of its metadata, an error that gives ``name``."""
     if not isinstance(parameter, FreedParameter):
         parameter._zero_name = name  # type: ignore[attr-defined]
         mark(parameter, FreedParameter)

@@ -1,9 +1,9 @@
-"""The ``grad`` of a parameter that buckets hold.
+"""Redefines ``parameter.grad`` for parameters in buckets, so that it shows the averaged gradient.
 
-Autograd accumulates into a slot of its own, from which gradients are taken when they are reduced: what it holds is the
-*local* gradient, which most of the time is none. Code that asks a parameter for its ``grad`` gets what the
-:class:`GradientSource` of the parameter makes of that and of the sharded gradient. So that it is asked, the parameter
-is of a subclass with a property of that name; nothing else of it is different, and nothing costs time until it is read.
+Autograd accumulates the *local* gradient into its own slot, from which it is taken when it is reduced; most of the time
+the slot is empty. Code that reads ``parameter.grad`` gets the value that the :class:`GradientSource` of the parameter
+computes from the local and the sharded gradient. To this end the class of the parameter is a subclass with a property
+``grad``; nothing else about the parameter changes, and nothing is computed until ``grad`` is read.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 from torch.nn import Parameter
 
-_slot: Any = Tensor.grad  # autograd's; torch's stub has no descriptor there
+_slot: Any = Tensor.grad  # the descriptor of autograd's slot; `Any`, since torch's stub does not declare it as one
 
 
 class GradientSource(Protocol):
-    """Answers for the ``grad`` of parameters."""
+    """Computes ``parameter.grad`` when it is read, and takes over assignments to it."""
 
     def read_grad(self, parameter: Parameter) -> Tensor | None:
         """The value of ``parameter.grad``."""
         ...
 
     def assign_grad(self, parameter: Parameter, value: Tensor | None) -> None:
-        """Takes over what is assigned to ``parameter.grad``."""
+        """Takes over a value that is assigned to ``parameter.grad``."""
         ...
 
 
-# By id of the parameter. A source keeps its parameters alive: no other object has the id as long as it is there.
+# By id of the parameter. A source keeps its parameters alive, so no other object can get one of these ids meanwhile.
 _sources: WeakValueDictionary[int, GradientSource] = WeakValueDictionary()
 
 
@@ -47,7 +47,7 @@ def set_local_grad(parameter: Parameter, value: Tensor | None) -> None:
 
 
 class HeldParameter(Parameter):
-    """A parameter whose ``grad`` is answered for by a :class:`GradientSource`; without one it is autograd's."""
+    """A parameter whose ``grad`` comes from its :class:`GradientSource`, or from autograd's slot if it has none."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -68,7 +68,7 @@ class HeldParameter(Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = type(self)
-        release_parameter(self)  # torch writes the class's name for every other than its own
+        release_parameter(self)  # torch prints the name of every class but its own
         try:
             return repr(self)
         finally:
@@ -82,22 +82,22 @@ class HeldParameter(Parameter):
 
 @functools.cache
 def _held_class(cls: type[Parameter]) -> type[Parameter]:
-    # Of the same name: to user code it is the parameter that it was.
+    # With the same name, so that user code sees no difference.
     return type(cls.__name__, (HeldParameter, cls), {"__module__": cls.__module__})
 
 
 def hold_parameter(parameter: Parameter) -> None:
-    """Have ``parameter.grad`` ask a source."""
+    """Let ``parameter.grad`` come from the parameter's source; see :func:`answer_for`."""
     if not isinstance(parameter, HeldParameter):
         parameter.__class__ = _held_class(type(parameter))
 
 
 def release_parameter(parameter: Parameter) -> None:
-    """Undo :func:`hold_parameter`; the parameter is not freed."""
+    """Undo :func:`hold_parameter`; the parameter must not be marked as freed or pending."""
     if isinstance(parameter, HeldParameter):
         parameter.__class__ = type(parameter).__mro__[2]
 
 
 def answer_for(parameters: Iterable[Parameter], source: GradientSource) -> None:
-    """Make ``source`` the one that is asked; it must keep the parameters alive."""
+    """Make ``source`` the gradient source of ``parameters``; it must keep them alive."""
     _sources.update((id(parameter), source) for parameter in parameters)
