@@ -39,7 +39,7 @@ class Place:
         numel: number of elements of the slice; may be 0.
         group: the ranks that hold the slices.
         device: device of the parameter.
-        slice_device: device on which the slice is computed on.
+        slice_device: device of the slice.
     """
 
     name: str

@@ -43,11 +43,11 @@ class Master(Protocol):
 
     Attributes:
         dtype: dtype of the values.
-        device: device on which the values are computed on.
+        device: device on which updates compute with the values.
         memory: memory in which :meth:`read` returns the values.
         nbytes: bytes that the master holds in addition to the parameter shard.
         pinned: whether these bytes are pinned host memory.
-        tile: number of elements that are fetched together from a disk; ``None``: the values rest in memory.
+        tile: number of elements that are fetched together into memory of :attr:`device`; ``None``: they rest there.
         in_shard: whether :meth:`read` reads the parameter shard, which edits of parameters change.
     """
 
@@ -108,7 +108,7 @@ class Master(Protocol):
     def write(self, start: int, stop: int) -> Ticket:
         """Begin to publish changed values, that is, to update the parameter shard from them.
 
-        In a job, work is complete when the job is; waiting for the job's ticket is enough.
+        Inside a job the ticket need not be waited for: the ticket of the job covers this work.
         """
         ...
 

@@ -42,7 +42,7 @@ class MasterForm(NamedTuple):
 
     Attributes:
         dtype: dtype of the values.
-        device: device on which the values are computed on.
+        device: device on which updates compute with the values.
         pieces: dtypes of the tensors in the optimizer's store that hold the values, each of the shard's length; empty
             if the shard is its own master.
         tile: number of elements of the shard that are copied to the host together because they are the high part of
