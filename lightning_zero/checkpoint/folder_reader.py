@@ -94,7 +94,7 @@ def _open(path: Location, world: Group) -> Folder:
         raise CheckpointError(f"could not {what}: ranks see folders of several saves; use an earlier checkpoint")
     if lost := sorted(set.intersection(*missing)):
         raise CheckpointError(
-            f"could not {what}: {len(lost)} of its files are not there: {', '.join(lost[:NAMED])}. {_APART}"
+            f"could not {what}: {len(lost)} of its files are missing: {', '.join(lost[:NAMED])}. {_APART}"
         )
     return folders[0]
 
@@ -302,7 +302,7 @@ class Folder:
             try:
                 self._files[name] = self._open(name)
             except FileNotFoundError as error:
-                raise CheckpointError(f"{self.path / name} is not there. {_APART}") from error
+                raise CheckpointError(f"{self.path / name} is missing. {_APART}") from error
         return self._files[name]
 
 

@@ -409,7 +409,7 @@ def test_what_is_damaged_is_an_error_that_says_where(folder: Path) -> None:
     shard.write_bytes(whole[:-1])
     assert f"{shard} is truncated: it has {len(whole) - 1} of {len(whole)} bytes" in refusal(folder)
     shard.unlink()
-    assert "1 of its files are not there: __1_0.distcp" in refusal(folder)
+    assert "1 of its files are missing: __1_0.distcp" in refusal(folder)
     shard.write_bytes(whole)
     metadata = (folder / ".metadata").read_bytes()
     (folder / ".metadata").write_bytes(metadata[:100])
