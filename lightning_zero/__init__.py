@@ -93,7 +93,7 @@ _HOMES = {
     "load_from_checkpoint": "lightning_zero.integration.loading",
 }
 
-# Attributes like them, without an import of their own.
+# Submodules that are imported when they are accessed as attributes.
 _MODULES = frozenset(
     "callbacks checkpoint cli config engine integration migration ops planning schedulers sharding storage tools"
     " update".split()
@@ -104,7 +104,7 @@ provide_advice()
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when it is used: importing the package stays cheap.
+    # Imported on first use, so that importing the package stays fast.
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:

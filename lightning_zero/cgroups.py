@@ -1,6 +1,7 @@
-"""Limits of the control groups of this process (a container's limits), in both versions of their interface.
+"""Reads the limits of this process's control groups (those of a container), in both versions of the interface.
 
-They are read from `/proc` and `/sys`, which lie under a `root`; None where a system has no control groups.
+They are read from `proc` and `sys` below a folder `root`, normally `/`. Functions return None if the system has no
+control groups.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Literal, TypeVar
 Unlimited = Literal["unlimited"]
 _Number = TypeVar("_Number", int, float)
 
-_NO_LIMIT = 1 << 60  # bytes: version 1 of control groups writes "none" as the largest multiple of a page
+_NO_LIMIT = 1 << 60  # bytes; version 1 reports the largest multiple of a page, which is larger, if there is no limit
 
 
 def read_text(path: Path) -> str | None:
-    """Reads a small file's text; None where it does not exist or may not be read."""
+    """Reads the text of a small file; None if it does not exist or cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -24,7 +25,7 @@ def read_text(path: Path) -> str | None:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | Unlimited | None:
-    """Reads how many cores' time the control groups of this process allow, the smallest of all levels."""
+    """Reads how much CPU time, in cores, the control groups of this process allow: the minimum of all levels."""
 
     def quota(folder: Path) -> float | Unlimited | None:
         unified = read_text(folder / "cpu.max")
@@ -43,19 +44,19 @@ def cpu_quota(root: Path = Path("/")) -> float | Unlimited | None:
 
 
 def memory_limit(root: Path = Path("/")) -> int | Unlimited | None:
-    """Reads how many bytes the control groups of this process allow, the smallest of all levels."""
+    """Reads how many bytes of memory the control groups of this process allow: the minimum of all levels."""
     return _smallest(root, "memory", _memory_limit)
 
 
 def memory_group(root: Path = Path("/")) -> tuple[str, int] | None:
-    """Finds the control group with the smallest limit of memory: a name that is its own on this machine, and bytes."""
+    """Finds the control group with the smallest memory limit: a name that is unique on this machine, and bytes."""
     found = [
         (limit, folder) for folder in _control_groups(root, "memory") if isinstance(limit := _memory_limit(folder), int)
     ]
     if not found:
         return None
     limit, folder = min(found, key=lambda pair: pair[0])
-    # In containers the folders of different groups have one name.
+    # In different containers the folders of different groups may have the same name.
     try:
         namespace = (root / "proc/self/ns/cgroup").stat().st_ino
     except OSError:
@@ -86,7 +87,7 @@ def _smallest(
 def _control_groups(root: Path, controller: str) -> Iterator[Path]:
     """Yields the folders of this process's control groups, innermost first.
 
-    Inside a container the path may lead outside of what is mounted; the mount itself then is the innermost.
+    Inside a container the path may point outside the mounted tree; then the mount itself is the innermost.
     """
     mounted = root / "sys/fs/cgroup"
     for line in (read_text(root / "proc/self/cgroup") or "0::/").splitlines():

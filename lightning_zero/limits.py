@@ -1,6 +1,7 @@
-"""Memory that this process may take: the machine's, and what limits of the process allow; and which machine it is.
+"""Reads how much memory this process may use, by the machine and by limits of the process, and identifies the machine.
 
-Facts are read from `/proc`, which lies under a `root`; None where a system does not tell.
+Facts are read from `proc` below a folder `root`, normally `/`. Functions return None if the system does not provide a
+fact.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ def _kilobytes(path: Path) -> dict[str, int]:
 
 
 def physical_memory() -> int | None:
-    """Asks the C library for the machine's memory, in bytes, where there is no `/proc`."""
+    """Asks the C library for the machine's memory in bytes, for systems without `/proc`."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # no such function, or no such name
+    except (AttributeError, OSError, ValueError):  # the function or the name does not exist
         return None
 
 
@@ -47,7 +48,7 @@ def address_space() -> int | Unlimited | None:
 
 
 def data_size() -> int | Unlimited | None:
-    """Reads how many bytes this process may map for its own data, to be written (RLIMIT_DATA, the soft limit)."""
+    """Reads how many bytes of writable private data this process may map (RLIMIT_DATA, the soft limit)."""
     return _limit("RLIMIT_DATA")
 
 
@@ -61,7 +62,7 @@ def _limit(name: str) -> int | Unlimited | None:
 
 
 def shared_memory(root: Path = Path("/")) -> int | None:
-    """Reads the size of `/dev/shm`, through which NCCL and the workers of a DataLoader pass data."""
+    """Reads the size in bytes of `/dev/shm`, by which NCCL and the workers of a DataLoader exchange data."""
     try:
         return shutil.disk_usage(root / "dev/shm").total
     except OSError:
@@ -69,12 +70,12 @@ def shared_memory(root: Path = Path("/")) -> int | None:
 
 
 def boot(root: Path = Path("/")) -> str:
-    """Reads what tells this machine, as it was started last, from all others; "" where nothing does."""
+    """Reads an identifier of this machine since its last start; "" if there is none."""
     return (read_text(root / "proc/sys/kernel/random/boot_id") or "").strip()
 
 
 def process_name(root: Path = Path("/")) -> str:
-    """Names this process for others of its machine, see :func:`has_ended`."""
+    """Returns a name of this process by which others on the machine can call :func:`has_ended`."""
     try:
         space = str((root / "proc/self/ns/pid").readlink())
     except OSError:  # not Linux
@@ -83,16 +84,16 @@ def process_name(root: Path = Path("/")) -> str:
 
 
 def has_ended(process: str, root: Path = Path("/")) -> bool:
-    """Tells whether a process has ended, by its :func:`process_name`; False where it cannot be seen from here."""
+    """Whether the process with this :func:`process_name` has ended; False if it is not visible to this process."""
     place, _, number = process.rpartition(" ")
     own, _, _ = process_name(root).rpartition(" ")
     if place != own or not all(place.split(" ")):
         return False
     _, _, state = (read_text(root / "proc" / number / "stat") or ") Z").rpartition(") ")
-    return state[0] in "ZX"  # it is there until its parent has asked for its exit code
+    return state[0] in "ZX"  # an ended process stays listed until its parent has asked for the exit code
 
 
 def processor(root: Path = Path("/")) -> str | None:
-    """Reads the model of the processors."""
+    """Reads the model name of the processors."""
     model = re.search(r"^model name\s*:\s*(.+)$", read_text(root / "proc/cpuinfo") or "", re.MULTILINE)
     return model[1].strip() if model else None

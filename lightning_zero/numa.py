@@ -1,4 +1,4 @@
-"""Nodes of memory: which cores are near a device, by `/sys`, which lies under a `root`."""
+"""NUMA nodes: finds the cores near a device, from `sys` below a folder `root`, normally `/`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _CORES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of memory.
+    """A NUMA node.
 
     Attributes:
-        number: the system's.
-        cores: of this node, in order.
+        number: the system's number of the node.
+        cores: numbers of its cores, in order.
     """
 
     number: int
@@ -27,36 +27,36 @@ class Node:
 
 
 def pci_address_of(properties: Any) -> str | None:
-    """Returns the address in what torch says of a GPU; None: it does not have it."""
+    """Returns the PCI address from torch's properties of a GPU; None if they do not contain it."""
     parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     domain, bus, slot = (0 if part is None else int(part) for part in parts)
     return None if None in parts else f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
 def node_of(pci_address: str, root: Path = Path("/")) -> Node | None:
-    """Finds the node that a device is attached to; None where there is one memory, or nobody knows.
+    """Finds the node that a device is attached to; None if there is only one node, or the node is not known.
 
     Args:
-        pci_address: of the device, as in `/sys/bus/pci/devices`: "0000:3b:00.0".
-        root: see above.
+        pci_address: address of the device as in `/sys/bus/pci/devices`: "0000:3b:00.0".
+        root: see the module's docstring.
     """
     number = (read_text(root / "sys/bus/pci/devices" / pci_address.lower() / "numa_node") or "").strip()
-    if not number.isdecimal():  # -1: the firmware does not say
+    if not number.isdecimal():  # -1: the firmware does not provide it
         return None
     cores = (read_text(root / "sys/devices/system/node" / f"node{number}" / "cpulist") or "").strip()
     return Node(int(number), tuple(parse_cores(cores))) if _CORES.fullmatch(cores) else None
 
 
 def share_of(nodes: list[Node | None], number: int, allowed: Iterable[int]) -> list[int]:
-    """The cores near its device that one of several processes takes; none where it makes no difference.
+    """Selects the cores near its device for one of several processes; empty if there is nothing to select.
 
-    Processes whose devices are at one node share its cores out. A process that may run on a part of them was given
-    that part, such as by its launcher, and takes all of it.
+    Processes whose devices are attached to the same node divide its cores. If a process may run only on a part of the
+    node's cores, for example because of its launcher, it takes that whole part.
 
     Args:
-        nodes: of the processes' devices.
-        number: the process.
-        allowed: cores that it may run on.
+        nodes: for each process, the node of its device.
+        number: number of the process.
+        allowed: cores that the process may run on.
     """
     node, all_allowed = nodes[number], set(allowed)
     if node is None or all_allowed <= set(node.cores):
@@ -71,10 +71,10 @@ def share_of(nodes: list[Node | None], number: int, allowed: Iterable[int]) -> l
 
 
 def parse_cores(text: str) -> list[int]:
-    """Reads numbers and ranges of cores: `"0-2,5"` means [0, 1, 2, 5].
+    """Parses numbers and ranges of cores: `"0-2,5"` means [0, 1, 2, 5].
 
     Raises:
-        ValueError: that is not such a text, or a range runs downwards.
+        ValueError: the text has another form, or a range is descending.
     """
     if not _CORES.fullmatch(text):
         raise ValueError(f"{text!r} must be numbers and ranges such as '0-3,8'")
@@ -88,7 +88,7 @@ def parse_cores(text: str) -> list[int]:
 
 
 def write_cores(cores: Iterable[int]) -> str:
-    """Writes cores in order as :func:`parse_cores` reads them: [0, 1, 2, 5] becomes `"0-2,5"`."""
+    """Formats cores, in order, for :func:`parse_cores`: [0, 1, 2, 5] becomes `"0-2,5"`."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         if runs and core == runs[-1][1] + 1:

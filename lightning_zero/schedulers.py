@@ -1,7 +1,7 @@
 """Learning-rate schedules counted in optimizer steps.
 
-A resumed run goes on at the saved step, by its own arguments: with a larger ``total_steps`` the schedule is longer. Its
-first step still has the saved rate, and the optimizer's groups keep what was saved: base rates, peaks, momenta.
+A resumed run continues at the saved step with its own arguments: with a larger ``total_steps`` the schedule is longer.
+Its first step still uses the saved rate, and the optimizer's groups keep the saved base rates, peaks and momenta.
 """
 
 import functools
@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_zero.torch_private import SCHEDULE_OF_ONE_CYCLE
 
 P = ParamSpec("P")
-# DeepSpeed's names of arguments, with ours.
+# DeepSpeed's names of arguments, with the names here.
 _OF_DEEPSPEED = {
     "total_num_steps": "total_steps",
     "warmup_num_steps": "warmup_steps",
@@ -28,7 +28,7 @@ _OF_DEEPSPEED = {
 
 
 def _takes_names_of_deepspeed(init: Callable[P, None]) -> Callable[P, None]:
-    """Decorates a constructor such that it also takes DeepSpeed's names of its arguments."""
+    """Decorates a constructor so that it also accepts DeepSpeed's names of its arguments."""
     known = inspect.signature(init).parameters
 
     @functools.wraps(init)
@@ -38,7 +38,7 @@ def _takes_names_of_deepspeed(init: Callable[P, None]) -> Callable[P, None]:
                 if ours in kwargs:
                     raise TypeError(
                         f"{theirs}={kwargs[theirs]} is DeepSpeed's name of {ours}={kwargs[ours]}, which is given too: "
-                        f"leave {theirs} out, and set {ours}."
+                        f"omit {theirs}, and set {ours}."
                     )
                 kwargs[ours] = kwargs.pop(theirs)
         init(*args, **kwargs)
@@ -47,7 +47,7 @@ def _takes_names_of_deepspeed(init: Callable[P, None]) -> Callable[P, None]:
 
 
 class _KeepsArguments(LRScheduler):
-    """Leaves its arguments out of what is saved, and keeps its own when it loads what torch's schedulers save."""
+    """Leaves its arguments out of the saved state, and keeps its own when it loads state of torch's schedulers."""
 
     _arguments: ClassVar[frozenset[str]]
 
@@ -65,10 +65,13 @@ class WarmupCosineLR(_KeepsArguments):
 
     Args:
         optimizer: The optimizer whose groups are scheduled.
-        total_steps: Optimizer steps after which the minimum is reached; it is kept from there on.
+        total_steps: Optimizer steps after which the minimum is reached; later steps use the minimum.
         warmup_steps: Steps of the warm-up, part of `total_steps`; 0 means none.
         min_lr_ratio: The minimum, as a fraction of each group's learning rate.
-        last_epoch: Index of the last step taken; -1 starts anew.
+        last_epoch: Index of the last step taken; -1 starts a new schedule.
+
+    Raises:
+        ValueError: `warmup_steps` or `min_lr_ratio` is out of range.
     """
 
     _arguments = frozenset({"total_steps", "warmup_steps", "min_lr_ratio"})
@@ -94,7 +97,7 @@ class WarmupCosineLR(_KeepsArguments):
         super().__init__(optimizer, last_epoch)
 
     def factor(self, step: int) -> float:
-        """Fraction of the learning rate that `step` uses."""
+        """The fraction of each group's learning rate that `step` uses."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
@@ -107,28 +110,28 @@ class WarmupCosineLR(_KeepsArguments):
 
 
 class WarmupLR(_KeepsArguments):
-    """DeepSpeed's ``WarmupLR``: from a minimum to a maximum, which stays.
+    """DeepSpeed's ``WarmupLR``: rises from a minimum to a maximum, which is kept.
 
     With `i` = max(0, t - 1), step t (the first is 0) uses `min_lr + (max_lr - min_lr) * g`, where g is
-    `log(i + 1) / log(warmup_steps)` or `i / warmup_steps` while `i < warmup_steps`, and 1 from there on. The log
-    form is at the maximum one step before the linear one.
+    `log(i + 1) / log(warmup_steps)` or `i / warmup_steps` while `i < warmup_steps`, and 1 afterwards. The log form
+    reaches the maximum one step before the linear one.
 
-    As in DeepSpeed, the first two steps use the minimum, because its schedule starts at -1 and `i = 0` adds
-    nothing yet: with `min_lr=0` they change no parameter (but do change the optimizer's state). A warm-up of one
-    step counts as two. Unlike there, an unknown `warmup_type` is an error, and `max_lr=None` is each group's own
-    learning rate instead of the first one's. DeepSpeed's names of the arguments are taken too, `warmup_min_lr`,
-    `warmup_max_lr`, `warmup_num_steps`, so that the `params` of its configuration fit.
+    As in DeepSpeed, the first two steps use the minimum, because its schedule starts at -1 and g is 0 for `i = 0`:
+    with `min_lr=0` they change no parameter (but do change the optimizer's state). A warm-up of one step counts as two.
+    Unlike in DeepSpeed, an unknown `warmup_type` is an error, and `max_lr=None` means each group's own learning rate
+    instead of the first group's. DeepSpeed's names of the arguments, `warmup_min_lr`, `warmup_max_lr` and
+    `warmup_num_steps`, are accepted too, so that the `params` of its configuration can be used.
 
     Args:
         optimizer: The optimizer whose groups are scheduled.
         min_lr: Learning rate at the start.
         max_lr: Learning rate at the end of the warm-up; None: each group's own.
         warmup_steps: Optimizer steps of the warm-up, at least 1.
-        warmup_type: `"log"`: fast at first; `"linear"`.
-        last_epoch: Index of the last step taken; -1 starts anew.
+        warmup_type: `"log"`, which rises fast at first, or `"linear"`.
+        last_epoch: Index of the last step taken; -1 starts a new schedule.
 
     Raises:
-        ValueError: For a negative or an impossible argument.
+        ValueError: An argument is out of range or unknown.
     """
 
     _arguments = frozenset({"min_lr", "max_lr", "warmup_steps", "warmup_type", "total_steps"})
@@ -158,7 +161,7 @@ class WarmupLR(_KeepsArguments):
         super().__init__(optimizer, last_epoch)
 
     def factor(self, step: int) -> float:
-        """Position of the learning rate of `step` between minimum and maximum, from 0 to 1."""
+        """The position of the learning rate of `step` between minimum and maximum, from 0 to 1."""
         index = max(0, step - 1)
         if index >= self.warmup_steps:
             return self.after_warmup(index)
@@ -167,7 +170,7 @@ class WarmupLR(_KeepsArguments):
         return math.log(index + 1) / math.log(self.warmup_steps)
 
     def after_warmup(self, index: int) -> float:
-        """The factor of the step after DeepSpeed's `index`, which is at least `warmup_steps`."""
+        """The factor for the index `i` (see the class), which is at least `warmup_steps`."""
         return 1.0
 
     def get_lr(self) -> list[float | Tensor]:
@@ -177,12 +180,12 @@ class WarmupLR(_KeepsArguments):
 
 
 class WarmupDecayLR(WarmupLR):
-    """DeepSpeed's ``WarmupDecayLR``: the warm-up of `WarmupLR`, then a line down to the minimum.
+    """DeepSpeed's ``WarmupDecayLR``: the warm-up of `WarmupLR`, then a linear decay to the minimum.
 
-    After the warm-up, g is `(total_steps - i) / (total_steps - warmup_steps)` and at least 0. The minimum is
-    reached at step `total_steps + 1`, because `i` lags one step behind. `max_lr=None` is each group's own learning
-    rate, 0.001 in DeepSpeed; there, a warm-up that ends after `total_steps` is a warning, here an error. DeepSpeed's
-    names of the arguments are taken too, such as `total_num_steps`.
+    After the warm-up, g is `(total_steps - i) / (total_steps - warmup_steps)`, but at least 0. The minimum is reached
+    at step `total_steps + 1`, because `i` lags one step behind. `max_lr=None` means each group's own learning rate; in
+    DeepSpeed it is 0.001. A warm-up that ends after `total_steps` is an error; in DeepSpeed it is a warning.
+    DeepSpeed's names of the arguments, such as `total_num_steps`, are accepted too.
 
     Args:
         optimizer: The optimizer whose groups are scheduled.
@@ -190,11 +193,11 @@ class WarmupDecayLR(WarmupLR):
         min_lr: Learning rate at the start and at the end.
         max_lr: Learning rate at the end of the warm-up; None: each group's own.
         warmup_steps: Optimizer steps of the warm-up, at least 1.
-        warmup_type: `"log"`: fast at first; `"linear"`.
-        last_epoch: Index of the last step taken; -1 starts anew.
+        warmup_type: `"log"`, which rises fast at first, or `"linear"`.
+        last_epoch: Index of the last step taken; -1 starts a new schedule.
 
     Raises:
-        ValueError: For a negative or an impossible argument.
+        ValueError: An argument is out of range or unknown.
     """
 
     @_takes_names_of_deepspeed
@@ -221,24 +224,27 @@ class WarmupDecayLR(WarmupLR):
 
 
 class OneCycleLR(_KeepsArguments, lr_scheduler.OneCycleLR):
-    """torch's ``OneCycleLR``, whose peak may be each group's own learning rate.
+    """torch's ``OneCycleLR``, whose peak can be each group's own learning rate.
 
-    The rate rises from `max_lr / div_factor` to `max_lr` and falls to a small fraction of where it started;
-    the momentum (or the first beta) moves the other way. It is not DeepSpeed's ``OneCycle``.
+    The rate rises from `max_lr / div_factor` to `max_lr` and then falls to a small fraction of its initial value; the
+    momentum (or the first beta) moves in the opposite direction. This is not DeepSpeed's ``OneCycle``.
 
     Args:
         optimizer: The optimizer whose groups are scheduled.
         total_steps: Optimizer steps of the cycle; a step after the last is an error.
         max_lr: The peak; None: each group's own learning rate.
-        pct_start: Part of the cycle in which the rate rises.
+        pct_start: Fraction of the cycle in which the rate rises.
         anneal_strategy: `"cos"` or `"linear"`.
-        cycle_momentum: Move the momentum too; False for optimizers that have none.
+        cycle_momentum: Cycle the momentum too; must be False for optimizers without momentum.
         base_momentum: The lowest momentum, at the peak.
         max_momentum: The highest momentum, at both ends.
         div_factor: The first rate is `max_lr / div_factor`.
-        final_div_factor: The last rate is the first one over `final_div_factor`.
-        three_phase: Fall as fast as the rise, then to the last rate.
-        last_epoch: Index of the last step taken; -1 starts anew.
+        final_div_factor: The last rate is the first one divided by `final_div_factor`.
+        three_phase: First fall symmetrically to the rise, then to the last rate.
+        last_epoch: Index of the last step taken; -1 starts a new schedule.
+
+    Raises:
+        ValueError: `div_factor` or `final_div_factor` is not greater than 0, or torch refuses an argument.
     """
 
     _arguments = frozenset({"total_steps", *SCHEDULE_OF_ONE_CYCLE, "cycle_momentum", "use_beta1"})

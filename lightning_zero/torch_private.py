@@ -1,7 +1,7 @@
-"""Torch's private names, each behind one of ours, with the reason why no public name serves.
+"""Wraps torch's private names, each with the reason why no public name can be used.
 
-The only file that reaches into torch; ``tests/test_private_names.py`` fails where another does, and where an upgrade
-has taken a name away.
+This is the only file that uses them; ``tests/test_private_names.py`` fails if another file does, or if an upgrade of
+torch has removed one.
 """
 
 from __future__ import annotations
@@ -81,102 +81,102 @@ T = TypeVar("T", bound=Tensor)
 
 # ------------------------------------------------------------------------------------------------- values and functions
 
-# `tree_leaves` and `tree_map` go through the named tuples, dictionaries and registered classes in the arguments of
-# torch's functions; `is_traceable_wrapper_subclass` tells tensors that consist of others (DTensor, quantized weights);
-# a `TorchDispatchMode` sees every operator that runs. None of the four has a public counterpart.
+# `tree_leaves` and `tree_map` traverse the named tuples, dictionaries and registered classes in the arguments of
+# torch's functions; `is_traceable_wrapper_subclass` recognizes tensors that consist of others (DTensor, quantized
+# weights); a `TorchDispatchMode` intercepts every operator that runs. None of the four has a public counterpart.
 
-# Inside a `FakeTensorMode` tensors, of the class `FakeTensor`, have shapes and no memory, and operators choose what
-# they would choose on the tensors' device ("meta" is none). These errors say that a shape depends on values, which are
-# not there.
+# Inside a `FakeTensorMode` tensors are of the class `FakeTensor`, which has shapes but no memory, and operators choose
+# the implementation for the tensors' device (unlike on "meta"). These errors mean that a shape depends on values, which
+# do not exist.
 DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
-# Flash attention on a CPU and its backward, of which torch's counter of operations knows nothing.
+# Flash attention on a CPU and its backward, which torch's counter of operations does not know.
 FLASH_ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
 )
 
-# Contexts inside which no subclass's `__torch_function__` is called, and no function mode either. Torch's own notes on
-# extending it name them so.
+# Contexts in which no subclass's `__torch_function__` is called; in the second, no function mode either. torch's notes
+# on extending it use these names.
 no_subclass_functions = torch._C.DisableTorchFunctionSubclass
 no_torch_functions = torch._C.DisableTorchFunction
 
-# The `__torch_function__` of a subclass that has none, as `Parameter`'s: functions do not make their results its own.
+# The `__torch_function__` of subclasses such as `Parameter`: results of functions do not become of the subclass.
 no_torch_function = torch._C._disabled_torch_function_impl
 
 
 def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """``target.copy_(source)`` for all pairs, in one kernel on a GPU; public functions copy one by one."""
+    """``target.copy_(source)`` for all pairs, in one kernel on a GPU; public functions copy only one tensor."""
     torch._foreach_copy_(targets, sources)
 
 
 def norms_of_each(tensors: list[Tensor]) -> list[Tensor]:
-    """The norms of all tensors, 0-dim float64, in one kernel on a GPU; public functions take one by one."""
+    """The norms of all tensors, 0-dim float64, in one kernel on a GPU; public functions take only one tensor."""
     return list(torch._foreach_norm(tensors, 2, torch.float64))
 
 
-# The operator by which a number leaves a tensor: `item()`, `float(tensor)`, `if tensor:`. None has a public name.
+# The operator that reads a number from a tensor (`item()`, `float(tensor)`, `if tensor:`); it has no public name.
 READS_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 def changes_arguments(operator: Any) -> bool:
-    """Whether an operator writes to one of its arguments; no tag tells."""
+    """Whether an operator writes to one of its arguments; there is no public tag for this."""
     mutable: bool = operator._schema.is_mutable
     return mutable
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place: ``torch.autograd.graph`` can increment the count, not read it."""
+    """The version counter: how often a tensor was changed in place. ``torch.autograd.graph`` can only increment it."""
     return tensor._version
 
 
 def version_counter(tensor: Tensor) -> Tensor:
     """A tensor without memory whose :func:`version_of` is that of ``tensor``, now and later."""
-    counter = tensor.detach()  # shares the count, which the assignment keeps
+    counter = tensor.detach()  # shares the version counter, which assigning `data` keeps
     counter.data = tensor.new_empty(0)
     return counter
 
 
 def base_of(tensor: Tensor) -> Tensor:
-    """The tensor that ``tensor`` is a view of, or itself; only these names tell."""
+    """The tensor that ``tensor`` is a view of, or ``tensor`` itself; no public name tells."""
     return tensor._base if tensor._is_view() and tensor._base is not None else tensor
 
 
 def make_wrapper(cls: type[T], like: Tensor, device: torch.device) -> T:
-    """A tensor of a subclass with shape, strides and dtype of ``like`` and without memory.
+    """A tensor of a subclass with shape, strides and dtype of ``like``, without memory.
 
-    Only this constructor makes tensors that say they are on the CPU and have no memory there.
+    Only this constructor makes tensors that report being on a real device and have no memory there.
     """
     made: T = Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device)
     return made
 
 
 def make_parameter(data: Tensor, requires_grad: bool) -> Parameter:
-    """A parameter without a call of ``Parameter.__new__``, which sharded initialization watches."""
+    """Make a parameter without calling ``Parameter.__new__``, which sharded initialization replaces."""
     made: Parameter = Tensor._make_subclass(Parameter, data, requires_grad)
     return made
 
 
 def users_of_tensor(tensor: Tensor) -> int:
-    """How many references C++ holds to a tensor, such as those of an autograd graph; its Python object is one."""
+    """The number of C++ references to a tensor, such as those of an autograd graph; its Python object counts as one."""
     count: int = tensor._use_count()  # type: ignore[attr-defined]
     return count
 
 
 def users_of_storage(storage: UntypedStorage) -> int:
-    """How many tensors and storage objects share the memory of ``storage``, itself included."""
+    """The number of tensors and storage objects that share the memory of ``storage``, including itself."""
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
 
 
 def bytes_of_storages(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory of all tensors, each storage once; the address would not tell storages on ``meta`` apart."""
+    """Bytes of the storages of all tensors, each counted once; addresses do not distinguish storages on ``meta``."""
     with no_subclass_functions():
         return sum({s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}.values())
 
 
 def profiles() -> bool:
-    """Whether a profiler of torch's runs; no public name tells, and a range that nobody sees takes its time, too."""
+    """Whether a profiler of torch is running, so that ranges are worth their time; no public name tells."""
     return torch.autograd.profiler._is_profiler_enabled
 
 
@@ -184,55 +184,55 @@ def profiles() -> bool:
 
 
 def autograd_number(node: Node) -> int:
-    """The order in which nodes were made, which is that of backward, reversed."""
+    """The sequence number of a node; backward runs nodes in descending order of these numbers."""
     return node._sequence_nr()
 
 
 def inside_backward() -> bool:
-    """Whether the caller is a hook or a function that autograd runs, in any of its threads."""
+    """Whether the caller runs inside a backward, as a hook or function of autograd, in any of its threads."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def gradient_hooks(parameter: Parameter) -> dict[int, Any]:
-    """The hooks of ``register_post_accumulate_grad_hook`` by number, in the order of their calls, which may change."""
+    """The hooks of ``register_post_accumulate_grad_hook`` by number; callers may change their order."""
     hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks
     return hooks
 
 
 # -------------------------------------------------------------------------------------------------------------- modules
 
-ORIGINAL = "_orig_mod"  # the child under which the wrapper that `torch.compile` returns holds the module
+ORIGINAL = "_orig_mod"  # name of the child under which the wrapper of `torch.compile` holds the module
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """The function that runs the graph of a module compiled in place by ``module.compile()``; ``None``: it was not."""
+    """The function that runs the graph of a module compiled by ``module.compile()``; ``None`` if it was not."""
     call: Callable[..., Any] | None = module._compiled_call_impl
     return call
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Replace it: hooks that are registered on the module run inside the graph, where none of ours may."""
+    """Replace :func:`compiled_call`; hooks registered on the module would run inside the graph."""
     module._compiled_call_impl = call
 
 
 def registered_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The children of a module by name: the dictionary itself, which ``children()`` walks several times as slowly."""
+    """The children of a module by name: the dictionary itself, which is several times as fast as ``children()``."""
     return module._modules
 
 
 def has_own_apply(module: nn.Module) -> bool:
-    """Whether the class of a module moves state that is neither parameter nor buffer, as metrics do."""
+    """Whether a module's class overrides ``_apply``, as metrics do to move state that is no parameter or buffer."""
     return type(module)._apply is not nn.Module._apply
 
 
 def load_hooks(module: nn.Module) -> Iterable[Callable[..., None]]:
-    """Hooks that rename keys before a module loads; a public function registers them, none runs them."""
+    """Hooks that rename keys before a module loads; public functions register them, but none runs them."""
     return module._load_state_dict_pre_hooks.values()
 
 
 # ----------------------------------------------------------------------------------------------------------- optimizers
 
-# Where an optimizer keeps its hooks: another object with its rule needs the attributes, and none of the hooks.
+# The attributes with an optimizer's hooks: a copy of the optimizer needs the attributes but not the hooks.
 OPTIMIZER_HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -247,43 +247,43 @@ SCHEDULE_OF_ONE_CYCLE = ("_schedule_phases", "_anneal_func_type")
 
 
 def foreach_devices() -> frozenset[str]:
-    """The types of devices whose tensors torch's optimizers update several at a time, unless they are told otherwise.
+    """The device types on which torch's optimizers use their ``foreach`` implementation by default.
 
-    That form of a rule may round otherwise than the one for a single tensor. An optimizer says which one it takes
-    nowhere else. The meta device is among them: it stands for an accelerator in plans.
+    It may round differently from the implementation for single tensors, and no public name tells which one is used.
+    The meta device is included, since it represents an accelerator in plans.
     """
     return frozenset([*_get_foreach_kernels_supported_devices(), "meta"])
 
 
 def has_post_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether user code runs after the optimizer's steps; public functions register such hooks, none lists them."""
+    """Whether the optimizer has post-step hooks of user code; public functions register them, but none lists them."""
     return bool(optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks)
 
 
 def has_pre_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether user code runs before the optimizer's steps."""
+    """Whether the optimizer has pre-step hooks of user code."""
     return bool(optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
 
 
 def note_step(optimizer: Optimizer) -> None:
-    """Tell schedulers that the optimizer has stepped, without which they warn; torch's own ``step`` sets it."""
+    """Tell schedulers that the optimizer has stepped, as torch's own ``step`` does; otherwise they warn."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def mark_for_schedulers(step: Callable[..., Any]) -> None:
-    """Mark a ``step`` that calls :func:`note_step`: schedulers warn of a replaced method that has no mark."""
+    """Mark a ``step`` that calls :func:`note_step`; schedulers warn about a replaced method without the mark."""
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
 # --------------------------------------------------------------------------------------------- storages and their files
 
-StorageInfo = _StorageInfo  # stands in the `.metadata` of torch.distributed.checkpoint for the place of every tensor
+StorageInfo = _StorageInfo  # the position of a tensor in the `.metadata` of torch.distributed.checkpoint
 
 
 def pickled_tensor(storage: UntypedStorage, like: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-    """As :meth:`torch.Tensor.__reduce_ex__` of an ordinary tensor on the CPU that fills ``storage``.
+    """The result of :meth:`torch.Tensor.__reduce_ex__` for an ordinary tensor on the CPU that fills ``storage``.
 
-    The storage is on the meta device, and ``torch.load`` is to put it on the CPU, which only this attribute says.
+    ``storage`` is on the meta device, but ``torch.load`` must put it on the CPU; only this attribute achieves that.
     """
     typed = TypedStorage(wrap_storage=storage, dtype=like.dtype, _internal=True)
     typed._fake_device = torch.device("cpu")
@@ -291,22 +291,22 @@ def pickled_tensor(storage: UntypedStorage, like: Tensor) -> tuple[Callable[...,
 
 
 def storage_in(obj: Any) -> UntypedStorage | None:
-    """The storage that the pickler meets in ``obj``, which may be a typed one; ``None``: it is something else."""
+    """The untyped storage of ``obj`` if that is a storage, typed or not; otherwise ``None``."""
     storage = obj._untyped_storage if isinstance(obj, TypedStorage) else obj
     return storage if isinstance(storage, UntypedStorage) else None
 
 
 def storage_number(storage: UntypedStorage) -> int:
-    """The same for all Python objects of one storage. A data pointer is not: storages without memory share it."""
+    """A number that is the same for all Python objects of one storage, unlike the address also without memory."""
     number: int = storage._cdata
     return number
 
 
 def file_offset(storage: UntypedStorage) -> int | None:
-    """Where in its file a storage lies that ``torch.load`` made on the meta device; torch before 2.13 may not say."""
+    """The offset in its file of a storage that ``torch.load`` made on the meta device; ``None`` if torch is too old."""
     return getattr(storage, "_checkpoint_offset", None)
 
 
 def default_store() -> Store:
-    """The key-value store of the default process group, over which ranks have found each other."""
+    """The key-value store of the default process group."""
     return _get_default_store()

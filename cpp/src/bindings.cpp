@@ -1,4 +1,4 @@
-// Python bindings on raw addresses. lightning_zero.ops checks what Python can check about the tensors.
+// Python bindings for raw addresses. lightning_zero.ops checks the tensors in Python before it calls them.
 #include <pybind11/native_enum.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -120,7 +120,7 @@ void convert_blocks(BlockFunction function, std::uintptr_t whole, std::uintptr_t
   convert_blocks_parallel(function, arrays, threads);
 }
 
-// File, address, bytes, offset; and of a failure code, file, offset.
+// A transfer as (file, address, bytes, offset), and a failure as (code, file, offset).
 using TransferTuple = std::tuple<int, std::uintptr_t, std::size_t, std::uint64_t>;
 using FailureTuple = std::tuple<int, int, std::uint64_t>;
 
@@ -139,7 +139,7 @@ std::optional<FailureTuple> transfer(DiskPool& pool, const std::vector<TransferT
   return FailureTuple{failure->code, failure->file, failure->offset};
 }
 
-// What the system refuses is an OSError with its number.
+// A std::system_error becomes an OSError with its errno.
 template <class Pool>
 std::unique_ptr<Pool> make_pool(std::size_t depth, std::size_t block) {
   try {

@@ -8,7 +8,7 @@
 namespace lightning_zero {
 
 void convert_blocks_parallel(BlockFunction convert, const BlockArrays& a, std::size_t threads) {
-  constexpr std::size_t kPiece = std::size_t{1} << 18;  // whole blocks, of which the first may be cut
+  constexpr std::size_t kPiece = std::size_t{1} << 18;  // whole blocks; only the first piece may begin in one
   const std::size_t all = a.count == 0 ? 0 : a.lead + a.count;
   parallel_for((all + kPiece - 1) / kPiece, threads, [&](std::size_t i) {
     const DefaultFloatingPoint environment;

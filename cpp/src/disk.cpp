@@ -13,7 +13,7 @@
 namespace lightning_zero {
 namespace {
 
-// A transfer that comes short of an aligned block either meets the end of the file or is tried again.
+// The number of tries of a transfer that ends before the first aligned position; then the file ends there.
 constexpr int kShortTries = 16;
 
 }  // namespace
@@ -25,12 +25,12 @@ Block::Next Block::take(std::int64_t result) {
   if (result < 0) {
     code_ = static_cast<int>(-result);
     if (code_ == EINTR) return Next::again;
-    // Nobody here cancels; the kernel does, where it cannot go on with a request in the background.
+    // ECANCELED: the kernel cancels a request that it cannot continue in the background.
     const bool for_now = code_ == EAGAIN || code_ == EWOULDBLOCK || code_ == ECANCELED;
     return for_now && ++refused_ < kTries ? Next::later : Next::fails;
   }
   auto done = static_cast<std::size_t>(result);
-  // What is left must be aligned, too; a part of a block is transferred once more.
+  // The rest must begin at an aligned position, so bytes after the last one are transferred again.
   if (done < rest_.bytes) done -= done % alignment_;
   if (done == 0) {
     const bool reading = direction_ == Direction::read;

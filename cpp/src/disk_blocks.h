@@ -1,4 +1,4 @@
-// The blocks of transfers, and what the system's answers make of one; both backends share it.
+// The blocks of transfers, and their states after results of the system; shared by both backends.
 #pragma once
 
 #include <cstddef>
@@ -10,17 +10,17 @@
 
 namespace lightning_zero {
 
-// Tries without any progress after which something is given up: of EAGAIN, with its pauses, after about ten
-// seconds.
+// The number of tries without progress after which a block fails. For EAGAIN, with pauses, these take about
+// ten seconds.
 constexpr int kTries = 10000;
 
-// What is left of a block.
+// The rest of a block that is still to be transferred.
 class Block {
  public:
   enum class Next {
-    ends,   // all was transferred
-    again,  // the rest is to be transferred
-    later,  // likewise, after a pause
+    ends,   // everything was transferred
+    again,  // transfer the rest
+    later,  // transfer the rest after a pause
     fails   // see failure()
   };
 
@@ -31,7 +31,7 @@ class Block {
   Direction direction() const { return direction_; }
   const Transfer& rest() const { return rest_; }
 
-  // Takes note of the answer to a transfer of `rest`: the bytes that were transferred, or an errno negated.
+  // Notes the result of a transfer of `rest`: the number of bytes transferred, or a negative errno.
   Next take(std::int64_t result);
 
   TransferFailure failure() const { return {code_, rest_.file, rest_.offset}; }
@@ -45,7 +45,7 @@ class Block {
   int code_ = 0;
 };
 
-// Cuts transfers into blocks, one after the other.
+// Cuts transfers into blocks, in order.
 class Cutter {
  public:
   Cutter(Direction direction, const std::vector<Transfer>& transfers, std::size_t alignment,
@@ -60,10 +60,10 @@ class Cutter {
   const std::size_t alignment_;
   const std::size_t block_;
   std::size_t transfer_ = 0;
-  std::size_t start_ = 0;  // in that transfer
+  std::size_t start_ = 0;  // position in this transfer
 };
 
-// Keeps the failure at the smaller offset.
+// Keeps the failure with the smaller offset in `first`.
 void note_failure(std::optional<TransferFailure>& first, const TransferFailure& failure);
 
 }  // namespace lightning_zero

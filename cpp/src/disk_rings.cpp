@@ -10,10 +10,10 @@
 namespace lightning_zero {
 namespace {
 
-constexpr std::size_t kMostRequests = 4096;  // of a ring; the kernel takes 32768
+constexpr std::size_t kMostRequests = 4096;  // per ring; the kernel allows 32768
 
-// One call's blocks on a ring. Nothing is allocated while requests are under way: nothing is thrown then, and
-// the memory that the kernel fills stays until it has done so.
+// Transfers the blocks of one call by a ring. It does not allocate while requests are under way, so that
+// nothing is thrown then, and the memory that the kernel fills stays valid.
 class Session {
  public:
   Session(Ring& ring, std::size_t depth, void (*pause)()) : ring_(ring), pause_(pause), slots_(depth) {
@@ -30,7 +30,7 @@ class Session {
     }
   }
 
-  // Whether the kernel would not take requests, or say that they have ended.
+  // Whether the kernel has refused requests, or failed to report their completion.
   bool broken() const { return broken_; }
 
  private:
@@ -56,7 +56,7 @@ class Session {
   }
 
   void submit() {
-    if (broken_) {  // completions come without being asked for
+    if (broken_) {  // completions arrive without a system call
       pause_();
       return;
     }
@@ -65,9 +65,9 @@ class Session {
       pushed_.erase(pushed_.begin(), pushed_.begin() + submitted);
       under_way_ += static_cast<std::size_t>(submitted);
     } else if (submitted == -EAGAIN || submitted == -EBUSY) {
-      // Out of memory for requests, or of room for completions: those that end give some back.
+      // No memory for requests, or no room for completions; both become free when requests end.
       ++refused_ < kTries ? pause_() : give_up(-submitted);
-    } else if (submitted == 0) {  // completions that were there already
+    } else if (submitted == 0) {  // there were completions already
       if (++refused_ == kTries) give_up(EIO);
     } else if (submitted != -EINTR) {
       give_up(-submitted);
@@ -80,7 +80,7 @@ class Session {
       refused_ = 0;
       Slot& slot = slots_[completion.tag];
       Block::Next next = slot.block.take(completion.result);
-      if (broken_) next = Block::Next::ends;  // it has failed already
+      if (broken_) next = Block::Next::ends;  // its failure has been noted
       slot.busy = next == Block::Next::again || next == Block::Next::later;
       if (next == Block::Next::later) pause_();
       if (next == Block::Next::fails) note_failure(failure_, slot.block.failure());
@@ -88,7 +88,7 @@ class Session {
     }
   }
 
-  // Fails all blocks; those under way are waited for.
+  // Makes all blocks fail; run() still waits for those under way.
   void give_up(int code) {
     broken_ = true;
     for (const Slot& slot : slots_) {
@@ -102,9 +102,9 @@ class Session {
   Ring& ring_;
   void (*const pause_)();
   std::vector<Slot> slots_;
-  std::vector<std::size_t> pushed_;  // and not handed over; in that order
+  std::vector<std::size_t> pushed_;  // tags of queued requests that were not submitted, in order
   std::size_t under_way_ = 0;
-  int refused_ = 0;  // since something has ended
+  int refused_ = 0;  // refusals since a request has ended
   bool broken_ = false;
   std::optional<TransferFailure> failure_;
 };
@@ -139,7 +139,7 @@ std::unique_ptr<Ring> DiskRings::take() {
       std::unique_ptr<Ring> made = make_(depth_);
       idle_.reserve(++rings_);
       return made;
-    } catch (const std::system_error&) {  // a limit of the system: those that there are do the work
+    } catch (const std::system_error&) {  // a limit of the system: use the existing rings
       if (rings_ == 0) throw;
     }
     given_.wait(lock);

@@ -49,7 +49,7 @@ class DiskThreads::Workers {
   Workers(std::size_t threads, std::size_t block, const DiskCalls& calls) : calls_(calls), block_(block) {
     try {
       while (threads_.size() < threads) threads_.emplace_back(&Workers::work, this);
-    } catch (const std::system_error&) {  // a limit of the system: those that there are do the work
+    } catch (const std::system_error&) {  // a limit of the system: use the existing threads
       if (threads_.empty()) throw;
     }
   }
@@ -102,7 +102,7 @@ class DiskThreads::Workers {
 
   const DiskCalls calls_;
   const std::size_t block_;
-  std::mutex mutex_;  // guards what follows, and the jobs
+  std::mutex mutex_;  // guards the members below, and the jobs
   std::condition_variable wake_;
   std::condition_variable done_;
   std::deque<Waiting> blocks_;
@@ -114,7 +114,7 @@ DiskThreads::DiskThreads(std::size_t threads, std::size_t block, const DiskCalls
     : workers_(std::make_unique<Workers>(threads, block, calls)) {}
 
 DiskThreads::~DiskThreads() {
-  // In the child of a fork nobody would ever end the wait for the threads.
+  // The child of a fork has no threads to wait for, so the object is leaked there.
   if (forked()) static_cast<void>(workers_.release());
 }
 

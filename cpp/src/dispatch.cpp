@@ -12,13 +12,13 @@ namespace {
 bool always() { return true; }
 
 #ifdef LIGHTNING_ZERO_X86
-// __builtin_cpu_supports also asks whether the operating system saves the wide registers.
+// __builtin_cpu_supports also checks that the operating system saves the wide registers.
 bool has_avx2() {
   unsigned eax = 0;
   unsigned ebx = 0;
   unsigned ecx = 0;
   unsigned edx = 0;
-  // F16C by CPUID: older compilers do not know its name, and it needs no more than AVX of the system.
+  // F16C by CPUID: older compilers do not know its name. From the operating system it needs only AVX support.
   const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
   return f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }

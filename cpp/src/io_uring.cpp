@@ -1,8 +1,8 @@
-// Rings of the Linux kernel, by its system calls alone.
+// Rings of the Linux kernel, by system calls without liburing.
 //
 // The interface is documented in the manual pages io_uring(7), io_uring_setup(2) and io_uring_enter(2). It is
-// part of the kernel's stable ABI, and declared here: headers are often older than the kernel that a binary
-// meets.
+// part of the kernel's stable ABI, and declared here because the headers of the build machine are often older
+// than the kernel that runs the binary.
 #include <cerrno>
 #include <system_error>
 
@@ -32,11 +32,11 @@ constexpr long kSetup = 535, kEnter = 536;
 #else
 constexpr long kSetup = 425, kEnter = 426;
 #endif
-constexpr off_t kRingsOffset = 0, kEntriesOffset = 0x10000000;  // of mmap
-constexpr unsigned kGetEvents = 1;                              // of enter
+constexpr off_t kRingsOffset = 0, kEntriesOffset = 0x10000000;  // for mmap
+constexpr unsigned kGetEvents = 1;                              // for io_uring_enter
 constexpr std::uint8_t kNop = 0, kRead = 22, kWrite = 23;       // operations
-// Features: one mapping holds both rings; completions that find no room are kept; and one that came with
-// Linux 5.6, as reads and writes of plain buffers did.
+// Features: one mapping contains both rings; completions without room are kept; and one that Linux 5.6
+// introduced together with reads and writes of plain buffers.
 constexpr std::uint32_t kSingleMapping = 1, kNoDrop = 2, kCurrentPosition = 8;
 constexpr std::uint32_t kNeeded = kSingleMapping | kNoDrop | kCurrentPosition;
 
@@ -94,7 +94,7 @@ static_assert(kNop == IORING_OP_NOP && kGetEvents == IORING_ENTER_GETEVENTS &&
 
 }  // namespace abi
 
-constexpr std::size_t kMostBytes = std::size_t{1} << 30;  // of a request, whose length has 32 bits
+constexpr std::size_t kMostBytes = std::size_t{1} << 30;  // per request, whose length has 32 bits
 
 [[noreturn]] void refuse(int code, const char* what) {
   throw std::system_error(code, std::system_category(), what);
@@ -139,11 +139,12 @@ int set_up(std::size_t requests, abi::Parameters* parameters) {
     refuse(errno, locked ? "io_uring_setup (before Linux 5.12 a ring counts towards RLIMIT_MEMLOCK)"
                          : "io_uring_setup");
   }
-  return static_cast<int>(file);  // which closes on exec
+  return static_cast<int>(file);  // the kernel sets close-on-exec
 }
 
-// Heads and tails are the only words that both sides see change. The side that moves one stores it with
-// release, after what it says is there; the other side loads it with acquire, before it looks.
+// The process and the kernel synchronize by the heads and tails of the queues only. The side that moves one
+// stores it with release semantics after writing the entries; the other side loads it with acquire semantics
+// before reading them.
 std::uint32_t load(const std::uint32_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 void store(std::uint32_t* word, std::uint32_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
@@ -162,7 +163,7 @@ class KernelRing : public Ring {
     completion_tail_ = rings_.at<std::uint32_t>(of_completions.tail);
     completion_mask_ = *rings_.at<std::uint32_t>(of_completions.mask);
     completions_ = rings_.at<abi::Completion>(of_completions.completions);
-    // The kernel finds a request by its number in this array, and here each has that of its place.
+    // The kernel finds requests by their numbers in this array; entry i always refers to request i.
     auto* numbers = rings_.at<std::uint32_t>(of_requests.array);
     for (std::uint32_t place = 0; place < parameters_.requests; ++place) numbers[place] = place;
     try_out();
@@ -190,11 +191,11 @@ class KernelRing : public Ring {
     if (head == load(completion_tail_)) return false;
     const abi::Completion& found = completions_[head & completion_mask_];
     *completion = {static_cast<std::size_t>(found.tag), found.result};
-    store(completion_head_, head + 1);  // from here on the kernel may overwrite it
+    store(completion_head_, head + 1);  // now the kernel may overwrite the entry
     return true;
   }
 
-  // Without a thread of its own the kernel looks at the tail inside of `submit` only.
+  // Safe, since the kernel reads the tail only during `submit` (there is no polling kernel thread).
   void withdraw() override { store(request_tail_, load(request_head_)); }
 
  private:
@@ -217,7 +218,7 @@ class KernelRing : public Ring {
     store(request_tail_, tail + 1);
   }
 
-  // A sandbox may allow to make a ring, and not to use it.
+  // A sandbox may allow a program to make a ring but not to use it.
   void try_out() {
     abi::Request nothing{};
     nothing.operation = abi::kNop;

@@ -12,7 +12,7 @@ namespace lightning_zero {
 double sum_of_squares_parallel(SumOfSquaresFunction sum, const void* values, DType dtype, std::size_t count,
                                std::size_t threads) {
   constexpr std::size_t kPiece =
-      kRows * kRows * kRows * kLanes;  // fixed: it decides the order of the additions
+      kRows * kRows * kRows * kLanes;  // fixed, since it determines the order of the additions
   const auto* bytes = static_cast<const char*>(values);
   std::vector<double> sums((count + kPiece - 1) / kPiece);
   parallel_for(sums.size(), threads, [&](std::size_t i) {

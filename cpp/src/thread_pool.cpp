@@ -30,23 +30,23 @@ cpu_set_t allowed_cores() {
 }
 #endif
 
-// What threads are bound to: one core each, or all of them together.
+// The cores that threads are bound to: each thread to one core, or each to all of them.
 struct Binding {
   std::vector<int> cores;
   bool together = false;
 };
 
-// What bind_threads was last told; null before. Never freed: a thread, or the child of a fork, may still read
-// it.
+// The binding of the last call of bind_threads; null before the first. Bindings are never freed, since a
+// thread or the child of a fork may still read one.
 std::atomic<const Binding*> told_binding{nullptr};
 
-// A thread's part of the pieces of a job, on a cache line of its own.
+// A thread's part of the pieces of a job; it has a cache line of its own.
 struct alignas(64) Part {
   std::atomic<std::size_t> next{0};
   std::size_t stop = 0;
 };
 
-// The pieces that one caller has asked for. It lives in the call, which ends when nobody works on it.
+// The pieces of one call. The job lives on the caller's stack; the call ends when no thread works on the job.
 struct Job {
   Job(std::size_t count, std::size_t threads, const std::function<void(std::size_t)>& piece)
       : piece(piece), parts(threads), joined(threads, false) {
@@ -58,8 +58,8 @@ struct Job {
 
   const std::function<void(std::size_t)>& piece;
   std::vector<Part> parts;
-  std::vector<bool> joined;  // by thread: it is at work, or has found nothing left
-  std::size_t busy = 0;      // workers that have joined and not left
+  std::vector<bool> joined;  // by thread: whether it works on the job or has found no pieces left
+  std::size_t busy = 0;      // number of workers that have joined and not left
 };
 
 class ThreadPool {
@@ -74,26 +74,26 @@ class ThreadPool {
     wake_.notify_all();
     take_pieces(job, 0, std::numeric_limits<std::uint64_t>::max());
     std::unique_lock<std::mutex> lock(mutex_);
-    jobs_.remove(&job);  // who wakes up only now is not needed, and must not see a job that has ended
+    jobs_.remove(&job);  // workers that wake up later are not needed, and must not see a job that has ended
     done_.wait(lock, [&job] { return job.busy == 0; });
   }
 
  private:
-  // Makes workers for so many threads, the caller among them; returns how many threads there are, if the
-  // system lets there be fewer.
+  // Makes workers so that there are `threads` threads including the caller's. Returns the number of threads,
+  // which is smaller if the system allows no more.
   std::size_t hire(std::size_t threads) {
     const std::lock_guard<std::mutex> lock(mutex_);
     try {
       for (; workers_ + 1 < threads; ++workers_) {
         std::thread(&ThreadPool::work, this, workers_ + 1).detach();
       }
-    } catch (const std::system_error&) {  // a limit of the system: those that there are do the work
+    } catch (const std::system_error&) {  // a limit of the system: use the existing threads
       return workers_ + 1;
     }
     return threads;
   }
 
-  // What a worker does for the rest of the process: it is never joined, it sleeps when the process exits.
+  // The loop of a worker. Workers are never joined; they sleep when the process exits.
   void work(std::size_t thread) {
     const Binding* bound = nullptr;
     std::unique_lock<std::mutex> lock(mutex_);
@@ -110,13 +110,13 @@ class ThreadPool {
       lock.unlock();
       const bool finished = take_pieces(*job, thread, seen);
       lock.lock();
-      // Who leaves for a newer job comes back after it, and holds up nobody meanwhile.
+      // A worker that leaves for a newer job returns after that; the caller does not wait for it meanwhile.
       job->joined[thread] = finished;
       if (--job->busy == 0) done_.notify_all();
     }
   }
 
-  // The newest job that has a place for a worker.
+  // The newest job that the worker `thread` may join; null if there is none.
   Job* newest_for(std::size_t thread) const {
     const auto found = std::find_if(jobs_.rbegin(), jobs_.rend(), [thread](const Job* job) {
       return thread < job->joined.size() && !job->joined[thread];
@@ -124,8 +124,8 @@ class ThreadPool {
     return found == jobs_.rend() ? nullptr : *found;
   }
 
-  // Runs pieces until none is left: true, or until there is a job that is newer than the one last `seen`:
-  // false.
+  // Runs pieces until none is left, then returns true, or until there is a newer job than the one last
+  // `seen`, then returns false.
   bool take_pieces(Job& job, std::size_t thread, std::uint64_t seen) {
     const std::size_t threads = job.parts.size();
     for (std::size_t k = 0; k < threads; ++k) {
@@ -149,7 +149,7 @@ class ThreadPool {
         CPU_SET(named[(thread - 1) % named.size()], &cores);
       }
     }
-    // Checked in bind_threads; a core that has gone since then leaves the thread where it is.
+    // bind_threads has checked the cores; if one is not available any more, the thread is not bound.
     pthread_setaffinity_np(pthread_self(), sizeof cores, &cores);
 #else
     static_cast<void>(thread);
@@ -160,12 +160,12 @@ class ThreadPool {
 #ifdef __linux__
   const cpu_set_t allowed_ = allowed_cores();
 #endif
-  std::mutex mutex_;  // guards what follows, and all of a job but its parts and its piece
+  std::mutex mutex_;  // guards the members below, and all of a job except its parts and its piece
   std::condition_variable wake_;
   std::condition_variable done_;
   std::size_t workers_ = 0;               // numbered from 1; a caller is thread 0 of its job
-  std::list<Job*> jobs_;                  // whose callers have not ended them
-  std::atomic<std::uint64_t> newest_{0};  // the number of the newest job there ever was
+  std::list<Job*> jobs_;                  // the jobs of calls that have not ended, oldest first
+  std::atomic<std::uint64_t> newest_{0};  // number of the newest job so far
 };
 
 // Never destroyed: sleeping workers use it until the process ends.
@@ -174,7 +174,7 @@ std::atomic<ThreadPool*> pool{nullptr};
 ThreadPool* the_pool() {
   static const bool first = [] {
     pool = new ThreadPool;
-    // A forked child has the memory of the pool and none of its threads.
+    // A forked child has the memory of the pool but none of its threads, so it gets a new pool.
     pthread_atfork(nullptr, nullptr, [] { pool = new ThreadPool; });
     return true;
   }();
@@ -205,7 +205,7 @@ void bind_threads(const std::vector<int>& cores, bool together) {
   if (!cores.empty()) throw std::runtime_error("threads cannot be bound to cores on this system");
 #endif
   static std::mutex mutex;
-  static auto* const told = new std::list<Binding>;  // all there ever were: see told_binding
+  static auto* const told = new std::list<Binding>;  // all bindings so far: see told_binding
   const std::lock_guard<std::mutex> lock(mutex);
   told->push_back({cores, together});
   told_binding = &told->back();

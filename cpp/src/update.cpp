@@ -15,13 +15,14 @@
 namespace lightning_zero {
 namespace {
 
-// Elements of a piece: small enough to share out evenly, large enough for a wake-up to pay. Whole blocks, and
-// so whole cache lines.
+// The smallest number of elements in a piece: large enough to be worth waking a thread up, small enough to
+// balance the load. A multiple of a block, and so of a cache line.
 constexpr std::size_t kSmallest = std::size_t{1} << 16;
 constexpr std::size_t kLargest = std::size_t{1} << 20;
 constexpr std::size_t kPiecesPerThread = 4;
 
-// From here on a copy does not stay in the caches until somebody reads it.
+// From this number of elements on, a copy would not stay in the caches until it is read, so stores bypass
+// them.
 constexpr std::size_t kStream = std::size_t{1} << 22;
 
 std::size_t piece_length(std::size_t count, std::size_t threads) {
@@ -35,7 +36,7 @@ T* advance(T* array, DType dtype, std::size_t elements) {
   return array == nullptr ? nullptr : static_cast<Byte*>(array) + elements * item_size(dtype);
 }
 
-// The part [start, start + count), where the first element of `a` is element `lead` of its block.
+// The part [start, start + count) of `a`, whose first element is element `lead` of its block.
 UpdateArrays slice(const UpdateArrays& a, std::size_t start, std::size_t count, std::size_t lead) {
   UpdateArrays part = a;
   part.param = advance(a.param, a.param_dtype, start);
@@ -50,7 +51,7 @@ UpdateArrays slice(const UpdateArrays& a, std::size_t start, std::size_t count, 
   return part;
 }
 
-// Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
+// Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
 std::uint64_t splitmix64(std::uint64_t x) {
   x += 0x9E3779B97F4A7C15U;
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9U;
@@ -71,7 +72,7 @@ void update_parallel(UpdateFunction<Coefficients> update, const Coefficients& co
                      const UpdateArrays& arrays, const RoundingKey& key, std::size_t threads) {
   const std::size_t length = piece_length(arrays.count, threads);
   const bool stream = arrays.count >= kStream;
-  // Pieces begin where blocks do.
+  // Pieces begin at the borders of blocks.
   const std::size_t lead = arrays.state_dtype == DType::int8 ? key.index % kBlockLength : 0;
   const std::size_t all = arrays.count == 0 ? 0 : lead + arrays.count;
   parallel_for((all + length - 1) / length, threads, [&](std::size_t i) {
@@ -86,7 +87,7 @@ void update_parallel(UpdateFunction<Coefficients> update, const Coefficients& co
     }
 #ifdef LIGHTNING_ZERO_X86
     if (stream)
-      _mm_sfence();  // streamed stores are not ordered with what tells others that the piece is done
+      _mm_sfence();  // orders the streamed stores before the store that tells others that the piece is done
 #endif
   });
 }
@@ -102,7 +103,7 @@ LIGHTNING_ZERO_INSTANTIATE(SgdCoefficients);
 
 AdamCoefficients adam_coefficients(double lr, double beta1, double beta2, double eps, double weight_decay,
                                    std::int64_t step, double grad_scale, bool decoupled, bool amsgrad) {
-  const DefaultFloatingPoint environment;  // here and below: a coefficient may be subnormal
+  const DefaultFloatingPoint environment;  // here and below, since a coefficient may be subnormal
   const double t = static_cast<double>(step);
   const double bias_correction1 = 1.0 - std::pow(beta1, t);
   const double bias_correction2 = 1.0 - std::pow(beta2, t);

@@ -1,17 +1,18 @@
-"""Checkpoints: state by parameter name, unsharded, at full precision, in one file or in a folder of many.
+"""Checkpoints: state by parameter name, unsharded and at full precision, in one file or in a folder of files.
 
 Terms:
-    record: an entry of a zip archive, with the bytes of one tensor's storage.
-    slice: a range of a tensor's elements in the order of memory; :class:`~lightning_zero.checkpoint.shards.Slice` is
-        one of a parameter that this rank owns.
-    box: an N-dimensional part of a tensor, of which a folder by ``torch.distributed.checkpoint`` (DCP) consists; a
-        slice is several.
-    tile: as much of a slice as is read, copied or written at a time.
-    source: holds the values of lazy tensors: the shards of an engine, or a checkpoint on the disk.
+    record: an entry of a zip archive; it contains the bytes of one tensor's storage.
+    slice: a range of a tensor's elements in memory order; :class:`~lightning_zero.checkpoint.shards.Slice` is a slice
+        of a parameter that this rank owns.
+    box: an N-dimensional part of a tensor. ``torch.distributed.checkpoint`` (DCP) stores tensors in boxes; a slice
+        consists of several boxes.
+    tile: the part of a slice that is read, copied or written at a time.
+    source: holds the values of lazy tensors: the shards of an engine, or a checkpoint on a disk.
     draft: a file or folder under a temporary name, until it is complete.
+    container: the form of a checkpoint on a disk, a file or a folder.
 
-The container of one file (``file``, ``remote_file``) and that of many (``folder``, ``folder_reader``) do not know each
-other; they share archives, tiles, drafts and how all ranks learn of errors.
+The container of one file (``file``, ``remote_file``) and that of a folder (``folder``, ``folder_reader``) do not import
+each other. They share archives, tiles, drafts and the exchange of errors between ranks.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ __all__ = [
 ]
 
 CONTAINERS: dict[str, Callable[..., Save | None]] = {"full": file.begin, "sharded": folder.begin}
-# Those of a file system that is reached by a URL.
+# The containers on file systems that are reached by a URL.
 REMOTE_CONTAINERS: dict[str, Callable[..., Save]] = {"full": remote_file.begin, "sharded": folder.begin}
 
 
@@ -82,17 +83,18 @@ def begin(
 
     Args:
         container: one of :data:`CONTAINERS`.
-        checkpoint: Lightning's, or for a file anything that :func:`torch.save` takes, with lazy tensors in it.
-        path: what is there is replaced when the new one is complete and on the disk.
-        engines: hold the values of the lazy tensors; none where there are none.
-        world: all ranks.
-        checksums: write the CRC-32 of every tensor, as :func:`torch.save` does; otherwise it is 0.
+        checkpoint: Lightning's checkpoint or, for a file, anything that :func:`torch.save` accepts; it may contain lazy
+            tensors.
+        path: path of the checkpoint; an older one there is replaced when the new one is complete and on the disk.
+        engines: the engines that hold the values of the lazy tensors; empty if there are none.
+        world: the group of all ranks.
+        checksums: write the CRC-32 of every tensor, as :func:`torch.save` does; otherwise 0 is written.
 
     Returns:
-        The save; ``None``, with nothing written, where ranks would write one file and do not see it.
+        The save; ``None``, with nothing written, if all ranks would write one file and some rank does not see it.
 
     Raises:
-        CheckpointError: on all ranks, if one of them fails.
+        CheckpointError: a rank has failed; raised on all ranks.
     """
     containers = REMOTE_CONTAINERS if isinstance(path, RemotePath) else CONTAINERS
     return containers[container](checkpoint, path, engines, world, checksums)
@@ -102,17 +104,17 @@ def load(path: Location, world: Group, weights_only: bool = True, checksums: boo
     """Read a checkpoint of any container, or one that :func:`torch.save` wrote. Collective.
 
     Args:
-        path: of the file or the folder.
-        world: all ranks; each verifies its share.
+        path: path of the file or folder.
+        world: the group of all ranks; each rank verifies a part of the checksums.
         weights_only: see :func:`torch.load`.
-        checksums: read everything once and compare its checksums, where there are some.
+        checksums: read the whole checkpoint once and compare its checksums, if it has any.
 
     Returns:
-        The checkpoint on the CPU; each rank reads only what it uses of its tensors.
+        The checkpoint on the CPU; each rank reads only the parts of the tensors that it uses.
 
     Raises:
-        CheckpointError: on all ranks, where it is incomplete or damaged, or some do not see it.
-        FileNotFoundError: on all ranks, where none sees it.
+        CheckpointError: the checkpoint is incomplete or damaged, or some ranks do not see it; raised on all ranks.
+        FileNotFoundError: no rank sees it; raised on all ranks.
     """
 
     def is_folder() -> bool:

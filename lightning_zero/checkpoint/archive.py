@@ -1,7 +1,7 @@
-"""The zip archive that :func:`torch.save` writes, in parts: its records, uncompressed, are the storages of tensors.
+"""Writes parts of the zip archive of :func:`torch.save`, whose uncompressed records are the storages of tensors.
 
-``torch.serialization.skip_data`` writes everything but the values and leaves room for them. Who has the values writes
-them there, and their checksums into the archive, so that any tool can verify it.
+``torch.serialization.skip_data`` writes an archive without the values and leaves room for them. The ranks that hold the
+values write them there. Then their checksums are written into the archive, so that any zip tool can verify it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _DESCRIPTOR_CRC, _CENTRAL_CRC = 4, 16
 
 
 class Record(NamedTuple):
-    """An entry of the archive: where its bytes lie in the file, and their checksum."""
+    """An entry of the archive: the position of its bytes in the file, and their checksum."""
 
     name: str  # inside the archive's only folder: "data.pkl", "data/0"
-    start: int
+    start: int  # first byte of the contents in the file
     nbytes: int
-    crc: int
-    central: int  # where its entry in the central directory begins
+    crc: int  # CRC-32 of the contents
+    central: int  # first byte of its entry in the central directory
 
     @property
     def stop(self) -> int:
@@ -70,11 +70,14 @@ def read_records(file: IO[bytes]) -> list[Record]:
 
 
 def write_skeleton(path: Path, checkpoint: Any) -> dict[Record, UntypedStorage | LazyTensor]:
-    """Write ``checkpoint`` without the values of its tensors.
+    """Write ``checkpoint`` to the file ``path`` without the values of its tensors.
 
     Returns:
-        For every record that is missing: the storage that belongs there, or the lazy tensor whose values do, in the
-        order of memory.
+        For every record without values: the storage with its contents, or the lazy tensor whose elements, in memory
+        order, are its contents.
+
+    Raises:
+        ValueError: an object gives different tensors each time it is pickled.
     """
     with placeholders() as lazy, torch.serialization.skip_data():
         storages = storages_of(checkpoint)
@@ -101,7 +104,7 @@ def write_skeleton(path: Path, checkpoint: Any) -> dict[Record, UntypedStorage |
 
 
 class TensorArchive(NamedTuple):
-    """The archive of one tensor: all bytes before its values, where these are, all bytes after them."""
+    """The archive of one tensor: all bytes before its values, the record of the values, all bytes after them."""
 
     before: bytes
     values: Record
@@ -110,10 +113,10 @@ class TensorArchive(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def archive_of_tensor(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> TensorArchive:
-    """The archive of a tensor that fills its memory; the checksum of its values is missing."""
-    memory = torch.UntypedStorage(math.prod(shape) * dtype.itemsize)  # nobody touches it
+    """The archive of a dense tensor; the checksum of its values is missing."""
+    memory = torch.UntypedStorage(math.prod(shape) * dtype.itemsize)  # never touched, so it takes no memory
     tensor = torch.empty(0, dtype=dtype, device="cpu").set_(memory, 0, shape, strides)
-    # A file with a hole, which is in memory.
+    # A file in memory; the values are a hole in it.
     with os.fdopen(os.memfd_create("tensor"), "w+b") as file, torch.serialization.skip_data():
         torch.save(tensor, file)
         (values,) = [record for record in read_records(file) if record.name == "data/0"]
@@ -124,7 +127,7 @@ def archive_of_tensor(shape: tuple[int, ...], strides: tuple[int, ...], dtype: t
 
 
 def storages_of(checkpoint: Any) -> list[UntypedStorage]:
-    """All storages in the order in which :func:`torch.save` numbers them: that in which the pickler meets them."""
+    """All storages in ``checkpoint``, in the order in which :func:`torch.save`'s pickler meets and numbers them."""
     found: dict[int, UntypedStorage] = {}
 
     class Finder(pickle.Pickler):
@@ -139,11 +142,11 @@ def storages_of(checkpoint: Any) -> list[UntypedStorage]:
 
 
 def write_checksums(file: int, checksums: dict[Record, int]) -> None:
-    """Complete the archive with the checksums of records that were missing.
+    """Complete an archive by writing the checksums of records.
 
     Args:
-        file: descriptor, open for writing.
-        checksums: CRC-32 of each.
+        file: file descriptor, open for writing.
+        checksums: CRC-32 of each record.
     """
     for record, crc in checksums.items():
         for place in _places_of_checksum(record):
@@ -151,7 +154,7 @@ def write_checksums(file: int, checksums: dict[Record, int]) -> None:
 
 
 def with_checksum(after: bytes, record: Record, crc: int) -> bytes:
-    """The bytes that follow a record in its archive, up to the end, with the record's checksum."""
+    """Write a record's checksum into ``after``, the bytes of its archive from the record's end on."""
     completed = bytearray(after)
     for place in _places_of_checksum(record):
         struct.pack_into("<I", completed, place - record.stop, crc)
@@ -159,25 +162,25 @@ def with_checksum(after: bytes, record: Record, crc: int) -> bytes:
 
 
 def _places_of_checksum(record: Record) -> list[int]:
-    """Where in the file a record's checksum stands: after the values, if there are any, and in the directory."""
-    descriptor = [record.stop + _DESCRIPTOR_CRC] if record.nbytes else []  # without values the sum is 0
+    """The positions of a record's checksum in the file: after the values, if there are any, and in the directory."""
+    descriptor = [record.stop + _DESCRIPTOR_CRC] if record.nbytes else []  # without values the CRC is 0
     return [*descriptor, record.central + _CENTRAL_CRC]
 
 
 def stream(skeleton: Path, missing: Mapping[Record, Iterable[Tensor]], out: Writable, checksums: bool) -> None:
-    """Write an archive from its beginning to its end: a skeleton, with the values that it lacks.
+    """Write an archive sequentially: the bytes of a skeleton, with the missing values in their places.
 
     Args:
-        skeleton: by :func:`write_skeleton`.
-        missing: the values of each record without any, 1-D tensors, one after the other. Asked for in the order of the
-            file.
-        out: where to.
-        checksums: complete those of the missing records; otherwise they are 0.
+        skeleton: file written by :func:`write_skeleton`.
+        missing: for each record without values, consecutive 1-D tensors with its contents. They are read in the order
+            of the file.
+        out: the file to write to.
+        checksums: write the checksums of the missing records; otherwise 0 is written.
 
     Raises:
-        ValueError: values that are more or fewer than their record has room for.
+        ValueError: the values of a record have another size than the record.
     """
-    completed: dict[int, int] = {}  # checksums by their place in the file
+    completed: dict[int, int] = {}  # checksums by their position in the file
     with skeleton.open("rb") as file:
         for record in sorted(missing, key=lambda each: each.start):
             _copy(file, out, record.start, completed)
@@ -191,7 +194,7 @@ def stream(skeleton: Path, missing: Mapping[Record, Iterable[Tensor]], out: Writ
 
 
 def _copy(file: IO[bytes], out: Writable, stop: int, checksums: dict[int, int]) -> None:
-    """Copy from where ``file`` is up to ``stop``, with ``checksums`` at their places."""
+    """Copy ``file`` from its current position to ``stop``, and write ``checksums`` at their positions."""
     start = file.tell()
     data = bytearray(file.read(stop - start))
     for place in [place for place in checksums if start <= place < stop]:
@@ -228,7 +231,7 @@ def by_record(records: Iterable[Record], checksums: Iterable[Checksum]) -> dict[
 
 
 def lazy_tensors(checkpoint: Any) -> list[LazyTensor]:
-    """Lazy tensors that nobody has fetched, wherever they are in ``checkpoint``."""
+    """Lazy tensors that have not been fetched, anywhere in ``checkpoint``."""
     with placeholders() as lazy:
         storages_of(checkpoint)
         return lazy.tensors()
@@ -242,7 +245,13 @@ def is_nested(tree: Any) -> bool:
 def leaves(
     tree: Any, opens: Callable[[Any], bool] = is_nested, keys: tuple[Any, ...] = ()
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Everything in nested mappings and sequences that ``opens`` refuses, with the keys that lead to it."""
+    """The leaves of nested mappings and sequences, each with the keys that lead to it.
+
+    Args:
+        tree: the mapping or sequence.
+        opens: whether to descend into a value; otherwise it is a leaf.
+        keys: keys that lead to ``tree``.
+    """
     if opens(tree):
         for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
             yield from leaves(value, opens, (*keys, key))

@@ -1,8 +1,9 @@
-"""Reading the zip archive that :func:`torch.save` writes: what nobody reads of its tensors takes no memory.
+"""Reads the zip archive of :func:`torch.save` so that only the parts of tensors that are used take memory.
 
-Of a file of this machine tensors lie on its pages. :func:`torch.load` maps a file so that the system reserves memory
-for all of it, in case it is changed, and refuses files larger than memory and swap. Here nothing is reserved, and pages
-that have been read can be given back. Of a remote file ranges are read when they are used.
+A local file is mapped, and tensors lie on its pages. :func:`torch.load` maps a file in a way that makes the system
+reserve memory for the whole file, in case its pages are changed, and fails for files larger than memory and swap. The
+mapping here reserves nothing, and pages can be given back after they were read. A remote file is read in ranges when
+its tensors are used.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.torch_private import file_offset, storage_number, version_of
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python before 3.13 does not name Linux's number
-_SMALL = 1 << 16  # bytes of a tensor that is read at once, where others are read when they are used
+_SMALL = 1 << 16  # bytes; tensors of a remote file up to this size are read immediately, others when they are used
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Size, torch.dtype, torch.device)
 
 
 def load(path: Location, world: Group, weights_only: bool = True, checksums: bool = True) -> Any:
-    """Read a file, an archive with its tensors mapped or read by ranges; see :func:`lightning_zero.checkpoint.load`."""
+    """Read a file; tensors of an archive are mapped, or read by ranges. See :func:`lightning_zero.checkpoint.load`."""
     what = f"read the checkpoint {path}"
     if not any(together(world, path.exists, what)):
-        raise FileNotFoundError(errno.ENOENT, "Checkpoint file not found", str(path))  # as Lightning has it
+        raise FileNotFoundError(errno.ENOENT, "Checkpoint file not found", str(path))  # Lightning's message
     zipped, *_ = together(world, lambda: _is_zip(path), what)
     if zipped and checksums:
         verify(path, world, weights_only)
@@ -56,7 +57,11 @@ def _load_remote(path: RemotePath, weights_only: bool) -> Any:
 
 
 def _is_zip(path: Location) -> bool:
-    """Whether a file is an archive; others are what torch wrote before version 1.6."""
+    """Whether a file is a zip archive; otherwise it has the format of torch before version 1.6.
+
+    Raises:
+        ValueError: it is an archive without the directory at its end.
+    """
     with path.open("rb") as file:
         if file.read(4) != b"PK\x03\x04":
             return False
@@ -68,11 +73,15 @@ def _is_zip(path: Location) -> bool:
 
 
 def verify(path: Location, world: Group, weights_only: bool = True) -> None:
-    """Compare the checksums of an archive's records with its directory; ranks share the reading. Collective.
+    """Verify the checksums of an archive's records; each rank reads a part of the file. Collective.
+
+    Args:
+        path: path of the archive.
+        world: the group of all ranks.
+        weights_only: see :func:`torch.load`; used if the archive is damaged, to find the names of damaged tensors.
 
     Raises:
-        CheckpointError: on all ranks, where a record is not as it was written; ``weights_only`` tells how to load the
-            archive to name the damaged tensors.
+        CheckpointError: a checksum does not match; raised on all ranks.
     """
     with path.open("rb") as archive:
         records = read_records(archive)
@@ -90,7 +99,7 @@ def verify(path: Location, world: Group, weights_only: bool = True) -> None:
 
     every = together(world, sums, f"verify the checkpoint {path}")
     found = by_record(records, (checksum for checksums in every for checksum in checksums))
-    # 0 stands for none: a writer may leave them out.
+    # 0 means no checksum: writers may leave them out.
     wrong = [record for record in records if record.crc and combined(found[record.name]) != record.crc]
     if wrong:
         first, rest = wrong[:NAMED], wrong[NAMED:]
@@ -99,7 +108,7 @@ def verify(path: Location, world: Group, weights_only: bool = True) -> None:
 
 
 def _tensor_name(path: Location, record: Record, weights_only: bool) -> str:
-    """The name in the tree of the first tensor that a record holds, else the record's own."""
+    """The name in the checkpoint of the first tensor in a record, or the record's name if there is no tensor."""
     kind, _, number = record.name.partition("/")
     if kind != "data":
         return record.name
@@ -124,35 +133,39 @@ def _tensor_name(path: Location, record: Record, weights_only: bool) -> str:
 
 
 class _File(mmap.mmap):
-    """A private mapping: changes of tensors stay in this process."""
+    """A private mapping of a file: changes of tensors on it stay in this process."""
 
     address: int
 
 
-_FILES: weakref.WeakSet[_File] = weakref.WeakSet()  # each as long as a tensor is on it
+_FILES: weakref.WeakSet[_File] = weakref.WeakSet()  # each file lives as long as a tensor lies on it
 
 
 class _NotPlainError(Exception):
-    """The checkpoint has an object that may hold tensors."""
+    """Raised if the checkpoint contains an object of unknown type, which may hold tensors."""
 
 
 def load_mapped(path: Path) -> Any:
     """Load an archive as ``torch.load(path, map_location="cpu", mmap=True, weights_only=True)`` does."""
     try:
         return _MappedTensors(path).of(torch.load(path, map_location="meta", weights_only=True))
-    except (_NotPlainError, NotImplementedError):  # some kinds of tensors have no form without values
+    except (_NotPlainError, NotImplementedError):  # some kinds of tensors cannot be on the meta device
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 class _Tensors(ABC):
-    """Gives tensors that :func:`torch.load` made on the meta device their values."""
+    """Replaces tensors that :func:`torch.load` made on the meta device by tensors with values."""
 
     def __init__(self) -> None:
-        self._made: dict[int, Any] = {}  # by id of what it was made of: tied tensors stay tied
-        self._sources: list[Any] = []  # keeps these ids theirs
+        self._made: dict[int, Any] = {}  # by id of the meta tensor, so that tied tensors stay tied
+        self._sources: list[Any] = []  # keeps the meta tensors alive, so that ids are not reused
 
     def of(self, tree: Any) -> Any:
-        """Put values into ``tree``; its dictionaries and lists stay the same objects."""
+        """Replace the tensors in ``tree``; its dictionaries and lists stay the same objects.
+
+        Raises:
+            _NotPlainError: ``tree`` contains an object of unknown type.
+        """
         if isinstance(tree, Tensor):
             if id(tree) not in self._made:
                 self._made[id(tree)] = self._tensor(tree)
@@ -182,11 +195,11 @@ class _Tensors(ABC):
 
     @abstractmethod
     def _at(self, offset: int, source: Tensor) -> Tensor:
-        """The tensor with the form of ``source``, whose storage begins at ``offset`` in the file."""
+        """A tensor with shape, strides and dtype of ``source``, whose storage begins at ``offset`` in the file."""
 
 
 class _MappedTensors(_Tensors):
-    """Tensors on the pages of a file."""
+    """Makes tensors that lie on the pages of a mapped file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -203,18 +216,18 @@ class _MappedTensors(_Tensors):
 
     def _record(self, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
         if (offset, dtype) not in self._records:
-            # No bytes are no buffer.
+            # `frombuffer` refuses an empty buffer.
             data = torch.frombuffer(self._file, dtype=torch.uint8, offset=offset, count=nbytes) if nbytes else None
             self._records[offset, dtype] = torch.empty(0, dtype=dtype) if data is None else data.view(dtype)
         return self._records[offset, dtype]
 
 
 def give_back_pages(tensor: Tensor) -> None:
-    """Let go of the memory behind a tensor of :func:`load_mapped`, to be read again at the next use; others stay."""
+    """Free the pages of a tensor of :func:`load_mapped`; the next use reads them again. Other tensors are ignored."""
     if isinstance(tensor, LazyTensor) or tensor.layout != torch.strided:
-        return  # it keeps nothing, or is no range of pages
+        return  # it holds no memory, or is not one range of pages
     if version_of(tensor):
-        return  # somebody has changed it: the file does not have these values
+        return  # it was changed, so the file does not contain its values
     start = tensor.untyped_storage().data_ptr()
     stop = start + tensor.untyped_storage().nbytes()
     for file in _FILES:
@@ -229,7 +242,7 @@ def give_back_pages(tensor: Tensor) -> None:
 
 
 def load_by_ranges(path: RemotePath) -> Any:
-    """Load an archive whose larger tensors are read when they are used, and of each the part that is asked for."""
+    """Load an archive; larger tensors are lazy, and only the parts of them that are used are read."""
     try:
         with path.open() as file:
             return _RangedTensors(path).of(torch.load(file, map_location="meta", weights_only=True))
@@ -238,14 +251,14 @@ def load_by_ranges(path: RemotePath) -> Any:
 
 
 class _Range(NamedTuple):
-    """Where a tensor's elements lie in a file: the first byte of its storage, and its form within that."""
+    """The position of a tensor's elements in a file."""
 
-    offset: int
-    form: Tensor  # on the meta device
+    offset: int  # first byte of the storage
+    form: Tensor  # on the meta device: shape, strides, dtype and offset in the storage
 
 
 class _RangedTensors(_Tensors):
-    """Lazy tensors of a remote file: their source, which reads them by ranges."""
+    """Makes lazy tensors of a remote file; it is their source, and reads ranges of the file."""
 
     live = False
 
@@ -258,7 +271,7 @@ class _RangedTensors(_Tensors):
     def _at(self, offset: int, source: Tensor) -> Tensor:
         self._ranges.append(_Range(offset, source))
         number = len(self._ranges) - 1
-        # Small ones are those that someone keeps or copies: counters, random states.
+        # Small tensors, such as counters and random states, are often kept or copied as a whole.
         return self.fetch(number) if source.nbytes <= _SMALL else StoredTensor(self, number, source)
 
     def fetch(self, param: int) -> Tensor:

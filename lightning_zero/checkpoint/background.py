@@ -1,4 +1,4 @@
-"""Saves that are written while training goes on."""
+"""Writes checkpoints in the background, while training continues."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ log = logging.getLogger(__name__)
 
 
 class Background:
-    """Writes one checkpoint at a time, in a thread of its own.
+    """Writes one checkpoint at a time, in a separate thread.
 
     Args:
-        world: all ranks, in a group that nothing else uses.
-        executor: copies what will be written to host memory.
+        world: a group of all ranks that nothing else uses.
+        executor: copies the state to host memory.
     """
 
     def __init__(self, world: Group, executor: Executor) -> None:
@@ -31,14 +31,14 @@ class Background:
         self._afterwards: list[Future[None]] = []
 
     def start(self, save: Save, world: Group) -> None:
-        """Take a snapshot of what ``save`` writes and begin to write it. Collective; :meth:`wait` comes before.
+        """Copy the state that ``save`` writes, and begin to write the copy. Collective. Call :meth:`wait` before.
 
         Args:
-            save: has begun.
-            world: all ranks, for this thread.
+            save: a save that has begun.
+            world: a group of all ranks for the calling thread.
 
         Raises:
-            CheckpointError: on all ranks, where one of them cannot hold the copy.
+            CheckpointError: a rank cannot hold the copy; raised on all ranks.
         """
         assert self._written is None, "one checkpoint at a time"
         try:
@@ -52,27 +52,27 @@ class Background:
         try:
             save.write(self._world)
         except BaseException as error:
-            log.error("%s", error)  # nobody may wait for it any more
+            log.error("%s", error)  # logged, since `wait` may never be called
             raise
 
     def after(self, act: Callable[[], None]) -> None:
-        """Run ``act`` when what is being written is complete; not at all where that fails."""
+        """Run ``act`` after the current save is complete, or never if the save fails."""
         written = self._written
 
         def run() -> None:
             if written is None or written.exception() is None:
                 try:
                     act()
-                except OSError as error:  # on this rank alone: the others would wait for it
+                except OSError as error:  # not raised: it concerns this rank only, and the others would wait for it
                     log.error("%s", error)
 
         self._afterwards.append(self._executor.submit(run))
 
     def wait(self) -> None:
-        """Wait for the end of the save, and of what was to follow it.
+        """Wait for the end of the save, and of the functions passed to :meth:`after`.
 
         Raises:
-            CheckpointError: on all ranks, where the save failed on one.
+            CheckpointError: the save failed on a rank; raised on all ranks.
         """
         pending = [future for future in (self._written, *self._afterwards) if future is not None]
         self._written, self._afterwards = None, []

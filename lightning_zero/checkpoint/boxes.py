@@ -1,7 +1,7 @@
-"""Slices of a tensor's elements as boxes: pure functions.
+"""Converts slices of a tensor's elements to boxes, by pure functions.
 
-A shard holds a slice of a parameter's elements in the order of memory; ``torch.distributed.checkpoint`` knows boxes.
-The slice ``[4, 20)`` of 4 rows x 6 columns is three of them:
+A shard holds a slice of a parameter's elements in memory order; ``torch.distributed.checkpoint`` stores boxes. The
+slice ``[4, 20)`` of 4 rows x 6 columns consists of three boxes:
 
     .  .  .  .  |4  5|
     |6  7  8  9  10 11
@@ -24,7 +24,7 @@ class Box(NamedTuple):
     """An N-dimensional part of a tensor.
 
     Attributes:
-        offsets: of its first element, by dimension.
+        offsets: index of its first element in each dimension.
         sizes: its shape.
     """
 
@@ -36,15 +36,15 @@ class Box(NamedTuple):
         return math.prod(self.sizes)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The box in ``tensor``, sharing memory."""
+        """The box as a view of ``tensor``."""
         return tensor[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))]
 
     def within(self, other: Box) -> Box:
-        """The same box, counted inside ``other``, which contains it."""
+        """The same box with offsets relative to ``other``, which contains it."""
         return Box(tuple(a - b for a, b in zip(self.offsets, other.offsets, strict=True)), self.sizes)
 
     def intersection(self, other: Box) -> Box | None:
-        """The box of the elements that both contain; ``None``: there are none."""
+        """The box of the elements in both boxes; ``None`` if there are none."""
         starts = tuple(map(max, self.offsets, other.offsets))
         stops = [
             min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -54,14 +54,14 @@ class Box(NamedTuple):
 
 
 def boxes_of_slice(form: MemoryFormat, start: int, stop: int) -> Iterator[Box]:
-    """The boxes that make up elements ``[start, stop)``, in their order; at most two for every dimension, less one."""
+    """The boxes that make up elements ``[start, stop)``, in order; at most ``2 * dimensions - 1`` boxes."""
     inverse = sorted(range(len(form.order)), key=form.order.__getitem__)
     for box in _row_major(tuple(form.shape[dim] for dim in form.order), start, stop):
         yield Box(tuple(box.offsets[i] for i in inverse), tuple(box.sizes[i] for i in inverse))
 
 
 def view_as_box(values: Tensor, box: Box, form: MemoryFormat) -> Tensor:
-    """A box's elements (1-D, in the order of ``form``) in its shape, sharing memory."""
+    """View a box's elements (1-D, in the memory order of ``form``) in the box's shape."""
     inverse = sorted(range(len(form.order)), key=form.order.__getitem__)
     return values.view([box.sizes[dim] for dim in form.order]).permute(inverse)
 

@@ -1,7 +1,7 @@
-"""How a checkpoint of any container gets its name: drafts under temporary names, locks, renames, recovery.
+"""Commits checkpoints of any container atomically, by drafts under temporary names, locks, renames and recovery.
 
-At every moment the older checkpoint or the new one has the name, or :func:`recover` gives it back. A draft is locked as
-long as its save goes on; others are leftovers of saves that were killed, which the next save removes.
+At every moment either the older or the new checkpoint has the final name, or :func:`recover` can restore it. A draft is
+locked while its save is running. Unlocked drafts are leftovers of killed saves, and the next save removes them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from lightning_zero.checkpoint.remote import Location
 from lightning_zero.sharding import Group
 from lightning_zero.storage import Executor
 
-INCOMPLETE = ".incomplete"  # how the name of a checkpoint ends until it is complete
+INCOMPLETE = ".incomplete"  # suffix of a checkpoint's temporary name, until it is complete
 _DRAFT = re.compile(rf"\.[0-9a-f]{{16}}\.[0-9a-f]{{8}}{re.escape(INCOMPLETE)}")
-README = "README.txt"  # says whoever looks into a folder what it is
-METADATA, META = ".metadata", "meta.pt"  # files of a folder beside those of the ranks; `META` is written last
+README = "README.txt"  # explains to users what the folder is
+METADATA, META = ".metadata", "meta.pt"  # files of a folder besides those of the ranks; `META` is written last
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -36,9 +36,9 @@ class Save(ABC):
     """A save that all ranks have begun.
 
     Attributes:
-        path: of the checkpoint.
-        spread: whether ranks do not see one folder: there is one under the same name on each file system.
-        in_background: whether it can be written while training goes on, after :meth:`hold`.
+        path: path of the checkpoint.
+        spread: whether the ranks are on several file systems, so that each of these gets a folder of the same name.
+        in_background: whether it can be written while training continues, after :meth:`hold`.
     """
 
     path: Location
@@ -46,14 +46,14 @@ class Save(ABC):
     in_background: bool = True
 
     def write(self, world: Group) -> None:
-        """Write the checkpoint, and give it its name when it is complete and on the disk. Collective.
+        """Write the checkpoint, and rename it to its final name when it is complete and on the disk. Collective.
 
         Args:
-            world: all ranks; from another thread than the one that trains, a group of its own.
+            world: a group of all ranks; in another thread than the training thread, a group that only it uses.
 
         Raises:
-            CheckpointError: on all ranks, if one of them fails; what was at the path is still there then. (Where only
-                the last flush fails, that of the folder around it, the new one is.)
+            CheckpointError: a rank has failed; raised on all ranks. The older checkpoint is then still at the path,
+                unless only the last flush, that of the parent folder, has failed: then the new one is there.
         """
         try:
             written = together(world, lambda: self._write(world.rank), f"write the checkpoint {self.path}")
@@ -63,7 +63,7 @@ class Save(ABC):
 
     @abstractmethod
     def hold(self, executor: Executor) -> None:
-        """Replace what this rank will write by a snapshot on the host: what it comes from may change from then on.
+        """Copy the values that this rank will write to host memory, so that the originals may change afterwards.
 
         Args:
             executor: makes the copies.
@@ -71,33 +71,37 @@ class Save(ABC):
 
     @abstractmethod
     def _write(self, rank: int) -> Any:
-        """Write what this rank has, until it is on the disk; returns what the rank that completes needs of it."""
+        """Write this rank's part and flush it to the disk.
+
+        Returns:
+            What :meth:`_complete` needs of this rank; it must be picklable.
+        """
 
     @abstractmethod
     def _complete(self, written: Sequence[Any]) -> None:
-        """Complete the checkpoint and give it its name, with what :meth:`_write` returned on each rank."""
+        """Complete the checkpoint and give it its name; ``written`` has the results of :meth:`_write` by rank."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Remove what is there so far."""
+        """Remove the draft, unless it is complete, and release its lock."""
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether ``path`` is the folder of a complete checkpoint."""
+    """Whether ``path`` is a folder with a complete checkpoint."""
     return (path / METADATA).is_file() and (path / META).is_file()
 
 
 class Draft:
-    """A file or a folder under a temporary name beside its own, locked; :meth:`close` removes it unless it is complete.
+    """A locked file or folder under a temporary name in the parent folder of its final name.
 
     Args:
-        path: the name that it will have.
-        folder: which of the two it is.
+        path: the final name.
+        folder: whether to make a folder; otherwise a file.
 
     Raises:
-        IsADirectoryError: at ``path`` is a folder that is no checkpoint.
+        IsADirectoryError: there is a folder at ``path`` that is no checkpoint.
         ValueError: ``path`` is inside a checkpoint.
-        OSError: it cannot be made.
+        OSError: the draft cannot be made.
     """
 
     def __init__(self, path: Path, folder: bool = False) -> None:
@@ -114,29 +118,29 @@ class Draft:
                 self.temporary.mkdir()
             locked = _locked_file(self.temporary)
             self.file = os.open(locked, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            _lock(self.file)  # as long as it is open, it is no leftover
+            _lock(self.file)  # held while the file is open: other saves do not take it for a leftover
             if locked.exists() and locked.stat().st_ino == os.fstat(self.file).st_ino:
                 break
-            os.close(self.file)  # another run took it for a leftover before it was locked
+            os.close(self.file)  # another run removed it as a leftover before it was locked
         if folder:
-            os.write(self.file, os.fsencode(path.name))  # for who finds it complete, without its name
+            os.write(self.file, os.fsencode(path.name))  # `recover_all` needs the final name of a complete draft
             os.fsync(self.file)
 
     def complete(self) -> None:
-        """Give it its name, which removes what had it before. All of it must be on the disk."""
+        """Rename the draft to its final name, replacing an older checkpoint. All of it must be on the disk."""
         _put_in_place(self.temporary, self.path)
         if self.path.is_dir():
             _locked_file(self.path).unlink()
         sync(self.path.parent)
 
     def close(self) -> None:
-        """Unlock it, and remove what has the temporary name now: the draft, or what it was exchanged with."""
+        """Release the lock and remove what has the temporary name now: the draft or the exchanged older checkpoint."""
         _remove(self.temporary)
         os.close(self.file)
 
 
 def _begin_of_name(path: Path) -> str:
-    """The beginning of all temporary names of ``path``, without its own name: others look for parts of names."""
+    """The prefix of all temporary names of ``path``: a hash, since other programs may search for parts of its name."""
     return f".{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]}."
 
 
@@ -145,7 +149,7 @@ def _temporary_name(path: Path) -> Path:
 
 
 def _put_in_place(temporary: Path, path: Path) -> None:
-    """Rename, so that at every moment a complete checkpoint has the name, or :func:`recover` finds one."""
+    """Rename so that at every moment a complete checkpoint has the name ``path``, or :func:`recover` finds one."""
     if not (temporary.is_dir() or path.is_dir()):
         temporary.replace(path)
     elif not os.path.lexists(path):
@@ -158,7 +162,7 @@ def _put_in_place(temporary: Path, path: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one step; False where the system or the file system cannot (Linux can, NFS cannot)."""
+    """Exchange two names atomically; False if the system or file system cannot (Linux can, NFS cannot)."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -170,7 +174,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; a folder is gone in one step, or a leftover."""
+    """Remove a checkpoint; a folder is renamed first, so that a partly removed one is only a leftover."""
     if path.is_dir() and not path.is_symlink():
         aside = _temporary_name(path)
         path.rename(aside)
@@ -179,10 +183,10 @@ def remove(path: Path) -> None:
 
 
 def recover(path: Path) -> None:
-    """Give the name to the newest complete draft, where a save was killed between two renames and nothing has it."""
+    """Rename the newest complete draft to ``path`` if nothing has that name: a save was killed between two renames."""
     if not os.path.lexists(path) and path.parent.is_dir():
         for draft in _drafts(path.parent):
-            with contextlib.suppress(FileNotFoundError), _unlocked(draft) as free:  # or another rank was first
+            with contextlib.suppress(FileNotFoundError), _unlocked(draft) as free:  # another rank may be first
                 if free and draft.name.startswith(_begin_of_name(path)) and is_sharded(draft):
                     draft.rename(path)
                     _locked_file(path).unlink(missing_ok=True)
@@ -190,18 +194,19 @@ def recover(path: Path) -> None:
 
 
 def recover_all(folder: Path) -> None:
-    """Recover every name in a folder. Ranks of a node take turns: all find the same afterwards.
+    """Call :func:`recover` for every name in a folder.
 
-    Another node may look while this one renames, and find nothing yet.
+    The ranks of a node take turns, so that all see the same afterwards. A rank of another node may look during a rename
+    and find nothing.
     """
     if not folder.is_dir():
         return
     file = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
+        with contextlib.suppress(OSError):  # the file system may have no locks
             fcntl.flock(file, fcntl.LOCK_EX)
         for draft in _drafts(folder):
-            with contextlib.suppress(OSError):  # another user's
+            with contextlib.suppress(OSError):  # the draft may be another user's
                 _recover_draft(draft)
     finally:
         os.close(file)
@@ -213,9 +218,9 @@ def _recover_draft(draft: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the drafts of saves that were killed; those that are going on hold a lock."""
+    """Remove the drafts of saves that were killed; drafts of running saves are locked and stay."""
     for leftover in _drafts(folder):
-        # Another run was first, or it is another user's: nothing that a save should fail for.
+        # The draft may be another user's, or another run may remove it first; a save must not fail for that.
         with contextlib.suppress(OSError):
             _recover_draft(leftover)
             with _unlocked(leftover) as free:
@@ -224,20 +229,20 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _drafts(folder: Path) -> list[Path]:
-    """Everything with a temporary name; complete folders first, the newest."""
+    """Everything in ``folder`` with a temporary name; complete folders come first, the newest of them first."""
     found = []
     for path in folder.glob(f".*{INCOMPLETE}"):
         if _DRAFT.fullmatch(path.name):
-            with contextlib.suppress(OSError):  # gone, or another user's
+            with contextlib.suppress(OSError):  # it may be gone, or another user's
                 found.append(((path / META).stat().st_mtime if is_sharded(path) else 0.0, path))
     return [path for _, path in sorted(found, reverse=True)]
 
 
 @contextlib.contextmanager
 def _unlocked(path: Path) -> Iterator[bool]:
-    """Whether nobody writes the draft ``path``; nobody begins to inside."""
+    """A context that yields whether no save is writing the draft ``path``, and holds the lock of the draft then."""
     locked = _locked_file(path)
-    if not locked.exists():  # a folder that was replaced has none
+    if not locked.exists():  # an older checkpoint that was replaced has no lock file
         yield True
         return
     file = os.open(locked, os.O_WRONLY)
@@ -248,20 +253,20 @@ def _unlocked(path: Path) -> Iterator[bool]:
 
 
 def _locked_file(path: Path) -> Path:
-    """The file that is locked for the draft ``path``."""
+    """The file that is locked on behalf of the draft ``path``."""
     return path / "lock" if path.is_dir() else path
 
 
 def _remove(path: Path) -> None:
     """Remove a file or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)  # what stays is a leftover
+        shutil.rmtree(path, ignore_errors=True)  # files that stay are leftovers for the next save
     else:
         path.unlink(missing_ok=True)
 
 
 def _lock(file: int) -> bool:
-    """Lock a file until it is closed; False where another process has it, or the file system has no locks."""
+    """Lock a file until it is closed; False if another process holds the lock or the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -270,7 +275,7 @@ def _lock(file: int) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
+    """Flush a file, or the directory entries of a folder, to the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

@@ -1,4 +1,4 @@
-"""Optimizer state in compact form as fp32 tensors, which are decoded when they are read, a tile at a time."""
+"""Presents 8-bit optimizer state in compact form as lazy fp32 tensors, which are decoded tile by tile when read."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_zero.update import Blocks, decoded
 
 @dataclass(frozen=True, eq=False)
 class Decoded:
-    """Codes and scales of a checkpoint: the source of one lazy tensor, fp32.
+    """The source of one lazy fp32 tensor, which is decoded from codes and scales in a checkpoint.
 
     Attributes:
-        blocks: how they lie.
+        blocks: division of the elements into blocks.
         codes: [n] int8.
-        scales: [one for a block] uint8.
+        scales: one per block, 1-D uint8.
     """
 
     blocks: Blocks
@@ -42,7 +42,7 @@ class Decoded:
 
 
 def decoded_lazily(tree: Any) -> Any:
-    """See :func:`lightning_zero.update.decoded`; tensors in compact form become lazy ones."""
+    """Replace tensors in compact form by lazy fp32 tensors; see :func:`lightning_zero.update.decoded`."""
     return decoded(tree, _lazy)
 
 

@@ -1,9 +1,9 @@
-"""Where the files of a folder go that ranks write together: to this machine, or to where a URL leads.
+"""The destination of a folder that all ranks write: a local file system, or one at a URL.
 
-On file systems of this machine a folder has a temporary name until it is complete. Elsewhere nothing is renamed: each
-save writes files of its own, in a folder inside that is named by the save, and at last ``.metadata``, one file, which
-is replaced in one step and names the others. Before that the older checkpoint is complete, after it the new one, whose
-``meta.pt`` is that of the same save.
+On a local file system the folder has a temporary name until it is complete. At a URL nothing is renamed: each save
+writes its files into an inner folder named after the save, and finally replaces the file ``.metadata``, which names the
+others, in one step. Before this step the older checkpoint is complete, after it the new one. The ``meta.pt`` that
+belongs to ``.metadata`` is the one in the inner folder of the same save.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_zero.checkpoint.remote import Location, RemotePath
 from lightning_zero.checkpoint.tiles import Appending, Writable
 from lightning_zero.sharding import Group
 
-# A program without this package opens the folder as a file and fails: no error of ours can say then what it is.
+# For users whose program, without this package, fails to open the folder as a file.
 ABOUT = """\
 This folder is one checkpoint of lightning_zero, in the format of torch.distributed.checkpoint. All its files
 belong together.
@@ -36,11 +36,11 @@ What is in it:        lightning-zero inspect FOLDER
 
 
 class Destination(ABC):
-    """A folder of a save that goes on; all ranks have one.
+    """The folder that a running save writes, as seen by one rank.
 
     Attributes:
-        save_id: tells the save from all others; the same on all ranks, once rank 0's is known.
-        spread: whether there are several folders, since ranks do not see the same file system.
+        save_id: identifies the save; the same on all ranks after rank 0's was sent to them.
+        spread: whether there are several folders, because ranks do not see the same file system.
     """
 
     spread = False
@@ -54,29 +54,29 @@ class Destination(ABC):
         """Whether this rank completes a folder."""
 
     def name_of(self, file: str) -> str:
-        """Where in the folder a rank's ``file`` is."""
+        """The path of a rank's ``file`` relative to the folder."""
         return file
 
     @abstractmethod
     def create(self, name: str) -> contextlib.AbstractContextManager[Writable]:
-        """A new file in the folder, to be written inside the context; safe after it."""
+        """A context that yields a new file in the folder; when the context ends, the file is on the disk."""
 
     @abstractmethod
     def complete(self, metadata: bytes, meta: bytes) -> None:
-        """Add ``.metadata`` and ``meta.pt``, and give the folder its name. All other files are safe."""
+        """Add ``.metadata`` and ``meta.pt`` and give the folder its name. All other files must be on the disk."""
 
     @abstractmethod
     def close(self) -> None:
-        """Remove what there is, unless it is complete."""
+        """Remove the folder unless it is complete."""
 
 
 def make_destination(path: Location, world: Group) -> Destination:
-    """Begin to write the folder ``path``. Collective."""
+    """Begin to write the folder ``path``; each rank gets its destination. Collective."""
     return RemoteDestination(path, world) if isinstance(path, RemotePath) else LocalDestination(path, world)
 
 
 class LocalDestination(Destination):
-    """The folder of rank 0 or, where that is on another file system, one that this rank sees."""
+    """A local folder: rank 0's or, if this rank does not see that, one on a file system that this rank sees."""
 
     def __init__(self, path: Path, world: Group) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class LocalDestination(Destination):
             file.write_bytes(data)
             sync(file)
         sync(folder)
-        unnamed.rename(folder / META)  # now it is complete
+        unnamed.rename(folder / META)  # now the folder is complete
         sync(folder)
         self._draft.complete()
 
@@ -143,10 +143,10 @@ class LocalDestination(Destination):
 
 
 class RemoteDestination(Destination):
-    """A folder at a URL, which all ranks reach; see the module's docstring.
+    """A folder at a URL that all ranks reach; see the module's docstring. Construction is collective.
 
     Raises:
-        CheckpointError: on all ranks, where one does not reach it, or a file has its name.
+        CheckpointError: a rank does not reach the URL, or there is a file at it; raised on all ranks.
     """
 
     def __init__(self, path: RemotePath, world: Group) -> None:
@@ -179,9 +179,9 @@ class RemoteDestination(Destination):
     @override
     def complete(self, metadata: bytes, meta: bytes) -> None:
         (self._path / self.name_of(META)).write_bytes(meta)
-        (self._path / METADATA).write_bytes(metadata)  # now it is complete
+        (self._path / METADATA).write_bytes(metadata)  # now the checkpoint is complete
         self._completed = True
-        (self._path / META).write_bytes(meta)  # for programs that look for it here
+        (self._path / META).write_bytes(meta)  # for other programs, which expect it here
         for other in self._path.children():
             if other.name not in (METADATA, META, self.save_id):
                 other.remove()
@@ -189,5 +189,5 @@ class RemoteDestination(Destination):
     @override
     def close(self) -> None:
         if self._first and not self._completed:
-            with contextlib.suppress(OSError):  # what stays is removed by the next save to this path
+            with contextlib.suppress(OSError):  # the next save to this path removes files that stay
                 (self._path / self.save_id).remove()

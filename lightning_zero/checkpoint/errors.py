@@ -1,4 +1,4 @@
-"""Errors of checkpoints, and how all ranks learn of them."""
+"""Errors of checkpoints, and functions that raise them on all ranks together."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from lightning_zero.advice import Case, advice
 from lightning_zero.sharding import Group
 
 T = TypeVar("T")
-NAMED = 3  # names in a message; of more there is only the number
+NAMED = 3  # largest number of names in a message; of further ones it gives only the number
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, read, or turned into what was asked for; the message says what to do."""
+    """Raised when a checkpoint cannot be written, read or converted; the message says what to do."""
 
 
 def damaged(path: object, names: Iterable[str]) -> CheckpointError:
-    """The error of a checkpoint in which the checksums of the tensors ``names`` do not match."""
+    """The error for a checkpoint in which the checksums of the tensors ``names`` do not match."""
     return CheckpointError(
         f"{path} is damaged: the checksum of {shortened(names)} does not match. Use an earlier checkpoint"
         f"{advice(Case.DAMAGED, '; ')}"
@@ -25,17 +25,17 @@ def damaged(path: object, names: Iterable[str]) -> CheckpointError:
 
 
 def shortened(names: Iterable[str]) -> str:
-    """The first few names, and how many more there are."""
+    """The first :data:`NAMED` names, and the number of further ones."""
     names = list(names)
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"{', '.join(names[:NAMED])}{more}"
 
 
 def together(world: Group, act: Callable[[], T], what: str) -> list[T]:
-    """Run ``act`` on all ranks; returns all results, in rank order. Collective.
+    """Run ``act`` on all ranks and return all results, in rank order. Collective.
 
     Raises:
-        CheckpointError: on all ranks, where it failed on one.
+        CheckpointError: ``act`` failed on a rank; raised on all ranks, and says what happened on which.
     """
     result, caught, message = _attempt(act)
     outcomes: list[tuple[Any, str | None]] = world.all_gather_object((result, message), what)
@@ -47,10 +47,10 @@ def together(world: Group, act: Callable[[], T], what: str) -> list[T]:
 
 
 def on_first(world: Group, act: Callable[[], T], what: str) -> T:
-    """Run ``act`` on rank 0; returns its result on all ranks. Collective.
+    """Run ``act`` on rank 0 and return its result on all ranks. Collective.
 
     Raises:
-        CheckpointError: on all ranks, where it failed.
+        CheckpointError: ``act`` failed; raised on all ranks.
     """
     result, caught, message = _attempt(act) if world.rank == 0 else (None, None, None)
     outcome: tuple[Any, str | None] = world.broadcast_object((result, message), what)
@@ -60,7 +60,7 @@ def on_first(world: Group, act: Callable[[], T], what: str) -> T:
 
 
 def _attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None, str | None]:
-    """The result, or the error and its text, which a caller raises when all ranks know."""
+    """The result of ``act``, or its error and the error's text, which the caller raises on all ranks."""
     try:
         return act(), None, None
     except Exception as error:  # noqa: BLE001  # see above

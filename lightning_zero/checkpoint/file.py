@@ -1,8 +1,8 @@
-"""The default container: one file as :func:`torch.save` writes it, which all ranks write together.
+"""The default container: one file in the format of :func:`torch.save`, which all ranks write together.
 
-Rank 0 writes the skeleton under a temporary name, then every rank its own slices of the tensors at their places, a tile
-at a time. When all of it is on the disk, rank 0 completes the checksums and renames the file. Whatever happens before
-that, the previous file is untouched; what is left over has a name that nobody loads, and the next save removes it.
+Rank 0 writes the archive without values under a temporary name. Then every rank writes its own slices of the tensors
+into the file, tile by tile. When everything is on the disk, rank 0 writes the checksums and renames the file. If a save
+fails before that, the previous file is unchanged; the leftover has a temporary name, and the next save removes it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Missing = Mapping[Record, UntypedStorage | LazyTensor]
 
 
 class _ShardedRecord(NamedTuple):
-    """A record that all ranks write, and the parameter whose values belong there."""
+    """A record that all ranks write together, and the parameter whose values are its contents."""
 
     record: Record
     key: Key
@@ -48,11 +48,11 @@ class _ShardedRecord(NamedTuple):
 
 
 class _RecordSlice(NamedTuple):
-    """A slice of a record that this rank writes, from a byte on: 1-D tensors, one after the other."""
+    """A slice of a record that this rank writes."""
 
     record: Record
-    offset: int
-    tiles: Iterable[Tensor]
+    offset: int  # first byte of the slice in the record
+    tiles: Iterable[Tensor]  # consecutive 1-D tensors with the contents
 
 
 def begin(
@@ -61,7 +61,7 @@ def begin(
     """Begin to write the file ``path``; see :func:`lightning_zero.checkpoint.begin`. Collective.
 
     Returns:
-        The save; ``None``, with nothing written, where some rank does not see the files of rank 0.
+        The save; ``None``, with nothing written, if some rank does not see the files of rank 0.
     """
     draft: Draft | None = None
     missing: Missing = {}
@@ -82,10 +82,10 @@ def begin(
 
 
 def write_alone(checkpoint: Any, path: Path) -> None:
-    """Write ``checkpoint`` from one process, with its checksums, in memory for a tile of its stored tensors.
+    """Write ``checkpoint`` from one process, with checksums; only one tile of its stored tensors is in memory.
 
     Raises:
-        CheckpointError: it cannot be written; nothing has changed then.
+        CheckpointError: it cannot be written; an older file at ``path`` is then unchanged.
     """
     alone = Group()
     save = begin(checkpoint, path, (), alone)
@@ -95,7 +95,15 @@ def write_alone(checkpoint: Any, path: Path) -> None:
 
 @dataclass
 class FileSave(Save):
-    """A save into one file; on rank 0 with its draft, and the records in it that are without values."""
+    """A save into one file.
+
+    Attributes:
+        temporary: path of the draft.
+        slices: the slices that this rank writes.
+        draft: the draft on rank 0, ``None`` on other ranks.
+        missing: the records without values on rank 0, empty on other ranks.
+        checksums: write checksums.
+    """
 
     path: Path
     temporary: Path
@@ -111,7 +119,7 @@ class FileSave(Save):
     @override
     def _write(self, rank: int) -> list[Checksum]:
         written = []
-        # Not for reading too: a network file system would write back whole pages, others' bytes among them.
+        # Write-only: with reading allowed, a network file system may write back whole pages, with other ranks' bytes.
         file = os.open(self.temporary, os.O_WRONLY)
         try:
             for record, offset, tiles in self.slices:
@@ -143,7 +151,7 @@ class FileSave(Save):
 
 
 def _sharded_records(missing: Missing, engines: Sequence[Engine]) -> list[_ShardedRecord]:
-    """The records that all ranks write."""
+    """The records that all ranks write together."""
     return [
         _ShardedRecord(record, across_ranks(source_of(tensor, engines)), tensor.param)
         for record, tensor in missing.items()
@@ -152,7 +160,7 @@ def _sharded_records(missing: Missing, engines: Sequence[Engine]) -> list[_Shard
 
 
 def _unsharded(missing: Missing) -> Iterator[_RecordSlice]:
-    """Records that only rank 0 has: buffers, and what user code has put there, also of another checkpoint."""
+    """The records that rank 0 writes alone: buffers, and tensors added by user code, also from another checkpoint."""
     for record, values in missing.items():
         if isinstance(values, UntypedStorage):
             data = torch.empty(0, dtype=torch.uint8, device=values.device).set_(values)
@@ -162,7 +170,7 @@ def _unsharded(missing: Missing) -> Iterator[_RecordSlice]:
 
 
 def _own_slices(sharded: Iterable[_ShardedRecord], engines: Sequence[Engine]) -> Iterator[_RecordSlice]:
-    """This rank's slices of the records that all ranks write."""
+    """This rank's slices of the records that all ranks write together."""
     for record, key, param in sharded:
         values, width = values_of(key, engines), key.dtype.itemsize
         for first, start, stop in values.slices(param):
@@ -170,7 +178,7 @@ def _own_slices(sharded: Iterable[_ShardedRecord], engines: Sequence[Engine]) ->
 
 
 def _check_complete(record: Record, slices: list[Checksum]) -> None:
-    """Raise unless ``slices``, in ascending order, make up the record."""
+    """Raise ValueError unless ``slices``, in ascending order, make up the record."""
     position = record.start
     for each in slices:
         if each.start != position:

@@ -1,9 +1,9 @@
-"""Writing a folder by ``torch.distributed.checkpoint`` (DCP), to which every rank adds a file.
+"""Writes a folder in the format of ``torch.distributed.checkpoint`` (DCP), to which every rank adds a file.
 
-No rank needs to see what another one writes. Tensors are in DCP's files, under ``model`` and ``optimizer_0``,
-``optimizer_1`` ..., as Lightning's FSDP strategy has them; the rest is in ``meta.pt``, which is written last. Planning
-and the format are DCP's; how tensors are written, a tile at a time, how ranks agree, and how the folder gets its name,
-is as for the file.
+No rank needs to see the files of another one. Tensors are in DCP's files, under ``model`` and ``optimizer_0``,
+``optimizer_1`` ..., as in folders of Lightning's FSDP strategy; everything else is in ``meta.pt``, which is written
+last. Planning and format are DCP's. Tensors are written tile by tile, errors are exchanged and the folder is renamed as
+for a checkpoint in one file.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def begin(
         meta = contents.pickled_meta()
 
     on_first(world, sort_out, what)
-    # Rank 0 writes alone what is no dictionary or list, with all that is in it.
+    # Rank 0 alone writes entries that are no tensors, with all tensors inside them.
     fetch_for_first([leaf for leaf in contents.entries.values() if not isinstance(leaf, Tensor)], engines)
     folder = make_destination(path, world)
     try:
-        if folder.spread:  # the ranks that have made another folder write it, too
+        if folder.spread:  # the ranks that complete other folders write `meta.pt` into them
             meta = on_first(world, lambda: meta, what)
         sharded, aliases = on_first(world, lambda: (contents.take_sharded(engines), contents.aliases), what)
         for name, key, param in sharded:
@@ -90,15 +90,15 @@ def begin(
 
 @dataclasses.dataclass
 class FolderSave(Save):
-    """A save into a folder, with what DCP needs to complete it.
+    """A save into a folder.
 
     Attributes:
-        folder: where this rank writes.
-        items: that this rank writes.
-        metadata: of all ranks' items.
-        aliases: names of tensors that are another one, and the name of that.
+        folder: the folder that this rank writes to.
+        items: the items that this rank writes.
+        metadata: DCP's metadata of all ranks' items.
+        aliases: for the other names of tied tensors, the name under which the tensor is written.
         meta: contents of ``meta.pt``.
-        checksums: compute them.
+        checksums: write checksums.
     """
 
     path: Location
@@ -129,7 +129,7 @@ class FolderSave(Save):
             self.folder.complete(_pickled_metadata(self.metadata, results, self.folder.save_id), self.meta)
 
     def _copies(self, written: Sequence[Sequence[WriteResult]]) -> list[WriteResult]:
-        """The places of tied tensors, which are written once, under their other names."""
+        """The write results of tied tensors, which are written once, repeated for their other names."""
         return [
             dataclasses.replace(result, index=dataclasses.replace(result.index, fqn=other))
             for other, name in self.aliases.items()
@@ -145,12 +145,12 @@ class FolderSave(Save):
 
 @dataclasses.dataclass
 class _Contents:
-    """A checkpoint as DCP sees it.
+    """A checkpoint divided into DCP's entries and the contents of ``meta.pt``.
 
     Attributes:
-        entries: by DCP's names; on all ranks but the first only sharded tensors.
-        paths: where each was in the checkpoint.
-        aliases: names of tensors that are another one, and the name of that.
+        entries: by DCP's names; on ranks other than 0 only sharded tensors.
+        paths: by DCP's names, the keys that lead to the entry in the checkpoint.
+        aliases: for the other names of tied tensors, the name under which the tensor is written.
         meta: everything else.
     """
 
@@ -161,7 +161,11 @@ class _Contents:
 
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any]) -> _Contents:
-        """Sort out what DCP gets: weights, state of optimizers, and other entries with sharded tensors."""
+        """Divide a checkpoint: DCP gets weights, optimizer state, and other entries with sharded tensors.
+
+        Raises:
+            ValueError: two tensors would get the same name in DCP, or an entry has a name that is reserved.
+        """
         contents = cls(meta=dict(checkpoint))
         trees: dict[str, Any] = {}
         if "state_dict" in contents.meta:
@@ -196,11 +200,14 @@ class _Contents:
         return buffer.getvalue()
 
     def take_sharded(self, engines: Sequence[Engine]) -> list[tuple[str, Key, int]]:
-        """Find the tensors that all ranks write: name, key and parameter of each; the rest is ordinary then."""
+        """Find the tensors that all ranks write, and return name, key and parameter of each.
+
+        Other lazy tensors are replaced by ordinary ones.
+        """
         sharded = []
         for name, leaf in self.entries.items():
             if isinstance(leaf, LazyTensor):
-                if isinstance(leaf, StoredTensor):  # of another checkpoint
+                if isinstance(leaf, StoredTensor):  # it comes from another checkpoint
                     self.entries[name] = leaf.full()
                 elif leaf.fetched is not None:
                     self.entries[name] = leaf.fetched
@@ -214,7 +221,7 @@ class _Contents:
 
 
 def _is_opened(tree: Any) -> bool:
-    """Whether DCP gets what is in ``tree`` as entries: a dictionary or a list in which there are tensors."""
+    """Whether the elements of ``tree`` become entries of DCP: it must be a dictionary or list that contains tensors."""
     if isinstance(tree, Mapping):
         return all(isinstance(key, str) for key in tree) and _holds_tensors(tree)
     return isinstance(tree, list) and _holds_tensors(tree)
@@ -225,23 +232,23 @@ def _holds_tensors(tree: Any) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is nothing but its values."""
+    """Whether a tensor is fully described by its values, shape and dtype."""
     return type(tensor) in (Tensor, Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
 
 
 class _Pickled:
-    """A tensor that DCP pickles."""
+    """A tensor that DCP must pickle, since it is not plain."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 class _OwnBoxes:
-    """The boxes of a sharded tensor that this rank writes, by DCP's protocol of checkpointable objects."""
+    """The boxes of a sharded tensor that this rank writes; implements DCP's protocol of checkpointable objects."""
 
     def __init__(self, values: SharedValues, param: int) -> None:
         self._values, self._form = values, values.form(param)
-        self._boxes: dict[torch.Size, tuple[Box, int]] = {}  # by offsets, with the place in this rank's shard
+        self._boxes: dict[torch.Size, tuple[Box, int]] = {}  # by offsets, with the first element in this rank's shard
         for first, start, stop in values.slices(param):
             for box in boxes_of_slice(self._form, first, first + stop - start):
                 self._boxes[torch.Size(box.offsets)] = box, start
@@ -262,7 +269,7 @@ class _OwnBoxes:
         ]
 
     def item(self, index: MetadataIndex) -> _Item:
-        """The item of one of the boxes."""
+        """The item to write for one of the boxes."""
         assert index.offset is not None
         box, start = self._boxes[index.offset]
         form = view_as_box(torch.empty(box.numel, dtype=self._values.key.dtype, device="meta"), box, self._form)
@@ -273,11 +280,11 @@ class _Item(NamedTuple):
     """An archive in a rank's file, under one of DCP's names: a box of a tensor, or a pickled object.
 
     Attributes:
-        name: of the entry, with the box's offsets.
-        before: the first bytes of the archive.
-        values: the record of the bytes of ``tiles``; ``None``: it is in ``before``.
-        tiles: 1-D, one after the other.
-        after: the last bytes of the archive.
+        name: name of the entry, with the offsets of the box.
+        before: the bytes of the archive before the values.
+        values: the record with the contents of ``tiles``; ``None``: the whole archive is in ``before``.
+        tiles: consecutive 1-D tensors with the values.
+        after: the bytes of the archive after the values.
     """
 
     name: MetadataIndex
@@ -288,13 +295,13 @@ class _Item(NamedTuple):
 
     @classmethod
     def of(cls, name: MetadataIndex, form: Tensor, tiles: Iterable[Tensor]) -> _Item:
-        """A tensor with the shape, strides and dtype of ``form``."""
+        """Make an item for a tensor with the shape, strides and dtype of ``form``."""
         archive = archive_of_tensor(tuple(form.shape), form.stride(), form.dtype)
         return cls(name, archive.before, archive.values, tiles, archive.after)
 
 
 class _Planner(DefaultSavePlanner):
-    """DCP's planner, for entries that have their names already, among them boxes of sharded tensors."""
+    """DCP's planner, adapted to entries that are already named, among them boxes of sharded tensors."""
 
     def __init__(self, contents: _Contents, coordinator: bool) -> None:
         super().__init__()
@@ -305,7 +312,7 @@ class _Planner(DefaultSavePlanner):
         return entry.tensor if isinstance(entry, _Pickled) else entry
 
     def items(self, plan: SavePlan) -> Iterator[_Item]:
-        """The items that ``plan`` writes; each is looked up when its turn comes."""
+        """The items that ``plan`` writes; each is looked up only when it is reached."""
         for planned in plan.items:
             entry, index = self.state_dict[planned.index.fqn], planned.index
             if isinstance(entry, _OwnBoxes):
@@ -318,7 +325,11 @@ class _Planner(DefaultSavePlanner):
 
 
 def _write_items(items: Iterable[_Item], file: Writable, name: str, checksums: bool) -> Iterator[WriteResult]:
-    """Append ``items`` to the file ``name``; yields where each is."""
+    """Append ``items`` to ``file``, whose name is ``name``; yields the position of each as DCP's write result.
+
+    Raises:
+        ValueError: the values of an item have another size than its record.
+    """
     end = 0
     for item in items:
         start, after = end, item.after
@@ -336,7 +347,7 @@ def _write_items(items: Iterable[_Item], file: Writable, name: str, checksums: b
 
 
 def _pickled_metadata(metadata: Metadata, results: list[list[WriteResult]], save_id: str) -> bytes:
-    """The contents of ``.metadata``, by DCP's own writer, which knows its version's form."""
+    """The contents of ``.metadata``, made by DCP's own writer, so that they fit the installed version of DCP."""
     with tempfile.TemporaryDirectory() as scratch:
         writer = _MetadataWriter(scratch)
         writer.save_id = save_id
@@ -345,7 +356,7 @@ def _pickled_metadata(metadata: Metadata, results: list[list[WriteResult]], save
 
 
 class _MetadataWriter(FileSystemWriter):
-    """DCP's writer, which notes of a folder no more than which save it is of."""
+    """DCP's writer, which notes only the save's id about the folder, not its temporary path."""
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id)

@@ -1,6 +1,6 @@
-"""Reading a folder by ``torch.distributed.checkpoint`` (DCP): each rank reads the slices that it owns, and no more.
+"""Reads a folder in the format of ``torch.distributed.checkpoint`` (DCP); each rank reads only the slices that it owns.
 
-Folders are this package's, and those that Lightning's FSDP strategy writes.
+The folder may come from this package or from Lightning's FSDP strategy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_zero.sharding import Group
 from lightning_zero.sharding.memory_format import MemoryFormat
 
 OPTIMIZER = re.compile(r"optimizer_(\d+)")  # entries with the state of an optimizer; the weights are "model"
-# Names in `.metadata`, a pickle; nothing else is called or imported.
+# The names that may occur in the pickle `.metadata`; others are neither imported nor called.
 _METADATA_NAMES = {
     "torch.distributed.checkpoint.metadata": (
         "BytesStorageMetadata",
@@ -51,14 +51,14 @@ _METADATA_NAMES = {
     "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
     "pathlib._local": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
 }
-_APART = "Where nodes have written into folders of their own, copy the files of all of them into each, or into one"
+_APART = "If each node has written a folder of its own, copy the files of all these folders into each, or into one"
 
 
 def load(path: Location, world: Group, weights_only: bool = True, checksums: bool = True) -> dict[str, Any]:
     """Read the folder ``path``; see :func:`lightning_zero.checkpoint.load`. Collective.
 
     Returns:
-        The checkpoint, as from one file; its tensors are read when they are used.
+        The checkpoint in the same form as from one file; its tensors are lazy.
     """
     folder = _open(path, world)
     meta: dict[str, Any] = archive_reader.load(folder.meta, world, weights_only, checksums)
@@ -71,10 +71,10 @@ def load(path: Location, world: Group, weights_only: bool = True, checksums: boo
 
 
 def verify(path: Location, world: Group) -> None:
-    """Compare all checksums in a folder; ranks share the reading. Collective.
+    """Verify all checksums in a folder; each rank reads a part. Collective.
 
     Raises:
-        CheckpointError: on all ranks, where something is not as it was written.
+        CheckpointError: a checksum does not match, or a file is missing; raised on all ranks.
     """
     folder = _open(path, world)
     archive_reader.verify(folder.meta, world)
@@ -94,7 +94,7 @@ def _open(path: Location, world: Group) -> Folder:
         raise CheckpointError(f"could not {what}: ranks see folders of several saves; use an earlier checkpoint")
     if lost := sorted(set.intersection(*missing)):
         raise CheckpointError(
-            f"could not {what}: {len(lost)} of its files are not there: {', '.join(lost[:NAMED])}. {_APART}"
+            f"could not {what}: {len(lost)} of its files are missing: {', '.join(lost[:NAMED])}. {_APART}"
         )
     return folders[0]
 
@@ -107,7 +107,7 @@ def _verify(folder: Folder, world: Group) -> None:
 
 
 def as_one(entries: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
-    """The checkpoint as from one file, of the result of :meth:`Folder.entries` and the contents of ``meta.pt``."""
+    """Combine the result of :meth:`Folder.entries` and the contents of ``meta.pt`` to the form of one file."""
     weights = {"state_dict": entries.pop("model")} if "model" in entries else {}
     numbered = sorted((int(match[1]), key) for key in entries if (match := OPTIMIZER.fullmatch(key)))
     states = [entries.pop(key) for _, key in numbered]
@@ -115,18 +115,18 @@ def as_one(entries: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Stored(NamedTuple):
-    """A tensor in the folder, in boxes."""
+    """A tensor in the folder, which consists of boxes."""
 
     shape: torch.Size
     dtype: torch.dtype
-    boxes: list[tuple[Box, Any]]  # with DCP's note of where each is
+    boxes: list[tuple[Box, Any]]  # each with DCP's storage info: file, offset and length
 
 
 class Folder:
-    """A folder that DCP has written: a source of lazy tensors.
+    """A folder in DCP's format; it is a source of lazy tensors.
 
     Raises:
-        CheckpointError: it is no checkpoint, or was never completed.
+        CheckpointError: the folder is no checkpoint, or is damaged, or was never completed.
     """
 
     live = False
@@ -143,10 +143,10 @@ class Folder:
         if not self.meta.is_file():
             raise CheckpointError(f"{path} was never completed: it has no {META}. Use another checkpoint")
         self._stored: list[_Stored] = []
-        self._layouts: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = {}  # by where a box is
+        self._layouts: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = {}  # by file and offset of a box
         self._open = functools.partial(_open_remote, path) if isinstance(path, RemotePath) else _OpenFolder(path)
         self._files: dict[str, Readable] = {}
-        self._forms: dict[bytes, tuple[int, tuple[int, ...]]] = {}  # within an archive, by its bytes before the values
+        self._forms: dict[bytes, tuple[int, tuple[int, ...]]] = {}  # by the bytes of an archive before the values
 
     @property
     def key(self) -> Location:
@@ -154,20 +154,20 @@ class Folder:
 
     @functools.cached_property
     def meta(self) -> Location:
-        """Where everything is that is no tensor: in the folder, or with the other files of its save."""
+        """Path of ``meta.pt``, which has everything but tensors: in the inner folder of the save, or in the folder."""
         own = self.path / (self.save_id or "") / META
         return own if own.is_file() else self.path / META
 
     @property
     def save_id(self) -> str | None:
-        """The same on all ranks in one save; ``None`` where another program wrote it."""
+        """Identifies the save that wrote the folder; ``None`` if another program wrote it."""
         return self._metadata.storage_meta.save_id if self._metadata.storage_meta is not None else None
 
     def missing_files(self) -> set[str]:
-        """Names of files that are not there.
+        """Names of files of the checkpoint that do not exist.
 
         Raises:
-            CheckpointError: one is shorter than it should be.
+            CheckpointError: a file is truncated.
         """
         ends: dict[str, int] = {}
         for info in self._metadata.storage_data.values():
@@ -181,11 +181,11 @@ class Folder:
         return missing
 
     def damaged(self, world: Group) -> list[str]:
-        """Names of entries whose checksums do not match, among this rank's share of those that are there."""
+        """Names of entries whose checksums do not match, among this rank's part of the entries in existing files."""
         stored = self._metadata.storage_data.items()
         once = {(info.relative_path, info.offset): (index, info) for index, info in stored}
         ordered = sorted(once.values(), key=lambda entry: -entry[1].length)
-        # Back and forth, so that all ranks read about as much.
+        # Entries in descending size go to the ranks in order and back, so that all ranks read about the same amount.
         order = [*range(world.size), *reversed(range(world.size))]
         return [
             index.fqn
@@ -206,13 +206,13 @@ class Folder:
             return False
 
     def entries(self, read: Callable[[IO[bytes]], Any]) -> dict[str, Any]:
-        """The tree that was written; its tensors are lazy, but for scalars.
+        """Rebuild the tree that was written; its tensors are lazy, except scalars.
 
         Args:
-            read: unpickles what :func:`torch.save` has written of anything but a tensor.
+            read: unpickles an entry that is no tensor, as written by :func:`torch.save`.
         """
         tree: dict[str, Any] = {}
-        tensors: dict[Any, Tensor] = {}  # by where they are: tied ones are one again
+        tensors: dict[Any, Tensor] = {}  # by position in the files, so that tied tensors become one again
         paths = self._metadata.planner_data or {name: (name,) for name in self._metadata.state_dict_metadata}
         for name, path in paths.items():
             form = self._metadata.state_dict_metadata[name]
@@ -245,7 +245,7 @@ class Folder:
     def read_slice(self, param: int, form: MemoryFormat, start: int, into: Tensor) -> None:
         """See :class:`~lightning_zero.checkpoint.lazy.StoredSource`."""
         stored = self._stored[param]
-        # Straight into memory of the host that takes the bytes as they are.
+        # Read directly into `into` if it can hold the bytes without conversion.
         straight = into.device.type == "cpu" and into.dtype == stored.dtype and into.is_contiguous()
         values, position = into if straight else torch.empty(into.numel(), dtype=stored.dtype), 0
         for box in boxes_of_slice(form, start, start + into.numel()):
@@ -258,7 +258,7 @@ class Folder:
             into.copy_(values)
 
     def _read(self, info: Any, box: Box, into: Tensor) -> None:
-        """Copy a box inside one that is stored; ``into`` has its sizes and the stored dtype."""
+        """Read ``box``, a part of a stored box, into a tensor of its sizes and the stored dtype."""
         start, strides = self._layout(info)
         first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
         span = 1 + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
@@ -269,7 +269,7 @@ class Folder:
             into.copy_(values.as_strided(box.sizes, strides))
 
     def _layout(self, info: Any) -> tuple[int, tuple[int, ...]]:
-        """Where in its file the values of a stored box begin, and their strides."""
+        """The first byte of a stored box's values in its file, and their strides."""
         place = info.relative_path, info.offset
         if place not in self._layouts:
             begins = bytearray(min(max(map(len, self._forms), default=0), info.length))
@@ -280,20 +280,20 @@ class Folder:
         return self._layouts[place]
 
     def _read_layout(self, info: Any) -> tuple[int, tuple[int, ...]]:
-        """Where in the archive of a box its values begin, and their strides."""
+        """The first byte of a stored box's values in its archive, and their strides."""
         with self._view(info) as file:
             records = {record.name: record for record in archive.read_records(file)}
             file.seek(0)
             tensor = torch.load(file, map_location="meta", weights_only=True)
             start, pickled = records["data/0"].start, records["data.pkl"]
             layout = start + tensor.storage_offset() * tensor.element_size(), tensor.stride()
-            if pickled.stop < start:  # archives that begin like this one have their values at the same place
+            if pickled.stop < start:  # archives that begin with the same bytes have the same layout
                 file.seek(0)
                 self._forms[file.read(start)] = layout
         return layout
 
     def _view(self, info: Any) -> IO[bytes]:
-        """One of the archives in a file, as a file."""
+        """A file object for one of the archives in a file."""
         return cast("IO[bytes]", io.BufferedReader(_ArchiveFile(self._file(info), info.offset, info.length)))
 
     def _file(self, info: Any) -> Readable:
@@ -302,14 +302,14 @@ class Folder:
             try:
                 self._files[name] = self._open(name)
             except FileNotFoundError as error:
-                raise CheckpointError(f"{self.path / name} is not there. {_APART}") from error
+                raise CheckpointError(f"{self.path / name} is missing. {_APART}") from error
         return self._files[name]
 
 
 class _OpenFolder:
-    """Opens files of a folder of this machine, which stays the folder it is when another takes its name.
+    """Opens files of a local folder, also after another folder has taken its name.
 
-    User code may keep a tensor, and another checkpoint then take the name.
+    This happens when user code keeps a lazy tensor and a later save replaces the checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -325,7 +325,7 @@ def _open_remote(folder: RemotePath, name: str) -> Readable:
 
 
 class _ArchiveFile(io.RawIOBase):
-    """One of the archives in a file, as a file of its own."""
+    """A range of a file, which contains an archive, as a file object."""
 
     def __init__(self, file: Readable, offset: int, length: int) -> None:
         self._file, self._offset, self._length = file, offset, length
@@ -356,7 +356,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _put(tree: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:
-    """Put ``value`` where ``path`` leads to in nested dictionaries and, for numbers, lists."""
+    """Put ``value`` into nested dictionaries (for string keys) and lists (for integer keys) along ``path``."""
     here: Any = tree
     for key, following in zip(path, (*path[1:], None), strict=True):
         if isinstance(here, list) and isinstance(key, int):

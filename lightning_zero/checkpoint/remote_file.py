@@ -1,7 +1,7 @@
-"""One file on a file system that is reached by a URL, which rank 0 writes from its beginning to its end.
+"""The container of one file at a URL, which rank 0 writes sequentially.
 
-Nothing can be written into the middle of a file there, so that ranks cannot share the work. Rank 0 gathers what is next
-in the file, a piece at a time; it never holds more of the state than a few of these.
+Files at URLs can only be written from beginning to end, so ranks cannot share the work. Rank 0 gathers the state in the
+order of the file, one piece at a time, and holds only a few pieces in memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.sharding import Group
 from lightning_zero.storage import Executor
 
-_RECENT = 6  # pieces; a parameter's records follow each other, each of another kind of state
+_RECENT = 6  # number of pieces to keep; consecutive records of a parameter alternate between kinds of state
 
 
 def begin(
@@ -49,8 +49,9 @@ class RemoteFileSave(Save):
     """A save into one file at a URL.
 
     Attributes:
-        checkpoint: rank 0's.
-        engines: hold the values of its lazy tensors.
+        checkpoint: rank 0's checkpoint.
+        engines: the engines that hold the values of its lazy tensors.
+        checksums: write checksums.
     """
 
     path: RemotePath
@@ -69,7 +70,7 @@ class RemoteFileSave(Save):
             if rank == 0:
                 self._stream()
         finally:
-            follow_first(self.engines)  # the others gather what rank 0 asks for, until it asks for no more
+            follow_first(self.engines)  # other ranks take part in rank 0's gathers here, until its last one
 
     def _stream(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -80,20 +81,20 @@ class RemoteFileSave(Save):
 
     @override
     def _complete(self, written: Sequence[Any]) -> None:
-        """Nothing: the file has its name since all of it has arrived."""
+        """Does nothing: the file became visible when all of it had arrived."""
 
     @override
     def abandon(self) -> None:
-        """Nothing: a file of which not all has arrived is none."""
+        """Does nothing: an incomplete file is never visible."""
 
 
 class _Values(Mapping[Record, Iterator[Tensor]]):
-    """The values of records, gathered when they are asked for. Collective, as :func:`follow_first` is."""
+    """Maps records to their values, which are gathered when they are read. Reading is collective (`follow_first`)."""
 
     def __init__(self, missing: Mapping[Record, UntypedStorage | LazyTensor], engines: Sequence[Engine]) -> None:
         self._missing = missing
         self._engines = engines
-        self._recent: dict[Key, Tensor] = {}  # pieces; small records that follow each other lie in one
+        self._recent: dict[Key, Tensor] = {}  # pieces; consecutive small records lie in the same piece
 
     def __iter__(self) -> Iterator[Record]:
         return iter(self._missing)
@@ -112,7 +113,7 @@ class _Values(Mapping[Record, Iterator[Tensor]]):
         return self._gathered(across_ranks(values), *values.place(found.param))
 
     def _gathered(self, key: Key, start: int, stop: int) -> Iterator[Tensor]:
-        """Elements ``[start, stop)`` of the values that all ranks know by ``key``, on the CPU, piece by piece."""
+        """Elements ``[start, stop)`` of the values with the :func:`across_ranks` key ``key``: 1-D parts on the CPU."""
         while start < stop:
             number, inside = divmod(start, key.piece_numel)
             part = self._piece(key._replace(piece=number))[inside : inside + stop - start]
@@ -121,7 +122,7 @@ class _Values(Mapping[Record, Iterator[Tensor]]):
 
     def _piece(self, key: Key) -> Tensor:
         if key not in self._recent:
-            while len(self._recent) >= _RECENT:  # the one that was gathered first
+            while len(self._recent) >= _RECENT:  # drop the piece that was gathered first
                 del self._recent[next(iter(self._recent))]
             gathered = follow_first(self._engines, key)
             assert gathered is not None

@@ -1,6 +1,6 @@
-"""The states of the random number generators: torch's of the CPU and of the rank's device, NumPy's and Python's.
+"""Saves and restores the states of random number generators: torch's (CPU and device), NumPy's and Python's.
 
-A run that resumes draws what the interrupted one would have drawn next: dropout, shuffling, augmentation.
+So a resumed run draws the random numbers for dropout, shuffling and augmentation that an uninterrupted run would draw.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def gather(world: Group, device: torch.device) -> dict[str, Tensor]:
 
 
 def restore(saved: Mapping[str, Tensor], rank: int, device: torch.device) -> None:
-    """Give a rank the states that it had.
+    """Restore the generator states of a rank.
 
-    A rank that had none, because there are more now, takes the state that all had in common, so that what ranks draw
-    alike stays alike; where theirs differ it gets one of its own, which depends on the saved states alone. A generator
-    that was not saved is left as it is.
+    If there are more ranks than before, a new rank takes the state of a generator that was equal on all ranks, so that
+    random numbers that are equal on all ranks stay equal. Where the states differed, the new rank gets a state of its
+    own, derived from the saved ones and its rank. A generator that was not saved keeps its state.
 
     Args:
-        saved: what :func:`gather` gave.
-        rank: of this process.
-        device: of this rank.
+        saved: result of :func:`gather`.
+        rank: rank of this process.
+        device: device of this rank.
     """
     for name, generator in _generators(device).items():
         states = saved.get(name)
@@ -52,14 +52,14 @@ def restore(saved: Mapping[str, Tensor], rank: int, device: torch.device) -> Non
 
 
 def note(saved: Mapping[str, Tensor], ranks: int) -> str | None:
-    """A message for a user of another number of ranks; ``None``: it is the same."""
+    """A message if the number of ranks has changed, otherwise ``None``; ``ranks`` is the number now."""
     before = min(map(len, saved.values()), default=ranks)
     if before == ranks:
         return None
-    new = f", ranks from {before} on get theirs from these" if before < ranks else ""
+    new = f", and ranks from {before} on derive theirs from these" if before < ranks else ""
     return (
-        f"world size {before} -> {ranks}: a rank goes on from the random numbers that this rank drew{new}, so that "
-        "dropout and shuffling take another course"
+        f"world size {before} -> {ranks}: each rank continues the random numbers that the same rank drew before{new}, "
+        "so that dropout and shuffling differ from those of an uninterrupted run"
     )
 
 
@@ -68,7 +68,7 @@ def _generators(device: torch.device) -> dict[str, RandomState]:
         "torch": RandomState(torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed),
         "python": RandomState(_get_python, _set_python, random.seed),
     }
-    if np.random.get_state(legacy=False)["bit_generator"] == "MT19937":  # what NumPy has but for `set_bit_generator`
+    if np.random.get_state(legacy=False)["bit_generator"] == "MT19937":  # NumPy's default generator
         found["numpy"] = RandomState(_get_numpy, _set_numpy, np.random.seed)
     if (own := device_type(device).random_state(device)) is not None:
         found[device.type] = own
@@ -96,8 +96,8 @@ def _set_python(state: Tensor) -> None:
     random.setstate((3, tuple(words), gauss))
 
 
-# Both generators are the Mersenne Twister: 32-bit words, which float64 holds exactly, and the second of the last pair
-# of normal numbers, where it was not drawn yet.
+# Both generators are Mersenne Twisters. Their state consists of 32-bit words, which float64 represents exactly, and
+# the second number of the last pair of normal numbers, unless it has been drawn.
 
 
 def _packed(words: Iterable[int], gauss: float | None) -> Tensor:

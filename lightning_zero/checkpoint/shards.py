@@ -1,4 +1,4 @@
-"""The shards of masters and optimizer state that ranks hold, to be gathered, or written in slices."""
+"""Access to the shards of masters and optimizer state on all ranks, to gather them or to write them in slices."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.storage import Memory
 from lightning_zero.update import BlockShardState, OwnedTensor, ScaleLayout, ShardUpdater
 
-PIECE = 2 * TILE  # bytes of a part that is gathered apart
+PIECE = 2 * TILE  # bytes of a part that :meth:`SharedValues.gather_piece` gathers
 
 
 class Key(NamedTuple):
-    """Names one value per element of a bucket: its masters, a shadow's, or an optimizer's state.
+    """Identifies values that ranks hold together, normally one value for each element of a bucket.
 
-    Or the tensor ``owned`` of the state of a parameter that lies whole on one rank, or a ``part`` of state in blocks,
-    "codes" or "scales". With ``piece`` only the one of this
-    number is meant, as :meth:`SharedValues.gather_piece` counts them.
+    These are the bucket's masters, the values of a ``shadow``, or the ``state`` of an ``optimizer``. With ``owned`` it
+    is a tensor in the optimizer state of parameter ``param``, which lies entirely on one rank. With ``part`` it is a
+    part of 8-bit optimizer state: "codes" or "scales". With ``piece`` it is only the piece of this number, as
+    :meth:`SharedValues.gather_piece` counts them.
     """
 
     engine: int
@@ -46,40 +47,40 @@ class Key(NamedTuple):
 
     @property
     def piece_numel(self) -> int:
-        """Elements of a piece, but for the last one."""
+        """Number of elements of a piece; the last piece may be shorter."""
         return PIECE // self.dtype.itemsize
 
 
 class Slice(NamedTuple):
-    """A range of a parameter's elements, in the order of memory, which this rank owns."""
+    """A range of a parameter's elements, in memory order, that this rank owns."""
 
-    first: int  # in the parameter
-    start: int  # in this rank's shard
-    stop: int
+    first: int  # first element in the parameter
+    start: int  # first element in this rank's shard
+    stop: int  # the element after the last in this rank's shard
 
 
 class _Held(NamedTuple):
-    """This rank's shard of some values: how a range of it is read, and the memory in which it rests."""
+    """This rank's shard of some values."""
 
-    read: Callable[[int, int], Tensor]
-    memory: Memory
+    read: Callable[[int, int], Tensor]  # returns elements [start, stop) of the shard
+    memory: Memory  # in which they are read
 
 
 @dataclass(frozen=True, eq=False)
 class SharedValues(ABC):
-    """Values that ranks hold together: a source of lazy tensors."""
+    """Values that ranks hold together; a source of lazy tensors."""
 
     engine: Engine
     key: Key
 
     @property
     def bucket(self) -> Bucket:
-        """The bucket whose parameters they belong to."""
+        """The bucket with the parameters that the values belong to."""
         return self.engine.buckets[self.key.bucket]
 
     @property
     def live(self) -> bool:
-        """Whether parameters that are unsharded on every rank are the values."""
+        """Whether the values are parameters that are unsharded on every rank, so that reading them needs no gather."""
         return False
 
     @abstractmethod
@@ -87,38 +88,38 @@ class SharedValues(ABC):
         """Shape and strides of the tensor of parameter ``param``."""
 
     def tensor(self, param: int) -> LazyTensor:
-        """The values of parameter ``param``, not looked up yet."""
+        """A lazy tensor with the values of parameter ``param``."""
         form = self.form(param)
         return LazyTensor(
             self, param, torch.empty_strided(form.shape, form.strides, dtype=self.key.dtype, device="meta")
         )
 
     def fetch(self, param: int) -> Tensor:
-        """All values of parameter ``param``: the live tensor, or a copy on the CPU. Collective unless live."""
+        """The full values of parameter ``param``: the live tensor, or a copy on the CPU. Collective unless live."""
         full = follow_first([self.engine], across_ranks(self))
         assert full is not None
         return self.cut(full, param)
 
     @abstractmethod
     def cut(self, full: Tensor, param: int) -> Tensor:
-        """A copy of the tensor of parameter ``param`` in what :meth:`gather` gave; on the CPU."""
+        """Copy the tensor of parameter ``param`` from ``full``, the result of :meth:`gather`, to the CPU."""
 
     @abstractmethod
     def place(self, param: int) -> tuple[int, int]:
-        """Where the elements for parameter ``param`` begin and end in what :meth:`gather` gives."""
+        """Start and stop of the elements for parameter ``param`` in the result of :meth:`gather`."""
 
     @abstractmethod
     def gather(self) -> Tensor:
-        """All values; 1-D, on the device. Collective."""
+        """Gather all values: 1-D, on the device. Collective."""
 
     @torch.no_grad()
     def gather_piece(self, number: int) -> Tensor:
-        """Those of :meth:`gather` in piece ``number``, :data:`PIECE` bytes or what is left; on the CPU. Collective."""
+        """Gather piece ``number`` of :meth:`gather`'s result: at most :data:`PIECE` bytes, on the CPU. Collective."""
         first = number * self.key.piece_numel
         return self._gathered(first, min(first + self.key.piece_numel, self._ranges[-1][1])).to("cpu")
 
     def _gathered(self, first: int, stop: int) -> Tensor:
-        """Elements ``[first, stop)`` of those of :meth:`gather`; on the device. Collective."""
+        """Gather elements ``[first, stop)`` of the result of :meth:`gather`: 1-D, on the device. Collective."""
         placement, held, ranges = self.bucket.placement, self._held, self._ranges
         piece = torch.empty(stop - first, dtype=self.key.dtype, device=placement.device)
         shard = placement.mesh.shard
@@ -140,23 +141,23 @@ class SharedValues(ABC):
     @property
     @abstractmethod
     def _ranges(self) -> list[tuple[int, int]]:
-        """Lists the part of what :meth:`gather` gives that each rank of the shard group holds, in rank order."""
+        """Lists, by rank of the shard group, the range of the result of :meth:`gather` that the rank holds."""
 
     @abstractmethod
     def slices(self, param: int) -> Iterator[Slice]:
-        """The slices of parameter ``param`` that this rank writes; replicas, which hold the same, share the work."""
+        """The slices of parameter ``param`` that this rank writes; replicas with the same values share the work."""
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of what this rank holds, 1-D."""
+        """Elements ``[start, stop)`` of this rank's shard, 1-D."""
 
     def tiles(self, start: int, stop: int) -> Iterator[Tensor]:
-        """Read ``[start, stop)`` of what this rank holds a tile at a time."""
+        """Read elements ``[start, stop)`` of this rank's shard in tiles."""
         for low, high in tiles(start, stop, TILE // self.key.dtype.itemsize):
             yield self.read(low, high)
 
     def _share(self, numel: int) -> tuple[int, int]:
-        """The part of ``numel`` elements, which all replicas hold, that this one writes."""
+        """Start and stop of the part of ``numel`` elements, which all replicas hold, that this replica writes."""
         replica = self.bucket.placement.mesh.replica
         return numel * replica.rank // replica.size, numel * (replica.rank + 1) // replica.size
 
@@ -199,7 +200,7 @@ class ShardedValues(SharedValues):
     def _held(self) -> _Held:
         bucket, key = self.bucket, self.key
         bucket.await_update()
-        if self.live:  # with what a hook has changed in the parameters
+        if self.live:  # the shard includes edits that a hook has made in the parameters
             return _Held(bucket.shard.read, bucket.placement.shard_memory)
         if key.shadow is not None:
             shadow = self.engine.shadows[key.shadow]
@@ -224,7 +225,7 @@ class ShardedValues(SharedValues):
 
 
 class CodeValues(ShardedValues):
-    """The 8-bit codes of optimizer state in blocks; of each parameter 1-D, in the order of its memory."""
+    """The 8-bit codes of optimizer state in blocks; for each parameter a 1-D tensor in the parameter's memory order."""
 
     def form(self, param: int) -> MemoryFormat:
         return _one_dimensional(self.bucket.layout.numels[param])
@@ -239,7 +240,7 @@ class CodeValues(ShardedValues):
 
 
 class ScaleValues(SharedValues):
-    """The scales of optimizer state in blocks, one for each that a segment touches; of each parameter 1-D."""
+    """The scales of optimizer state in blocks; for each parameter a 1-D tensor, one scale per block."""
 
     @property
     def _layout(self) -> ScaleLayout:
@@ -281,7 +282,7 @@ class ScaleValues(SharedValues):
 
 
 def _blocks_of(values: SharedValues) -> BlockShardState:
-    """The state that codes and scales are read of."""
+    """This rank's optimizer state in blocks, from which codes and scales are read."""
     assert values.key.optimizer is not None
     updater = values.engine.updaters[values.key.optimizer]
     assert isinstance(updater, ShardUpdater)
@@ -295,7 +296,7 @@ def _one_dimensional(numel: int) -> MemoryFormat:
 
 
 class OwnedValues(SharedValues):
-    """A tensor of the optimizer's state of a parameter that lies whole on one rank of the shard group."""
+    """A tensor in the optimizer state of a parameter that lies entirely on one rank of the shard group."""
 
     @property
     def _owned(self) -> OwnedTensor:
@@ -343,10 +344,10 @@ class OwnedValues(SharedValues):
 
 
 def source_of(tensor: LazyTensor, engines: Sequence[Engine]) -> SharedValues:
-    """The shards that hold the values of a tensor in a checkpoint of ``engines``.
+    """The source of a lazy tensor in a checkpoint of ``engines``.
 
     Raises:
-        ValueError: from elsewhere.
+        ValueError: the tensor belongs to none of these engines.
     """
     source = tensor.source
     if not isinstance(source, SharedValues) or source.engine not in engines:
@@ -355,16 +356,16 @@ def source_of(tensor: LazyTensor, engines: Sequence[Engine]) -> SharedValues:
 
 
 def across_ranks(values: SharedValues) -> Key:
-    """The key by which other ranks know values: the engine is told by its place among those of its mesh."""
+    """The key of ``values`` that is the same on all ranks: it gives the engine's position among those of its mesh."""
     return values.key._replace(engine=_on_mesh(values.engine).index(values.engine))
 
 
 def values_of(key: Key, engines: Sequence[Engine]) -> SharedValues:
-    """The values that a rank has named by :func:`across_ranks`.
+    """The values that a rank has identified by :func:`across_ranks`.
 
     Args:
-        key: that name.
-        engines: of the checkpoint.
+        key: the key.
+        engines: the engines of the checkpoint.
     """
     engine = _on_mesh(engines[0])[key.engine]
     parts = {"": ShardedValues, "codes": CodeValues, "scales": ScaleValues}
@@ -373,12 +374,12 @@ def values_of(key: Key, engines: Sequence[Engine]) -> SharedValues:
 
 
 def _on_mesh(engine: Engine) -> list[Engine]:
-    """All engines of the mesh, in one order on all ranks, which may number them differently."""
+    """All engines of the mesh, in the same order on all ranks (their numbers may differ between ranks)."""
     return [other for other in ENGINES.in_order() if other.placement.mesh is engine.placement.mesh]
 
 
 def masters(engine: Engine, shadow: Shadow | None = None) -> list[ShardedValues]:
-    """The full-precision weights, bucket by bucket, or what a shadow of the engine has in their place."""
+    """The full-precision weights of each bucket, or the values of ``shadow`` instead of them."""
     if shadow is None:
         keys = [Key(engine.number, number, bucket.master.dtype) for number, bucket in enumerate(engine.buckets)]
     else:
@@ -388,18 +389,21 @@ def masters(engine: Engine, shadow: Shadow | None = None) -> list[ShardedValues]
 
 
 def follow_first(engines: Sequence[Engine], wanted: Key | None = None) -> Tensor | None:
-    """Gather what rank 0 reads of a checkpoint, until it reads what this rank wants, too. Collective.
+    """Take part in the gathers that rank 0 requests, until it requests what this rank wants, too. Collective.
 
-    Hooks that add to a checkpoint may run on rank 0 alone. The other ranks wait for it before they write, and gather
-    meanwhile what it asks for.
+    Hooks that change a checkpoint may run on rank 0 only. The other ranks call this before they write, and so take part
+    in gathering the values that the hooks read.
 
     Args:
-        engines: hold the values; without any there is nothing to follow.
-        wanted: what to return, gathered, as :func:`across_ranks` names it, or a piece of it; ``None``: rank 0 reads no
-            more, the checkpoint is to be written.
+        engines: the engines that hold the values; if there are none, nothing happens.
+        wanted: key of the values, or of a piece of them, by :func:`across_ranks`; ``None``: rank 0 ends the gathers,
+            other ranks wait for that end.
+
+    Returns:
+        The gathered values of ``wanted``, 1-D; ``None`` if it is ``None``.
 
     Raises:
-        CheckpointError: on all ranks, where another rank reads what rank 0 does not.
+        CheckpointError: a rank reads values that rank 0 does not read; raised on all ranks.
     """
     while engines:
         intents = engines[0].placement.mesh.world.all_gather_object(wanted, "read a checkpoint")
@@ -419,7 +423,10 @@ def follow_first(engines: Sequence[Engine], wanted: Key | None = None) -> Tensor
 
 
 def fetch_for_first(checkpoint: Any, engines: Sequence[Engine]) -> None:
-    """Give rank 0 the values of all lazy tensors in its ``checkpoint``, for another writer than ours. Collective."""
+    """Gather the values of all lazy tensors in rank 0's ``checkpoint`` on rank 0. Collective.
+
+    This is for writers that do not know lazy tensors.
+    """
     if engines and engines[0].placement.mesh.world.rank == 0:
         sources: dict[Key, list[tuple[SharedValues, LazyTensor]]] = {}
         for tensor in lazy_tensors(checkpoint):
@@ -434,10 +441,10 @@ def fetch_for_first(checkpoint: Any, engines: Sequence[Engine]) -> None:
 
 
 def full_on_first(state: dict[str, Any], engine: Engine) -> dict[str, Any]:
-    """A state dict of ordinary tensors. Collective.
+    """Convert a state dict with lazy tensors to one with ordinary tensors on rank 0. Collective.
 
     Returns:
-        On rank 0 all of it; elsewhere without the tensors of which this rank holds a shard.
+        The full state dict on rank 0; on other ranks it lacks the tensors that are sharded.
     """
     fetch_for_first(state, [engine])
     first = engine.placement.mesh.world.rank == 0

@@ -1,8 +1,8 @@
-"""State by parameter name, unsharded: the contents of a checkpoint at any stage, store and number of ranks.
+"""State dicts of modules and optimizers, unsharded and by parameter name.
 
-Weights are the masters; optimizer state has torch's own format with parameter names in the place of indices, so that
-plain PyTorch loads it. Whether the state that one optimizer saved is what another one needs is found out before
-anything is loaded.
+They are the same for every stage, store and number of ranks. Weights are the masters. Optimizer state has torch's own
+format with parameter names instead of indices, so that plain PyTorch loads it. Before anything is loaded, saved
+optimizer state is checked against the state that the loading optimizer needs.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from lightning_zero.update import (
 
 StateDict = dict[str, Any]
 KIND = "class"  # an optimizer state dict's entry: the name of the optimizer's class; torch's own has none
-# Counted by some optimizers, for some dtypes of their state, and 0 for those that do not find it; what a CPU optimizer
-# keeps of the weights, which come with the module.
+# "step" is kept by some optimizers only, and those that do not find it begin at 0. "master" and "remainder" are a CPU
+# optimizer's copies of the weights, which are loaded with the module.
 _NOT_COMPARED = {"step", "master", "remainder"}
-_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}  # may not run where names are looked up
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}  # may need a device that is not available
 
 
 def module_state_dict(engine: Engine, shadow: Shadow | None = None) -> StateDict:
     """The module's ``state_dict`` with full-precision weights, the same on all ranks. Collective.
 
     Args:
-        engine: of the module.
-        shadow: whose values to give in the place of parameters and buffers.
+        engine: the engine of the module.
+        shadow: returns its values instead of those of parameters and buffers.
 
     Returns:
-        Parameters are lazy: reading one gathers it where it is sharded, which is collective (see
-        :func:`~lightning_zero.checkpoint.shards.follow_first`). They are what they are then, not a copy of now.
+        The state dict. Its parameters are lazy: reading a sharded one gathers it, which is collective (see
+        :func:`~lightning_zero.checkpoint.shards.follow_first`), and gives its value at that time.
     """
     engine.in_backward.check_together()
     engine.settle()
@@ -66,7 +66,7 @@ def module_state_dict(engine: Engine, shadow: Shadow | None = None) -> StateDict
     tensors: dict[int, Tensor] = {key: values.tensor(index) for key, (values, index) in weights.items()}  # one if tied
     if shadow is not None:
         tensors |= shadow.buffers
-    # `keep_vars` touches no freed parameter, and runs the state-dict hooks of user code.
+    # With `keep_vars` no freed parameter is read, and the state-dict hooks of user code run.
     live = engine.module.state_dict(keep_vars=True)
     state = OrderedDict((k, tensors[id(v)] if id(v) in tensors else _detached(v)) for k, v in plain_names(live).items())
     if (versions := getattr(live, "_metadata", None)) is not None:
@@ -81,10 +81,10 @@ def _detached(value: Any) -> Any:
 def load_module_state_dict(engine: Engine, state: Mapping[str, Any], strict: bool = True) -> None:
     """Overwrite parameters, masters and buffers from unsharded tensors, by the module's own ``load_state_dict``.
 
-    Every rank must have them all. Collective.
+    Collective; every rank must have the whole state dict.
 
     Raises:
-        RuntimeError: for missing or unexpected keys (``strict``) or another shape.
+        RuntimeError: a key is missing or unexpected (if ``strict``), or a shape differs.
     """
     state = state_for(engine.module, state)
     complete = strict or all(name in state for name, _ in engine.module.named_parameters())
@@ -99,7 +99,7 @@ def load_module_state_dict(engine: Engine, state: Mapping[str, Any], strict: boo
 
 
 def state_for(module: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """``state`` by the names that ``module`` has, with the versions of its modules, which their own code may ask."""
+    """Rename the entries of ``state`` to the names in ``module``; the modules' versions in its ``_metadata``, too."""
     named = OrderedDict(names_of(module, state))
     versions: Mapping[str, Any] | None = getattr(state, "_metadata", None)
     if versions is not None:
@@ -109,10 +109,10 @@ def state_for(module: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, A
 
 
 class _IntoMasters(TorchFunctionMode):
-    """Inside, full values that are copied into a parameter of the engine become its master's, whoever copies them.
+    """A mode in which full values copied into a parameter of the engine are loaded into its master.
 
-    Code that does something else with a parameter finds its bucket unsharded at full precision, and whatever it writes
-    is taken over at the end. Collective then.
+    If code uses a parameter in another way, its bucket is first unsharded at full precision (collective), and the edits
+    are taken over by :meth:`take_over`.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -134,7 +134,7 @@ class _IntoMasters(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
     def _held(self, arguments: Any) -> list[Parameter]:
-        """The parameters among the arguments whose values only masters have."""
+        """The parameters of the engine among the arguments that are not unsharded at full precision."""
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Parameter)]
         buckets = [self._engine.bucket_of(tensor) for tensor in tensors]
         return [
@@ -144,15 +144,18 @@ class _IntoMasters(TorchFunctionMode):
         ]
 
     def take_over(self) -> None:
-        """Keep what user code wrote."""
+        """Take over the edits by user code. Collective if buckets were unsharded."""
         self._stack.close()
 
 
 class FullPrecision(TorchFunctionMode):
-    """Inside, a module loads that no engine holds yet; remembers what its 16-bit parameters round, for masters."""
+    """A mode for loading a module before it has an engine; it remembers values that 16-bit parameters round.
+
+    Masters are later made from these values.
+    """
 
     def __init__(self) -> None:
-        self._loaded: list[tuple[Parameter, Tensor, int]] = []  # with the version of the parameter then
+        self._loaded: list[tuple[Parameter, Tensor, int]] = []  # parameter, full values, version of the parameter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not (func is Tensor.copy_ and isinstance(args[0], Parameter) and isinstance(args[1], Tensor)):
@@ -168,11 +171,11 @@ class FullPrecision(TorchFunctionMode):
         return target
 
     def forget_changed(self) -> None:
-        """Forget parameters that were changed since."""
+        """Forget the values of parameters that were changed after loading."""
         self._loaded = [loaded for loaded in self._loaded if version_of(loaded[0]) == loaded[2]]
 
     def give_to(self, engine: Engine) -> None:
-        """Give the masters of the engine what their parameters could not hold. Collective."""
+        """Load the remembered full-precision values into the masters of the engine. Collective."""
         for parameter, values, _ in self._loaded:
             bucket = engine.bucket_of(parameter)
             if bucket is not None and parameter.shape == values.shape:
@@ -182,7 +185,7 @@ class FullPrecision(TorchFunctionMode):
 
 
 def load_shadow_state_dict(engine: Engine, shadow: Shadow, state: Mapping[str, Any], strict: bool = True) -> None:
-    """As :func:`load_module_state_dict`, for the values of a shadow of the engine. No communication."""
+    """Overwrite the values of a shadow, otherwise like :func:`load_module_state_dict`. Not collective."""
     rest, live = _load_parameters(engine, shadow.load, state, strict)
     buffers = shadow.buffers
     for key, value in live.items():
@@ -193,12 +196,16 @@ def load_shadow_state_dict(engine: Engine, shadow: Shadow, state: Mapping[str, A
 def _load_parameters(
     engine: Engine, load: Callable[[Bucket, int, Tensor], None], state: Mapping[str, Any], strict: bool
 ) -> tuple[StateDict, StateDict]:
-    """Give ``load`` the values of all parameters; returns what else there is, saved and in the module."""
+    """Call ``load`` with the values of all parameters.
+
+    Returns:
+        The remaining entries of ``state``, and all entries of the module's own state dict.
+    """
     module = engine.module
     state = names_of(module, state)
     _run_load_hooks(module, state)
     live = module.state_dict(keep_vars=True)
-    # In the words of torch, which loads modules that are not sharded.
+    # The messages are torch's own.
     problems = []
     if strict:
         for what, names in ("Missing", live.keys() - state.keys()), ("Unexpected", state.keys() - live.keys()):
@@ -230,15 +237,16 @@ def _run_load_hooks(module: nn.Module, state: StateDict) -> None:
 
 
 def optimizer_state_dict(engine: Engine, updater: ShardUpdater, compact: bool = False) -> StateDict:
-    """``{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}``, the same on all ranks. Collective.
+    """The optimizer's ``state_dict`` with parameter names instead of indices, the same on all ranks. Collective.
 
     Args:
-        engine: of the parameters.
-        updater: of the optimizer.
-        compact: 8-bit state in the form of :mod:`lightning_zero.update.compact`, not as fp32.
+        engine: the engine of the parameters.
+        updater: the updater that drives the optimizer.
+        compact: keep 8-bit state in the form of :mod:`lightning_zero.update.compact`; otherwise convert it to fp32.
 
     Returns:
-        Per-element state, in the parameters' shapes, is lazy; see :func:`module_state_dict`.
+        ``{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}``, and the name of the optimizer's
+        class. State with one value per element has the parameter's shape and is lazy; see :func:`module_state_dict`.
     """
     engine.in_backward.check_together()
     names = _parameter_names(engine.module)
@@ -270,14 +278,14 @@ def optimizer_state_dict(engine: Engine, updater: ShardUpdater, compact: bool = 
             tensors = {name: values[name].tensor(index) for name in own.names}
             key = Key(engine.number, number, bucket.dtype, optimizer, param=index)
             rest = tree_map(partial(lazy, key=key), own.rest)
-            # Plain SGD has none, and in torch's format then no entry either.
+            # Without state, as for plain SGD, torch's format has no entry.
             if (entry := tensors | rest) and id(bucket.parameters[index]) in mine:
                 state[names[id(bucket.parameters[index])]] = compacted(entry) if in_compact_form else entry
     return {"state": state, "param_groups": groups, KIND: type(updater.optimizer).__name__}
 
 
 class _Moments(NamedTuple):
-    """State of a bucket in blocks, parameter by parameter, in compact form."""
+    """Makes the compact form of a bucket's 8-bit state in blocks, for one parameter at a time."""
 
     engine: Engine
     key: Key
@@ -292,13 +300,13 @@ class _Moments(NamedTuple):
 
 
 def check_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapping[str, Any]) -> dict[int, Any]:
-    """Make sure that :func:`load_optimizer_state_dict` can load a state dict. Changes nothing.
+    """Check that :func:`load_optimizer_state_dict` can load a state dict; nothing is changed.
 
     Returns:
-        By id of the parameter: its key in the saved state.
+        By id of the parameter, its key in the saved state.
 
     Raises:
-        ValueError: where the groups or the kind of state do not match the optimizer's.
+        ValueError: the parameter groups or the kind of state do not match the optimizer's.
     """
     saved = decoded_lazily(saved)
     optimizer, names = updater.optimizer, _parameter_names(engine.module)
@@ -329,20 +337,20 @@ def check_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Map
 
 
 def load_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapping[str, Any]) -> None:
-    """Restore hyperparameters and this rank's shard of the state, from our format or plain torch's.
+    """Restore hyperparameters and this rank's shard of the state, from this package's format or plain torch's.
 
     Every rank must have the full state dict.
 
     Raises:
-        ValueError: as :func:`check_optimizer_state_dict`, before anything has changed.
+        ValueError: see :func:`check_optimizer_state_dict`; nothing is changed then.
     """
     kept, saved = saved, decoded_lazily(saved)
     keys, optimizer = check_optimizer_state_dict(engine, updater, saved), updater.optimizer
     updater.clear()
     for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        # Copies, as in `load_state_dict`: a tensor, such as the learning rate may be, is a view of the file.
+        # Copied as in `load_state_dict`: tensors, such as a learning rate, may lie on the pages of the file.
         group.update(copy.deepcopy({k: v for k, v in old.items() if k not in ("params", "param_names")}))
-    # As in `load_state_dict`: the class has the last word, AdamW on Adam's hyperparameters.
+    # As in `load_state_dict`: the optimizer's class adapts the hyperparameters, such as AdamW those of Adam.
     optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -357,10 +365,11 @@ def load_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapp
 
 
 def _numbers(module: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[Any, str]:
-    """Names behind the numbers of a file, where these do not count the parameters of the groups, as torch's do.
+    """By number in the saved state, the name of the parameter, if numbers refer to the module's parameters.
 
-    FSDP's count those of the module, and each group has them in ascending order, whatever order it was given. Where
-    numbers may be either, shapes tell.
+    In torch's own format numbers refer to the parameters of the groups; then the result is empty. In FSDP's format they
+    refer to the parameters of the module, in ascending order in each group. If the numbers fit both formats, the shapes
+    of the state decide.
     """
     numbers = [key for group in saved["param_groups"] for key in group["params"]]
     if any(isinstance(key, str) for key in numbers):
@@ -376,7 +385,7 @@ def _numbers(module: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) 
 
 
 def _fits(state: Mapping[str, Any] | None, parameter: Tensor) -> bool:
-    """Whether all of a parameter's saved state has its shape, or none."""
+    """Whether all tensors, except scalars, in a parameter's saved state have its shape."""
     values = [value for value in (state or {}).values() if isinstance(value, Tensor) and value.dim()]
     return all(value.shape == parameter.shape for value in values)
 
@@ -388,19 +397,20 @@ def _parameter_names(module: nn.Module) -> dict[int, str]:
 def _check_kind(
     updater: ShardUpdater, saved: Mapping[str, Any], keys: Mapping[int, Any], names: Mapping[int, str]
 ) -> None:
-    """Raise unless an optimizer can go on with a state dict whose groups match its own.
+    """Check that an optimizer can continue from a state dict whose groups match its own.
 
-    One of its own class can. Of another, or an unknown one (plain torch's), the state must have the names that this
-    optimizer's has under the saved hyperparameters: Adam's fits AdamW and the CPU optimizers.
+    State of the same class always fits, if shapes do. State of another class, or of an unknown one (in plain torch's
+    format), must have the names that this optimizer's state has under the saved hyperparameters. So Adam's state fits
+    AdamW and the CPU optimizers.
 
     Args:
-        updater: drives the optimizer.
+        updater: the updater that drives the optimizer.
         saved: the state dict.
-        keys: of the saved state, by id of the parameter.
-        names: of the parameters, by id.
+        keys: keys in the saved state, by id of the parameter.
+        names: names of the parameters, by id.
 
     Raises:
-        ValueError: says what differs.
+        ValueError: the state does not fit; the message says what differs.
     """
     optimizer, kind = updater.optimizer, saved.get(KIND)
     name = type(optimizer).__name__
@@ -420,7 +430,7 @@ def _check_kind(
                     f"{writer} keeps {_listed(found)} of {names[id(parameter)]}, {name} keeps {_listed(needed)}; "
                     f"configure the optimizer that was saved, {_alone()}"
                 )
-        # Before the first step there is no state to tell.
+        # Before the first step there is no state, so hyperparameters are compared.
         if kind is not None and (missing := {key for key in _hyperparameters(optimizer.defaults) if key not in old}):
             raise ValueError(
                 f"{writer} has no {_listed(missing)}, which {name} needs; configure the optimizer that was saved, "
@@ -439,7 +449,7 @@ def _check_shapes(needed: Mapping[str, torch.Size], parameter: Parameter, state:
 
 
 def _hyperparameters(defaults: Mapping[str, Any]) -> list[str]:
-    """Hyperparameters of the update rule; others choose between implementations, and versions of torch add some."""
+    """Names of the hyperparameters of the update rule, without those that choose between implementations."""
     return [
         key for key, value in defaults.items() if isinstance(value, int | float | tuple) and not isinstance(value, bool)
     ]
@@ -450,5 +460,5 @@ def _listed(names: set[str] | frozenset[str]) -> str:
 
 
 def _alone() -> str:
-    """The remedy for state that does not fit."""
+    """The end of a message about state that does not fit: the remedy."""
     return advice(Case.STATE_DOES_NOT_FIT, default="or load the weights alone")

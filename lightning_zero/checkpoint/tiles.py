@@ -1,4 +1,4 @@
-"""Bytes between tensors and files, a tile at a time, so that no copy of a large tensor is ever in memory."""
+"""Moves bytes between tensors and files in tiles, so that no copy of a large tensor is ever in memory."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from zlib_ng.zlib_ng import crc32
 from lightning_zero.storage import Executor, HostStore, Ticket
 
 TILE = 1 << 23  # bytes that are read or written at a time
-_CACHED = 1 << 19  # bytes that are read to be summed up: they are still in the core's cache then
-_MAPPED = 1 << 20  # bytes of a copy that has a mapping of its own: there may be only so many
+_CACHED = 1 << 19  # bytes that are read at a time for a checksum; so few that they are still in the core's cache
+_MAPPED = 1 << 20  # bytes; smaller copies get no memory mapping of their own, since the system limits their number
 
 
 def tiles(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-    """``[start, stop)`` in tiles of at most ``size``."""
+    """Split ``[start, stop)`` into ranges of at most ``size``."""
     for first in range(start, stop, size):
         yield first, min(first + size, stop)
 
 
 def snapshot(tiles: Iterable[Tensor], executor: Executor) -> list[Tensor]:
-    """Copies of the tiles in host memory, made by the executor, which stay as the tiles are now."""
+    """Copy the tiles to host memory by the executor, and wait for the copies."""
     copies = [_host_copy(tile.detach(), executor) for tile in tiles]
     for _, copied in copies:
         copied.synchronize()
@@ -36,32 +36,32 @@ def snapshot(tiles: Iterable[Tensor], executor: Executor) -> list[Tensor]:
 def _host_copy(tile: Tensor, executor: Executor) -> tuple[Tensor, Ticket]:
     if tile.nbytes < _MAPPED:
         copy = torch.empty_like(tile, device="cpu")
-    else:  # the C allocator might keep the memory of a freed copy of the full state
+    else:  # not by the C allocator, which might keep the memory after the copy is freed
         copy = HostStore().zeros(tile.numel(), tile.dtype)
     return copy, executor.commit(copy, tile, "the copy of a checkpoint")
 
 
 class Writable(Protocol):
-    """A file that is written from its beginning to its end."""
+    """A file that is written sequentially."""
 
     def write(self, data: bytes | memoryview, /) -> object:
         """Append all of ``data``."""
 
 
 class Readable(Protocol):
-    """A file of which ranges are read."""
+    """A file that can be read in ranges."""
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Fill the beginning of ``buffer`` with what is at ``offset``; returns how many bytes, 0 at the end."""
+        """Read bytes at ``offset`` into the beginning of ``buffer``; returns their number, 0 at the end of the file."""
         ...
 
 
 class Appending:
-    """Appends to an open file of this machine: a :class:`Writable`.
+    """Appends to an open local file: a :class:`Writable`.
 
     Args:
-        file: descriptor.
-        end: where to begin.
+        file: file descriptor.
+        end: position of the first write.
     """
 
     def __init__(self, file: int, end: int = 0) -> None:
@@ -73,11 +73,11 @@ class Appending:
 
 
 class OpenFile:
-    """A file of this machine: a :class:`Readable` that stays the file it is when another takes its name.
+    """An open local file: a :class:`Readable` that does not change when another file takes its name.
 
     Args:
-        path: of the file.
-        folder: descriptor of the folder to which ``path`` is relative; ``None``: to the working directory.
+        path: path of the file.
+        folder: descriptor of the folder that ``path`` is relative to; ``None``: the working directory.
     """
 
     def __init__(self, path: Path | str, folder: int | None = None) -> None:
@@ -89,12 +89,12 @@ class OpenFile:
 
 
 def write_tiles(file: Writable, tiles: Iterable[Tensor], checksums: bool) -> tuple[int, int]:
-    """Append 1-D tensors of any device one after the other.
+    """Append 1-D tensors, on any device, to a file.
 
     Args:
-        file: where to.
-        tiles: each is on the host only while it is written.
-        checksums: compute one.
+        file: the file to append to.
+        tiles: the tensors; a copy of each on the host exists only while it is written.
+        checksums: whether to compute the CRC-32.
 
     Returns:
         The number of bytes, and their CRC-32 or 0.
@@ -109,7 +109,7 @@ def write_tiles(file: Writable, tiles: Iterable[Tensor], checksums: bool) -> tup
 
 
 def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of ``data`` at ``offset``."""
+    """Write all of ``data`` at ``offset`` to the file with the descriptor ``file``."""
     data = memoryview(data)
     while data:
         written = os.pwrite(file, data, offset)
@@ -117,10 +117,10 @@ def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def read_at(file: Readable, buffer: memoryview, offset: int) -> None:
-    """Fill ``buffer`` from ``offset`` on.
+    """Fill ``buffer`` with the bytes of the file from ``offset`` on.
 
     Raises:
-        EOFError: the file ends before.
+        EOFError: the file ends before ``buffer`` is full.
     """
     while buffer:
         read = file.read_into(buffer, offset)
@@ -130,12 +130,16 @@ def read_at(file: Readable, buffer: memoryview, offset: int) -> None:
 
 
 def bytes_of(values: Tensor) -> memoryview:
-    """The memory of a contiguous 1-D tensor on the CPU."""
+    """The memory of a contiguous 1-D tensor on the CPU, without a copy."""
     return values.detach().view(torch.uint8).numpy().data
 
 
 def checksum_of(file: Readable, start: int, stop: int) -> int:
-    """CRC-32 of the file's bytes ``[start, stop)``."""
+    """The CRC-32 of the file's bytes ``[start, stop)``.
+
+    Raises:
+        EOFError: the file ends before ``stop``.
+    """
     crc, buffer = 0, bytearray(min(_CACHED, stop - start))
     view = memoryview(buffer)
     while start < stop:

@@ -23,16 +23,16 @@ def engines_of(module: nn.Module) -> list[Engine]:
 def gathered_parameters(
     module_or_params: nn.Module | Parameter | Iterable[Parameter], writeback: bool = False
 ) -> Iterator[None]:
-    """Hold parameters unsharded inside the context; a collective call that all ranks must make.
+    """Hold parameters unsharded inside the context. Collective: all ranks must call it.
 
-    Where nothing is sharded it does nothing. Inside, the module may run any number of forward passes, a different
-    number on each rank. Parameters that were initialized in shards and are in no engine yet keep every change.
+    If nothing is sharded, it does nothing. Inside, the module may run any number of forward passes, and a different
+    number on each rank. Parameters that were initialized in shards and belong to no engine yet keep every change.
 
     Args:
-        module_or_params: a module (all its parameters), a parameter, or several.
-        writeback: keep what was changed inside, as rank 0 has it. Without it, changes that torch's version counter sees
-            (``weight.clamp_(...)`` under ``no_grad``) are kept too, and must be the same on all ranks; changes through
-            ``.data`` are lost.
+        module_or_params: a module (meaning all its parameters), a parameter, or several.
+        writeback: at the end, take over rank 0's values on all ranks. Otherwise only changes that increment torch's
+            version counter (``weight.clamp_(...)`` under ``no_grad``) are kept, and must be the same on all ranks;
+            changes through ``.data`` are lost.
     """
     if isinstance(module_or_params, nn.Module):
         parameters = list(module_or_params.parameters())
@@ -46,33 +46,34 @@ def gathered_parameters(
 
 
 def full_param(parameter: Parameter) -> Tensor:
-    """A copy of ``parameter``, in full and at full precision: the master's values. Collective.
+    """A copy of the full values of ``parameter`` at full precision, that is, of its master. Collective.
 
     To change parameters, use :func:`gathered_parameters`.
 
     Args:
-        parameter: any; one that no engine holds is copied as it is.
+        parameter: any parameter; one that no engine holds is simply copied.
 
     Returns:
-        In the parameter's shape, on the device where the model computes; fp32 where 16-bit parameters have masters.
+        A tensor of the parameter's shape on the device where the model computes; fp32 for 16-bit parameters with
+        masters, otherwise the parameter's dtype.
     """
     engine = _engine_of(parameter)
     return parameter.detach().clone() if engine is None else engine.full_param(parameter)
 
 
 def full_grad(parameter: Parameter) -> Tensor | None:
-    """A copy of the gradient of ``parameter`` as the next step will use it: averaged over ranks and micro-batches so
-    far, unscaled, clipped as far as it has been. Collective.
+    """A copy of the full gradient of ``parameter`` that the next step will use. Collective.
 
-    Call it between backward and step, as in ``on_after_backward`` or ``on_before_optimizer_step``, on all ranks. At
-    stages 0 and 1 a call between micro-batches costs a reduction of its own.
+    It is averaged over ranks and the micro-batches so far, unscaled, and clipped if clipping has already been applied.
+    Call it on all ranks between backward and step, as in ``on_after_backward`` or ``on_before_optimizer_step``. At
+    stages 0 and 1 a call between micro-batches costs an additional reduction.
 
     Args:
-        parameter: any; for one that no engine holds it is its ``grad``.
+        parameter: any parameter; for one that no engine holds, the result is a copy of its ``grad``.
 
     Returns:
-        In the parameter's shape, on the device where the model computes, fp32 or wider; ``None`` where no rank has
-        seen a gradient since ``zero_grad``, or no attached optimizer updates the parameter.
+        A tensor of the parameter's shape on the device where the model computes, fp32 or wider; ``None`` if no rank has
+        got a gradient since ``zero_grad``, or no attached optimizer updates the parameter.
     """
     engine = _engine_of(parameter)
     if engine is None:
@@ -81,18 +82,18 @@ def full_grad(parameter: Parameter) -> Tensor | None:
 
 
 def full_optimizer_state(parameter: Parameter, optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """A copy of the optimizer's state of ``parameter``, by torch's names (``exp_avg``, ``step``, ...). Collective.
+    """A copy of the full optimizer state of ``parameter``, by torch's names (``exp_avg``, ``step``, ...). Collective.
 
     Args:
-        parameter: one that an engine holds.
-        optimizer: whose state, where several update the parameter.
+        parameter: a parameter that an engine holds.
+        optimizer: the optimizer, needed if several optimizers update the parameter.
 
     Returns:
-        Per-element state as full tensors in the parameter's shape, on the device where the model computes, and
-        scalars as the optimizer keeps them; empty before the parameter's first update.
+        State with one value per element as full tensors of the parameter's shape, on the device where the model
+        computes; other state in the optimizer's own form; empty before the first update of the parameter.
 
     Raises:
-        ValueError: where no engine, no optimizer or not just one of them has the parameter.
+        ValueError: no engine holds the parameter, or the number of matching optimizers is not one.
     """
     engine = _engine_of(parameter)
     bucket = None if engine is None else engine.bucket_of(parameter)
@@ -105,7 +106,7 @@ def full_optimizer_state(parameter: Parameter, optimizer: Optimizer | None = Non
         and (optimizer is None or updater.optimizer in (optimizer, getattr(optimizer, "optimizer", None)))
     ]
     if len(updaters) != 1:
-        whose = "of those attached" if optimizer is None else f"that is this {type(optimizer).__name__}"
+        whose = "that are attached" if optimizer is None else f"that are this {type(optimizer).__name__}"
         remedy = "" if optimizer is None and not updaters else "; say which: full_optimizer_state(parameter, optimizer)"
         raise ValueError(
             f"{len(updaters)} optimizers {whose} update {bucket.names[bucket.index[id(parameter)]]!r}, not one{remedy}"

@@ -1,21 +1,21 @@
-"""Activations in host memory between forward and backward.
+"""Keeps activations in host memory between forward and backward.
 
-What autograd saves in forward for its backward is copied to pinned host memory, in the lane D2H, and its memory on the
-device is given back; ahead of the backward that reads it, it is copied back, in the lane H2D. The values are the same
-bits, and so are shapes, strides and offsets.
+Tensors that autograd saves in forward are copied to pinned host memory, in the lane D2H, and their memory on the device
+is freed. Before backward reads them, they are copied back, in the lane H2D. Values, shapes, strides and offsets are
+restored exactly.
 
-* A *storage* is moved, as a whole and once, however many nodes of the graph save it or views of it.
-* The newest storages stay on the device, up to a limit of bytes, while they are copied: backward reads them first.
-  Those before them are given back once the copy has ended, for which the stream that computes waits, not the host.
-* Backward reads in reverse order. So far as the same limit allows, storages that come next are on their way already.
-* What is not moved: parameters and their views, gathered or not, buffers of the module, leaves that require a gradient,
-  small tensors, tensors of other devices, of subclasses and of other layouts than strided, views of a small part of a
-  storage, and whatever is saved inside a backward, as by recomputation, which reads it at once.
+* A *storage* is moved as a whole and only once, however many nodes of the graph save it or views of it.
+* The newest storages, up to a limit in bytes, stay on the device while they are copied, since backward reads them
+  first. Older ones are freed after their copy has ended; the stream that computes waits for that, not the host.
+* Backward reads in reverse order. Within the same limit, the storages that come next are copied back ahead of time.
+* The following are not moved: parameters and their views, gathered or not; buffers of the module; leaves that require a
+  gradient; small tensors; tensors on other devices, of subclasses, or with a layout other than strided; views of a
+  small part of a storage; and tensors saved inside a backward, such as by recomputation, which are read soon.
 
-Torch's own check survives, which hooks for saved tensors switch off: where a saved tensor was changed in place before
-the backward that reads it, that is an error (:class:`_Unchanged`). It survives for what is not moved, too.
+Hooks for saved tensors disable torch's check for tensors that were changed in place before backward reads them. The
+check is done here instead, also for tensors that are not moved; see :class:`_Unchanged`.
 
-Moments when memory on the device is given back depend on no timing: see :meth:`ActivationOffload.end_backward`.
+The moments when memory on the device is freed do not depend on timing; see :meth:`ActivationOffload.end_backward`.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from lightning_zero.storage.staging import staged_size
 from lightning_zero.storage.streams import DEFAULT_BYTES
 from lightning_zero.torch_private import base_of, inside_backward, no_subclass_functions, version_counter, version_of
 
-_WHAT = "activations"  # in messages of lanes
-_MOST_AROUND = 16  # a view of a smaller part of its storage than 1 in so many is not worth moving all of it
+_WHAT = "activations"  # description of the copies, for messages and traces
+_MOST_AROUND = 16  # a storage is not moved for a view of less than this fraction (1/16) of it
 
 
 @dataclass(frozen=True)
 class ActivationLimits:
-    """Which saved tensors are moved, and the memory on the device that moved ones may take.
+    """Limits that decide which saved tensors are moved, and how much device memory storages in transit may take.
 
     Attributes:
-        least: bytes of the smallest storage that is moved.
-        window: bytes on the device of storages that are on their way: of the newest ones in forward, and of those that
-            backward reads next. One storage there always is, however large.
+        least: minimum size of a storage that is moved, in bytes.
+        window: maximum size on the device, in bytes, of storages in transit: of the newest ones in forward, and of
+            those that backward reads next. One storage is always allowed, however large.
     """
 
     least: int = 1 << 20
@@ -58,31 +58,31 @@ class ActivationLimits:
 
 
 class Copy(Protocol):
-    """The copy of a storage in host memory, which goes with this object."""
+    """The copy of a storage in host memory; it lives as long as this object."""
 
 
 class Copies(Protocol):
     """Makes copies of storages in host memory."""
 
     def save(self, source: Tensor) -> tuple[Copy, Ticket]:
-        """Begin to copy the whole storage of ``source``, which must stay alive until the ticket's work has ended."""
+        """Begin to copy the whole storage of ``source``; the caller must keep it alive until the copy has ended."""
         ...
 
     def fetch(self, copy: Copy) -> tuple[Tensor, Ticket]:
-        """Begin to copy a storage back: to a 1-D tensor of bytes, which must stay alive likewise."""
+        """Begin to copy a storage back to a new 1-D uint8 tensor, which the caller must keep alive likewise."""
         ...
 
 
 class _Block:
-    """Pinned memory, and the last work on it."""
+    """A block of pinned memory, and the last work on it."""
 
     def __init__(self, memory: Tensor) -> None:
-        self.memory = memory  # 1-D, bytes
+        self.memory = memory  # 1-D, uint8
         self.work: Ticket = DONE
 
 
 class _HostCopy:
-    """A copy in a block, which is given back with it."""
+    """A copy in a block; the block is returned when this object is deleted."""
 
     __slots__ = ("_give", "block", "nbytes")
 
@@ -94,11 +94,11 @@ class _HostCopy:
 
 
 class PinnedCopies:
-    """Copies in pinned memory, in blocks that later ones of about the same size use again, in all steps.
+    """Copies storages to blocks of pinned memory, which later copies of about the same size reuse, in all steps.
 
     Args:
-        device: that computes.
-        executor: that copies.
+        device: the device that computes.
+        executor: the executor that copies.
     """
 
     def __init__(self, device: torch.device, executor: Executor) -> None:
@@ -106,13 +106,13 @@ class PinnedCopies:
         self._executor = executor
         self._store = HostStore(pin_for=device)
         self._free: dict[int, list[_Block]] = {}  # by size
-        self._returned: deque[_Block] = deque()  # since blocks were last looked for; by any thread
-        self.nbytes = 0  # of all blocks
+        self._returned: deque[_Block] = deque()  # blocks returned, by any thread, since the last `_take`
+        self.nbytes = 0  # total size of all blocks
 
     def save(self, source: Tensor) -> tuple[_HostCopy, Ticket]:
         whole = torch.empty(0, dtype=torch.uint8, device=source.device).set_(source.untyped_storage())
         block = self._take(whole.nbytes)
-        # Who had the block before may be reading it still.
+        # After the block's last work: its previous copy may still be read.
         block.work = self._copy(block.memory[: whole.nbytes], whole, Lane.D2H, block)
         return _HostCopy(block, whole.nbytes, self._returned.append), block.work
 
@@ -123,10 +123,10 @@ class PinnedCopies:
         return target, copy.block.work
 
     def _copy(self, target: Tensor, source: Tensor, lane: Lane, block: _Block) -> Ticket:
-        """Copy in a lane, after the last work on a block.
+        """Submit a copy to a lane, after the last work on a block.
 
-        The executor's own copies keep tensors until the host sees their end, which may be long after the device has
-        reached it.
+        This is a job and not one of the executor's own copies, because those keep tensors alive until the host notices
+        their end, which may be long after the end itself.
         """
         job = partial(target.copy_, source, non_blocking=block.memory.is_pinned())
         return self._executor.submit(job, lane, _WHAT, [block.work])
@@ -139,7 +139,7 @@ class PinnedCopies:
         if found := min((each for each in self._free if size <= each <= 2 * size), default=0):
             return self._pop(found)
         room = 0
-        while room < size and (smaller := min(self._free, default=size)) < size:  # too small for what comes now
+        while room < size and (smaller := min(self._free, default=size)) < size:  # free blocks that are too small
             room += smaller
             self.nbytes -= self._pop(smaller).memory.nbytes
         self.nbytes += size
@@ -154,33 +154,33 @@ class PinnedCopies:
 
 
 class _OnDevice:
-    """A storage on the device that a copy reads or writes: its memory is not given back before ``work`` has ended."""
+    """A storage on the device that a copy reads or writes; its memory must not be freed before ``work`` has ended."""
 
     __slots__ = ("owner", "source", "work")
 
     def __init__(self, owner: _Saved, source: Tensor, work: Ticket) -> None:
         self.owner = weakref.ref(owner)
-        self.source: Tensor | None = source  # any tensor of the storage; ``None`` once it was given back
+        self.source: Tensor | None = source  # any tensor of the storage; ``None`` after it was freed
         self.work = work
 
     @property
     def nbytes(self) -> int:
-        """Of the storage."""
+        """Size of the storage in bytes; 0 after it was freed."""
         return 0 if self.source is None else self.source.untyped_storage().nbytes()
 
     def give_back(self) -> None:
-        """Later work on the current stream may use the memory: that waits."""
+        """Free the storage, after the current stream has waited for the copy: its later work may reuse the memory."""
         self.work.wait()
         self.source = None
 
 
 class _Unchanged:
-    """Finds that a saved tensor was changed in place, as torch does where no hooks are.
+    """Detects that a saved tensor was changed in place, as torch does without hooks for saved tensors.
 
     Args:
-        counter: has the count of changes of the saved tensor.
-        dtype: of the saved tensor, as its shape.
-        shape: for the message.
+        counter: a tensor that shares the version counter of the saved tensor.
+        dtype: dtype of the saved tensor, for the message.
+        shape: shape of the saved tensor, for the message.
     """
 
     __slots__ = ("_count", "_counter", "_dtype", "_shape")
@@ -190,7 +190,7 @@ class _Unchanged:
         self._dtype, self._shape = dtype, shape
 
     def check(self) -> None:
-        """Raise a :class:`RuntimeError` where it was."""
+        """Raise a :class:`RuntimeError` if the tensor was changed."""
         if (now := version_of(self._counter)) != self._count:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
@@ -200,28 +200,28 @@ class _Unchanged:
             )
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether nothing has changed since ``tensor``, of the same base, was saved."""
+        """Whether ``tensor``, which has the same base as the saved one, has the same version now."""
         return self._count == version_of(tensor)
 
 
 class _Saved:
-    """One storage that was moved; those who refer to it are what autograd keeps."""
+    """A storage that was moved; the handles that autograd keeps refer to it."""
 
     def __init__(self, number: int, tensor: Tensor, copy: Copy) -> None:
         storage = tensor.untyped_storage()
-        self.number = number  # of those that were saved, in their order
+        self.number = number  # position in the order in which storages were saved
         self.copy = copy
         self.dtype = tensor.dtype
         self.nbytes = storage.nbytes()
         self.unchanged = _Unchanged(version_counter(tensor), tensor.dtype, tensor.shape)
         self.on_device: _OnDevice | None = None
-        self.readers = 0  # handles
+        self.readers = 0  # number of handles
         self.fetches = 0
-        self.left = 0  # of the handles, those that have not read what was fetched last
+        self.left = 0  # number of handles that have not read since the last fetch
         self._storage, self._viewed = weakref.ref(storage), weakref.ref(base_of(tensor))
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the copy has the values of ``tensor``, which may be another view."""
+        """Whether the copy contains the values of ``tensor``, which may be another view of the storage."""
         return (
             self._storage() is tensor.untyped_storage()
             and self._viewed() is base_of(tensor)
@@ -231,17 +231,17 @@ class _Saved:
 
 
 class _Moved:
-    """Stands for a tensor that was moved; autograd keeps it."""
+    """The handle of a moved tensor, which autograd keeps instead of it."""
 
     __slots__ = ("_form", "fetch", "saved")
 
     def __init__(self, saved: _Saved, tensor: Tensor) -> None:
         self.saved = saved
-        self.fetch = -1  # that it has read last; 0: before it was given back
+        self.fetch = -1  # number of the fetch that it has read last; 0: the original storage; -1: nothing yet
         self._form = (tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def view(self, source: Tensor) -> Tensor:
-        """The tensor, in a storage with the values."""
+        """The tensor as a view of ``source``, a tensor whose storage has the values."""
         typed = source if source.dtype == self.saved.dtype else _typed(source, self.saved.dtype)
         return typed.as_strided(*self._form)
 
@@ -251,7 +251,10 @@ def _typed(whole: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Stayed:
-    """Stands for a tensor that was not moved; autograd keeps it. By the tensor itself a graph might refer to itself."""
+    """The handle of a tensor that was not moved, which autograd keeps instead of it.
+
+    If autograd kept the tensor itself, a graph might contain a reference to itself.
+    """
 
     __slots__ = ("_alias", "_unchanged")
 
@@ -260,19 +263,19 @@ class _Stayed:
         self._unchanged = _Unchanged(self._alias, tensor.dtype, tensor.shape)
 
     def read(self) -> Tensor:
-        """An alias of it."""
+        """An alias of the tensor; raises if the tensor was changed."""
         self._unchanged.check()
         return self._alias
 
 
 class ActivationOffload:
-    """Moves what autograd saves to host memory and back; see the module's docstring.
+    """Moves tensors that autograd saves to host memory and back; see the module's docstring.
 
     Args:
-        device: that computes.
-        copies: in host memory.
-        limits: as their docstring says.
-        stay: tensors whose storages are not moved, asked for in every forward.
+        device: the device that computes.
+        copies: makes the copies in host memory.
+        limits: see :class:`ActivationLimits`.
+        stay: returns tensors whose storages are not moved; called in every forward.
         kind: the class of tensors that are moved.
     """
 
@@ -292,14 +295,14 @@ class ActivationOffload:
         self._staying: frozenset[int] = frozenset()  # ids of storages
         self._saved = weakref.WeakValueDictionary[int, _Saved]()  # by number
         self._latest = weakref.WeakValueDictionary[int, _Saved]()  # by id of the storage
-        self._first = self._next = 0  # numbers
-        self._newest: deque[_OnDevice] = deque()  # oldest first
-        self._ahead: list[_OnDevice] = []  # fetched, and not read yet
-        self._lock = threading.RLock()  # backward runs in threads of autograd's
+        self._first = self._next = 0  # smallest number in use, and number of the next storage
+        self._newest: deque[_OnDevice] = deque()  # the newest storages on the device, oldest first
+        self._ahead: list[_OnDevice] = []  # storages that were fetched and not read yet
+        self._lock = threading.RLock()  # backward runs in autograd's threads
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Around a forward: what autograd saves inside is moved."""
+        """A context for a forward: tensors that autograd saves inside are moved."""
         if not torch.is_grad_enabled():  # nothing is saved
             yield
             return
@@ -313,11 +316,11 @@ class ActivationOffload:
             with saved_tensors_hooks(self._pack, self._unpack):
                 yield
         except BaseException:
-            self._give_back_all()  # nobody may come to run a backward
+            self._give_back_all()  # there may be no backward
             raise
 
     def end_backward(self) -> None:
-        """After a backward: nothing stays on the device but what another backward, of the same forward, may read."""
+        """Free storages after a backward, except those that another backward of the same forward may read."""
         with self._lock:
             for fetched in self._ahead:
                 fetched.give_back()
@@ -332,7 +335,7 @@ class ActivationOffload:
             self._ahead.clear()
 
     def _give_back_unused(self) -> None:
-        """Give back the memory of what no graph refers to any longer."""
+        """Free storages that no graph refers to any more."""
         if any(held.owner() is None for held in (*self._newest, *self._ahead)):
             for held in (*self._newest, *self._ahead):
                 if held.owner() is None:
@@ -412,7 +415,7 @@ class ActivationOffload:
         if kept.fetch != saved.fetches:
             kept.fetch, saved.left = saved.fetches, saved.left - 1
         if saved.left <= 0 and held not in self._newest:
-            saved.on_device = None  # all have it: it lives as long as they want
+            saved.on_device = None  # all handles have read it: it lives as long as their tensors
         return source
 
     def _fetch(self, saved: _Saved) -> _OnDevice:
@@ -423,7 +426,7 @@ class ActivationOffload:
         return saved.on_device
 
     def _fetch_before(self, number: int) -> None:
-        """Fetch what was saved before, so far as there is room, and one storage at least."""
+        """Fetch storages that were saved before ``number``, at least one, and more within the limit."""
         waiting = [held for held in (*self._newest, *self._ahead) if held.source is not None]
         taken = sum(held.nbytes for held in waiting)
         any_next = any((owner := held.owner()) is not None and owner.number < number for held in waiting)
@@ -438,7 +441,7 @@ class ActivationOffload:
 
 
 class NoOffload:
-    """Leaves activations where they are."""
+    """Leaves activations on the device."""
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """See :class:`ActivationOffload`."""
@@ -451,12 +454,12 @@ class NoOffload:
 def make_activations(
     device: torch.device, executor: Executor, limits: ActivationLimits | None, stay: Callable[[], Iterable[Tensor]]
 ) -> ActivationOffload | NoOffload:
-    """The activations of a training on ``device``; those of one that takes the host's memory stay where they are.
+    """Makes the object that handles saved activations; on a device without its own memory they are not moved.
 
     Args:
-        device: that computes.
-        executor: that copies.
-        limits: ``None``: nothing is moved.
+        device: the device that computes.
+        executor: the executor that copies.
+        limits: which tensors are moved; ``None``: none.
         stay: see :class:`ActivationOffload`.
     """
     if limits is None or device_type(device).shares_host_memory:

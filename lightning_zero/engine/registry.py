@@ -1,4 +1,4 @@
-"""The engines of a process that hold parameters."""
+"""A registry of the engines of a process that hold parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Numbered(Protocol):
-    """An engine, as far as its place among others goes."""
+    """An object with a number, as far as the registry needs to know an engine."""
 
     number: int
 
@@ -17,21 +17,21 @@ E = TypeVar("E", bound=Numbered)
 
 
 class Registry(Generic[E]):
-    """Knows engines for as long as somebody refers to them."""
+    """Keeps weak references to engines, and numbers them."""
 
     def __init__(self) -> None:
         self._held: weakref.WeakSet[E] = weakref.WeakSet()
         self._numbers = itertools.count()
 
     def add(self, engine: E) -> int:
-        """Note an engine; returns its number."""
+        """Add an engine and return its number."""
         self._held.add(engine)
         return next(self._numbers)
 
     def discard(self, engine: E) -> None:
-        """Forget an engine, which holds nothing any more."""
+        """Remove an engine that no longer holds parameters."""
         self._held.discard(engine)
 
     def in_order(self) -> list[E]:
-        """The engines in the order of their making: the same on all ranks."""
+        """The engines in the order in which they were made, which is the same on all ranks."""
         return sorted(self._held, key=lambda engine: engine.number)

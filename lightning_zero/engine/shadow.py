@@ -1,4 +1,4 @@
-"""A second value of everything that a rank owns, such as a moving average of the weights."""
+"""Second values of the weights and buffers that a rank owns, such as a moving average."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.bucket_map import BucketMap
 from lightning_zero.storage import Lane, Memory, TensorStore, Ticket
 
-# The second values, which it may change in place, and the module's: what the second ones become.
+# Takes the second values, which it may change in place, and the module's; returns the new second values.
 Rule = Callable[[Tensor, Tensor], Tensor]
 
-# Elements at a time: those of a CPU stay in its cache, those of a GPU are worth a launch.
+# Number of elements at a time: on a CPU they stay in its cache, on a GPU they are worth a kernel launch.
 _HOST_TILE, _DEVICE_TILE = 1 << 17, 1 << 24
 
 
 def follow(second: Tensor, live: Tensor) -> Tensor:
-    """The rule by which second values are copies."""
+    """The rule by which second values are copies of the module's."""
     return live
 
 
 class Shadow:
-    """Second values of this rank's masters and of the module's buffers. They begin as copies.
+    """Second values of this rank's masters and of the module's buffers, initially copies of these.
 
-    Nothing here communicates: every rank treats what it owns.
+    Nothing here communicates: each rank processes its own shards.
 
     Attributes:
-        number: of the engine's shadows, in the order of their making: the same on all ranks.
-        swapped: whether the module has the second values now, and the shadow the module's.
+        number: number among the engine's shadows, in the order in which they were made; the same on all ranks.
+        swapped: whether the module currently has the second values, and the shadow the module's.
 
     Args:
-        bucket_map: of the module.
+        bucket_map: the buckets of the module.
         number: as above.
-        store: where the values rest; ``None``: where optimizer state does, and buffers where the module has them.
+        store: store of the values; ``None``: the optimizer's store, and for buffers the device of the module's.
     """
 
     def __init__(self, bucket_map: BucketMap, number: int, store: TensorStore | None = None) -> None:
         self._map = bucket_map
         self.number = number
         self.swapped = False
-        self._work: list[Ticket] = []  # on second values, for which nobody has waited
+        self._work: list[Ticket] = []  # tickets of work on second values that nobody has waited for
         self._store = store
         self._shards = [self._zeros_for(bucket) for bucket in bucket_map.buckets]
         self._buffers_memory: Memory = store.memory if store else "device"
@@ -52,7 +52,7 @@ class Shadow:
         self.update(follow)
 
     def _zeros_for(self, bucket: Bucket) -> Tensor:
-        """Room for the second values of a bucket's masters, which swap with these wherever they are."""
+        """Memory for the second values of a bucket's masters, pinned if they will be copied to another memory."""
         store = self._store or bucket.placement.optimizer_store
         crosses = store.memory != bucket.master.memory
         return store.zeros(bucket.layout.shard_numel, _dtype(bucket), crosses=crosses)
@@ -63,7 +63,7 @@ class Shadow:
 
     @property
     def shards(self) -> list[Tensor]:
-        """The second values by bucket; 1-D, Ψ/S, in the dtype that masters have. Waits for their update."""
+        """The second values by bucket: 1-D, Ψ/S, in the dtype of masters. Waits for their update."""
         for ticket in self._work:
             ticket.synchronize()
         self._work = []
@@ -71,20 +71,21 @@ class Shadow:
 
     @property
     def buffers(self) -> dict[int, Tensor]:
-        """The second values of the buffers, by id of the module's."""
+        """The second values of the buffers, by id of the module's buffer."""
         return {id(live): second for live, second in self._pairs()}
 
     @torch.no_grad()
     def update(self, rule: Rule, buffer_rule: Rule | None = None) -> None:
-        """Second values become what a rule makes of them and the module's; padding may be among them.
+        """Update the second values by a rule.
 
-        Integers, such as indices and counts, are copied: what lies between two of them means nothing. Of masters in
-        host memory it goes on beside the training, after the update that may be under way, unless a part of them is in
-        the gathered parameters. Whoever asks for the second values waits for it, and the next call comes after it.
+        Integers, such as indices and counts, are copied, since averages of them have no meaning. For masters in host
+        memory this runs beside the training, after an update that may be running, unless the gathered parameters
+        contain a part of the master. Reading the second values waits for it, and so does the next call.
 
         Args:
-            rule: element by element; of tensors of one shape, both on the shadow's device and in its dtype.
-            buffer_rule: for buffers; ``None``: the same.
+            rule: an element-wise function of two tensors of equal shape on the shadow's device, in its dtype; they may
+                include padding.
+            buffer_rule: the rule for buffers; ``None``: the same.
         """
         self._map.absorb_edits()
         self._work = [work for work in self._work if not work.done()]
@@ -94,7 +95,7 @@ class Shadow:
             work = bucket.placement.executor.submit(job, lane, what, after=[bucket.moving, bucket.reading])
             bucket.reading = work
             if bucket.master.memory == "device" or (bucket.master.in_shard and not bucket.shards_params):
-                work.synchronize()  # what trains may write to it at any time
+                work.synchronize()  # the training may change the master at any time
             else:
                 self._work.append(work)
         if next(self._map.module.buffers(), None) is not None:
@@ -110,7 +111,7 @@ class Shadow:
             _apply(rule, second, self._buffer_taken(live, second))
 
     def _taken(self, bucket: Bucket, live: Tensor, second: Tensor) -> Tensor:
-        """Values of a master, to be read where the second ones are."""
+        """Values of a master on the device of the second values: ``live`` itself, or a copy."""
         if live.device.type == second.device.type:
             return live
         copy = torch.empty_like(live, device=second.device)
@@ -118,7 +119,7 @@ class Shadow:
         return copy
 
     def _buffer_taken(self, live: Tensor, second: Tensor) -> Tensor:
-        """A buffer of the module, to be read where its second value is."""
+        """A buffer of the module on the device of its second value: ``live`` itself, or a copy."""
         if live.device.type == second.device.type:
             return live.detach()
         copy = torch.empty_like(live, device=second.device)
@@ -127,14 +128,14 @@ class Shadow:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange second values and the module's. Parameters elsewhere are out of date until the engine settles.
+        """Exchange the second values and the module's; gathered parameters are stale until the engine settles.
 
-        Twice, it restores all that masters have held, to the bit. The second values come back as masters can hold
-        them: a split master of fp16 rounds what is not in fp16's range of normal numbers.
+        Calling it twice restores the masters bit for bit, and the second values as far as masters can represent them: a
+        split fp16 master rounds values outside fp16's range of normal numbers.
         """
         self._map.absorb_edits()
         for bucket, shard in zip(self._map.buckets, self._shards, strict=True):
-            bucket.await_moves()  # and for what is under way on its second values, which reads its master
+            bucket.await_moves()  # this includes updates of the second values, which read the master
             memories = self.memory_of(bucket), bucket.master.memory
             for second, start, stop in _tiles(shard):
                 live = bucket.master.read(start, stop)
@@ -154,18 +155,18 @@ class Shadow:
         self.swapped = not self.swapped
 
     def load(self, bucket: Bucket, index: int, values: Tensor) -> None:
-        """Overwrite the second values of parameter ``index`` of ``bucket`` from full ones of its shape."""
+        """Overwrite this rank's second values of parameter ``index`` of ``bucket`` from full values of its shape."""
         shard = self.shards[self._map.buckets.index(bucket)]
         for segment in bucket.segments:
             if segment.param == index:
                 bucket.formats[index].read(values, segment.param_start, shard[segment.start : segment.stop])
 
     def release(self) -> None:
-        """Free everything."""
+        """Free all second values."""
         self._work, self._shards, self._buffers = [], [], {}
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The module's buffers with their second values; one that is new, or has another shape, begins as a copy."""
+        """The module's buffers with their second values; a new buffer, or one of another shape, gets a copy."""
         for name, live in self._map.module.named_buffers():
             if name not in self._buffers or self._buffers[name].shape != live.shape:
                 device = self._store.device if self._store else live.device
@@ -174,7 +175,7 @@ class Shadow:
 
 
 def _tiles(shard: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-    """Pieces of the second values of a bucket, with the range of its shard that they belong to."""
+    """Pieces of a bucket's second values, each with its range in the shard."""
     tile = _HOST_TILE if ops.runs_on(shard.device) else _DEVICE_TILE
     for start in range(0, shard.numel(), tile):
         stop = min(start + tile, shard.numel())
@@ -191,5 +192,5 @@ def _apply(rule: Rule, second: Tensor, live: Tensor) -> None:
 
 
 def _dtype(bucket: Bucket) -> torch.dtype:
-    """The dtype of the master, also of one that the bucket will only have when an optimizer takes its parameters."""
+    """The dtype of the bucket's master, or of the one that it will have when an optimizer gets its parameters."""
     return bucket.placement.master(bucket.dtype, bucket.dtype, optimized=True).dtype

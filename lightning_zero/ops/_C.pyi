@@ -1,6 +1,6 @@
-"""Kernels on raw host addresses. They check nothing about the memory: call `lightning_zero.ops` instead.
+"""Kernels on raw host addresses. They do not check memory; call `lightning_zero.ops` instead.
 
-`threads` >= 1 everywhere. A function with an `isa` raises as `resolve_isa`.
+`threads` must be >= 1. Functions with an argument `isa` raise the errors of `resolve_isa`.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ class Ties(Enum):
     away = 1
 
 class UpdateArrays:
-    """Addresses of `count` elements each; 0 where there is no `remainder` or `copy_out`.
+    """Addresses of arrays of `count` elements; 0 if there is no `remainder` or `copy_out`.
 
-    `scales` are those of int8 states, one for each block, and else empty.
+    `scales` are the addresses of the scales of int8 states, one scale per block; empty for other states.
     """
 
     def __init__(
@@ -40,24 +40,24 @@ class UpdateArrays:
     ) -> None: ...
 
 class RoundingKey:
-    """What stochastic rounding depends on; `index` is that of the first element."""
+    """The numbers that determine stochastic rounding; `index` is the index of the first element."""
 
     def __init__(self, *, seed: int, step: int, index: int) -> None: ...
 
 def block_length() -> int:
-    """Elements that share a scale in state of 8 bits."""
+    """The number of elements that share a scale in 8-bit state."""
 
 def compiled_isas() -> list[str]:
     """Instruction sets in this binary, slowest first."""
 
 def supported_isas() -> list[str]:
-    """Those of `compiled_isas` that this CPU and operating system run."""
+    """The instruction sets of `compiled_isas` that this CPU and operating system support."""
 
 def resolve_isa(name: str) -> str:
     """`name` itself, or the fastest supported instruction set if it is empty.
 
     Raises:
-        ValueError: the name is unknown or the machine lacks the instruction set.
+        ValueError: the name is unknown, or the machine lacks the instruction set.
     """
 
 class AdamCoefficients:
@@ -87,7 +87,7 @@ class AdamCoefficients:
     ) -> None: ...
 
 class AdagradCoefficients:
-    """As `AdamCoefficients`."""
+    """See `AdamCoefficients`."""
 
     grad_scale: float
     l2: float
@@ -98,7 +98,7 @@ class AdagradCoefficients:
     ) -> None: ...
 
 class LionCoefficients:
-    """As `AdamCoefficients`."""
+    """See `AdamCoefficients`."""
 
     grad_scale: float
     decay: float
@@ -110,7 +110,7 @@ class LionCoefficients:
     def __init__(self, *, lr: float, beta1: float, beta2: float, weight_decay: float, grad_scale: float) -> None: ...
 
 class SgdCoefficients:
-    """As `AdamCoefficients`."""
+    """See `AdamCoefficients`."""
 
     grad_scale: float
     l2: float
@@ -205,29 +205,32 @@ class DiskPool:
     def transfer(
         self, transfers: Sequence[tuple[int, int, int, int]], *, alignment: int, write: bool
     ) -> tuple[int, int, int] | None:
-        """Transfer between memory and files.
+        """Transfer bytes between memory and files.
 
         Args:
-            transfers: file descriptor, address, bytes and offset of each.
-            alignment: divides addresses, bytes, offsets and the pool's block.
-            write: to the files, rather than from them.
+            transfers: file descriptor, address, bytes and offset of each transfer.
+            alignment: addresses, bytes, offsets and the pool's block must be multiples of it.
+            write: write to the files; otherwise read.
 
         Returns:
-            Errno, file and offset of the first failure; the errno is 0 where a file ends too early.
+            Errno, file and offset of the first failure; the errno is 0 if a file ends too early.
 
         Raises:
-            RuntimeError: in the child of a fork.
+            RuntimeError: this process is the child of a fork.
         """
 
 class DiskThreads(DiskPool):
-    """By threads; `depth` >= 1 of them, `block` > 0 bytes. Raises OSError without a thread."""
+    """Transfers by `depth` >= 1 threads in blocks of `block` > 0 bytes. Raises OSError if no thread can be made."""
 
     def __init__(self, *, depth: int, block: int) -> None: ...
 
 class DiskRings(DiskPool):
-    """By io_uring; `depth` >= 1 blocks at a time in each call, `block` > 0 bytes. Raises OSError without a ring."""
+    """Transfers by io_uring, `depth` >= 1 blocks of `block` > 0 bytes at a time in each call.
+
+    Raises OSError if no ring can be made.
+    """
 
     def __init__(self, *, depth: int, block: int) -> None: ...
 
 def io_uring_refusal() -> str:
-    """Why the system refuses io_uring; empty where it does not."""
+    """The reason why the system refuses io_uring; an empty string if it does not."""

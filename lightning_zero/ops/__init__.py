@@ -1,9 +1,9 @@
 """Optimizer kernels on host memory, with the instruction set chosen at run time.
 
-The kernels work on flat tensors in place, with the GIL released. Large arrays are shared out to threads of the
-package's own, which sleep in between and beside which torch's may compute. Every instruction set and every number of
-threads gives the same bits (NaN payloads aside). Environment variables, where empty means unset: `LIGHTNING_ZERO_ISA`
-(`scalar`, `avx2`, `avx512`) overrides the instruction set, `LIGHTNING_ZERO_NUM_THREADS` the number of threads,
+The kernels work on flat tensors in place, with the GIL released. Large arrays are divided among threads of the
+package's own, which sleep between calls and do not disturb torch's threads. Every instruction set and every number of
+threads gives the same bits, except for NaN payloads. Environment variables (empty means unset): `LIGHTNING_ZERO_ISA`
+(`scalar`, `avx2`, `avx512`) overrides the instruction set, `LIGHTNING_ZERO_NUM_THREADS` the number of threads, and
 `LIGHTNING_ZERO_CORES` (`0-3,8`) binds the threads to cores.
 """
 

@@ -1,4 +1,4 @@
-"""Checks of the kernels' arguments: of tensors, whose memory is then written through raw addresses, and of numbers."""
+"""Checks the kernels' arguments: numbers, and tensors, whose memory is then accessed through raw addresses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LARGEST, _SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether kernels take tensors of a device: they run on the CPU, and read and write its memory."""
+    """Whether kernels accept tensors on ``device``: they run on the CPU and access its memory only."""
     return device.type == "cpu"
 
 
@@ -37,7 +37,18 @@ class Span(NamedTuple):
 
 
 def span(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], count: int | None) -> Span:
-    """Checks one tensor argument, which must have `count` elements unless that is None; returns its bytes."""
+    """Checks one tensor argument and returns its range of bytes.
+
+    Args:
+        name: name of the argument, for messages.
+        tensor: the argument.
+        dtypes: allowed dtypes.
+        count: required number of elements; None: any.
+
+    Raises:
+        TypeError: it is not a tensor, or has another dtype.
+        ValueError: it is not on the CPU, 1-D, contiguous, allocated, or of the required length.
+    """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
@@ -58,7 +69,7 @@ def span(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], count: int 
 
 
 def check_allocated(name: str, tensor: Tensor) -> None:
-    """Raises ValueError unless the storage holds the tensor: one that was freed by resizing does not."""
+    """Raises ValueError if the storage is smaller than the tensor, as after freeing it by resizing."""
     allocated = tensor.untyped_storage().nbytes()
     needed = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
     if needed > allocated:
@@ -69,7 +80,7 @@ def check_allocated(name: str, tensor: Tensor) -> None:
 
 
 def check_disjoint(spans: list[Span]) -> None:
-    """Raises ValueError where two arguments share memory."""
+    """Raises ValueError if two arguments share memory."""
     ordered = sorted(span for span in spans if span.begin < span.end)
     for left, right in pairwise(ordered):
         shared = min(left.end, right.end) - right.begin
@@ -82,7 +93,7 @@ def check_disjoint(spans: list[Span]) -> None:
 
 def check_lr(lr: float) -> None:
     """Raises ValueError unless the learning rate is finite."""
-    # Of any sign: schedulers that fall to zero end a rounding error below it.
+    # Negative ones are allowed: schedulers that decay to zero may end a rounding error below it.
     if not -LARGEST <= lr <= LARGEST:
         raise ValueError(f"lr={lr!r} is out of range; expected a finite fp32 number")
 
@@ -95,13 +106,13 @@ def check_not_negative(**values: float) -> None:
 
 
 def check_betas(betas: Sequence[float]) -> None:
-    """Raises ValueError unless there are two, each in [0, 1)."""
+    """Raises ValueError unless there are two numbers, each in [0, 1)."""
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise ValueError(f"betas={betas!r} is out of range; expected two numbers in [0, 1)")
 
 
 def check_momentum(momentum: float, dampening: float, nesterov: bool) -> None:
-    """Raises ValueError unless `sgd_` is defined for the three."""
+    """Raises ValueError unless `sgd_` is defined for this combination of arguments."""
     check_not_negative(momentum=momentum)
     if 0.0 < momentum < _SMALLEST:
         raise ValueError(f"momentum={momentum!r} is out of range; expected 0 or at least {_SMALLEST}")
@@ -122,7 +133,7 @@ def check_step(step: int) -> None:
 
 
 def unsigned(name: str, value: int) -> int:
-    """Returns `value`, an int of 64 bits without a sign; raises TypeError or ValueError otherwise."""
+    """Returns `value` if it is an unsigned 64-bit int; raises TypeError or ValueError otherwise."""
     if not isinstance(value, int):
         raise TypeError(f"{name} has type {type(value).__name__}; expected int")
     if not 0 <= value < 2**64:

@@ -1,4 +1,4 @@
-"""Passes over an array other than updates: the sum of squares, splitting and joining of fp32 numbers, zeros."""
+"""Kernels other than updates: sum of squares, splitting and joining fp32 numbers, filling with zeros."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from lightning_zero.ops.arguments import ANY, DTYPES, FP32, HALF, check_allocate
 from lightning_zero.ops.isa import isa as chosen_isa
 from lightning_zero.ops.threads import get_num_threads, positive
 
-_ROWS = 16  # of reduce.h
-SQUARES_PIECE = _ROWS**4  # elements whose squares the kernel sums by themselves
+_ROWS = 16  # `kRows` of reduce.h
+SQUARES_PIECE = _ROWS**4  # number of elements in a piece, whose squares the kernel sums separately
 
 
 def sum_of_squares(values: Tensor, *, isa: str | None = None, threads: int | None = None) -> float:
     """Sums the squares of a tensor's elements, in one pass over memory.
 
-    Squares are exact in fp64; they are added in an order that depends on the length alone, so that every instruction
-    set and number of threads gives the same bits. The sum is finite if and only if every element is: fp64 holds the
-    squares of far more fp32 numbers than memory does.
+    Squares are exact in fp64. They are added in an order that depends on the length only, so that every instruction set
+    and number of threads gives the same bits. The sum is finite if and only if every element is, since sums of squares
+    of fp32 numbers do not reach the limits of fp64.
 
     Args:
         values: 1-D, contiguous, on the CPU; fp32, bf16 or fp16.
         isa: one of `supported_isas` instead of the chosen one, for tests and benchmarks.
-        threads: at most so many instead of `get_num_threads`; >= 1.
+        threads: maximum number of threads instead of `get_num_threads`; >= 1.
 
     Raises:
-        TypeError, ValueError: as `adamw_`.
+        TypeError, ValueError: see `adamw_`.
     """
     span("values", values, ANY, None)
     return _C.sum_of_squares(
@@ -45,10 +45,10 @@ def sum_of_squares(values: Tensor, *, isa: str | None = None, threads: int | Non
 
 
 def sum_of_squares_in_pieces(pieces: Iterable[Tensor]) -> float:
-    """Sums the squares of a tensor that is not in memory as a whole, to the bits of `sum_of_squares` of all of it.
+    """Sums the squares of a tensor that is given in pieces; the bits are those of `sum_of_squares` of the whole tensor.
 
     Args:
-        pieces: of the tensor, in order, each of `SQUARES_PIECE` elements but the last, which may be shorter.
+        pieces: consecutive pieces of the tensor with `SQUARES_PIECE` elements each; the last one may be shorter.
     """
     return _add_up([sum_of_squares(piece) for piece in pieces])
 
@@ -94,26 +94,26 @@ class RunningSquares:
 def split_(
     whole: Tensor, high: Tensor, remainder: Tensor, *, isa: str | None = None, threads: int | None = None
 ) -> None:
-    """Writes each fp32 number as a 16-bit number and a remainder of 16 bits, which together take its bytes.
+    """Splits each fp32 number into a 16-bit number and a 16-bit remainder.
 
-    `high` is a model's 16-bit parameter, so that a master beside it costs two bytes an element.
+    `high` can be the model's 16-bit parameter, so that a master takes only two more bytes per element.
 
-    - bf16: the fp32 bits' nearest bf16, and the distance in units of the last fp32 bit. Every number that is not NaN
-      comes back bit for bit. Halfway between two bf16 numbers, `high` is the one away from zero: with ties to even, an
-      even number would need 2^16 + 1 distances, which 16 bits do not have.
-    - fp16: the nearest fp16 (ties to even), and the distance in units of 2^(max(e, -14) - 25) for an fp16 exponent e.
-      Exact where 2^-16 <= |x| < 65520, and for zeros; within 2^-40 below; from 65520 on `high` is infinite, and so is
-      what comes back.
+    - bf16: `high` is the nearest bf16 number, `remainder` the distance in units of the last fp32 bit. `join_` restores
+      every number except NaN bit for bit. Halfway between two bf16 numbers, `high` is the one away from zero, since
+      with ties to even an even number would need 2^16 + 1 different distances.
+    - fp16: `high` is the nearest fp16 number (ties to even), `remainder` the distance in units of
+      2^(max(e, -14) - 25), where e is the exponent of `high`. This is exact for 2^-16 <= |x| < 65520 and for zeros,
+      and within 2^-40 for smaller numbers. From 65520 on `high` is infinite, and so is the result of `join_`.
 
     Args:
         whole: [n] fp32; not modified.
         high: [n] bf16 or fp16, written.
         remainder: [n] int16, written.
         isa: one of `supported_isas` instead of the chosen one, for tests and benchmarks.
-        threads: at most so many instead of `get_num_threads`; >= 1.
+        threads: maximum number of threads instead of `get_num_threads`; >= 1.
 
     Raises:
-        TypeError, ValueError: as `adamw_`.
+        TypeError, ValueError: see `adamw_`.
     """
     _C.split(**_split_arguments(whole, high, remainder, isa, threads))
 
@@ -121,17 +121,17 @@ def split_(
 def join_(
     whole: Tensor, high: Tensor, remainder: Tensor, *, isa: str | None = None, threads: int | None = None
 ) -> None:
-    """Writes the fp32 numbers that `split_` took apart into `whole`; arguments and errors as there."""
+    """Restores `whole` from `high` and `remainder`, the inverse of `split_`; same arguments and errors."""
     _C.join(**_split_arguments(whole, high, remainder, isa, threads))
 
 
 def zero_(tensor: Tensor) -> None:
-    """Fills a contiguous host tensor with zeros, each part by the thread whose part it will be in the kernels.
+    """Fills a contiguous host tensor with zeros, each part by the thread that processes it in the kernels.
 
-    Fresh memory then lies near that thread (first touch), and its pages are made in parallel.
+    By the first-touch rule, fresh memory is then placed near that thread, and its pages are allocated in parallel.
 
     Raises:
-        ValueError: the tensor is not contiguous, not on the CPU, or its storage does not hold it.
+        ValueError: the tensor is not contiguous, not on the CPU, or its storage is too small.
     """
     if not runs_on(tensor.device) or not tensor.is_contiguous():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Optimizer state in 8 bits per element, with a scale for every block of elements."""
+"""Optimizer state with 8 bits per element and one scale per block of elements."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ BLOCK = _C.block_length()
 class Quantized(NamedTuple):
     """Numbers in 8 bits each, in blocks of 256.
 
-    Elements with equal ``(index + i) // 256`` share a block, where ``index`` is that of the first element. A number is
-    its code, a small float, times 2^(scale - 127):
+    Elements i with equal ``(index + i) // 256`` share a block, where ``index`` is the index of the first element. A
+    number is its code, a small float, times the scale of its block, 2^(scale - 127):
 
-    - signed: 1 bit of sign, 3 of exponent, 4 of significand, the companding law of ITU-T G.711 (A-law, 1972). Numbers
-      down to 2^-6 times the scale, which is between 0.51 and 1.04 times the largest number of the block, have a
-      relative error of at most 1/16 (1/32 where they are rounded to nearest); smaller ones have steps of 2^-10.
-    - without a sign: 4 bits of exponent, 4 of significand; the same down to 2^-14, and in steps of 2^-18. What is not
-      zero stays above it, so that it can be divided by.
+    - signed: 1 bit of sign, 3 of exponent, 4 of significand, the companding law of ITU-T G.711 (A-law, 1972). The scale
+      is between 0.51 and 1.04 times the largest number of the block. Numbers down to 2^-6 times the scale have a
+      relative error of at most 1/16 (1/32 if rounded to nearest); smaller numbers have steps of 2^-10 times the scale.
+    - unsigned: 4 bits of exponent, 4 of significand. The same error holds down to 2^-14 times the scale; below, steps
+      are 2^-18 times the scale. A number greater than zero is never stored as zero, so that it can be divided by.
 
-    Scales are powers of two, as those of the Open Compute Project's "Microscaling formats (MX)" (2023): while they
-    change, codes that fit keep their value, and what was stored is stored again without loss. Blocks of a few hundred
-    elements: Dettmers et al., "8-bit optimizers via block-wise quantization" (2022). A block with a number that is not
-    finite, or beyond 1.9375 x 2^127, is NaN throughout.
+    Scales are powers of two, as in the Open Compute Project's "Microscaling formats (MX)" (2023). So codes keep their
+    exact values when a scale changes, as far as they fit, and stored numbers can be stored again without loss. Blocks
+    of a few hundred elements are from Dettmers et al., "8-bit optimizers via block-wise quantization" (2022). If a
+    number is not finite, or exceeds 1.9375 x 2^127 in magnitude, all numbers of its block become NaN.
 
     Attributes:
         codes: [n] int8; the bits of the small floats.
-        scales: [``count_blocks(index, n)``] uint8. Zeros, with zeros as codes, are zero.
+        scales: [``count_blocks(index, n)``] uint8. A scale of 0 with codes of 0 represents zeros.
     """
 
     codes: Tensor
@@ -42,19 +42,19 @@ class Quantized(NamedTuple):
 
 
 def count_blocks(index: int, numel: int) -> int:
-    """The number of blocks that elements ``[index, index + numel)`` touch."""
+    """The number of blocks that contain any of the elements ``[index, index + numel)``."""
     return -(-(index % BLOCK + numel) // BLOCK) if numel else 0
 
 
 def spans_of(name: str, state: Quantized, count: int | None, index: int) -> list[Span]:
-    """Checks an argument as :func:`lightning_zero.ops.arguments.span` does; returns the bytes of both tensors."""
+    """Checks an argument like :func:`lightning_zero.ops.arguments.span`; returns the byte ranges of both tensors."""
     codes = span(f"{name}.codes", state.codes, (torch.int8,), count)
     scales = span(f"{name}.scales", state.scales, (torch.uint8,), None)
     expected = count_blocks(index, state.codes.numel())
     if state.scales.numel() != expected:
         raise ValueError(
-            f"{name}.scales has {state.scales.numel()} elements; expected {expected}, the blocks that "
-            f"{state.codes.numel()} elements from index {index} on touch"
+            f"{name}.scales has {state.scales.numel()} elements; expected {expected}, the number of blocks that "
+            f"contain the {state.codes.numel()} elements from index {index} on"
         )
     return [codes, scales]
 
@@ -68,20 +68,20 @@ def quantize_(
     isa: str | None = None,
     threads: int | None = None,
 ) -> None:
-    """Writes fp32 numbers to blocks, each rounded to the nearest (halfway away from zero).
+    """Writes fp32 numbers to blocks, each rounded to nearest with ties away from zero.
 
-    What :func:`dequantize_` gave is stored without loss.
+    Results of :func:`dequantize_` are stored without loss.
 
     Args:
-        whole: [n] fp32; not modified. Without ``signed`` the sign is lost.
+        whole: [n] fp32; not modified. Unless ``signed``, the sign is lost.
         state: written.
-        signed: which of the two formats; see :class:`Quantized`.
-        index: of the first element, >= 0.
+        signed: use the signed format; see :class:`Quantized`.
+        index: index of the first element, >= 0.
         isa: one of `supported_isas` instead of the chosen one, for tests and benchmarks.
-        threads: at most so many instead of `get_num_threads`; >= 1.
+        threads: maximum number of threads instead of `get_num_threads`; >= 1.
 
     Raises:
-        TypeError, ValueError: as `adamw_`.
+        TypeError, ValueError: see `adamw_`.
     """
     _C.quantize(**_arguments(whole, state, signed, index, isa, threads))
 
@@ -95,7 +95,7 @@ def dequantize_(
     isa: str | None = None,
     threads: int | None = None,
 ) -> None:
-    """Writes the numbers in blocks to ``whole``, exactly; arguments and errors as for :func:`quantize_`."""
+    """Writes the exact values of the numbers in blocks to ``whole``; arguments and errors as for :func:`quantize_`."""
     _C.dequantize(**_arguments(whole, state, signed, index, isa, threads))
 
 

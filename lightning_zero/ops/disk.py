@@ -1,4 +1,4 @@
-"""Reads and writes of files, many blocks at a time."""
+"""Reads and writes files, many blocks at a time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lightning_zero.ops.threads import positive
 
 
 class TransferFailure(NamedTuple):
-    """Where a transfer failed.
+    """The failure of a transfer.
 
     Attributes:
-        code: the system's error number; 0: the file ends there.
-        offset: in the file, in bytes.
+        code: the system's error number (errno); 0: the file ends there.
+        offset: position of the failure in the file, in bytes.
     """
 
     code: int
@@ -31,9 +31,9 @@ _BACKENDS: dict[DiskBackend, type[_C.DiskThreads | _C.DiskRings]] = {
 
 
 def io_uring_refusal() -> str:
-    """Returns why there is no io_uring, as the system says it; empty where there is.
+    """Returns the system's reason why io_uring is not available; an empty string if it is.
 
-    The environment variable ``LIGHTNING_ZERO_IO_URING=off`` is a reason, too.
+    The environment variable ``LIGHTNING_ZERO_IO_URING=off`` counts as a reason.
 
     Raises:
         ValueError: the variable has another value.
@@ -47,21 +47,21 @@ def io_uring_refusal() -> str:
 class DiskPool:
     """Reads and writes blocks of files, many at a time, with the GIL released.
 
-    Every result is checked: what was interrupted, refused for now or came short goes on where it stopped. Not for
-    the child of a fork, which has neither threads nor a ring of its own.
+    Every result is checked: a transfer that was interrupted, refused temporarily or incomplete continues where it
+    stopped. The child of a fork cannot use the pool, since it has neither its threads nor its ring.
 
     Attributes:
         backend: as below.
 
     Args:
-        depth: blocks at a time; with io_uring, of each call.
-        block: bytes of a block; a multiple of every alignment.
+        depth: number of blocks at a time; with io_uring, for each call.
+        block: bytes per block; must be a multiple of every alignment.
         backend: ``threads`` that call ``pread`` and ``pwrite``, or ``io_uring`` of the Linux kernel.
 
     Raises:
         OSError: the system refuses the backend.
-        TypeError: not an int.
-        ValueError: less than 1.
+        TypeError: ``depth`` or ``block`` is not an int.
+        ValueError: ``depth`` or ``block`` is less than 1.
     """
 
     def __init__(self, depth: int = 8, block: int = 1 << 19, backend: DiskBackend = "threads") -> None:
@@ -72,17 +72,17 @@ class DiskPool:
         """Fill ``memory`` from a file.
 
         Args:
-            file: its descriptor.
+            file: descriptor of the file.
             memory: uint8, 1-D, contiguous, on the CPU.
-            offset: in the file, in bytes.
-            alignment: of a file that was opened with ``O_DIRECT``; divides offset, length and address.
+            offset: position in the file, in bytes.
+            alignment: alignment in bytes that ``O_DIRECT`` requires of offset, length and address; 1 without it.
 
         Returns:
-            The first place that failed; ``None``: all was read.
+            The failure with the smallest offset; ``None`` if everything was read.
 
         Raises:
-            RuntimeError: in the child of a fork.
-            ValueError: something is not aligned.
+            RuntimeError: this process is the child of a fork.
+            ValueError: address, length or offset is not aligned.
         """
         return self._transfer(file, memory, offset, alignment, write=False)
 

@@ -1,9 +1,9 @@
-"""The arithmetic of the kernels in torch's operations, for tensors that are not in host memory: the same bits.
+"""The kernels' arithmetic in torch's operations, with the same bits, for tensors that are not in host memory.
 
-Of an optimizer whose state rests partly in host memory and partly on a device, one part is updated by the kernels and
-the other by these functions, and nobody can tell which. Each operation rounds once, in fp32 or fp64, as IEEE 754 has it
-on every device. Square roots are the exception (``_root``), and fused multiply-adds, which torch has on some devices
-(:class:`Fused`).
+If the state of an optimizer rests partly in host memory and partly on a device, the kernels update the former and these
+functions the latter, with identical results. Each operation rounds once, in fp32 or fp64, as IEEE 754 requires, and so
+gives the same bits on every device. Exceptions are square roots (see ``_root``) and fused multiply-adds, which torch
+has on some devices only (see :class:`Fused`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from lightning_zero.ops import _C, updates
 from lightning_zero.ops.arguments import runs_on
 from lightning_zero.ops.updates import Options
 
-TILE = 1 << 20  # elements of which the squares are made at a time; more are not updated at once either
+TILE = 1 << 20  # number of elements that are squared at a time; updates take no more at a time either
 # See cpp/include/lightning_zero/reduce.h.
 _LANES = _ROWS = 16
-_LEVELS = 3  # of rows in a piece
-_SIZES = (1, 5, 16, 67, 1003)  # of trials: loops over vectors, and what is left at their ends
+_LEVELS = 3  # levels of rows in a piece
+_SIZES = (1, 5, 16, 67, 1003)  # sizes for trials: they exercise vectorized loops and the remainders at their ends
 
 
 class Fused(NamedTuple):
-    """Fused multiply-adds of fp32 tensors, each rounded once.
+    """Fused multiply-adds of fp32 tensors, which round once.
 
     Attributes:
-        add_scaled: ``total += factor * values``, in place; ``factor`` is an fp32 number.
-        add_product: ``total += values * others``, in place.
+        add_scaled: computes ``total += factor * values`` in place; ``factor`` is a number that fp32 represents exactly.
+        add_product: computes ``total += values * others`` in place.
     """
 
     add_scaled: Callable[[Tensor, Tensor, float], object]
@@ -39,14 +39,14 @@ class Fused(NamedTuple):
 
 
 def _add_product(total: Tensor, values: Tensor, others: Tensor | float) -> None:
-    """Add the exact product in fp64, rounded to odd: then rounding it to fp32 is rounding the exact sum.
+    """Add the exact product in fp64 and round the sum to odd; rounding that to fp32 then rounds the exact sum.
 
-    Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd"
-    (2008).
+    Source: Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to
+    odd" (2008).
     """
     product, wide = values.double().mul_(others), total.double()
     rounded = product + wide
-    # What the sum has lost: Knuth, "The Art of Computer Programming", volume 2, 4.2.2, theorem B.
+    # The rounding error of the sum: Knuth, "The Art of Computer Programming", volume 2, 4.2.2, theorem B.
     virtual = rounded - product
     wide -= virtual
     product -= virtual.neg_().add_(rounded)
@@ -66,8 +66,8 @@ def _add_product_natively(total: Tensor, values: Tensor, others: Tensor) -> None
 
 @functools.cache
 def fused_on(device: torch.device) -> Fused:
-    """The fused multiply-adds of a device: torch's own, where a trial finds that they are; the host waits for that."""
-    if device.type == "meta":  # it stands for a device that is not there
+    """The fused multiply-adds of a device: torch's own if a trial shows that they round once. The host waits for it."""
+    if device.type == "meta":  # used for plans, in the place of a real device
         return Fused(_add_product, _add_product)
     generator = torch.Generator().manual_seed(0)
     scaled = product = True
@@ -105,9 +105,9 @@ def adamw_(
     max_exp_avg_sq: Tensor | None = None,
     **options: Unpack[Options],
 ) -> None:
-    """As :func:`lightning_zero.ops.adamw_`, of fp32 tensors of one device; ``grad`` may have 16 bits.
+    """Like :func:`lightning_zero.ops.adamw_`, for fp32 tensors on one device; ``grad`` may have 16 bits.
 
-    Of the options it takes those of the gradient; arguments are not checked.
+    It supports the options that concern the gradient. Arguments are not checked.
     """
     c = _C.AdamCoefficients(
         lr=lr,
@@ -148,7 +148,7 @@ def adagrad_(
     step: int,
     **options: Unpack[Options],
 ) -> None:
-    """As :func:`lightning_zero.ops.adagrad_`; see :func:`adamw_`."""
+    """Like :func:`lightning_zero.ops.adagrad_`; see :func:`adamw_`."""
     c = _C.AdagradCoefficients(
         lr=lr, lr_decay=lr_decay, eps=eps, weight_decay=weight_decay, step=step, grad_scale=_factor(options)
     )
@@ -169,7 +169,7 @@ def lion_(
     step: int = 1,
     **options: Unpack[Options],
 ) -> None:
-    """As :func:`lightning_zero.ops.lion_`; see :func:`adamw_`."""
+    """Like :func:`lightning_zero.ops.lion_`; see :func:`adamw_`."""
     c = _C.LionCoefficients(
         lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, grad_scale=_factor(options)
     )
@@ -196,7 +196,7 @@ def sgd_(
     step: int = 1,
     **options: Unpack[Options],
 ) -> None:
-    """As :func:`lightning_zero.ops.sgd_`; see :func:`adamw_`."""
+    """Like :func:`lightning_zero.ops.sgd_`; see :func:`adamw_`."""
     c = _C.SgdCoefficients(
         lr=lr,
         momentum=momentum,
@@ -221,7 +221,7 @@ def sgd_(
 
 
 class Updates(NamedTuple):
-    """The updates of all rules; arguments as in :mod:`lightning_zero.ops.updates`."""
+    """The update functions of all rules; arguments as in :mod:`lightning_zero.ops.updates`."""
 
     adamw_: Callable[..., None]
     adagrad_: Callable[..., None]
@@ -234,15 +234,15 @@ _BY_FORMULAS = Updates(adamw_, adagrad_, lion_, sgd_)
 
 
 def updates_on(device: torch.device) -> Updates:
-    """The updates of tensors of ``device``: by kernels in host memory, elsewhere by the functions of this module."""
+    """The update functions for tensors on ``device``: kernels for host memory, otherwise those of this module."""
     return _BY_KERNELS if runs_on(device) else _BY_FORMULAS
 
 
 def _factor(options: Options) -> float:
-    """The factor of the gradient.
+    """The factor of the gradient, negative to maximize.
 
     Raises:
-        ValueError: for a split master, or a copy that a kernel would make.
+        ValueError: an option is given that only kernels support.
     """
     if given := [name for name in ("remainder", "copy_out") if options.get(name) is not None]:
         raise ValueError(f"{given[0]} was given for tensors that are not in host memory; only kernels take it")
@@ -251,7 +251,7 @@ def _factor(options: Options) -> float:
 
 
 def _gradient(grad: Tensor, param: Tensor, scale: float, l2: float, fused: Fused) -> Tensor:
-    """The scaled gradient, a new fp32 tensor, with ``l2`` times the parameter."""
+    """A new fp32 tensor with the scaled gradient plus ``l2`` times the parameter."""
     g = grad.to(torch.float32, copy=True).mul_(scale)
     if l2 != 0.0:
         fused.add_scaled(g, param, l2)
@@ -260,13 +260,13 @@ def _gradient(grad: Tensor, param: Tensor, scale: float, l2: float, fused: Fused
 
 def _root(values: Tensor) -> Tensor:
     """Square roots of fp32 numbers, rounded once."""
-    # Libraries of torch's have fp32 roots that are off by a unit in the last place. In fp64 that does not matter: no
-    # root of an fp32 number is so near to where the rounding to fp32 changes.
+    # Some libraries that torch uses compute fp32 roots with an error of a unit in the last place. Such an error in fp64
+    # does not matter, since no root of an fp32 number is that close to a border between two fp32 numbers.
     return values.double().sqrt_().to(torch.float32)
 
 
 def _add_update(param: Tensor, update: Tensor, decay: float, fused: Fused) -> None:
-    """Add an update, which is overwritten, and a part of the parameter itself."""
+    """Add ``update``, which is overwritten, and ``decay`` times the parameter to the parameter."""
     if decay != 0.0:
         fused.add_scaled(update, param, decay)
     param += update
@@ -276,19 +276,22 @@ def _add_update(param: Tensor, update: Tensor, decay: float, fused: Fused) -> No
 
 
 def sum_of_squares(values: Tensor) -> Tensor:
-    """The sum that :func:`lightning_zero.ops.sum_of_squares` gives; 0-dim, fp64, on the device of ``values``.
+    """Sum the squares with the bits of :func:`lightning_zero.ops.sum_of_squares`.
 
     Args:
         values: 1-D, fp32, bf16 or fp16.
+
+    Returns:
+        0-dim fp64 on the device of ``values``.
     """
     sums = torch.cat([_sums_of_pieces(tile) for tile in values.split(TILE)])
     while sums.numel() > 1:
         sums = _add_rows(_padded(sums, _ROWS), 1)
-    return sums.sum()  # of one, or of none
+    return sums.sum()  # of at most one element: makes it 0-dim, and 0 if there is none
 
 
 def squares_scratch(numel: int) -> int:
-    """Bytes that the sum of the squares of ``numel`` elements takes on their device, for a plan."""
+    """Bytes of temporary memory of :func:`sum_of_squares` for ``numel`` elements, for a plan."""
     rows = -(-min(numel, TILE) // (_ROWS * _LANES))
     return rows * (_ROWS + 1) * _LANES * torch.float64.itemsize
 
@@ -303,7 +306,7 @@ def _sums_of_pieces(tile: Tensor) -> Tensor:
 
 
 def _padded(values: Tensor, multiple: int) -> Tensor:
-    """The values as fp64, followed by zeros up to a multiple of so many elements; itself where it is that."""
+    """The values as fp64, padded with zeros to a multiple of ``multiple`` elements; ``values`` itself if it is that."""
     missing = -values.numel() % multiple
     if not missing and values.dtype == torch.float64:
         return values
@@ -313,7 +316,7 @@ def _padded(values: Tensor, multiple: int) -> Tensor:
 
 
 def _add_rows(values: Tensor, width: int) -> Tensor:
-    """The sums of each ``_ROWS`` rows of ``width`` elements that follow each other, added in order."""
+    """The sums of each group of ``_ROWS`` consecutive rows of ``width`` elements, added in order."""
     table = values.view(-1, _ROWS, width)
     sums = table[:, 0].clone()
     for row in range(1, _ROWS):

@@ -10,7 +10,7 @@ _ISA = _C.resolve_isa(os.environ.get("LIGHTNING_ZERO_ISA", ""))
 
 
 def isa() -> str:
-    """Returns the instruction set that the kernels use: `LIGHTNING_ZERO_ISA`, or the fastest this machine runs."""
+    """Returns the instruction set that the kernels use: `LIGHTNING_ZERO_ISA`, or the fastest supported one."""
     return _ISA
 
 
@@ -20,5 +20,5 @@ def compiled_isas() -> tuple[str, ...]:
 
 
 def supported_isas() -> tuple[str, ...]:
-    """Lists those of `compiled_isas` that this CPU and operating system run."""
+    """Lists the instruction sets of `compiled_isas` that this CPU and operating system support."""
     return tuple(_C.supported_isas())

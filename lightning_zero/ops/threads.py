@@ -1,4 +1,4 @@
-"""The number of threads that the kernels take, and the cores that these are bound to."""
+"""The number of threads of the kernels, and the cores that these threads are bound to."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from lightning_zero.cgroups import cpu_quota
 from lightning_zero.numa import parse_cores
 from lightning_zero.ops import _C
 
-# Cores that work beside the training leaves: for the thread that trains, or that of autograd, and for loaders.
+# Cores that kernels running beside the training leave free: for the training or autograd thread, and for loaders.
 _LEFT_CORES = 2
 
 
 def _cores() -> int:
-    """Counts the cores that this process may use, by its affinity and by the quota of its control groups."""
+    """Counts the cores that this process may use, according to its affinity and the quota of its control groups."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     return max(1, min(cores, int(quota))) if isinstance(quota, float) else cores
 
 
 def positive(name: str, value: int) -> int:
-    """Returns `value`, an int >= 1; raises TypeError or ValueError otherwise."""
+    """Returns `value` if it is an int >= 1; raises TypeError or ValueError otherwise."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} has type {type(value).__name__}; expected int")
     if value < 1:
@@ -31,7 +31,7 @@ def positive(name: str, value: int) -> int:
 
 
 class _Threads:
-    """Number of threads of a kernel: what was asked for, or this process's share of the cores that it may run on."""
+    """The number of threads of a kernel: the requested number, or this process's share of the cores it may run on."""
 
     def __init__(self, environment: str) -> None:
         if environment and not environment.isdecimal():
@@ -39,7 +39,7 @@ class _Threads:
         self.asked = positive("LIGHTNING_ZERO_NUM_THREADS", int(environment)) if environment else None
         self.processes = 1
         self.cores = _cores()
-        self.near: tuple[int, ...] = ()  # cores that the kernels keep to, near the device; none: to all
+        self.near: tuple[int, ...] = ()  # the cores near the device that the kernels are restricted to; empty: all
 
     @property
     def share(self) -> int:
@@ -66,20 +66,21 @@ _THREADS = _Threads(os.environ.get("LIGHTNING_ZERO_NUM_THREADS", ""))
 
 
 def get_num_threads() -> int:
-    """Returns the number of threads that a kernel takes at most, called by this thread; small arrays take fewer."""
+    """Returns the maximum number of threads of a kernel that this thread calls; for small arrays it uses fewer."""
     return _THREADS.beside if _BESIDE.yes else _THREADS.number
 
 
 def threads_beside() -> int:
-    """Returns the number of threads that a kernel takes at most that runs beside the training.
+    """Returns the maximum number of threads of a kernel that runs beside the training.
 
-    That is two less than the process's share of the cores, which autograd and loaders have, or what was asked for.
+    It is the requested number or, by default, two less than the process's share of the cores (at least 1), which leaves
+    two cores to autograd and loaders.
     """
     return _THREADS.beside
 
 
 def work_beside() -> None:
-    """Notes that the calling thread works beside the training, and keeps it to the cores that the kernels keep to."""
+    """Notes that the calling thread works beside the training, and restricts it to the kernels' cores."""
     _BESIDE.yes = True
     if _THREADS.near:
         os.sched_setaffinity(0, _THREADS.near)
@@ -89,20 +90,20 @@ def set_num_threads(threads: int | None) -> None:
     """Sets the number of threads from now on; `None`: the process's share of the cores that it may run on.
 
     Raises:
-        TypeError: not an int.
-        ValueError: less than 1.
+        TypeError: `threads` is not an int.
+        ValueError: `threads` is less than 1.
     """
     _THREADS.asked = None if threads is None else positive("threads", threads)
 
 
 def share_cores(processes: int, number: int = 0) -> None:
-    """Tells the kernels how many processes of this machine run kernels at the same time; the default is one.
+    """Tells the kernels how many processes on this machine run kernels at the same time; the default is one.
 
-    Cores that `LIGHTNING_ZERO_CORES` names for all of them are shared out too.
+    The cores that `LIGHTNING_ZERO_CORES` names are divided among the processes.
 
     Args:
-        processes: how many.
-        number: which of them this one is, from 0.
+        processes: number of processes.
+        number: number of this process among them, from 0.
 
     Raises:
         TypeError: `processes` is not an int.
@@ -116,12 +117,15 @@ def share_cores(processes: int, number: int = 0) -> None:
 
 
 def keep_near(cores: Sequence[int]) -> None:
-    """Keeps the kernels' threads to cores, such as those near a device: each to all of them. Without cores, to none.
+    """Restricts each of the kernels' threads to a set of cores, such as those near a device.
 
-    What `LIGHTNING_ZERO_CORES` names comes first: then this does nothing.
+    This does nothing if `LIGHTNING_ZERO_CORES` is set.
+
+    Args:
+        cores: numbers of the cores; empty: no restriction.
 
     Raises:
-        ValueError: the calling thread may not run on one of them.
+        ValueError: the calling thread may not run on one of the cores.
     """
     if not _NAMED_CORES and (cores or _THREADS.near):
         _C.bind_threads([*cores], together=True)
@@ -129,13 +133,15 @@ def keep_near(cores: Sequence[int]) -> None:
 
 
 def bind_threads(cores: Sequence[int] | None) -> None:
-    """Binds the kernels' threads to cores, in turn; `None`: to none. The calling thread, which takes part, stays free.
+    """Binds each of the kernels' threads to one core, in turn.
+
+    The calling thread, which takes part in the work, is not bound.
 
     Args:
-        cores: numbers of cores that this process may run on.
+        cores: numbers of cores that this process may run on; `None` or empty: no binding.
 
     Raises:
-        ValueError: the calling thread may not run on one of them.
+        ValueError: the calling thread may not run on one of the cores.
     """
     wanted = list(cores or ())
     if outside := [core for core in wanted if not 0 <= core < 2**31]:
@@ -144,7 +150,7 @@ def bind_threads(cores: Sequence[int] | None) -> None:
 
 
 def _cores_named(text: str) -> list[int]:
-    """Reads numbers and ranges of cores: `"0-2,5"` means [0, 1, 2, 5]."""
+    """Parses numbers and ranges of cores: `"0-2,5"` means [0, 1, 2, 5]."""
     try:
         return parse_cores(text)
     except ValueError as error:

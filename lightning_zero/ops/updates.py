@@ -1,4 +1,4 @@
-"""The optimizer updates as functions on tensors: one pass over memory each, checked before anything is written."""
+"""The optimizer updates as functions on tensors; each checks its arguments and makes one pass over memory."""
 
 from __future__ import annotations
 
@@ -37,17 +37,18 @@ class Options(TypedDict, total=False):
     """Options of all update kernels, besides their rule's own arguments.
 
     Attributes:
-        grad_scale: finite factor of the gradient in fp32 (1 / loss scale x clipping). 1, the default, changes no bit.
-        maximize: follow the gradient upwards.
-        remainder: [n] int16, makes `param` (bf16 or fp16) the high part of a split fp32 master: see `split_`.
-        copy_out: [n] bf16 or fp16, receives an updated fp32 master rounded to nearest; fp16 overflow becomes infinity.
-        copy_ties: where a bf16 `copy_out` goes from halfway: "even" (the default, IEEE's and torch's rule), or "away"
-            from zero, as the high part of a split master does.
-        seed: of the stochastic rounding of bf16 and 8-bit state, in [0, 2^64).
-        index: of the first element among all that are rounded with that seed, in [0, 2^64); the others count on. The
-            rounding depends on seed, step and index alone, and so do the borders of the blocks of 8-bit state.
+        grad_scale: finite fp32 factor of the gradient (clipping factor / loss scale). The default, 1, changes no bit.
+        maximize: step in the direction of the gradient, not against it.
+        remainder: [n] int16; with it `param` (bf16 or fp16) is the high part of a split fp32 master: see `split_`.
+        copy_out: [n] bf16 or fp16; receives the updated fp32 master rounded to nearest; fp16 overflow becomes infinity.
+        copy_ties: rounding of values halfway between two bf16 numbers in `copy_out`: to "even" (the default, IEEE's and
+            torch's rule) or "away" from zero, as in the high part of a split master.
+        seed: seed of the stochastic rounding of bf16 and 8-bit state, in [0, 2^64).
+        index: index of the first element among all elements that are rounded with this seed, in [0, 2^64); the indices
+            of the others follow. Stochastic rounding depends on seed, step and index only. The index also determines
+            the borders of the blocks of 8-bit state.
         isa: one of `supported_isas` instead of the chosen one, for tests and benchmarks.
-        threads: at most so many instead of `get_num_threads`; >= 1.
+        threads: maximum number of threads instead of `get_num_threads`; >= 1.
     """
 
     grad_scale: float
@@ -89,41 +90,41 @@ def adamw_(
 
     Sources: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015); Loshchilov and Hutter, "Decoupled
     Weight Decay Regularization" (2019); amsgrad: Reddi, Kale and Kumar, "On the Convergence of Adam and Beyond" (2018).
-    The operations are those of `torch.optim.Adam(W)(foreach=False)` on a CPU with fused multiply-add, in its order,
-    with one difference: a decoupled decay is added to the update, not multiplied into the parameter before, so that the
-    parameter is rounded once. From equal inputs fp32 moments come out bitwise equal to torch's. Given the moments, the
-    parameter is within half an ulp plus 2^-21 of the update's magnitude of the formula in real numbers.
+    The operations, and their order, are those of `torch.optim.Adam(W)(foreach=False)` on a CPU with fused multiply-add,
+    with one difference: a decoupled decay is part of the update instead of a factor of the parameter before it, so that
+    the parameter is rounded once. From equal inputs, fp32 moments are bitwise equal to torch's. Given the moments, the
+    parameter differs from the formula in real numbers by at most half an ulp plus 2^-21 of the update's magnitude.
 
-    Memory is written through raw addresses: autograd's version counters do not move. All tensors are 1-D,
-    contiguous, on the CPU, of one length n (which may be 0), at any element-aligned address, without overlap.
+    Memory is written through raw addresses, so autograd's version counters do not change. All tensors must be 1-D,
+    contiguous, on the CPU, of one length n (which may be 0), at element-aligned addresses, and must not overlap.
 
     Args:
         param: [n] fp32 master parameter; or bf16 or fp16 with `remainder`.
-        exp_avg: [n] first moment m, fp32; or bf16, stochastically rounded: the update uses what is stored. Or in 8 bits
-            (:class:`Quantized`, signed), stochastically rounded after the parameter was updated.
-        exp_avg_sq: [n] second moment v, in the same form; in 8 bits without a sign.
+        exp_avg: [n] first moment m: fp32; or bf16, stochastically rounded before the parameter is updated with it; or 8
+            bits (:class:`Quantized`, signed), stochastically rounded after the parameter is updated.
+        exp_avg_sq: [n] second moment v, in the same form; 8-bit ones are unsigned.
         grad: [n] fp32, bf16 or fp16 gradient; not modified.
         lr: learning rate, finite.
         betas: decay rates of the moments, each in [0, 1).
         eps: added to the denominator, >= 0.
         weight_decay: >= 0.
-        step: number t of this update, counted from 1; it sets the bias corrections, computed in fp64.
+        step: number t of this update, counted from 1; it determines the bias corrections, computed in fp64.
         decoupled: True for AdamW, False for Adam with an L2 term in the gradient.
-        max_exp_avg_sq: [n] running maximum of v, which takes its place in the denominator (amsgrad). Not with state
-            in 8 bits.
+        max_exp_avg_sq: [n] running maximum of v, which replaces v in the denominator (amsgrad). Not supported with
+            8-bit state.
         **options: see `Options`.
 
     Raises:
-        TypeError: an argument is not a tensor, has another dtype, or a count is not an int.
-        ValueError: a tensor is not 1-D, contiguous, on the CPU, allocated, of the common length, or shares
+        TypeError: an argument is not a tensor, or has another dtype; or a count is not an int.
+        ValueError: a tensor is not 1-D, contiguous, on the CPU, allocated and of the common length, or shares
             memory with another; a hyperparameter is out of range; `isa` is unknown or unsupported.
     """
     states: dict[str, Tensor | Quantized] = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     if max_exp_avg_sq is not None:
         if isinstance(exp_avg, Quantized):
             raise ValueError(
-                "max_exp_avg_sq was given with moments in 8 bits: the maximum of numbers that are rounded at random "
-                "only grows. Pass fp32 or bf16 moments, or none"
+                "max_exp_avg_sq was given with 8-bit moments: the maximum of stochastically rounded numbers only "
+                "grows. Pass fp32 or bf16 moments, or no max_exp_avg_sq"
             )
         states["max_exp_avg_sq"] = max_exp_avg_sq
     common = _common(param, grad, states, step, options, in_blocks=True)
@@ -164,11 +165,11 @@ def adagrad_(
         p \leftarrow p - \frac{\mathrm{lr}}{1 + (t - 1) \mathrm{lr\_decay}} \frac{g}{\sqrt{s} + \varepsilon}
 
     Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization"
-    (2011). The operations are those of `torch.optim.Adagrad(foreach=False)`; accuracy and memory as in `adamw_`.
+    (2011). The operations are those of `torch.optim.Adagrad(foreach=False)`; for accuracy and memory see `adamw_`.
 
     Args:
         param: [n] as in `adamw_`.
-        sum: [n] s, fp32; or bf16, stochastically rounded.
+        sum: [n] sum of squares s, fp32; or bf16, stochastically rounded.
         grad: [n] fp32, bf16 or fp16; not modified.
         lr: learning rate, finite.
         lr_decay: >= 0.
@@ -199,18 +200,18 @@ def lion_(
 ) -> None:
     r"""Updates parameters and momentum in place by Lion, in one pass over memory.
 
-    With :math:`g` = `grad` x `grad_scale` in fp32, and the m of before the step on the right-hand sides:
+    With :math:`g` = `grad` x `grad_scale` in fp32, and the m from before the step on both right-hand sides:
 
     .. math::
         p \leftarrow p - \mathrm{lr} (\mathrm{sign}(\beta_1 m + (1 - \beta_1) g) + \lambda p), \qquad
         m \leftarrow \beta_2 m + (1 - \beta_2) g
 
-    Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023). sign(NaN) is 0, as torch's; memory and
-    accuracy as in `adamw_`.
+    Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023). sign(NaN) is 0, as in torch; for memory
+    and accuracy see `adamw_`.
 
     Args:
         param: [n] as in `adamw_`.
-        exp_avg: [n] m, fp32; or bf16, stochastically rounded; or in 8 bits (:class:`Quantized`, signed), as well.
+        exp_avg: [n] momentum m: fp32; or bf16 or 8 bits (:class:`Quantized`, signed), stochastically rounded.
         grad: [n] fp32, bf16 or fp16; not modified.
         lr: learning rate, finite.
         betas: each in [0, 1).
@@ -251,18 +252,18 @@ def sgd_(
         p \leftarrow p - \mathrm{lr} \begin{cases} g & \mu = 0 \\ g + \mu b & \text{Nesterov} \\ b \end{cases}
 
     Source: Sutskever et al., "On the importance of initialization and momentum in deep learning" (2013), in the form of
-    `torch.optim.SGD(foreach=False)`, whose operations these are: bitwise equal to it. Memory as in `adamw_`.
+    `torch.optim.SGD(foreach=False)`; the result is bitwise equal to torch's. For memory see `adamw_`.
 
     Args:
         param: [n] as in `adamw_`.
-        momentum_buffer: [n] b, fp32; or bf16, stochastically rounded. None without momentum.
+        momentum_buffer: [n] momentum b, fp32; or bf16, stochastically rounded. None without momentum.
         grad: [n] fp32, bf16 or fp16; not modified.
         lr: learning rate, finite.
         weight_decay: L2 term in the gradient, >= 0.
-        momentum: >= 0; 0 exactly when there is no buffer.
+        momentum: >= 0; must be 0 if and only if there is no buffer.
         dampening: finite.
-        nesterov: needs a momentum, and a dampening of 0.
-        first: whether the buffer starts as the gradient.
+        nesterov: requires momentum > 0 and a dampening of 0.
+        first: initialize the buffer with the gradient.
         step: number of this update, counted from 1; only stochastic rounding depends on it.
         **options: see `Options`.
 
@@ -296,9 +297,9 @@ def _common(
     options: Options,
     in_blocks: bool = False,
 ) -> dict[str, Any]:
-    """Checks the arguments that all update kernels take, and converts them to those of the extension's functions.
+    """Checks the arguments that all update kernels share, and converts them for the extension's functions.
 
-    ``in_blocks``: whether this one takes state in 8 bits.
+    ``in_blocks`` tells whether the kernel supports 8-bit state.
     """
     if unknown := sorted(options.keys() - Options.__annotations__):
         raise TypeError(f"unknown argument {unknown[0]!r}; expected one of {', '.join(Options.__annotations__)}")
@@ -315,7 +316,7 @@ def _common(
         spans += spans_of(name, quantized, count, index)
     for name, state in tensors.items():
         spans.append(span(name, state, state_dtypes, count))
-        state_dtypes = (state.dtype,)  # of the others too
+        state_dtypes = (state.dtype,)  # the other states must have the same dtype
     spans.append(span("grad", grad, ANY, count))
     if remainder is not None:
         spans.append(span("remainder", remainder, (torch.int16,), count))

@@ -1,42 +1,42 @@
-"""Parameters, gradients and masters: how they are split over ranks, gathered and reduced.
+"""Splits parameters, gradients and masters over ranks, gathers and reduces them.
 
-Glossary of terms that all floors use:
+Glossary of terms that the whole package uses:
 
 unit
-    A module whose parameters are gathered together, such as one block of a transformer. Parameters outside of all
-    units belong to the root.
+    A module whose parameters are gathered together, such as one block of a transformer. Parameters outside every unit
+    belong to the root.
 bucket
-    The parameters of one unit (of several small ones at stages 0 to 2) that have one dtype, in one flat buffer. They
-    are gathered, reduced and updated together.
+    Parameters of one dtype in one flat buffer, which are gathered, reduced and updated together. They belong to one
+    unit, or to several small units at stages 0 to 2.
 flat buffer
-    The 1-D tensor in which a bucket's parameters lie one after the other; the parameters are views of it.
+    The 1-D tensor that contains the parameters of a bucket one after the other; the parameters are views of it.
 shard
-    A rank's part of a flat buffer, or of another tensor with the same layout. All shards have the same size.
+    The part of a flat buffer that one rank owns; all shards have the same length. Masters, gradients and optimizer
+    state with the same layout are split into shards too.
 segment
-    The part of one parameter that lies in one shard. Each segment is updated with its own hyperparameters and scalar
-    state.
+    The part of one parameter that lies in one shard. It is the unit of update: hyperparameters and scalar optimizer
+    state are kept per segment.
 run
     Adjacent segments with equal hyperparameters and step, which one kernel call updates.
 tile
-    Segments, or a range of a shard, that are processed at a time to limit temporary memory.
+    Segments, or a range of a shard, that are processed at a time to bound temporary memory.
 master
-    The values of a shard at full precision, which updates change: the shard itself, a copy of it, or a split form in
-    which the shard is the upper half.
+    The full-precision values of a shard, which updates change. They are the shard itself, a tensor of their own, or
+    split into a high half, usually the shard itself, and a low half.
 sharded gradient
-    A shard of the averaged gradient. Before its reduction a gradient is unsharded and local to one rank.
+    A shard of the averaged gradient. Before the reduction a gradient is unsharded and local, that is, one rank's own.
 unshard, reshard
-    To gather all shards into the flat buffer, and to free it. A full-precision unshard gathers masters instead.
+    Gather all shards into the flat buffer; free the flat buffer. A full-precision unshard gathers masters instead.
 stale
-    Said of a flat buffer that holds values from before the last update of the shards.
+    Said of a flat buffer whose values are older than the last update of the shards.
 pending
-    Said of a parameter whose values are not available yet, since an update or a deferred gather of its bucket is
-    running.
+    Said of a parameter whose values are not complete, because an update or a deferred gather of its bucket is running.
 settle
     To finish updates and gathers and to take over edits by user code, so that shards and parameters agree.
 store
-    A memory from which long-lived tensors are allocated: masters, optimizer state, sharded gradients, parameter shards.
+    Allocates long-lived tensors in one kind of memory: masters, optimizer state, sharded gradients, parameter shards.
 lane, ticket
-    An ordered queue of an executor, such as copies to the host, and the handle with which code waits for work in it.
+    An ordered queue of an executor, such as that for copies to the host; a handle to wait for one job in a lane.
 """
 
 from lightning_zero.sharding.board import Board, Subject

@@ -1,6 +1,6 @@
-"""Constructs buckets: a bucket takes the parameters' initial values and gets the master that its updates need.
+"""Constructs buckets: takes over the initial values of parameters, and makes the masters that updates need.
 
-Masters are made here, before values are cast, and never from rounded values.
+Masters are made from the initial values before these are cast, never from rounded values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def make_bucket(
     placement: BucketPlacement,
     detect_data_edits: bool = False,
 ) -> Bucket:
-    """Makes a bucket that takes rank 0's values of its parameters; see :class:`Bucket`. Collective."""
+    """Makes a bucket with rank 0's values of its parameters; for the arguments see :class:`Bucket`. Collective."""
     bucket = Bucket(name, specs, dtype, optimized, placement, detect_data_edits)
     layout = bucket.layout
     start, stop = layout.shard_range(placement.mesh.shard.rank)
@@ -41,7 +41,7 @@ def make_bucket(
         full = _initial_values(bucket)
         flat = full if full.dtype == dtype else full.to(dtype)
     shard: Rested = Resident(flat[start:stop], "device")
-    owned: list[_Owned] = []  # the tensors that take this rank's part of the values
+    owned: list[_Owned] = []  # the tensors that this rank's part of the values is copied to
     if bucket.shards_params:
         shard = placement.param_store.rest(layout.shard_numel, dtype, f"the parameters of {name}", crosses=True)
         owned.append(_Owned(shard, placement.param_store.memory))
@@ -60,14 +60,14 @@ def make_bucket(
 
 
 class _Owned(NamedTuple):
-    """A tensor of a bucket that this rank keeps (1-D, Ψ/S), and the memory in which it is changed."""
+    """A tensor of this rank with the layout of the shard (1-D, Ψ/S), and the memory in which it is changed."""
 
     values: Rested
     memory: Memory
 
 
 def _fill(bucket: Bucket, target: _Owned, first: int, source: Tensor, memory: Memory) -> None:
-    """Copies ``source``, which is in ``memory``, to the elements of ``target`` from ``first`` on."""
+    """Copies ``source`` (1-D, in ``memory``) to ``target``, beginning at its element ``first``."""
     for low, high in pieces(target.values.tile, first, first + source.numel()):
         with changing(target.values, low, high) as into:
             part = source[low - first : high - first]
@@ -75,7 +75,7 @@ def _fill(bucket: Bucket, target: _Owned, first: int, source: Tensor, memory: Me
 
 
 def _initial_values(bucket: Bucket) -> Tensor:
-    """Returns the full bucket at full precision: 1-D, Ψ, on the device."""
+    """Rank 0's full-precision values of the whole bucket: 1-D, Ψ, on the device. Collective."""
     placement = bucket.placement
     full = torch.zeros(bucket.layout.padded_numel, dtype=bucket.initial_dtype, device=placement.device)
     for view, parameter in zip(bucket.views(full), bucket.parameters, strict=True):
@@ -84,9 +84,9 @@ def _initial_values(bucket: Bucket) -> Tensor:
 
 
 def _distribute(bucket: Bucket, flat: Tensor, owned: Sequence[_Owned]) -> None:
-    """Copies this rank's part of the values to the ``owned`` tensors, laid out as the shard, parameter by parameter.
+    """Copies this rank's part of the initial values to the ``owned`` tensors, one parameter at a time. Collective.
 
-    Parameters become views of ``flat``, which frees their own memory.
+    The parameters become views of ``flat``, which frees their own memory.
     """
     segments = {segment.param: segment for segment in bucket.segments}
     for index, parameter in enumerate(bucket.parameters):
@@ -101,7 +101,7 @@ def _distribute(bucket: Bucket, flat: Tensor, owned: Sequence[_Owned]) -> None:
 
 
 def _broadcast(bucket: Bucket, index: int) -> Tensor:
-    """Returns the full values of one parameter, rank 0's on all ranks; 1-D."""
+    """Rank 0's full values of one parameter: 1-D, on the device, the same on all ranks. Collective."""
     parameter, placement = bucket.parameters[index], bucket.placement
     sharded = isinstance(parameter, ShardedParameter)
     values = bucket.formats[index].flatten(full_values(parameter)).to(placement.device)
@@ -110,28 +110,29 @@ def _broadcast(bucket: Bucket, index: int) -> Tensor:
 
 
 def _room_for_copy(bucket: Bucket) -> Rested | None:
-    """Allocates a separate tensor for the master if it needs one: 1-D, Ψ/S, in the optimizer's store."""
+    """A new tensor for the master (1-D, Ψ/S, in the optimizer's store); ``None`` if the shard is its own master."""
     form = bucket.placement.master(bucket.initial_dtype, bucket.dtype, bucket.optimized)
     if not form.pieces:
         return None
     numel, what = bucket.layout.shard_numel, f"the masters of {bucket.name}"
     copy = bucket.placement.optimizer_store.rest(numel, form.dtype, what, crosses=form.crosses)
     if copy.memory == "host":
-        ops.zero_(copy.view(0, numel))  # the first touch places its pages near the threads that will update them
+        ops.zero_(copy.view(0, numel))  # the first touch places pages on the NUMA nodes of the threads that update them
     return copy
 
 
 def begin_to_optimize(bucket: Bucket) -> None:
-    """Makes a bucket ready for updates, when one of its parameters has joined an optimizer. Call it on all ranks."""
+    """Makes a bucket ready for updates after an optimizer got one of its parameters. The same call on all ranks."""
     if not bucket.optimized:
         bucket.optimized = True
         _complete_master(bucket)
 
 
 def begin_to_train(bucket: Bucket) -> None:
-    """Makes the missing master of a bucket from the shard's values; ``rounded`` lists parameters that lost digits.
+    """Makes the master of a bucket that was made for evaluation only, from the values of the shard.
 
-    Edits of gathered parameters by user code must be absorbed before. Call it on all ranks.
+    ``Bucket.rounded`` lists the parameters whose values were rounded. Edits of gathered parameters by user code must be
+    taken over before. The same call on all ranks.
     """
     bucket.placement = bucket.placement._replace(trains=True)
     _complete_master(bucket)
@@ -148,9 +149,15 @@ def _complete_master(bucket: Bucket) -> None:
 
 @torch.no_grad()
 def lay_out_master(bucket: Bucket, split: bool) -> None:
-    """Changes fp32 masters of 16-bit parameters on the host to the form of the CPU optimizers: split, or one tensor.
+    """Converts the master of a 16-bit bucket to the layout of the CPU optimizers: fp32 in host memory.
 
-    In both layouts bf16 ties then round away from zero. Call it on all ranks.
+    Afterwards bf16 values halfway between two numbers are rounded away from zero, with both layouts. The same call on
+    all ranks.
+
+    Args:
+        bucket: the bucket; nothing changes if it is not a 16-bit one, has the layout already or is its own master.
+        split: keep the low halves of the masters in a tensor and use the shard as the high halves; otherwise keep whole
+            fp32 values in one tensor.
     """
     master = bucket.master
     fitting = isinstance(master, SplitMaster) if split else getattr(master, "ties", None) == "away"

@@ -1,14 +1,15 @@
-"""A tensor subclass for gradients of which every rank holds a slice, with which user code can compute.
+"""A tensor that represents an averaged gradient of which each rank holds a slice; user code may compute with it.
 
-Every operation on such a gradient is either exact, or an error that says what to do instead:
+Every operation on it either gives the exact result or raises an error that names the alternative:
 
 * Element-wise functions, also in place, act on the slice without communication. Their other arguments may be numbers,
-  tensors of the parameter's shape (equal on all ranks), or gradients of the same parameter. Their results are again
-  held in slices.
-* Functions that reduce a gradient to one number, such as norms, are collective: they need a small exchange, in float64.
+  tensors that can be expanded to the parameter's shape and are the same on all ranks, or averaged gradients of the same
+  parameter. Results are held in slices again.
+* Functions that reduce a gradient to one number, such as norms, are collective: a small exchange in float64.
 * Factories (``torch.randn_like``) return ordinary tensors.
 
-All other operations would need the values of other ranks, and a function that looks local must not communicate.
+All other functions raise. They would need the values of other ranks, and a function that looks local must not
+communicate.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from lightning_zero.torch_private import changes_arguments, make_wrapper, no_tor
 
 @dataclass(frozen=True)
 class Place:
-    """Describes the slice of a parameter's gradient that this rank holds; equal places hold the same elements.
+    """The position of this rank's slice in a parameter's gradient. Equal places mean the same elements.
 
     Attributes:
         name: name of the parameter.
-        format: its shape, and the order of its elements.
-        start: the first held element, in that order.
-        numel: number of held elements; may be 0.
-        group: the ranks that hold the other slices.
+        format: shape of the parameter, and the order of its elements in memory.
+        start: the first element of the slice, in memory order.
+        numel: number of elements of the slice; may be 0.
+        group: the ranks that hold the slices.
         device: device of the parameter.
-        slice_device: the device on which the slice can be used in computations.
+        slice_device: device of the slice.
     """
 
     name: str
@@ -50,39 +51,39 @@ class Place:
     slice_device: torch.device
 
     def like(self, dtype: torch.dtype, device: torch.device | str = "meta") -> Tensor:
-        """Makes a tensor with the parameter's shape and strides; on a real device all elements share memory."""
+        """A tensor of the parameter's shape without values: on ``meta`` with its strides, else one element expanded."""
         if device == "meta":
             return torch.empty_strided(self.format.shape, self.format.strides, dtype=dtype, device=device)
         return torch.empty((), dtype=dtype, device=device).expand(self.format.shape)
 
     def cut(self, full: Tensor) -> Tensor:
-        """The elements of ``full`` that this rank holds; ``full`` is expanded to the parameter's shape."""
+        """This rank's slice (1-D) of ``full``, a tensor that can be expanded to the parameter's shape."""
         piece = torch.empty(self.numel, dtype=full.dtype, device=self.slice_device)
         self.format.read(full.expand(self.format.shape), self.start, piece)
         return piece
 
 
 class Slice(Protocol):
-    """The elements of a gradient that this rank holds."""
+    """The elements of an averaged gradient that this rank holds."""
 
     @property
     def dtype(self) -> torch.dtype: ...
 
     def read(self) -> Tensor:
-        """The elements, 1-D; do not change them."""
+        """The elements, 1-D; callers must not change them."""
         ...
 
     def change(self, function: Callable[[Tensor], object]) -> None:
-        """Call ``function``, which changes the elements in place, on all ranks."""
+        """Call ``function``, which changes the elements in place. The same call on all ranks."""
         ...
 
     def norm(self, order: float) -> float | None:
-        """The norm of all slices if it is known without reading this one, else ``None``. Collective."""
+        """The norm over all slices, if it can be had otherwise than from :meth:`read`; else ``None``. Collective."""
         ...
 
 
 class OwnSlice(NamedTuple):
-    """The slice of a computed result."""
+    """The slice of a computed result, held in a tensor."""
 
     values: Tensor
 
@@ -99,15 +100,15 @@ class OwnSlice(NamedTuple):
         function(self.values)
 
     def norm(self, order: float) -> None:
-        """Returns ``None``: the norm must be computed."""
+        """``None``: the norm must be computed from the values."""
 
 
 class AveragedGradient(Tensor):
-    """A gradient in slices; see the module's docstring.
+    """An averaged gradient held in slices; see the module's docstring.
 
     Args:
-        place: describes the elements that this rank holds.
-        held: these elements.
+        place: position of this rank's slice.
+        held: the elements of the slice.
     """
 
     place: Place
@@ -117,7 +118,7 @@ class AveragedGradient(Tensor):
 
     @staticmethod
     def __new__(cls, place: Place, held: Slice) -> Self:
-        with torch.inference_mode(False):  # it may outlive an inference context in which it is made
+        with torch.inference_mode(False):  # it may outlive an inference-mode context in which it is made
             tensor = make_wrapper(cls, place.like(held.dtype), place.device)
         tensor.place, tensor.held = place, held
         return tensor
@@ -172,22 +173,22 @@ class AveragedGradient(Tensor):
     def data(self, value: Tensor) -> None:
         self.copy_(value)
 
-    # Torch answers these from memory, without a function that could be intercepted.
+    # torch reads memory in these methods without calling `__torch_dispatch__`.
 
     def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refused."""
+        """Raises; see :meth:`refuse`."""
         self.refuse("numpy()")
 
     def tolist(self) -> NoReturn:
-        """Refused."""
+        """Raises; see :meth:`refuse`."""
         self.refuse("tolist()")
 
     def data_ptr(self) -> NoReturn:
-        """Refused."""
+        """Raises; see :meth:`refuse`."""
         self.refuse("data_ptr()")
 
     def untyped_storage(self) -> NoReturn:
-        """Refused."""
+        """Raises; see :meth:`refuse`."""
         self.refuse("untyped_storage()")
 
     def __array__(self, dtype: Any = None) -> NoReturn:
@@ -203,7 +204,7 @@ _FACTORIES = frozenset(
     new_empty new_empty_strided new_full new_ones new_zeros""".split()
 )
 _COPIES = frozenset(("_to_copy", "clone"))
-# Element-wise functions that torch does not tag as such.
+# Element-wise functions that torch does not tag as `pointwise`.
 _ELEMENT_WISE = _COPIES | frozenset("abs_ copy_ fill_ masked_fill_ zero_".split())
 
 
@@ -211,7 +212,7 @@ _ELEMENT_WISE = _COPIES | frozenset("abs_ copy_ fill_ masked_fill_ zero_".split(
 
 
 def _computed(func: Any, name: str, first: AveragedGradient, args: Any, kwargs: Any) -> Any:
-    """Computes an element-wise function on slices; an in-place function changes its first argument."""
+    """Compute an element-wise function on the slice; a function in place changes its first argument."""
     place = first.place
 
     def local(value: Any) -> Any:
@@ -240,7 +241,7 @@ def _computed(func: Any, name: str, first: AveragedGradient, args: Any, kwargs: 
 
 
 def _one_by_one(name: str, args: Any, kwargs: Any) -> list[Any] | None:
-    """Computes a function of lists (``torch._foreach_...``), some of which hold gradients, element by element."""
+    """Compute a ``_foreach_`` function, whose arguments are lists, one element of the lists at a time."""
 
     def of(number: int) -> Any:
         def pick(value: Any) -> Any:
@@ -248,7 +249,7 @@ def _one_by_one(name: str, args: Any, kwargs: Any) -> list[Any] | None:
 
         chosen, named = [pick(value) for value in args], {key: pick(value) for key, value in kwargs.items()}
         if name.startswith(("addcdiv", "addcmul")) and len(chosen) > 3:
-            named["value"] = chosen.pop()  # the function of single tensors takes it by keyword only
+            named["value"] = chosen.pop()  # the functions of single tensors take it by keyword only
         if name == "norm":
             return torch.linalg.vector_norm(*chosen, **named)
         return getattr(Tensor, name)(*chosen, **named)
@@ -261,12 +262,12 @@ def _one_by_one(name: str, args: Any, kwargs: Any) -> list[Any] | None:
 
 
 class _Reduction(NamedTuple):
-    """A function of all elements, computed from its values on the slices."""
+    """A function that reduces all elements to one number, computed from one part per slice."""
 
-    partial: Callable[[Tensor], Tensor]  # value on a slice that is not empty; float64
-    extreme: bool = False  # combine the parts by their maximum instead of their sum
-    finish: Callable[[float, int], float] = lambda total, numel: total  # of the combined value and the total numel
-    dtype: torch.dtype | None = None  # of the result; `None`: that of the gradient, for sums at least int64
+    partial: Callable[[Tensor], Tensor]  # a slice that is not empty -> its part, 0-dim float64
+    extreme: bool = False  # whether the parts are combined by their maximum, otherwise by their sum
+    finish: Callable[[float, int], float] = lambda total, numel: total  # combined parts, number of elements -> result
+    dtype: torch.dtype | None = None  # of the result; `None`: the gradient's dtype, and int64 for sums of integers
 
 
 def _sum(values: Tensor) -> Tensor:
@@ -301,13 +302,13 @@ _REDUCTIONS: dict[str, _Reduction | None] = {
     "all": _Reduction(_zeros, finish=lambda total, numel: total == 0, dtype=torch.bool),
     "any": _Reduction(_nonzero, finish=lambda total, numel: total > 0, dtype=torch.bool),
     "count_nonzero": _Reduction(_nonzero, dtype=torch.int64),
-    "linalg_vector_norm": None,  # depends on its order
+    "linalg_vector_norm": None,  # depends on the order: see `_reduced`
     "norm": None,
 }
 
 
 def _number(gradient: AveragedGradient) -> complex | float | int | bool:
-    """Returns the value of a gradient with one element. Collective."""
+    """The value of a gradient with one element, as a Python number. Collective."""
     if gradient.numel() != 1:
         return gradient.refuse("its value as a number")
     value = _reduced("sum", gradient, (), {"dtype": gradient.dtype})
@@ -316,13 +317,13 @@ def _number(gradient: AveragedGradient) -> complex | float | int | bool:
 
 
 def _reduced(name: str, gradient: AveragedGradient, args: Any, kwargs: Any) -> Tensor | None:
-    """Computes a function that reduces; returns ``None`` if the result would be more than one number."""
+    """Compute a reduction; ``None`` if the result would be more than one number. Collective."""
     args, kwargs, order = list(args), dict(kwargs), 2.0
     dtype = kwargs.pop("dtype", None)
     if name in ("norm", "linalg_vector_norm") and args:
         order = 2.0 if (given := args.pop(0)) is None else float(given)
     dims = kwargs.pop("dim", args.pop(0) if args else None)
-    if isinstance(dims, Tensor):  # max and min of two tensors are element-wise
+    if isinstance(dims, Tensor):  # `torch.max(a, b)` is element-wise
         return None
     every = dims is None or sorted(dim % max(gradient.dim(), 1) for dim in _as_list(dims)) == [*range(gradient.dim())]
     if any(args) or any(kwargs.values()) or not (every or dims == []) or (name in ("max", "min") and dims is not None):
@@ -349,7 +350,11 @@ def _as_list(dims: Any) -> list[int]:
 
 
 def norm_part(values: Tensor, order: float) -> Tensor:
-    """One rank's part of a norm, 0-dim float64: a sum, or for infinite orders the largest or smallest magnitude."""
+    """One rank's part of a norm of a 1-D slice, for :func:`reduce_parts`; 0-dim float64.
+
+    It is the sum of the powers of the magnitudes; for ``order=inf`` the greatest magnitude, for ``order=-inf`` the
+    negative of the least.
+    """
     if not values.numel():
         return values.new_full((), -torch.inf if order == -torch.inf else 0.0, dtype=torch.float64)
     norm: Tensor = torch.linalg.vector_norm(values, order, dtype=torch.float64)
@@ -359,21 +364,25 @@ def norm_part(values: Tensor, order: float) -> Tensor:
 
 
 def finish_norm(order: float, total: float) -> float:
-    """The norm, from the result of :func:`reduce_parts` on the values of :func:`norm_part`."""
+    """Compute a norm from ``total``, the result of :func:`reduce_parts` for the parts of :func:`norm_part`."""
     if order == -torch.inf:
         return -total
     if order in (0.0, torch.inf):
         return total
-    return float(torch.tensor(total, dtype=torch.float64) ** (1.0 / order))  # Python's ** would raise for 0 ** -1
+    # As a tensor: a total of 0 with a negative order gives infinity, where Python raises.
+    return float(torch.tensor(total, dtype=torch.float64) ** (1.0 / order))
 
 
 def reduce_parts(parts: list[Tensor], order: float, place: Place) -> list[float]:
-    """Sums the ranks' parts (for an infinite ``order``: takes their maximum), the same on all ranks. Collective.
+    """Combine the parts of all ranks, by their sum or, with an infinite ``order``, their maximum. Collective.
 
     Args:
-        parts: 0-dim float64 tensors, of gradients whose slices the group of ``place`` holds.
+        parts: 0-dim, float64, one for each of several gradients; the group of ``place`` holds all their slices.
         order: order of the norm.
-        place: gives the group, and the name for messages.
+        place: gives the group and the device; its name appears in error messages.
+
+    Returns:
+        One number for each gradient, the same on all ranks.
     """
     together = [torch.stack([*those]) for _, those in itertools.groupby(parts, lambda part: part.device)]
     mine = torch.cat([device_type(place.device).send(those, place.device) for those in together])

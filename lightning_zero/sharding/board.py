@@ -1,4 +1,7 @@
-"""Short notes of every rank. Other ranks can read them without its help, when they have waited for it in vain."""
+"""A board for short notes of every rank, which other ranks read to explain why a collective failed.
+
+Reading needs no help of the rank that wrote the note: notes are kept in the store of the process group.
+"""
 
 from __future__ import annotations
 
@@ -14,33 +17,33 @@ from lightning_zero.advice import Case, advice
 from lightning_zero.limits import has_ended
 
 _SECONDS_TO_ANSWER = 3.0  # a store that does not answer within this time counts as gone
-_SECONDS_TO_NOTE = 1.0  # time for other ranks to make notes, as their collectives fail at about the same time
-_SECONDS_BETWEEN = 0.05  # time between two reads of their notes
-_ANYONE = "-"  # the note of a rank that does not know for which rank it has waited
+_SECONDS_TO_NOTE = 1.0  # time for other ranks, whose collectives fail at about the same time, to write their notes
+_SECONDS_BETWEEN = 0.05  # interval between two reads of the notes
+_ANYONE = "-"  # the note of a rank that does not know which rank it has waited for
 
 
 class Subject(StrEnum):
-    """The subjects of notes; for each subject, a rank's last note counts."""
+    """The subjects of notes. A rank has at most one note per subject, the last that it wrote."""
 
-    FAILURE = "failure"  # the error that ended this rank's part
-    LOADER = "loader"  # the batch at which its loader ended
-    WAIT = "wait"  # the rank for which this one has waited in vain
+    FAILURE = "failure"  # the error that ended training on this rank
+    LOADER = "loader"  # the step at which this rank's loader ran out of batches
+    WAIT = "wait"  # the rank that this rank has waited for in vain
 
 
 class SilentStoreError(RuntimeError):
-    """The store has not answered in time."""
+    """Raised when the store has not answered in time."""
 
 
 class Board:
-    """Notes of all ranks in the store of the process group, which exists as long as rank 0's process.
+    """Notes of all ranks in the store of the process group; the store lives in rank 0's process and ends with it.
 
     Args:
-        rank: number of this process's rank.
+        rank: rank of this process.
         size: number of ranks.
-        store: store that all ranks share; ``None``: nothing is noted.
+        store: the store that all ranks share; ``None``: nothing is noted.
         name: name of this board among others in the store.
-        hosts: host name of each rank; empty if unknown.
-        processes: :func:`~lightning_zero.limits.process_name` of each rank; empty if unknown.
+        hosts: host name of each rank; empty if they are not known.
+        processes: :func:`~lightning_zero.limits.process_name` of each rank; empty if they are not known.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Board:
         self._silent = False
 
     def describe(self, ranks: Iterable[int]) -> str:
-        """Names ranks and, if there are several nodes, their nodes, as in ``ranks 2, 3 on node1``."""
+        """Names ranks, with their nodes if there are several nodes, as in ``ranks 2, 3 on node1``."""
         by_host: dict[str, list[int]] = {}
         for rank in ranks:
             by_host.setdefault(self.place(rank), []).append(rank)
@@ -68,18 +71,19 @@ class Board:
         )
 
     def place(self, rank: int) -> str:
-        """Names the node of a rank, as in `` on node1``; empty if there is only one node."""
+        """The node of a rank, as in `` on node1``; an empty string if there is only one node."""
         return f" on {self._hosts[rank]}" if self._hosts else ""
 
     def put(self, subject: Subject, text: str) -> None:
-        """Note ``text`` instead of this rank's earlier note; if the store is gone, nothing happens."""
-        with contextlib.suppress(RuntimeError):  # this rank ends because rank 0 has ended
+        """Write this rank's note on ``subject``, in place of an earlier one; does nothing if the store is gone."""
+        with contextlib.suppress(RuntimeError):  # this rank may be ending because rank 0 has ended
             self._ask(lambda store: store.set(f"{subject}/{self.rank}", text))
 
     def read(self, subject: Subject) -> dict[int, str]:
-        """The notes by rank, of the ranks that have made one; does not wait.
+        """The notes on ``subject`` by rank, without the ranks that have none. Does not wait for other ranks.
 
         Raises:
+            SilentStoreError: the store has not answered in time.
             RuntimeError: the store is gone.
         """
         keys = {rank: f"{subject}/{rank}" for rank in range(self.size)}
@@ -92,10 +96,12 @@ class Board:
         return {rank: note for rank, note in notes.items() if note}
 
     def _ask(self, use: Callable[[Store], None]) -> None:
-        """Use the store, if there is one, for a limited time: if its node is cut off, its connection waits forever.
+        """Call ``use`` with the store, if there is one, and wait for a limited time.
+
+        The limit is needed because a connection to a node that is cut off waits for ever.
 
         Raises:
-            SilentStoreError: the store has not answered in time. It is not asked again.
+            SilentStoreError: the store has not answered in time, now or in an earlier call.
             RuntimeError: the store is gone.
         """
         store, errors = self._store, list[RuntimeError]()
@@ -110,7 +116,7 @@ class Board:
             except RuntimeError as error:
                 errors.append(error)
 
-        # A daemon thread does not keep the process alive if the store never answers.
+        # A daemon thread, so that the process can end although the store never answers.
         thread = threading.Thread(target=run, name="lightning_zero-board", daemon=True)
         thread.start()
         thread.join(_SECONDS_TO_ANSWER)
@@ -121,7 +127,7 @@ class Board:
             raise errors[0]
 
     def explain(self) -> str:
-        """Say why other ranks may be missing, from their notes; empty if they noted nothing."""
+        """Explain from the notes why other ranks may be missing; an empty string if no note says why."""
         try:
             return self._noted()
         except SilentStoreError:
@@ -137,15 +143,15 @@ class Board:
         return uneven_loaders(self.read(Subject.LOADER), self.size)
 
     def find_missing(self, awaited: int | None, ended: bool = False) -> list[int]:
-        """Find the ranks that caused this one to wait in vain; empty if they cannot be found.
+        """Find the ranks that caused this rank to wait in vain; an empty list if they cannot be determined.
 
-        A rank for which others wait may itself wait for another one, and notes this. Following these notes leads to the
-        first rank without such a note, which is the missing one.
+        The awaited rank may itself be waiting for another rank, and then it notes so. The chain of these notes is
+        followed to the first rank without such a note, which is the missing one.
 
         Args:
-            awaited: the rank for which this one has waited; ``None``: any of the others.
-            ended: whether that rank has closed its connections. If its process has ended, it makes no more notes. Then
-                this rank does not wait for them, since a launcher that saw that process end may soon end this one.
+            awaited: the rank that this rank has waited for; ``None``: it may be any of the others.
+            ended: whether the awaited rank has closed its connections. If its process has ended too, it will write no
+                more notes, and this method returns at once, before a launcher that noticed the end kills this process.
         """
         deadline = time.monotonic() + _SECONDS_TO_NOTE
         self.put(Subject.WAIT, _ANYONE if awaited is None else str(awaited))
@@ -156,7 +162,7 @@ class Board:
                 if not missing or over:
                     return missing
                 time.sleep(_SECONDS_BETWEEN)
-        except RuntimeError:  # the store is gone, and with it the notes
+        except RuntimeError:  # the store is gone, with the notes of the others
             return [] if awaited is None else [awaited]
 
     def _have_ended(self, ranks: Iterable[int]) -> bool:
@@ -168,17 +174,17 @@ class Board:
         seen = {self.rank}
         while awaited in waits:
             if awaited in seen or waits[awaited] == _ANYONE:
-                return []  # they wait for each other
+                return []  # a cycle: these ranks wait for each other
             seen.add(awaited)
             awaited = int(waits[awaited])
         return [] if awaited in seen else [awaited]
 
 
 def uneven_loaders(notes: Mapping[int, str], size: int) -> str:
-    """Say which ranks' loaders ended before those of others; empty if all ended at the same batch.
+    """Explain which ranks' loaders ran out of batches at different steps; an empty string if all did at the same step.
 
     Args:
-        notes: by rank: the batch at which its loader ended last.
+        notes: by rank, the step at which its loader ran out last.
         size: number of ranks.
     """
     if len(notes) in (0, size) and len({*notes.values()}) <= 1:

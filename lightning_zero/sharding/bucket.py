@@ -2,12 +2,12 @@
 
 Tensors of one bucket on one rank (Ψ elements, padded to S shards):
 
-    flat       1-D, Ψ, parameter dtype, device   what forward and backward read; parameters are views of it
-    shard      1-D, Ψ/S, parameter dtype         the owned part: a slice of ``flat`` (stages 0-2) or its own (stage 3)
+    flat       1-D, Ψ, parameter dtype, device   read by forward and backward; parameters are views of it
+    shard      1-D, Ψ/S, parameter dtype         the owned part: a slice of ``flat`` (stages 0-2), else its own tensor
     master     Ψ/S, full precision               in the optimizer's store, or the shard itself (see ``masters.py``)
 
-``flat`` keeps the same storage all its life. Resharding resizes the storage to zero bytes. Views, also those that
-autograd saved, then do not keep memory alive, and see the gathered values again after the next unshard.
+``flat`` keeps one storage for its whole life. Resharding resizes this storage to zero bytes, so that views of it (also
+those that autograd saved) do not keep the memory alive. After the next unshard the same views see the new values.
 """
 
 from __future__ import annotations
@@ -52,13 +52,15 @@ class ParameterSpec(NamedTuple):
 
 
 class Bucket:
-    """A bucket; see the module's docstring. :func:`~lightning_zero.sharding.adoption.make_bucket` makes one.
+    """Holds the tensors of one bucket and the state of its flat buffer; see the module's docstring.
+
+    :func:`~lightning_zero.sharding.adoption.make_bucket` constructs it and fills it with values.
 
     Args:
         name: name of the unit, for messages.
         specs: the parameters in module order, all of one dtype, at their initial full-precision values.
-        dtype: dtype in forward and backward.
-        optimized: whether an optimizer may update them; otherwise their gradients are never reduced.
+        dtype: dtype of the parameters in forward and backward.
+        optimized: whether an optimizer may update the parameters; otherwise their gradients are never reduced.
         placement: groups, policies, device and stores.
         detect_data_edits: detect edits through ``data`` at stages 0 to 2 by a checksum; see :meth:`hidden_edit`.
     """
@@ -86,24 +88,24 @@ class Bucket:
         self.segments = self.layout.segments(placement.mesh.shard.rank)
         self.index = {id(p): i for i, p in enumerate(self.parameters)}
         self.state = BucketState.GATHERED
-        self.pins = 0  # number of open `gathered_parameters` contexts, until whose end `flat` is not resharded
+        self.pins = 0  # number of open `gathered_parameters` contexts; while there are any, `reshard` does nothing
         self._full: Tensor | None = None  # 1-D, Ψ, the master's dtype: see `unshard_full_precision`
-        self._flat_views: list[Tensor] = []  # the parameters' views of `flat` while `_full` is there
+        self._flat_views: list[Tensor] = []  # the parameters' data while they are views of `_full`
         self.flat: Tensor
         self.shard: Rested
         self.master: Master
-        self.rounded: set[int] = set()  # indices of parameters that lost digits in a cast, as there was no master
-        self.moving: Ticket = DONE  # the last work on its tensors in host memory that may run beside the training
-        # The last work that reads its master beside the training. Code that changes the master must wait for it, except
-        # updates, which come later in the same lane.
+        self.rounded: set[int] = set()  # indices of parameters that a cast rounded while there was no master
+        self.moving: Ticket = DONE  # the last asynchronous work on the bucket's tensors in host memory
+        # The last asynchronous work that reads the master. Code that changes the master must wait for it; updates need
+        # not, since they run later in the same lane.
         self.reading: Ticket = DONE
-        self.updating = False  # whether `moving` is an update that has not been waited for
-        self._need: Callable[[], None] | None = None  # gathers the bucket in its turn, if its gather was deferred
-        self._await_shards: Callable[[], None]  # ends a gather that has begun
+        self.updating = False  # whether `moving` is an update that nobody has waited for
+        self._need: Callable[[], None] | None = None  # if the gather was deferred: gathers the bucket in its turn
+        self._await_shards: Callable[[], None]  # waits for the gather that has begun
 
     @torch.no_grad()
     def begin(self, flat: Tensor, shard: Rested, master: Master) -> None:
-        """Make the parameters views of ``flat``, which holds their values; at stage 3 only ``shard`` holds them."""
+        """Make the parameters views of ``flat``, which holds their values; at stage 3 only ``shard`` need hold them."""
         self.flat, self.shard, self.master = flat, shard, master
         for view, parameter in zip(self.views(flat), self.parameters, strict=True):
             parameter.data = view
@@ -112,12 +114,12 @@ class Bucket:
         self.reshard()
 
     def view(self, flat: Tensor, index: int) -> Tensor:
-        """The view of parameter ``index`` in ``flat``, a 1-D tensor with the layout of the flat buffer."""
+        """A view of parameter ``index``, of its shape, in ``flat``: any 1-D tensor with the flat buffer's layout."""
         offset = self.layout.offsets[index]
         return self.formats[index].view(flat[offset : offset + self.layout.numels[index]])
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The views of all parameters in ``flat``; see :meth:`view`."""
+        """Views of all parameters in ``flat``; see :meth:`view`."""
         return [self.view(flat, index) for index in range(len(self.parameters))]
 
     @property
@@ -134,7 +136,7 @@ class Bucket:
 
     @torch.no_grad()
     def begin_unshard(self) -> None:
-        """Begin to gather the current values of all shards into ``flat``, unless it has them or a gather has begun."""
+        """Begin to gather the current values of all shards into ``flat``, unless this was done or begun before."""
         if self.state not in (BucketState.GATHERED, BucketState.GATHERING):
             self._begin_unshard()
 
@@ -143,20 +145,20 @@ class Bucket:
         if self.state is BucketState.SHARDED:
             self.flat.untyped_storage().resize_(self.layout.padded_numel * self.dtype.itemsize)
         elif not self.shards_params:
-            self.absorb_edits()  # user code may have changed the shard in `flat` since its update
-        if self.updating:  # a lane waits for the update, so that the training does not
+            self.absorb_edits()  # the shard is a part of `flat`: user code may have edited it after the update
+        if self.updating:  # the lane of communication waits for the update, not the training thread
             what, executor = f"the gather of {self.name}", self.placement.executor
             self.moving = self.placement.mesh.submit(executor, self._gather_updated, what, after=[self.moving])
             self._await_shards = self.moving.wait
         else:
-            alone = self.layout.shards == 1  # the shard need not be sent, so only its readers wait for the copy
+            alone = self.layout.shards == 1  # there is no gather; code that reads `flat` waits for the fetch itself
             if (fetched := self._fetch_shard(follow=not alone)) is not DONE:
                 self.moving = fetched
             self._await_shards = fetched.wait if alone else self._begin_gather()
         self.state = BucketState.GATHERING
 
     def expect_shard(self) -> None:
-        """Begin to fetch the shard from a disk, as far as the buffer has room beside that of an update."""
+        """Begin to fetch the shard from a disk, as many tiles as temporary memory holds beside those of an update."""
         if self.state is BucketState.SHARDED and not self.updating:
             tiles = self._tiles[: self.placement.tiles_ahead(self.dtype)]
             if tiles:
@@ -168,17 +170,17 @@ class Bucket:
         """Begin to copy the shard, which is not being updated, to this rank's part of ``flat``.
 
         Args:
-            follow: make the current stream wait for the copy.
+            follow: let the current stream wait for the copy.
         """
         if not self.shards_params:  # the shard is a part of `flat`
             return DONE
-        if self.shard.tile is not None:  # otherwise tiles could be dropped while another thread reads them
+        if self.shard.tile is not None:  # or tiles would be dropped below while another thread reads them
             self.placement.await_host(self.reading)
         memories: tuple[Memory, Memory] = self.placement.shard_memory, "device"
         first, stop = self.layout.shard_range(self.placement.mesh.shard.rank)
         target, tiles, fetched = self.flat[first:stop], self._tiles, DONE
         for number, (low, high) in enumerate(tiles):
-            for tile in tiles[number : number + 2]:  # one tile is read while another is copied to the device
+            for tile in tiles[number : number + 2]:  # fetch the next tile while this one is copied
                 self.shard.expect(*tile)
             source = self.shard.view(low, high)
             fetched = self.placement.move(target[low:high], source, memories, self.name)
@@ -195,13 +197,13 @@ class Bucket:
         return self.placement.mesh.shard.begin_all_gather_(self.flat, f"gather {self.name}")
 
     def _gather_updated(self) -> None:
-        """Gather in the lane of communication, when the update has ended."""
+        """Gather the shards; runs in the lane of communication after the update has ended."""
         self._fetch_shard()
         self._begin_gather()()
 
     @torch.no_grad()
     def unshard(self) -> None:
-        """Gather the current values of all shards into ``flat``, unless it has them."""
+        """Gather the current values of all shards into ``flat``, after a running update, unless it has them."""
         if self._need is not None:
             self._need()
         if self.state is not BucketState.GATHERED:
@@ -215,19 +217,19 @@ class Bucket:
             self.await_update()
         self.begin_unshard()
         self._await_shards()
-        self.updating = False  # the gather came after the update
+        self.updating = False  # the gather ran after the update
         self.state = BucketState.GATHERED
         for parameter in self.parameters:
             mark_gathered(parameter)
             end_pending(parameter)
-        self._versions = [version_of(p) for p in self.parameters]  # gathering has not changed the shard
+        self._versions = [version_of(p) for p in self.parameters]  # gathering is no edit by user code
 
     def defer(self, need: Callable[[], None], read: Callable[[], None]) -> None:
-        """Defer the gather of stale parameters to the given functions, until :meth:`end_deferred`.
+        """Mark the parameters as pending and let two callbacks gather them, until :meth:`end_deferred`.
 
         Args:
-            need: called by :meth:`unshard`; gathers this bucket, among others, or raises.
-            read: called before a parameter is read outside of a unit's forward.
+            need: called by :meth:`unshard`; gathers this bucket, possibly with others, or raises.
+            read: called before any code but a unit's forward reads a parameter.
         """
         self._need = need
         for parameter in self.parameters:
@@ -235,11 +237,11 @@ class Bucket:
 
     @property
     def deferred(self) -> bool:
-        """Whether :meth:`defer` was called, and the bucket has not been gathered since."""
+        """Whether the gather of the bucket is deferred, from :meth:`defer` to :meth:`end_deferred`."""
         return self._need is not None
 
     def end_deferred(self, gather: bool = True) -> None:
-        """End what :meth:`defer` began, so that parameters can be read; ``gather`` them now, or later in their turn."""
+        """Undo :meth:`defer`; with ``gather`` gather now, otherwise the next :meth:`unshard` does."""
         if gather:
             self.begin_unshard()
         self._need = None
@@ -252,11 +254,11 @@ class Bucket:
 
     @torch.no_grad()
     def reshard(self) -> None:
-        """Free ``flat`` if the stage shards parameters and no context holds them gathered."""
+        """Free ``flat`` if the stage shards parameters and no ``gathered_parameters`` context is open."""
         if not self.shards_params or self.pins or self.state is BucketState.SHARDED:
             return
         if self.state is BucketState.GATHERING:
-            self._await_shards()  # shards must not arrive in freed memory
+            self._await_shards()  # the gather must not write to freed memory
         elif self.state is BucketState.GATHERED:
             self.absorb_edits()
         self.flat.untyped_storage().resize_(0)
@@ -268,12 +270,10 @@ class Bucket:
             mark_freed(parameter, name)
 
     def begin_update(self, update: Callable[[], object]) -> Ticket:
-        """Begin to update the shard by a job in the lane of updates; code that reads a parameter waits for it.
+        """Begin to update the shard by a job in the lane of updates, and return its ticket.
 
-        No gather and no fetch by :meth:`expect_shard` may be running. :meth:`mark_updated` must follow.
-
-        Returns:
-            A ticket that ends with the update.
+        Whoever reads a parameter waits for the job. No gather, and no fetch by :meth:`expect_shard`, may be under way.
+        :meth:`mark_updated` must follow.
         """
         lane, what = self.placement.update_lane, f"the update of {self.name}"
         self.moving = self.placement.executor.submit(update, lane, what, after=[self.moving])
@@ -287,10 +287,10 @@ class Bucket:
                 mark_pending(parameter, self.await_update)
 
     def await_update(self) -> None:
-        """Wait for an update that runs beside the training: the host for its end, the stream for its copies.
+        """Wait for an asynchronous update: the host waits for its end, the current stream for its copies.
 
         Raises:
-            Exception: the error of the update, with a note that names the bucket. Every call raises it again.
+            Exception: the error that the update raised, with a note that names the bucket; again at every call.
         """
         if self.updating:
             self._await_update()
@@ -299,15 +299,15 @@ class Bucket:
     def _await_update(self) -> None:
         self.moving.wait()
         self.updating = False
-        if self._need is None:  # otherwise the parameters are still stale
+        if self._need is None:  # otherwise the parameters are stale and stay pending
             for parameter in self.parameters:
                 end_pending(parameter)
 
     def mark_updated(self, indices: Iterable[int]) -> None:
-        """Note that the shards have new values for the parameters ``indices``, so that gathered ones are stale."""
+        """Note that the shards have new values for the parameters ``indices``, so that ``flat`` may be stale."""
         if self.state is BucketState.GATHERING:
-            self.unshard()  # ends the running gather, whose values are stale as well
-        # As after an in-place update: backward through an older graph is an error instead of a wrong gradient.
+            self.unshard()  # the values on their way are stale too
+        # As an update in place does: backward through a graph from before the update must raise, not use new values.
         torch.autograd.graph.increment_version([self.parameters[i] for i in indices])
         self._remember()
         # With one shard at stages 0 to 2, `flat` is the shard.
@@ -315,18 +315,18 @@ class Bucket:
             self.state = BucketState.STALE
 
     def _remember(self) -> None:
-        """Remember the state that user code sees now, to detect its changes."""
+        """Note the versions and the checksum of the parameters, by which edits by user code are found later."""
         self._versions = [version_of(p) for p in self.parameters]
         # An edit through `data` does not change the version counter. If the master is another tensor, the next update
-        # undoes the edit, unless `gathered_parameters(writeback=True)` was around it. Detecting such edits takes two
-        # passes over the shard and a wait for the device per step; at stage 3 it would take this per gather.
+        # overwrites such an edit, unless it was made in `gathered_parameters(writeback=True)`. Checksums find these
+        # edits, for two passes over the shard and one wait for the device per step; at stage 3 it would be per gather.
         watched = self._detect_data_edits and not isinstance(self.master, NoMaster) and not self.shards_params
         if watched:
             self.await_update()
         self._checksum = checksum(self._own_part()) if watched else None
 
     def hidden_edit(self) -> Tensor | None:
-        """Whether the bits of the shard have changed (0-dim bool on the device); ``None``: detection is off."""
+        """Whether the shard's bits have changed since they were noted: 0-dim bool on the device; ``None``: unknown."""
         return None if self._checksum is None else checksum(self._own_part()) != self._checksum
 
     def _own_part(self) -> Tensor:
@@ -334,12 +334,13 @@ class Bucket:
 
     @torch.no_grad()
     def absorb_edits(self, everything: bool = False) -> None:
-        """Take over changes that user code made to gathered parameters, in place or by assigning ``data``.
+        """Take over edits of gathered parameters by user code, made in place or by assigning ``data``.
 
         Args:
-            everything: also take over parameters whose version counter did not change (edits through ``.data``).
+            everything: take over all parameters, also those with an unchanged version counter (edits through ``data``).
         """
-        # There are no edits during an update or a deferred gather, since editing code would have ended them.
+        # `end_full_precision` takes over edits of full-precision parameters. While an update or a deferred gather is
+        # pending there are no edits, since any access would have waited for it.
         if self._full is not None or self.updating or self.deferred:
             return
         edited = set()
@@ -351,7 +352,7 @@ class Bucket:
         self.reading.synchronize()
         for segment in self.segments:
             if segment.param in edited:
-                if self.shards_params:  # otherwise the parameter and the shard share memory
+                if self.shards_params:  # otherwise the shard is the same memory
                     self._take_edit(segment)
                 self.master.derive(segment.start, segment.stop)
         self._remember()
@@ -364,7 +365,7 @@ class Bucket:
                 self.placement.copy(target, source[low - segment.start : high - segment.start], memories, self.name)
 
     def _reattach(self, flat: Tensor, index: int) -> bool:
-        """Make a parameter a view of ``flat`` again if ``data`` was assigned (``module.double()``); True if so."""
+        """If ``data`` was assigned (``module.double()``), copy it into ``flat``, make it a view again; return True."""
         parameter, start = self.parameters[index], self.layout.offsets[index] * flat.itemsize
         if parameter.data_ptr() == flat.data_ptr() + start or not parameter.numel():
             return False
@@ -375,11 +376,10 @@ class Bucket:
 
     @torch.no_grad()
     def unshard_full_precision(self) -> bool:
-        """Give parameters the masters' full-precision values, in memory that outlives resharding. Collective.
+        """Give the parameters the gathered values of the masters; resharding does not free them. Collective.
 
         Returns:
-            Whether the parameters are now views of another tensor than ``flat``; then :meth:`end_full_precision` must
-            follow.
+            Whether :meth:`end_full_precision` must follow, since they are views of another tensor than ``flat`` now.
         """
         if self._full is not None:
             return False
@@ -397,10 +397,11 @@ class Bucket:
 
     @torch.no_grad()
     def end_full_precision(self, writeback: bool) -> None:
-        """Make the parameters views of ``flat`` again, and take over changes made in between. Collective.
+        """Make the parameters views of ``flat`` again and take over their edits. Collective.
 
         Args:
-            writeback: take over all values, rank 0's on all ranks; otherwise only those whose version counter changed.
+            writeback: take over rank 0's values of all parameters on all ranks. Otherwise each rank takes over its own
+                values of the parameters whose version counter has changed.
         """
         assert self._full is not None
         full, self._full = self._full, None
@@ -422,7 +423,7 @@ class Bucket:
             self._mark_freed()
 
     def await_moves(self) -> None:
-        """Make the host wait for copies from and to its tensors in host memory, before it changes them."""
+        """Let the host wait for all work on the bucket's tensors in host memory, before the host changes them."""
         self.await_update()
         self.placement.await_host(self.moving)
         self.placement.await_host(self.reading)
@@ -430,11 +431,11 @@ class Bucket:
         self.shard.drop(0, self.shard.numel)
 
     def publish(self, start: int, stop: int) -> None:
-        """Derive elements ``[start, stop)`` of the parameter shard from the changed master."""
+        """Update elements ``[start, stop)`` of the parameter shard from the master, after the master was changed."""
         self.placement.await_host(self.master.write(start, stop))
 
     def load(self, index: int, values: Tensor) -> None:
-        """Overwrite one parameter with full-precision ``values`` of its shape; ``flat`` becomes stale."""
+        """Overwrite parameter ``index`` with full-precision ``values`` of its shape; ``flat`` may become stale."""
         self._load_master(index, values)
         self.mark_updated([index])
 
@@ -453,14 +454,14 @@ class Bucket:
         note(index)
 
     def gather_full(self, shard: Tensor, memory: Memory) -> Tensor:
-        """All-gather a 1-D tensor in ``memory`` laid out as the shard; returns [Ψ] on the device. Collective."""
+        """All-gather a 1-D tensor in ``memory`` with the layout of the shard: 1-D, Ψ, on the device. Collective."""
         return self.gather_read(lambda start, stop: shard[start:stop], shard.dtype, memory)
 
     def gather_read(self, read: Callable[[int, int], Tensor], dtype: torch.dtype, memory: Memory) -> Tensor:
-        """All-gather as :meth:`gather_full` a shard that is read part by part.
+        """All-gather as :meth:`gather_full` does, but read the shard in parts. Collective.
 
         Args:
-            read: returns elements ``[start, stop)`` of the shard.
+            read: returns elements ``[start, stop)`` of the shard, 1-D.
             dtype: dtype of the elements.
             memory: memory in which ``read`` returns them.
         """
@@ -473,7 +474,7 @@ class Bucket:
         return full
 
     def gather_master(self) -> Tensor:
-        """Gather the full-precision values of all shards; see :meth:`gather_full`. Collective."""
+        """All-gather the full-precision values as :meth:`gather_full` does: 1-D, Ψ, the master's dtype. Collective."""
         self.await_update()
         return self.gather_read(self.master.read, self.master.dtype, self.master.memory)
 

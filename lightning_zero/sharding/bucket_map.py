@@ -1,4 +1,4 @@
-"""The buckets of a module: finds the bucket of a parameter, and the buckets that a submodule reads."""
+"""The buckets of a module, and lookups from parameters and submodules to buckets."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from lightning_zero.sharding.rounded import lost_digits
 
 
 class BucketMap:
-    """Makes the buckets of a module, and finds them. Collective.
+    """Makes the buckets of a module and looks them up. Construction is collective.
 
     Attributes:
         module: the module tree.
-        placement: the placement of all buckets except persistent ones.
-        buckets: the buckets in forward order; empty after their release.
+        placement: the placement that the buckets share; :meth:`BucketSpec.placed` derives each bucket's own from it.
+        buckets: in forward order; empty after :meth:`release`.
         gradients: the gradients of the buckets, in the same order.
         refresher: gathers stale buckets.
-        root: the buckets that stay unsharded throughout a step.
+        root: the buckets that stay unsharded during a step.
 
     Args:
         module: the module tree; its parameters become views of the buckets.
-        specs: the result of :func:`~lightning_zero.sharding.partition.partition`.
-        placement: the placement of all buckets; persistent ones derive their own.
+        specs: the buckets' specs, from :func:`~lightning_zero.sharding.partition.partition`.
+        placement: as above.
         detect_data_edits: see :class:`Bucket`.
     """
 
@@ -59,7 +59,7 @@ class BucketMap:
         self._holder = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
 
     def tensors(self) -> list[Tensor]:
-        """Lists the tensors on the device between steps: flat buffers, gathered or freed, and the module's buffers."""
+        """Lists the tensors that stay on the device between steps: flat buffers, even if freed, and module buffers."""
         return [*(bucket.flat for bucket in self.buckets), *self.module.buffers()]
 
     def holder(self, parameter: Tensor) -> Bucket | None:
@@ -75,24 +75,24 @@ class BucketMap:
         return self._holder[id(parameter)]
 
     def gradients_of(self, bucket: Bucket) -> BucketGradients:
-        """The gradients of one of the buckets."""
+        """The gradients of ``bucket``."""
         return self._gradients[id(bucket)]
 
     def holders(self, parameters: Iterable[Tensor]) -> list[Bucket]:
-        """The buckets that hold any of ``parameters``, in the order of ``parameters``."""
+        """The buckets that hold any of ``parameters``, each once, in the order of the parameters."""
         return list({id(b): b for p in parameters if (b := self.holder(p)) is not None}.values())
 
     def read_by(self, module: nn.Module, recurse: bool = True) -> list[Bucket]:
-        """The buckets that the forward of ``module`` reads; for the root module, those of the root."""
+        """The buckets that the forward of ``module`` reads; for the root module also those of the root."""
         held = list({id(b): b for b in map(self.__getitem__, module.parameters(recurse=recurse))}.values())
         return [*held, *(b for b in self.root if b not in held)] if module is self.module else held
 
     def own(self, unit: Unit) -> list[Bucket]:
-        """The buckets that a unit frees; buckets that it shares with the root stay unsharded throughout a step."""
+        """The buckets that a unit frees; buckets that it shares with the root stay unsharded during a step."""
         return [b for b in self.read_by(unit.module) if b not in self.root]
 
     def segments_of(self, parameters: Iterable[Tensor]) -> Iterator[tuple[Bucket, list[Segment]]]:
-        """Yields this rank's segments of ``parameters`` by bucket, for buckets in which it has any."""
+        """This rank's segments of ``parameters``, grouped by bucket; buckets without any are left out."""
         chosen = {id(p) for p in parameters}
         for bucket in self.buckets:
             segments = [s for s in bucket.segments if id(bucket.parameters[s.param]) in chosen]
@@ -100,9 +100,9 @@ class BucketMap:
                 yield bucket, segments
 
     def absorb_edits(self) -> None:
-        """Take over changes that user code made to gathered parameters, in place or by assigning ``data``.
+        """Take over edits of gathered parameters by user code, made in place or by assigning ``data``.
 
-        Writes through ``data`` are found if the buckets detect them.
+        Edits made in place through ``data`` are found only in buckets with ``detect_data_edits``.
         """
         gathered = [bucket for bucket in self.buckets if bucket.state is BucketState.GATHERED]
         asked = [(bucket, edit) for bucket in gathered if (edit := bucket.hidden_edit()) is not None]
@@ -112,7 +112,7 @@ class BucketMap:
             bucket.absorb_edits(everything=id(bucket) in hidden)
 
     def full(self, parameter: Tensor) -> Tensor:
-        """The full-precision values of a parameter, including edits. Collective."""
+        """The full-precision values of one parameter, of its shape, including edits by user code. Collective."""
         bucket = self[parameter]
         self.absorb_edits()
         return bucket.view(bucket.gather_master(), bucket.index[id(parameter)]).clone()
@@ -143,10 +143,10 @@ class BucketMap:
                 bucket.reshard()
 
     def begin_to_train(self) -> BucketPlacement:
-        """Make the missing masters of the buckets; see ``rounded`` of each bucket. Call it on all ranks.
+        """Make the masters of buckets that were made for evaluation only. The same call on all ranks.
 
         Returns:
-            The new placement.
+            The placement that is valid from now on.
         """
         if not self.placement.trains:
             self.placement = self.placement._replace(trains=True)
@@ -155,10 +155,10 @@ class BucketMap:
         return self.placement
 
     def check_exact(self) -> None:
-        """Refuse parameters that have lost digits.
+        """Check that no parameter was rounded by a cast without a master (see ``rounded.py``).
 
         Raises:
-            ValueError: a parameter has lost digits; the message names it.
+            ValueError: a parameter was rounded; the message names it.
         """
         for bucket in self.buckets:
             for index in bucket.rounded:

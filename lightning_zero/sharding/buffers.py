@@ -1,8 +1,7 @@
-"""A module's buffers, which are not sharded: all ranks have rank 0's values.
+"""Keeps the buffers of a module, which are not sharded, equal to rank 0's on all ranks.
 
-Rank 0's values are sent to the other ranks when an engine is made (:func:`convert_buffers`), before code that shows or
-saves buffers (:func:`broadcast_buffers`), and after a backward in which a rank has changed a buffer
-(:class:`BufferWatch`).
+Rank 0's values are broadcast when an engine is made (:func:`convert_buffers`), before buffers are shown or saved
+(:func:`broadcast_buffers`), and after a backward in which some rank has changed a buffer (:class:`BufferWatch`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.storage.accelerators import device_type
 from lightning_zero.torch_private import has_own_apply, version_of
 
-# In training these only write their statistics and do not read them, so the values of other ranks do not matter.
+# In training mode these layers write their statistics but do not read them, so the ranks' statistics may differ.
 _NORMALIZATIONS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
@@ -31,15 +30,15 @@ _NORMALIZATIONS = (
 
 
 def convert_buffers(root: nn.Module, placement: BucketPlacement) -> None:
-    """Move buffers to the device, give them the dtype of the policy and rank 0's values. Collective."""
-    converted: dict[int, Tensor] = {}  # a buffer may be registered twice
+    """Move buffers to the device, convert them to the dtype of the policy, and broadcast rank 0's. Collective."""
+    converted: dict[int, Tensor] = {}  # by id: a buffer may be registered twice
     for module in root.modules():
         if has_own_apply(module) and next(module.parameters(), None) is None:
-            module.to(placement.device)  # also moves other state, such as that of torchmetrics
+            module.to(placement.device)  # moves state that is neither parameter nor buffer, as torchmetrics has
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if id(buffer) not in converted:
                 dtype = placement.precision.buffer_dtype(buffer.dtype)
-                # Contiguous: an expanded buffer cannot be written to.
+                # Contiguous, since an expanded buffer cannot be written to.
                 strided = buffer.layout is torch.strided
                 moved = buffer.to(placement.device, dtype)
                 converted[id(buffer)] = moved.contiguous() if strided else moved
@@ -48,14 +47,14 @@ def convert_buffers(root: nn.Module, placement: BucketPlacement) -> None:
 
 
 def broadcast_buffers(root: nn.Module, world: Group) -> None:
-    """Give every rank rank 0's buffers. Collective."""
+    """Broadcast rank 0's values of all buffers to all ranks. Collective."""
     for buffer in {id(b): b for b in root.buffers()}.values():
         if buffer.layout is torch.strided:
             _broadcast(buffer, world)
 
 
 def _broadcast(buffer: Tensor, world: Group) -> None:
-    # A buffer that was assigned in inference mode can only be written in that mode.
+    # A buffer that was assigned in inference mode can be written in that mode only.
     with torch.inference_mode(buffer.is_inference()):
         data = world.broadcast_(buffer.detach().contiguous(), "broadcast a buffer")
         if data.data_ptr() != buffer.data_ptr():
@@ -63,42 +62,42 @@ def _broadcast(buffer: Tensor, world: Group) -> None:
 
 
 def _edits(buffer: Tensor) -> int:
-    return 0 if buffer.is_inference() else version_of(buffer)  # torch does not count the changes of inference tensors
+    return 0 if buffer.is_inference() else version_of(buffer)  # torch does not count changes of inference tensors
 
 
 def _checksum(buffer: Tensor) -> Tensor:
     return checksum(buffer.detach().contiguous().view(-1).view(torch.uint8))
 
 
-_Key = tuple[int, str]  # number of the module, and name in it
+_Key = tuple[int, str]  # number of the module, and name of the buffer in it
 
 
 class _Seen(NamedTuple):
-    """The state of a buffer when all ranks last had rank 0's values."""
+    """A buffer at the time when all ranks last had rank 0's values."""
 
     buffer: Tensor
     version: int
-    checksum: Tensor | None  # only in the first steps
+    checksum: Tensor | None  # only while checksums are taken
 
 
 class BufferWatch:
-    """Finds buffers that a training step changes, and gives every rank rank 0's values before the next step.
+    """Finds buffers that a training step changes, and broadcasts rank 0's values of them before the next step.
 
-    :class:`~torch.nn.parallel.DistributedDataParallel` broadcasts all buffers before every forward. Here each rank says
-    in the small all-reduce of a step whether it has changed a buffer. Only if one has, the ranks find out which buffers
-    changed, and broadcast these. The statistics of torch's own normalization layers are left out while the layers
-    train. As in torch, a module that has no buffer when training begins is ignored.
+    :class:`~torch.nn.parallel.DistributedDataParallel` broadcasts all buffers before every forward. Here each rank
+    reports in the small all-reduce of a step whether it has changed a buffer. Only then do the ranks determine which
+    buffers changed, and broadcast only those. The statistics of torch's own normalization layers are ignored while
+    these layers are in training mode. As in torch, a module that has no buffer when training begins is ignored.
 
-    torch counts in-place changes, but not changes through ``buffer.data``, which codebooks make. Those are found by
-    checksums until :meth:`end_checks` is called, and a buffer that was changed in this way counts as changed in every
-    later step. A buffer that is first changed in this way later is not found.
+    torch counts changes in place, but not those made through ``buffer.data``, as some codebooks do. Checksums find such
+    changes until :meth:`end_checks` is called; afterwards a buffer in which one was found counts as changed in every
+    step. A buffer that is changed through ``data`` for the first time after :meth:`end_checks` is not found.
 
-    Values are not compared: a counter that is equal on all ranks is broadcast as well.
+    The values on different ranks are not compared, so a changed counter that is equal on all ranks is broadcast, too.
 
     Args:
-        root: the module with the buffers, the same on all ranks; all ranks have rank 0's values.
-        world: all ranks.
-        checks: begin with checksums.
+        root: the module with the buffers; all ranks must have rank 0's values of them.
+        world: the group of all ranks.
+        checks: whether to take checksums at first.
     """
 
     def __init__(self, root: nn.Module, world: Group, checks: bool) -> None:
@@ -106,16 +105,16 @@ class BufferWatch:
         modules = [m for m in root.modules() if next(m.buffers(recurse=False), None) is not None]
         self._holders = modules if world.size > 1 else []  # one rank has nothing to share
         self._checks = checks
-        self._hidden: set[_Key] = set()  # keys of buffers that were changed through `data`
+        self._hidden: set[_Key] = set()  # keys of the buffers that were changed through `data`
         self._seen: dict[_Key, _Seen] = {}
         self._look()
 
     def has_changed(self) -> bool:
-        """Whether this rank has changed a buffer since all ranks had rank 0's values."""
+        """Whether this rank has changed a buffer since all ranks last had rank 0's values."""
         return any(self._changed(self._watched()))
 
     def share(self) -> None:
-        """Give every rank rank 0's values of the buffers that some rank has changed. Collective."""
+        """Broadcast rank 0's values of the buffers that some rank has changed. Collective."""
         buffers = self._watched()
         changed = torch.tensor(self._changed(buffers), dtype=torch.float64)
         device = buffers[0][1].device
@@ -128,7 +127,7 @@ class BufferWatch:
         self._look()
 
     def end_checks(self) -> None:
-        """Stop computing checksums, since the buffers that are changed through ``data`` are known."""
+        """Stop taking checksums; the buffers found so far count as changed in every step."""
         self._checks = False
 
     def _look(self) -> None:
@@ -138,9 +137,9 @@ class BufferWatch:
         )
 
     def _changed(self, buffers: list[tuple[_Key, Tensor]]) -> list[bool]:
-        """Whether this rank has changed each of the buffers."""
-        unchanged = set()  # according to torch's counters
-        compared: dict[_Key, Tensor] = {}  # 0-dim bools: whether the bits of a buffer have changed
+        """For each buffer, whether this rank has changed it."""
+        unchanged = set()  # according to torch's version counters
+        compared: dict[_Key, Tensor] = {}  # 0-dim bools: whether the checksum differs
         for key, buffer in buffers:
             seen = self._seen.get(key)
             if (
@@ -152,14 +151,14 @@ class BufferWatch:
                 unchanged.add(key)
                 if self._checks and seen.checksum is not None:
                     compared[key] = _checksum(buffer) != seen.checksum
-        if compared:  # one wait of the host for all buffers
+        if compared:  # one wait for the device, for all buffers
             different = torch.stack(list(compared.values())).tolist()
             self._hidden.update(key for key, other in zip(compared, different, strict=True) if other)
         return [key not in unchanged or key in self._hidden for key, _ in buffers]
 
     def _watched(self) -> list[tuple[_Key, Tensor]]:
-        """The buffers to watch; the same on all ranks."""
-        # They include the statistics of normalization layers that no longer train, since their forward reads these.
+        """The buffers that may have to be broadcast, with their keys; the same on all ranks."""
+        # A normalization layer in evaluation mode reads its statistics in forward, so they are included.
         return [
             ((number, name), buffer)
             for number, module in enumerate(self._holders)

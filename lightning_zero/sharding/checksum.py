@@ -9,8 +9,11 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 
 def checksum(values: Tensor) -> Tensor:
-    """The sum of the bits of a 1-D tensor as 64-bit integers; 0-dim int64 on its device."""
-    # Eight bytes at a time are several times as fast as single elements; a slice may begin and end within eight bytes.
+    """The sum of the bits of a 1-D tensor, read as 64-bit integers and wrapping around: 0-dim int64, on its device.
+
+    The unaligned elements before the first and after the last aligned 64-bit word are read as integers of their size.
+    """
+    # Summing words of eight bytes is several times as fast as summing elements.
     width = 8 // values.itemsize
     start = min(-values.storage_offset() % width, values.numel())
     stop = start + (values.numel() - start) // width * width

@@ -1,9 +1,9 @@
-"""Modules under ``torch.compile``: hooks run around their graph, and their parameters keep their names.
+"""Hooks and parameter names of modules under ``torch.compile``.
 
-``torch.compile(module)`` returns a wrapper that holds the module as its child ``_orig_mod``. ``module.compile()`` puts
+``torch.compile(module)`` returns a wrapper that holds the module as its child ``_orig_mod``; ``module.compile()`` puts
 the module's own call, including its hooks, into the graph. A hook inside a graph would be compiled with it, and the
-unit number in the hook would become part of the graph's guards, so that equal blocks could not share one graph.
-Therefore a compiled module has hooks around its whole call, and the modules inside have none.
+graph's guards would depend on the hook, so that equal blocks could not share one graph. So hooks are attached around
+the whole call of a compiled module, and never to modules inside it.
 """
 
 from __future__ import annotations
@@ -20,40 +20,43 @@ After = Callable[[nn.Module, tuple[Any, ...], Any], Any]  # returns the output
 
 
 class Handle(Protocol):
-    """Removes hooks."""
+    """Detaches hooks."""
 
     def remove(self) -> None: ...
 
 
 def original(module: nn.Module) -> nn.Module:
-    """The module inside ``torch.compile``'s wrapper; ``module`` itself if it is no wrapper."""
+    """The module inside ``torch.compile``'s wrapper, or ``module`` itself if it is no wrapper."""
     inside = registered_modules(module).get(ORIGINAL)
     return module if inside is None else inside
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of ``module`` run a graph, since it is a wrapper or was compiled in place."""
+    """Whether ``module`` is compiled, by a wrapper or in place."""
     return original(module) is not module or compiled_call(module) is not None
 
 
 def plain_name(name: str) -> str:
-    """Removes the wrappers from a name in the module tree."""
+    """Remove the wrappers' ``_orig_mod`` from a name in the module tree."""
     return ".".join(part for part in name.split(".") if part != ORIGINAL)
 
 
 def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``state`` by names without wrappers."""
+    """Rename the entries of ``state`` to their names without wrappers."""
     return {plain_name(name): value for name, value in state.items()}
 
 
 def names_of(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``state``, whose names may or may not have wrappers, by the names of ``module``; others are kept."""
+    """Rename the entries of ``state``, with or without wrappers in their names, to the names in ``module``.
+
+    Names that ``module`` does not have stay unchanged.
+    """
     own = {plain_name(name): name for name in module.state_dict(keep_vars=True)}
     return {own.get(plain_name(name), name): value for name, value in state.items()}
 
 
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields modules as :meth:`torch.nn.Module.named_modules`, but each wrapper instead of the module inside it."""
+    """Like :meth:`torch.nn.Module.named_modules`, but yields each wrapper instead of the module inside it."""
     inside = {id(original(module)) for module in root.modules() if original(module) is not module}
     for name, module in root.named_modules():
         if id(module) not in inside:
@@ -61,7 +64,7 @@ def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def inside_graphs(root: nn.Module) -> dict[int, nn.Module]:
-    """Returns, by the id of each module inside a compiled module, the outermost compiled module around it."""
+    """Maps the id of each module inside a compiled module to the outermost compiled module around it."""
     found: dict[int, nn.Module] = {}
     for module in root.modules():  # outer ones come first
         if is_compiled(module):
@@ -72,10 +75,15 @@ def inside_graphs(root: nn.Module) -> dict[int, nn.Module]:
 
 
 def attach(module: nn.Module, before: Before, after: After | None = None) -> list[Handle]:
-    """Call ``before`` and ``after`` around every call of ``module``, outside of its graph.
+    """Call ``before`` and ``after`` around every call of ``module``, outside its graph.
 
-    ``before`` runs before all other hooks. The value that ``after`` returns becomes the output; if the call raises,
-    ``after`` is called with ``None``.
+    Args:
+        module: the module, compiled or not.
+        before: called before all other hooks.
+        after: called with the output, or with ``None`` if the call raises; returns the output to use.
+
+    Returns:
+        Handles that detach the hooks.
     """
     if compiled_call(module) is not None:
         return [_AroundCall(module, before, after)]
@@ -86,7 +94,7 @@ def attach(module: nn.Module, before: Before, after: After | None = None) -> lis
 
 
 class _AroundCall:
-    """Replaces the compiled call of a module that was compiled in place."""
+    """Replaces the compiled call of a module that was compiled in place, and calls the hooks around it."""
 
     def __init__(self, module: nn.Module, before: Before, after: After | None) -> None:
         self._module = module

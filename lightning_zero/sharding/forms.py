@@ -1,4 +1,4 @@
-"""The sizes, dtypes and places of buckets before their tensors are made, by the rules that make the tensors."""
+"""Computes sizes, dtypes and places of a bucket's tensors before they are made, by the same rules as for real ones."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_zero.sharding.placement import BucketPlacement, MasterForm
 
 @dataclass(frozen=True)
 class BucketForm:
-    """A bucket before its tensors are made.
+    """A bucket of which no tensor has been made.
 
     Attributes:
-        spec: its parameters.
+        spec: its parameters, dtypes and flags.
         of: the placement that the buckets of the engine share.
     """
 
@@ -27,7 +27,7 @@ class BucketForm:
 
     @property
     def placement(self) -> BucketPlacement:
-        """Its own placement, which differs from the shared one for persistent parameters."""
+        """The placement of this bucket; that of a persistent or resident bucket differs from the shared one."""
         return self.spec.placed(self.of)
 
     @property
@@ -57,10 +57,10 @@ class BucketForm:
 
     @cached_property
     def master(self) -> MasterForm:
-        """The form of the master with which the bucket is made."""
+        """The form of the master that the bucket is made with."""
         return self.placement.master(self.spec.given, self.dtype, self.spec.optimized)
 
     @property
     def trained(self) -> bool:
-        """Whether it is reduced and updated."""
+        """Whether its gradients are reduced and its parameters updated."""
         return self.spec.optimized and any(p.requires_grad for p in self.parameters)

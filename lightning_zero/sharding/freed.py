@@ -1,8 +1,8 @@
-"""Parameters whose bucket holds only shards: they have a name and a shape, and any other use is an error.
+"""Freed parameters: while a bucket holds only its shard, its parameters have metadata, and reading values raises.
 
-PyTorch does not raise when code computes with a tensor whose storage was freed; it reads freed memory. Therefore a
-freed parameter gets a subclass as its class, whose ``__torch_function__`` raises an error that names the parameter.
-Metadata remain correct, so that parameter counts and summaries work.
+PyTorch does not raise when code computes with a tensor whose storage was freed; it reads freed memory. So the class of
+a freed parameter is a subclass whose ``__torch_function__`` raises an error with the parameter's name. Metadata stays
+available, so that parameter counts and summaries are right.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class FreedParameter(MarkedParameter):
 
 
 def is_metadata(func: Callable[..., Any]) -> bool:
-    """Whether an operation reads no values of a parameter."""
+    """Whether an operation reads only metadata, no values of a parameter."""
     return function_name(func) in _METADATA
 
 
 def function_name(func: Callable[..., Any]) -> str:
-    """The name of the operation for which ``__torch_function__`` is called."""
+    """The name of the function or property that ``__torch_function__`` was called for."""
     name: str = getattr(func, "__name__", str(func))
-    if name in _ACCESSORS:  # for a property, the descriptor has the name
+    if name in _ACCESSORS:  # an access to a property, whose descriptor has the name
         name = func.__self__.__name__  # type: ignore[attr-defined]
     return name
 
@@ -84,7 +84,10 @@ def own_class(cls: type[Parameter]) -> type[Parameter]:
 
 
 def without_freed_checks(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate functions of the engine that read only gradients and metadata, so that accesses skip the checks."""
+    """Decorates functions of the engine that read gradients and metadata only: their accesses are not intercepted.
+
+    This saves the time of the interception.
+    """
 
     @functools.wraps(function)
     def unchecked(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -95,7 +98,7 @@ def without_freed_checks(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def mark(parameter: Parameter, base: type[MarkedParameter]) -> None:
-    """Make ``base`` intercept every use of ``parameter``."""
+    """Let the class ``base`` intercept every use of ``parameter``."""
     parameter.__class__ = _marked_class(base, type(parameter))
 
 
@@ -105,7 +108,7 @@ def unmark(parameter: Parameter) -> None:
 
 
 def mark_freed(parameter: Parameter, name: str) -> None:
-    """Make every use of ``parameter`` except of its metadata an error that names it."""
+    """Make every use of ``parameter``, except of its metadata, an error that gives ``name``."""
     if not isinstance(parameter, FreedParameter):
         parameter._zero_name = name  # type: ignore[attr-defined]
         mark(parameter, FreedParameter)

@@ -12,9 +12,10 @@ Tensors of one bucket on one rank (Ψ elements, padded to S shards):
     SHARDED     1-D, Ψ/S, gradient dtype, optimizer store  the first reduction             cleared by ``zero_grad``
                 (see ``sharded_gradient.py``)
 
-Clearing removes all of them. Until then several may be held, such as UNSHARDED gradients of a second micro-batch beside
-the SHARDED ones of the first. Between steps only the memory of the sharded gradient is kept. The object also notes
-which parameters *received* a gradient on this rank since the last clearing, since an optimizer updates only those.
+Clearing ends all of them. Until then several may exist at once, such as UNSHARDED gradients of a second micro-batch
+beside the SHARDED gradient of the first. Between steps only the memory of the sharded gradient stays allocated. A flag
+for each parameter tells whether it *received* a gradient on this rank since it was cleared; an optimizer updates only
+parameters that received one on some rank.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from lightning_zero.torch_private import copy_each
 
 
 class Held(Flag):
-    """Parts of a bucket's gradients that exist; see the module's docstring."""
+    """The parts of a bucket's gradients that exist; see the module's docstring."""
 
     NONE = 0
     UNSHARDED = auto()
@@ -47,9 +48,9 @@ class BucketGradients(Reduction[Tensor]):
     """The gradients of one bucket; see the module's docstring.
 
     Attributes:
-        bucket: the bucket of the parameters.
-        sharded: this rank's slice of the reduced gradients.
-        received: by index of the parameter: whether this rank has seen a gradient since the last clearing.
+        bucket: the bucket.
+        sharded: this rank's slice of the gradients reduced so far.
+        received: by parameter index, whether a gradient has arrived on this rank since the last clearing.
 
     Args:
         bucket: the bucket of the parameters.
@@ -62,7 +63,7 @@ class BucketGradients(Reduction[Tensor]):
         self.timers = placement.mesh.timers
         self.sharded = ShardedGradient(bucket.name, layout.shard_numel, placement, bucket.segments, layout.align - 1)
         self.received = [False] * len(bucket.parameters)
-        self._cleared: set[int] = set()  # parameters whose gradients were cleared since the last one arrived
+        self._cleared: set[int] = set()  # indices of parameters that were cleared since a gradient arrived last
 
     @property
     def held(self) -> Held:
@@ -78,12 +79,12 @@ class BucketGradients(Reduction[Tensor]):
 
     @property
     def expected(self) -> int:
-        """The most gradients that a backward can compute for parameters that an optimizer may update."""
+        """The largest number of gradients that a backward brings for parameters that an optimizer may update."""
         return sum(p.requires_grad for p in self.bucket.parameters) if self.bucket.optimized else 0
 
     @property
     def left_over(self) -> bool:
-        """Whether a gradient that an optimizer may use has not been reduced."""
+        """Whether the bucket holds a gradient that has not been reduced and that an optimizer may use."""
         return self.bucket.optimized and self.held not in (Held.NONE, Held.SHARDED)
 
     @timed(Phase.REDUCE)
@@ -99,7 +100,10 @@ class BucketGradients(Reduction[Tensor]):
         super().reduce(last)
 
     def local_sum(self, index: int) -> Tensor | None:
-        """A view of this rank's fp32 sum of one parameter's gradients over micro-batches, if there is one."""
+        """This rank's sum of one parameter's gradients over micro-batches, as a view in fp32 or wider.
+
+        ``None`` if there is no such sum.
+        """
         return None if self._sum is None or not self.received[index] else self.bucket.view(self._sum, index)
 
     def _note_received(self) -> None:
@@ -135,7 +139,7 @@ class BucketGradients(Reduction[Tensor]):
 
     def _reduce_scatter(self, buffer: Tensor) -> Tensor:
         mesh = self._placement.mesh
-        # Divide before summing, so that fp16 sums over many ranks stay in range.
+        # Divide before the sum, so that fp16 sums over many ranks do not overflow.
         buffer.mul_(1.0 / mesh.world.size)
         return mesh.shard.reduce_scatter(buffer, f"reduce the gradients of {self.bucket.name}")
 
@@ -147,7 +151,7 @@ class BucketGradients(Reduction[Tensor]):
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
-        """Multiply all held gradients by ``factor``."""
+        """Multiply all gradients that are held, reduced or not, by ``factor``."""
         held = [gradient for p in self.bucket.parameters if (gradient := local_grad(p)) is not None]
         held += [t for t in (self._sum, self._window) if t is not None]
         for gradient in held:
@@ -157,12 +161,17 @@ class BucketGradients(Reduction[Tensor]):
             self.sharded.change(0, self.bucket.layout.shard_numel, lambda values: values.mul_(factor))
 
     def clear(self, indices: Iterable[int], keep_used: bool = False) -> None:
-        """Forget the reduced gradients of some parameters; ``keep_used``: they then count as zero gradients."""
+        """Discard the gradients of some parameters, except local ones.
+
+        Args:
+            indices: indices of the parameters.
+            keep_used: treat the parameters as having received gradients of zero; otherwise as having received none.
+        """
         chosen = set(indices)
         if not keep_used:
             for i in chosen:
                 self.received[i] = False
-        # This slice also has gradients of other parameters; it is empty only when all of them are cleared.
+        # The slice is empty only when the gradients of all parameters of the bucket were cleared.
         self._cleared |= chosen
         if len(self._cleared) == len(self.bucket.parameters) and not keep_used:
             self.sharded.clear()

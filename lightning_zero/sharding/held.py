@@ -1,9 +1,9 @@
-"""The ``grad`` attribute of a parameter that a bucket holds.
+"""Redefines ``parameter.grad`` for parameters in buckets, so that it shows the averaged gradient.
 
-Autograd accumulates into its own slot, from which gradients are taken when they are reduced. So the slot holds the
-*local* gradient, and most of the time it is empty. Code that reads ``parameter.grad`` gets a value that the parameter's
-:class:`GradientSource` makes from the local and the sharded gradient. For this, the parameter gets a subclass with a
-property ``grad`` as its class. Nothing else changes, and it costs no time until ``grad`` is read.
+Autograd accumulates the *local* gradient into its own slot, from which it is taken when it is reduced; most of the time
+the slot is empty. Code that reads ``parameter.grad`` gets the value that the :class:`GradientSource` of the parameter
+computes from the local and the sharded gradient. To this end the class of the parameter is a subclass with a property
+``grad``; nothing else about the parameter changes, and nothing is computed until ``grad`` is read.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 from torch.nn import Parameter
 
-_slot: Any = Tensor.grad  # autograd's; torch's stub has no descriptor there
+_slot: Any = Tensor.grad  # the descriptor of autograd's slot; `Any`, since torch's stub does not declare it as one
 
 
 class GradientSource(Protocol):
-    """Computes and sets the ``grad`` of parameters."""
+    """Computes ``parameter.grad`` when it is read, and takes over assignments to it."""
 
     def read_grad(self, parameter: Parameter) -> Tensor | None:
         """The value of ``parameter.grad``."""
@@ -31,7 +31,7 @@ class GradientSource(Protocol):
         ...
 
 
-# By id of the parameter. A source keeps its parameters alive, so no other object can have the id in the meantime.
+# By id of the parameter. A source keeps its parameters alive, so no other object can get one of these ids meanwhile.
 _sources: WeakValueDictionary[int, GradientSource] = WeakValueDictionary()
 
 
@@ -47,7 +47,7 @@ def set_local_grad(parameter: Parameter, value: Tensor | None) -> None:
 
 
 class HeldParameter(Parameter):
-    """A parameter whose ``grad`` comes from a :class:`GradientSource`, or from autograd if it has no source."""
+    """A parameter whose ``grad`` comes from its :class:`GradientSource`, or from autograd's slot if it has none."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -68,7 +68,7 @@ class HeldParameter(Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = type(self)
-        release_parameter(self)  # for other classes than its own, torch would print the class's name
+        release_parameter(self)  # torch prints the name of every class but its own
         try:
             return repr(self)
         finally:
@@ -82,22 +82,22 @@ class HeldParameter(Parameter):
 
 @functools.cache
 def _held_class(cls: type[Parameter]) -> type[Parameter]:
-    # It has the same name, so that user code sees the same class name.
+    # With the same name, so that user code sees no difference.
     return type(cls.__name__, (HeldParameter, cls), {"__module__": cls.__module__})
 
 
 def hold_parameter(parameter: Parameter) -> None:
-    """Make ``parameter.grad`` come from a source."""
+    """Let ``parameter.grad`` come from the parameter's source; see :func:`answer_for`."""
     if not isinstance(parameter, HeldParameter):
         parameter.__class__ = _held_class(type(parameter))
 
 
 def release_parameter(parameter: Parameter) -> None:
-    """Undo :func:`hold_parameter`; the parameter must not be freed."""
+    """Undo :func:`hold_parameter`; the parameter must not be marked as freed or pending."""
     if isinstance(parameter, HeldParameter):
         parameter.__class__ = type(parameter).__mro__[2]
 
 
 def answer_for(parameters: Iterable[Parameter], source: GradientSource) -> None:
-    """Make ``source`` the source of the parameters; it must keep them alive."""
+    """Make ``source`` the gradient source of ``parameters``; it must keep them alive."""
     _sources.update((id(parameter), source) for parameter in parameters)

@@ -1,13 +1,13 @@
-"""Stage 3's forward and backward hooks: parameters are unsharded exactly while their unit computes.
+"""Forward and backward hooks: at stage 3 parameters are unsharded only while their unit computes.
 
-A unit gathers its buckets before its forward and frees them after it, gathers them again when the first gradient of its
-outputs arrives, and frees them when all its backward has run. Every module that holds a parameter itself gathers as
-well, so that calling a part of the model (``module.net.generate()``) works.
+A unit gathers its buckets before its forward and frees them afterwards. It gathers them again when the first gradient
+of its outputs arrives, and frees them when its whole backward has run. Every other module that holds parameters itself
+gathers their buckets as well, so that calling a part of the model (``module.net.generate()``) works.
 
-When has all backward of a call run? Autograd runs ready nodes in the order of their sequence numbers, latest first, and
-a node's users have later numbers than the node. So when it comes to the node that made the *latest input* of the call,
-every node made during the call has run, also those that do not lie between input and output. (Accumulation into leaves
-is the exception, it runs at once: a leaf input says nothing.)
+The end of a call's backward is found as follows. Autograd runs ready nodes in descending order of their sequence
+numbers, and a node has a lower number than the nodes that use its result. So when autograd comes to the node that made
+the *latest input* of the call, all nodes made during the call have run, also those that do not lie between input and
+output. (Accumulation into leaves is an exception, since it runs at once; so inputs that are leaves are ignored.)
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from lightning_zero.sharding.left_tensors import LeftTensors
 from lightning_zero.sharding.partition import Unit
 from lightning_zero.torch_private import autograd_number, base_of, gradient_hooks, tree_leaves, tree_map
 
-_DEPTH = 3  # of objects inside objects, searched for a unit's output tensors
+_DEPTH = 3  # levels of nested objects that are searched for a unit's output tensors
 
 OnBackwardEnd = Callable[[Sequence[Bucket]], None]
 
 
 class _Due:
-    """Work that is due when a node's turn comes: calls whose backward ends there, and calls whose backward begins.
+    """Work to do when autograd comes to a node: calls whose backward ends there, and calls whose backward begins.
 
-    A unit is freed before the next is gathered. One that is called twice in a row stays gathered between its calls, and
-    is reduced once.
+    A unit is freed before the next one is gathered. If the same unit is called twice in a row, its next backward is
+    begun first, so that it stays gathered between its calls and is reduced once.
     """
 
     __slots__ = ("begins", "ends")
@@ -62,7 +62,7 @@ class _Due:
 
 
 def _due_at(node: Node) -> _Due:
-    """The work that is due at ``node``; it lives as long as the node does."""
+    """The work to do at ``node``; it lives as long as the node does."""
     metadata = cast("dict[Any, Any]", node.metadata)  # a dict, which torch's stub declares as a method
     if _Due not in metadata:
         metadata[_Due] = _Due()
@@ -76,22 +76,22 @@ class _Call:
     __slots__ = ("begun", "latest_input")
 
     def __init__(self) -> None:
-        # Number of the node whose turn in backward is the end of the call's. Not the node: its hooks hold the call, and
-        # Python's collector does not see that cycle.
+        # Number of the node at which the call's backward ends. A reference to the node itself would be a cycle, since
+        # its hooks refer to the call, and Python's garbage collector does not see that cycle.
         self.latest_input = -1
-        self.begun: object = None  # the generation of backward passes in which its own has begun
+        self.begun: object = None  # the generation (see `UnshardHooks._generation`) in which its backward has begun
 
 
 class UnshardHooks:
     """The hooks of one module.
 
     Args:
-        buckets: those that the module's forward and backward need; a unit's own are freed when they have run.
-        on_backward_end: what a unit does when its backward has run, on all ranks in the same order; ``None`` for a
-            module that only holds parameters and leaves freeing them to its unit or to the end of the step.
-        unit: the hooks of the unit that the module lies in; while it computes, the module's own have nothing to do.
-        gather: unshards a unit's own buckets; others are unsharded one by one.
-        shared: buckets that a unit reads and that are not its own: they stay unsharded.
+        buckets: the buckets that the module's forward and backward need. A unit frees them after each of both.
+        on_backward_end: called when the backward of a unit has run, on all ranks in the same order. ``None`` for a
+            module that is no unit; its parameters are freed by its unit or at the end of the step.
+        unit: the hooks of the unit that the module lies in; while the unit computes, those of the module do nothing.
+        gather: unshards all ``buckets`` of a unit; ``None``: they are unsharded one by one.
+        shared: buckets that a unit reads but does not free.
     """
 
     def __init__(
@@ -107,32 +107,32 @@ class UnshardHooks:
         self._gather_own = gather
         self._on_backward_end = on_backward_end
         self._unit = unit
-        self._calls: list[_Call] = []  # forward calls under way
-        self._in_backward = 0  # calls whose backward has begun and not ended
-        # After a backward with `create_graph`, another one comes through the same parameters: the flush frees them.
+        self._calls: list[_Call] = []  # forward calls that have not returned
+        self._in_backward = 0  # number of calls whose backward has begun and not ended
+        # Set by a backward with `create_graph`: a second backward needs the same parameters, so the flush frees them.
         self._twice = False
-        self._generation = object()  # changes with every flush
+        self._generation = object()  # replaced at every flush
         self._left: Iterable[Tensor] = ()
         self._handles: list[Handle] = []
 
     def install(self, module: nn.Module) -> None:
-        """Attach to ``module``."""
+        """Attach the hooks to ``module``."""
         self._left = LeftTensors(module)
         self._handles = attach(module, self._before_forward, self._after_forward)
 
     def remove(self) -> None:
-        """Detach from the module."""
+        """Detach the hooks from the module."""
         for handle in self._handles:
             handle.remove()
 
     def end_backward(self) -> None:
-        """After the outermost backward: forget calls whose end no hook saw."""
+        """Forget calls whose backward has no end that a hook could see; called after the outermost backward."""
         self._in_backward = 0
         self._twice = False
         self._generation = object()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnshardHooks:
-        return UnshardHooks(())  # a copied module has parameters of its own, in no bucket
+        return UnshardHooks(())  # the parameters of a copied module are in no bucket
 
     def __reduce__(self) -> tuple[Any, ...]:
         return UnshardHooks, ((),)
@@ -152,7 +152,7 @@ class UnshardHooks:
         self._gather()
         call = _Call()
         self._calls.append(call)
-        # A forward inside backward is the recomputation of a checkpoint: the hooks of the first forward still stand.
+        # A forward inside backward recomputes an activation checkpoint; the work noted by the first forward is valid.
         if self._on_backward_end is None or self._in_backward or not torch.is_grad_enabled():
             return
         made = [_maker(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -172,19 +172,19 @@ class UnshardHooks:
             node = _maker(tensor)
             if node is not None and _number(node) > call.latest_input:
                 _due_at(node).begins.append((self, call))
-            else:  # a leaf, or a view of something made before the call
+            else:  # a leaf, or a view of a tensor made before the call
                 tensor.register_hook(partial(self._begin_backward_at, call))
-        # Where backward will come and no output tells when, the unit stays unsharded until the flush.
+        # If backward will run but no output shows when it begins, the unit stays unsharded until the flush.
         if self._on_backward_end is not None and not self._twice and (outputs or not self._has_backward(call)):
             for bucket in self._buckets:
                 bucket.reshard()
         return output
 
     def _with_own_nodes(self, output: Any, call: _Call) -> Any:
-        """The output, in which what a unit handed on as it came has a node of its own.
+        """Clone the tensors of a unit's output that the unit passed through unchanged, so that the call has a node.
 
-        Backward then passes through units in the reverse order of forward, also on a rank that used nothing of several
-        units in a row: their gathers and reductions are in the order that other ranks have.
+        So backward passes through the units in the reverse order of forward, also on a rank that used no parameters of
+        several units in a row, and the gathers and reductions have the same order on all ranks.
         """
         if self._on_backward_end is None or not torch.is_grad_enabled():
             return output
@@ -192,15 +192,15 @@ class UnshardHooks:
         def own(value: Any) -> Any:
             if not isinstance(value, Tensor) or isinstance(value, Parameter) or not value.requires_grad:
                 return value
-            # Not a view: its base's node would stand for it.
+            # A clone, not a view: `_maker` takes the node of a view's base.
             return value if _number(value.grad_fn) > call.latest_input else value.clone()
 
         return tree_map(own, output, is_leaf=lambda value: not isinstance(value, tuple))
 
     def _outputs(self, module: nn.Module, output: Any, call: _Call) -> Iterator[Tensor]:
-        """Where backward may enter the call: what it returned, and what it left on the unit (an auxiliary loss)."""
+        """The tensors at which backward may enter the call: its results, and tensors that it left on the unit."""
         for tensor in _tensors(output, _DEPTH):
-            # A parameter that is returned as it is has hooks of its own, and outlives the call.
+            # Not a parameter that is returned unchanged: it has hooks of its own, and outlives the call.
             if tensor.requires_grad and not isinstance(tensor, Parameter):
                 yield tensor
         if self._on_backward_end is not None:
@@ -216,7 +216,7 @@ class UnshardHooks:
         self.begin_backward(call)
 
     def begin_backward(self, call: _Call) -> None:
-        """The first gradient of a call's outputs has arrived."""
+        """Gather the buckets: a gradient of a call's outputs has arrived."""
         self._gather()
         self._twice |= torch.is_grad_enabled()
         if call.begun is not self._generation:
@@ -224,22 +224,23 @@ class UnshardHooks:
             self._in_backward += 1
 
     def end_call(self, call: _Call) -> None:
-        """All backward of a call has run, if it has begun."""
+        """Note that the backward of a call has run; do nothing if it has not begun."""
         if call.begun is not self._generation:
             return
         call.begun = None
-        # Of a module called twice, the first call's backward may have begun already: its output is the second's input.
+        # If a module is called twice and the output of the first call is the input of the second, the backward of the
+        # first call may have begun already.
         self._in_backward -= 1
         if not self._in_backward and not self._twice and self._on_backward_end is not None:
             self._on_backward_end(self._buckets)
 
 
 class RefreshHook:
-    """Stages 0-2: waits for the last update and gathers what it made stale, when the module that reads it computes.
+    """A hook for stages 0 to 2: before a module's forward waits for the last update and gathers stale buckets.
 
     Args:
-        buckets: that the module reads.
-        others: that are gathered before, unless that was deferred.
+        buckets: the buckets that the module reads.
+        others: buckets that are gathered before these, unless their gather is deferred.
     """
 
     def __init__(self, buckets: Sequence[Bucket], others: Sequence[Bucket] = ()) -> None:
@@ -261,17 +262,17 @@ class RefreshHook:
 
 
 def _maker(tensor: Tensor) -> Node | None:
-    """The node that made a tensor, or what it is a view of: operations in place give a view a new node of its own."""
+    """The node that made a tensor or, for a view, its base: an operation in place gives a view a new node."""
     return base_of(tensor).grad_fn
 
 
 def _number(node: Node | None) -> int:
-    """Later nodes have larger numbers; -1 for none."""
+    """The sequence number of a node, larger for later nodes; -1 for ``None``."""
     return -1 if node is None else autograd_number(node)
 
 
 def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
-    """The tensors in nested containers and in the attributes of objects such as dataclasses."""
+    """The tensors in nested containers and in attributes of objects such as dataclasses, ``depth`` objects deep."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -283,11 +284,12 @@ OnGradient = Callable[[int, int], None]
 
 
 class GradientHooks:
-    """Tell when the gradient of a parameter has been accumulated.
+    """Calls a method whenever the gradient of a parameter has been accumulated.
 
     Args:
-        bucket_map: of the module.
-        on_gradient: a method, which is not kept alive; takes a bucket's number and a parameter's in it.
+        bucket_map: the buckets of the module.
+        on_gradient: a bound method, held by a weak reference; takes the number of the bucket and the parameter's index
+            in it.
     """
 
     def __init__(self, bucket_map: BucketMap, on_gradient: OnGradient) -> None:
@@ -300,15 +302,15 @@ class GradientHooks:
         ]
 
     def come_last(self) -> None:
-        """Gradients are ready when the hooks of user code, of which more may have come, have run."""
+        """Move the hooks behind those of user code, also newly registered ones, which may still change gradients."""
         for parameter, handle in self._hooks:
             hooks = gradient_hooks(parameter)
             if next(reversed(hooks)) != handle.id:
-                # Not `move_to_end`: autograd goes by the order of insertion.
+                # Not `move_to_end`: autograd calls hooks in the order of insertion.
                 hooks[handle.id] = hooks.pop(handle.id)
 
     def remove(self) -> None:
-        """Detach from the parameters."""
+        """Detach the hooks from the parameters."""
         for _, handle in self._hooks:
             handle.remove()
         self._hooks = []
@@ -317,27 +319,27 @@ class GradientHooks:
 def _hook_gradient(
     parameter: Parameter, notify: weakref.WeakMethod[OnGradient], number: int, index: int
 ) -> RemovableHandle:
-    # Neither engine nor bucket: Python's collector does not see references held by a tensor's hooks.
+    # The hook refers to neither engine nor bucket, since Python's collector does not see references of tensor hooks.
     def hook(_: Tensor) -> None:
         if (on_gradient := notify()) is not None:
             on_gradient(number, index)
 
     requires_grad = parameter.requires_grad
-    parameter.requires_grad_(True)  # a hook can be registered on nothing else; it stays when that is turned off
+    parameter.requires_grad_(True)  # needed to register a hook; the hook stays when it is turned off again
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     parameter.requires_grad_(requires_grad)
     return handle
 
 
 def install_refresh_hooks(bucket_map: BucketMap, units: Sequence[Unit]) -> list[Handle]:
-    """Stages 0-2: the module and its units gather what is stale before they compute."""
+    """Install the hooks of stages 0 to 2: the module and its units gather stale buckets before they compute."""
     around = inside_graphs(bucket_map.module)
     readers = [around.get(id(unit.module), unit.module) for unit in units]
     handles: list[Handle] = []
     for module in {id(m): m for m in (bucket_map.module, *readers)}.values():
         root = module is bucket_map.module
         read = bucket_map.read_by(module, recurse=not root or is_compiled(module))
-        # The whole module gathers first what is not deferred: ranks may enter its units in different orders.
+        # Buckets that are not deferred are gathered by the whole module, since ranks may enter units in other orders.
         alone = bucket_map.placement.mesh.shard.size == 1
         handles += attach(module, RefreshHook(read, [] if alone or not root else bucket_map.buckets))
     return handles
@@ -346,16 +348,16 @@ def install_refresh_hooks(bucket_map: BucketMap, units: Sequence[Unit]) -> list[
 def install_unshard_hooks(
     bucket_map: BucketMap, units: Sequence[Unit], gather: Callable[[int], None], on_unit_end: OnBackwardEnd
 ) -> list[UnshardHooks]:
-    """Stage 3: units gather and free their own buckets; other modules that hold parameters themselves gather them.
+    """Install the hooks of stage 3: units gather and free their buckets; other modules with parameters gather theirs.
 
     Args:
-        bucket_map: of the module.
-        units: of the module, in its order.
-        gather: unshards the n-th unit's own buckets.
-        on_unit_end: see :class:`UnshardHooks`.
+        bucket_map: the buckets of the module.
+        units: the units of the module, in module order.
+        gather: unshards the buckets that belong to unit number n only.
+        on_unit_end: ``on_backward_end`` of the units; see :class:`UnshardHooks`.
 
     Raises:
-        ValueError: a unit lies inside a graph.
+        ValueError: a unit lies inside a compiled module.
     """
     around = inside_graphs(bucket_map.module)
     _check_compiled(bucket_map.module, units, around)
@@ -381,7 +383,7 @@ def install_unshard_hooks(
 
 
 def _check_compiled(root: nn.Module, units: Sequence[Unit], around: Mapping[int, nn.Module]) -> None:
-    """Raise where a unit lies inside a graph, in which it cannot gather its parameters."""
+    """Raise if a unit lies inside a compiled module, where it cannot gather its parameters."""
     for unit in units:
         if (compiled := around.get(id(unit.module))) is not None:
             name = next(name for name, module in named_modules(root) if module is compiled)

@@ -1,16 +1,16 @@
-"""Places of all elements of a bucket: pure functions of sizes, ranks and shard counts.
+"""Computes the position of each element of a bucket, from sizes, ranks and the number of shards only.
 
-A bucket's parameters lie one after the other in one 1-D *flat buffer*, padded at the end so that it splits into equal
-*shards*, one per rank of the shard group. Each begins on a cache line, as a tensor of its own would: matrix products
-differ in the last bit with the alignment of their operands. Shard borders fall anywhere, also inside a parameter. A
-*segment* is the part of one parameter that lies in one shard:
+The parameters of a bucket lie one after the other in one 1-D *flat buffer*. It is padded at the end so that it splits
+into equal *shards*, one per rank of the shard group. Each parameter begins on a cache line, as a separate tensor would,
+because the alignment of the operands changes the last bit of matrix products. Shard borders may lie inside a parameter.
+A *segment* is the part of one parameter that lies in one shard:
 
     parameters   |----- 0 -----|-- 1 --|---------- 2 ----------|pad|
     shards       |------- rank 0 -------|------- rank 1 -----------|
     segments     |----- 0 -----|-- 1 --|2|---------- 2 ---------|
 
-In a *whole-parameter layout* no shard border falls inside a parameter: each lies whole in one shard, and every shard is
-padded to the length of the fullest. The buffers and what is done with them are the same:
+In a *whole-parameter layout* no shard border lies inside a parameter: each parameter lies entirely in one shard, and
+all shards are padded to the length of the fullest. Everything else is the same:
 
     parameters   |---------- 2 ----------|----- 0 -----|-- 1 --|pad|
     shards       |-------- rank 0 -------|-------- rank 1 ---------|
@@ -33,12 +33,12 @@ from lightning_zero.storage.rested import pieces
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The run of one parameter's elements that one rank owns; the unit of update."""
+    """A contiguous range of one parameter's elements that one rank owns; the unit of update."""
 
     param: int  # index of the parameter in its bucket
-    start: int  # first element, counted inside the shard
+    start: int  # first element, counted from the beginning of the shard
     numel: int
-    param_start: int  # the same element, counted inside the parameter as it lies in memory
+    param_start: int  # the same element, counted from the beginning of the parameter, in memory order
 
     @property
     def stop(self) -> int:
@@ -46,7 +46,7 @@ class Segment:
 
 
 class Run(NamedTuple):
-    """A contiguous range of the shard with the segments that it touches: adjacent ones, which share a key."""
+    """A contiguous range of the shard, and the segments in it: adjacent ones with the same key (see :func:`runs`)."""
 
     start: int
     stop: int
@@ -62,12 +62,12 @@ class Run(NamedTuple):
         return self.stop - self.start
 
     def cut(self, max_numel: int) -> Iterator[Run]:
-        """The run in pieces of at most ``max_numel`` elements; a segment may be in several."""
+        """Split the run into pieces of at most ``max_numel`` elements; a segment may lie in several pieces."""
         for start in range(self.start, self.stop, max_numel):
             yield self._part(start, min(start + max_numel, self.stop))
 
     def cut_at(self, tile: int | None) -> Iterator[Run]:
-        """The run in pieces that end where tiles of so many elements of the shard do; see :func:`pieces`."""
+        """Split the run at the borders of the shard's tiles of ``tile`` elements; see :func:`pieces`."""
         for start, stop in pieces(tile, self.start, self.stop):
             yield self._part(start, stop)
 
@@ -82,8 +82,8 @@ class FlatLayout:
     Args:
         numels: element count of each parameter, in order; zero is allowed.
         shards: size S of the shard group.
-        multiple: the padded length is a multiple of this, and this of S.
-        align: parameters begin at multiples of this.
+        multiple: the padded length is a multiple of this number of elements, which must be a multiple of S.
+        align: parameters begin at multiples of this number of elements.
     """
 
     numels: tuple[int, ...]
@@ -101,13 +101,13 @@ class FlatLayout:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the parameters, without any padding."""
+        """Number of elements of all parameters, without padding."""
         return sum(self.numels)
 
     @cached_property
     def padded_numel(self) -> int:
         end = self.offsets[-1] + self.numels[-1] if self.numels else 0
-        # At least one element per shard: collectives and views of zero elements are a special case nobody needs.
+        # At least one element per shard: this avoids collectives and views of zero elements.
         return max(_round_up(end, self.multiple), self.multiple)
 
     @cached_property
@@ -116,25 +116,25 @@ class FlatLayout:
 
     @property
     def keeps_whole(self) -> bool:
-        """Whether each parameter lies whole in one shard."""
+        """Whether each parameter lies entirely in one shard."""
         return self.shards == 1
 
     def owner(self, param: int) -> int:
-        """The rank of the shard group that a parameter lies on, where each lies whole in one shard."""
+        """The rank in the shard group that holds parameter ``param``; only for layouts with :attr:`keeps_whole`."""
         assert self.keeps_whole
         return 0
 
     @property
     def imbalance(self) -> float:
-        """How much more the fullest shard holds than the average one, as a fraction of the average."""
-        return 0.0  # shards are equal, but for padding
+        """Excess of the fullest shard over the average shard, as a fraction of the average."""
+        return 0.0  # shards are equal except for padding
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """Start and stop of the shard of ``rank`` in the flat buffer."""
+        """Start and stop of the shard of ``rank`` in the flat buffer, in elements."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
-        """The segments of the shard of ``rank``, in ascending order; parameters without elements have none."""
+        """The segments in the shard of ``rank``, in ascending order; a parameter without elements has no segment."""
         low, high = self.shard_range(rank)
         found = []
         for index, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
@@ -146,16 +146,16 @@ class FlatLayout:
 
 @dataclass(frozen=True)
 class WholeLayout(FlatLayout):
-    """Offsets of parameters that each lie whole in one shard, for rules that need a parameter in its own shape.
+    """Offsets of parameters that each lie entirely in one shard, for update rules that need whole parameters.
 
-    The largest parameter goes first, each to the shard that holds least so far: the fullest shard exceeds the average
-    by less than one parameter, and a parameter larger than the average has a shard for itself. Within a shard
-    parameters keep their order. All ranks find the same places, which depend on sizes only.
+    Parameters are assigned in descending size, each to the shard that holds least so far. So the fullest shard exceeds
+    the average by less than one parameter, and a parameter that is larger than the average has a shard of its own.
+    Within a shard parameters keep their order. The result depends on sizes only, and so is the same on all ranks.
     """
 
     @cached_property
     def _places(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shard of each parameter, and the elements in each shard with the gaps that alignment leaves."""
+        """The shard of each parameter, and the number of elements in each shard including the gaps of alignment."""
         sizes = [_round_up(n, self.align) for n in self.numels]
         lightest = [(0, shard) for shard in range(self.shards)]
         owners = [0] * len(sizes)
@@ -167,7 +167,7 @@ class WholeLayout(FlatLayout):
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """The rank of the shard group that each parameter lies on."""
+        """For each parameter the rank in the shard group that holds it."""
         return self._places[0]
 
     def owner(self, param: int) -> int:
@@ -184,7 +184,7 @@ class WholeLayout(FlatLayout):
 
     @cached_property
     def padded_numel(self) -> int:
-        # Shards begin at aligned places too, or parameters would not.
+        # Shards must begin at aligned positions too, so that their first parameters do.
         unit = math.lcm(self.multiple // self.shards, self.align)
         return max(_round_up(max(self._places[1]), unit), unit) * self.shards
 
@@ -199,7 +199,7 @@ class WholeLayout(FlatLayout):
 
 
 def imbalance_of(layouts: Iterable[FlatLayout]) -> float:
-    """How much more the fullest shards of several buckets hold than average ones, as a fraction of the average."""
+    """Excess of the fullest shards of several buckets over average shards, as a fraction of the average."""
     weighted = [(layout.numel, layout.imbalance) for layout in layouts]
     return sum(numel * each for numel, each in weighted) / max(sum(numel for numel, _ in weighted), 1)
 
@@ -209,13 +209,13 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def runs(segments: Sequence[Segment], key: Callable[[Segment], Hashable], gap: int = 0) -> Iterator[Run]:
-    """Group adjacent segments with equal keys; a ``None`` key leaves the segment out and ends the run.
+    """Group adjacent segments with equal keys into runs.
 
     Args:
         segments: in ascending order.
-        key: of a segment.
-        gap: segments at most this far apart are adjacent. Alignment leaves gaps shorter than ``FlatLayout.align``; they
-            hold zeros and may be computed on.
+        key: returns the key of a segment; ``None`` leaves the segment out and ends the run.
+        gap: segments at most this many elements apart count as adjacent. The gaps that alignment leaves are shorter
+            than ``FlatLayout.align``; they hold zeros, and computing on them is harmless.
     """
     group: list[Segment] = []
     group_key: Hashable = None
@@ -240,9 +240,9 @@ T = TypeVar("T", bound=_Sized)
 
 
 def tiles(parts: Iterable[T], max_numel: int) -> Iterator[tuple[T, ...]]:
-    """Group parts of a shard, in order, into tiles of at most ``max_numel`` elements; a larger part is one by itself.
+    """Group parts of a shard, in order, into tiles of at most ``max_numel`` elements, to bound temporary memory.
 
-    Bounds the temporary memory of an update.
+    A part that is larger than ``max_numel`` is a tile by itself.
     """
     tile: list[T] = []
     size = 0

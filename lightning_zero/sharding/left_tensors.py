@@ -1,4 +1,4 @@
-"""Tensors that forward leaves on modules, as an auxiliary loss is: backward may enter there."""
+"""Finds tensors that a forward stores on modules, such as an auxiliary loss: backward may begin at them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class LeftTensors:
-    """Finds the tensors among the attributes of a module and of all inside it, alone and in lists and tuples.
+    """Iterates over the tensors in attributes of a module and of its submodules, alone or in a list or tuple.
 
-    It looks again on every call at modules of user classes, which may assign in any forward. A module of ``torch.nn``
-    that has its class's own attributes only, and no tensor among them, is looked at again when it has got more, as from
-    a hook. The tree is walked again when a module in it has other children.
+    Modules of user classes are searched in every iteration, since any forward may assign attributes. A module of
+    ``torch.nn`` that has only the attributes of its class, and no tensor among them, is searched again only after it
+    got further attributes, for example from a hook. The module tree is walked again after a module in it got other
+    children.
 
     Args:
-        module: the outermost one.
+        module: the outermost module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -58,7 +59,7 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether its class is torch's own, and it has no tensors nor an attribute that others of its class lack."""
+    """Whether the module's class is one of ``torch.nn``, and it has no tensors and no attributes beyond its class's."""
     cls = type(module)
     if not cls.__module__.startswith("torch.nn.modules."):
         return False

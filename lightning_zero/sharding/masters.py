@@ -1,7 +1,7 @@
 """Masters: the full-precision values of a shard, behind one interface.
 
-Updaters read and write a shard's values through a master and never touch its tensors otherwise, so that a layout
-(none, a copy, a split one) is one object.
+Updaters read and write the values of a shard only through its master. So each layout (the shard itself, a copy, a split
+one) is one class.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from lightning_zero.storage.staged import staged_tile
 
 
 def _nothing() -> None:
-    """The kernel has done it all."""
+    """Does nothing: the kernel has already written the shard."""
 
 
 class KernelTensors(NamedTuple):
-    """Tensors of a master that an update kernel takes (see :class:`lightning_zero.ops.Options`); 1-D, of one length.
+    """Tensors of a master for an update kernel (see :class:`lightning_zero.ops.Options`), 1-D and of equal length.
 
-    ``finish`` must be called after the kernel: it publishes what was changed, as :meth:`Master.write` does.
+    ``finish`` must be called after the kernel. It publishes the changed values, as :meth:`Master.write` does.
     """
 
     param: Tensor
@@ -39,16 +39,16 @@ class KernelTensors(NamedTuple):
 
 
 class Master(Protocol):
-    """Full-precision values of one shard.
+    """The full-precision values of one shard.
 
     Attributes:
         dtype: dtype of the values.
-        device: where they can be computed on.
-        memory: where :meth:`read` finds them.
-        nbytes: bytes held in addition to the parameter shard, where they rest.
-        pinned: whether these are.
-        tile: elements that are fetched together from where they rest; ``None``: they are where they are computed on.
-        in_shard: whether :meth:`read` reads the parameter shard, which whoever edits parameters may change.
+        device: device on which updates compute with the values.
+        memory: memory in which :meth:`read` returns the values.
+        nbytes: bytes that the master holds in addition to the parameter shard.
+        pinned: whether these bytes are pinned host memory.
+        tile: number of elements that are fetched together into memory of :attr:`device`; ``None``: they rest there.
+        in_shard: whether :meth:`read` reads the parameter shard, which edits of parameters change.
     """
 
     @property
@@ -71,9 +71,9 @@ class Master(Protocol):
 
     @property
     def published(self) -> int | None:
-        """Elements that a kernel takes at a time at most, so that they are on their way while the next are updated.
+        """Largest number of elements to update at a time, so that they are copied while the next ones are updated.
 
-        ``None``: all.
+        ``None``: there is no such limit.
         """
         ...
 
@@ -81,35 +81,34 @@ class Master(Protocol):
     def in_shard(self) -> bool: ...
 
     def expect(self, start: int, stop: int, complete: bool = False) -> None:
-        """Begin to fetch what an update of ``[start, stop)`` needs.
+        """Begin to fetch the tensors that an update of ``[start, stop)`` needs.
 
         Args:
             start: first element.
-            stop: the one after the last.
-            complete: whether the update changes everything there, with the whole tiles around, but for padding and
-                what the range that was expected before has of these tiles.
+            stop: the element after the last.
+            complete: whether the update changes all elements, except padding, of the tiles that contain the range.
         """
         ...
 
     def commit(self, start: int, stop: int) -> None:
-        """Begin to put back what an update of ``[start, stop)`` has changed, and published."""
+        """Begin to write back elements ``[start, stop)``, which were updated and published."""
         ...
 
     def read(self, start: int, stop: int) -> Tensor:
         """The values of elements ``[start, stop)`` of the shard (1-D), to be changed in place before :meth:`keep`.
 
-        Of a master with tiles take no more at a time than :func:`~lightning_zero.storage.rested.pieces` gives.
+        If the master has tiles, a range must lie in one of :func:`~lightning_zero.storage.rested.pieces`.
         """
         ...
 
     def keep(self, start: int, values: Tensor) -> None:
-        """Keep what was changed in the tensor that :meth:`read` gave, before :meth:`write`."""
+        """Store changes of the tensor that :meth:`read` returned; call it before :meth:`write`."""
         ...
 
     def write(self, start: int, stop: int) -> Ticket:
-        """Begin to publish what was changed: to derive the parameter shard from it.
+        """Begin to publish changed values, that is, to update the parameter shard from them.
 
-        The ticket of a job in which that is done stands for it.
+        Inside a job the ticket need not be waited for: the ticket of the job covers this work.
         """
         ...
 
@@ -118,37 +117,37 @@ class Master(Protocol):
         ...
 
     def derive(self, start: int, stop: int) -> None:
-        """Take over values that someone wrote into the parameter shard.
+        """Take over values that user code wrote into the parameter shard.
 
-        Values that come back to what they were at the last update come back with all their digits.
+        An element that is set back to its value after the last update gets its full-precision value of then.
         """
         ...
 
 
 class Home:
-    """Moves values between a master and the parameter shard, which are in one memory here.
+    """Moves values between a master and the parameter shard, which are in the same memory for this class.
 
     Attributes:
-        memory: in which the values rest.
+        memory: memory in which the master's values rest.
     """
 
-    memory: Memory = "host"  # of a CPU optimizer that is used alone
+    memory: Memory = "host"  # for a CPU optimizer that is used without an engine
 
     def published(self, shard: Rested) -> int | None:
-        """Elements of the parameter shard that are copied there together; ``None``: all, nothing passes."""
+        """Number of elements that are copied to the parameter shard together; ``None``: there is no copy."""
         return None
 
     def publish(self, shard: Tensor, values: Tensor) -> Ticket:
-        """Begin to copy ``values`` to their part of the parameter shard."""
+        """Begin to copy ``values`` to ``shard``, the corresponding part of the parameter shard."""
         shard.copy_(values)
         return DONE
 
     def filling(self, shard: Tensor) -> AbstractContextManager[Tensor]:
-        """Memory where the values are, to be filled inside, which is then copied to a part of the parameter shard."""
+        """A context that yields memory beside the values; what is written to it is copied to ``shard`` at the end."""
         return nullcontext(shard)
 
     def taken(self, shard: Tensor) -> Tensor:
-        """A part of the parameter shard, to be read where the values are."""
+        """``shard``, a part of the parameter shard, on the device of the values: itself, or a copy."""
         return shard
 
 
@@ -156,8 +155,8 @@ class StoreHome(Home):
     """Moves values between the optimizer's store and a parameter shard that may be in another memory.
 
     Args:
-        placement: of the bucket.
-        name: of the bucket.
+        placement: placement of the bucket.
+        name: name of the bucket.
     """
 
     def __init__(self, placement: BucketPlacement, name: str) -> None:
@@ -178,7 +177,7 @@ class StoreHome(Home):
         return self._placement.executor.filling(shard, self._name) if self._fills(shard.device) else nullcontext(shard)
 
     def _fills(self, shard: torch.device) -> bool:
-        """Whether what is written for a parameter shard there passes through other memory."""
+        """Whether values for a parameter shard on the device ``shard`` are first written to staging memory."""
         return (self.memory, self._placement.shard_memory) == ("host", "device") and not ops.runs_on(shard)
 
     def taken(self, shard: Tensor) -> Tensor:
@@ -191,11 +190,11 @@ class StoreHome(Home):
 
 
 class NoMaster:
-    """The parameter shard is its own master: nothing is copied.
+    """The master of a shard that is its own master: nothing is copied.
 
     Args:
         shard: the parameter shard.
-        memory: in which its values are read.
+        memory: memory in which its values are read.
     """
 
     nbytes = 0
@@ -232,30 +231,30 @@ class NoMaster:
         keep(self._shard, start, values)
 
     def write(self, start: int, stop: int) -> Ticket:
-        """Nothing to publish: the values are the shard's."""
+        """Does nothing: the values are those of the shard."""
         return DONE
 
     def tensors(self, start: int, stop: int) -> KernelTensors:
         return KernelTensors(self._shard.view(start, stop))
 
     def derive(self, start: int, stop: int) -> None:
-        """Nothing to take over: the values are the shard's."""
+        """Does nothing: the values are those of the shard."""
 
 
 class _Kept:
-    """Copies of what a master held at the last update, of the parts that someone has edited since."""
+    """Copies of a master's values after the last update, for the ranges that user code has edited since."""
 
     def __init__(self) -> None:
-        self._copies: dict[int, list[Tensor]] = {}  # by where the part starts
+        self._copies: dict[int, list[Tensor]] = {}  # by the first element of the range
 
     def of(self, start: int, *parts: Tensor) -> list[Tensor]:
-        """The copies of the part that starts at ``start``; made of ``parts`` before its first edit."""
+        """The copies for the range that begins at ``start``; the first call copies ``parts``."""
         if start not in self._copies:
             self._copies[start] = [part.clone() for part in parts]
         return self._copies[start]
 
     def forget(self) -> None:
-        """Forget them: an update follows."""
+        """Drop all copies, since an update follows."""
         self._copies = {}
 
 
@@ -263,12 +262,12 @@ class _RestedMaster(ABC):
     """A master whose tensors rest in the optimizer's store.
 
     Attributes:
-        rested: the tensors, laid out as the shard.
+        rested: the tensors, with the layout of the shard.
 
     Args:
-        shard: the parameter shard; where it rests on a disk, too, its tiles are those of ``rested``.
+        shard: the parameter shard; if it rests on a disk too, it has the same tiles as ``rested``.
         rested: as above.
-        home: how values move between the store and the shard.
+        home: moves values between the store and the shard.
     """
 
     def __init__(self, shard: Rested, rested: Sequence[Rested], home: Home | None) -> None:
@@ -276,7 +275,7 @@ class _RestedMaster(ABC):
         self.rested = tuple(rested)
         self._home = home or Home()
         self._updated = _Kept()
-        self._publishing: Ticket = DONE  # the last publication, which may still read what was fetched
+        self._publishing: Ticket = DONE  # the last publication, which may still read fetched tiles
 
     @property
     def memory(self) -> Memory:
@@ -305,7 +304,8 @@ class _RestedMaster(ABC):
     def expect(self, start: int, stop: int, complete: bool = False) -> None:
         for tensor in self.rested:
             tensor.expect(start, stop)
-        self._shard.expect(start, stop, blank=complete and not self.in_shard)  # else it is only written
+        # A shard that is overwritten completely, and not read, need not be fetched.
+        self._shard.expect(start, stop, blank=complete and not self.in_shard)
 
     def commit(self, start: int, stop: int) -> None:
         for tensor in (*self.rested, self._shard):
@@ -318,13 +318,13 @@ class _RestedMaster(ABC):
 
 
 class CopyMaster(_RestedMaster):
-    """Values in a tensor of their own: in another dtype, in another store, or both.
+    """A master with its values in a tensor of their own: in another dtype, in another store, or both.
 
     Args:
         shard: the parameter shard.
-        values: at full precision (never made from the shard's rounded ones); kept, not copied.
-        home: how values move between the store and the shard.
-        ties: where a bf16 shard goes from halfway.
+        values: the full-precision values, not made from the rounded ones of the shard; the tensor is kept, not copied.
+        home: moves values between the store and the shard.
+        ties: how values halfway between two bf16 numbers are rounded for a bf16 shard.
     """
 
     in_shard = False
@@ -362,7 +362,7 @@ class CopyMaster(_RestedMaster):
         values = self.values.view(start, stop)
         if self._shard.dtype.itemsize != 2 or not ops.runs_on(values.device):
             return KernelTensors(values, finish=lambda: self.write(start, stop))
-        # The kernel writes the 16-bit shard in the same pass: where it is, or what is copied there.
+        # The kernel writes the 16-bit values in the same pass, to the shard or to memory that is copied to it.
         filling = ExitStack()
         copy_out = filling.enter_context(self._home.filling(self._shard.view(start, stop)))
         return KernelTensors(values, copy_out=copy_out, copy_ties=self.ties, finish=filling.close)
@@ -373,7 +373,7 @@ class CopyMaster(_RestedMaster):
                 self._derive(low, master, self._home.taken(self._shard.read(low, high)))
 
     def _derive(self, start: int, master: Tensor, shard: Tensor) -> None:
-        # Only what changed: a master holds more digits than the shard.
+        # Change only edited elements, since the master is more precise than the shard.
         if shard.dtype == master.dtype:
             master.copy_(shard)
             return
@@ -382,16 +382,17 @@ class CopyMaster(_RestedMaster):
 
 
 class SplitMaster(_RestedMaster):
-    """Values as 16-bit numbers, which the model reads, and int16 remainders: two bytes an element less than a copy.
+    """A master that is split into 16-bit numbers, which the model reads, and int16 remainders.
 
-    See :func:`lightning_zero.ops.split_`. The values are on the host; where the shard is, or comes in passing
-    (:class:`~lightning_zero.storage.staged.StagedTensor`), it is the high part.
+    It takes two bytes per element less than a copy; see :func:`lightning_zero.ops.split_`. Updates run on the host. If
+    the shard is in host memory, or is a :class:`~lightning_zero.storage.staged.StagedTensor`, whose tiles are copied to
+    the host and back, it serves as the high part itself.
 
     Args:
         shard: the parameter shard, bf16 or fp16 (bf16 with ties away from zero).
-        high: where the high part rests; ``None``: in the shard itself, which is worked on by the host.
-        remainder: [n] int16.
-        home: how values move between the store and the shard.
+        high: the high part in a tensor of its own; ``None``: the shard is the high part.
+        remainder: the remainders, [n] int16.
+        home: moves values between the store and the shard.
     """
 
     dtype = torch.float32
@@ -445,8 +446,8 @@ class SplitMaster(_RestedMaster):
         return KernelTensors(high, remainder, finish=lambda: self.write(start, stop))
 
     def derive(self, start: int, stop: int) -> None:
-        # Where the shard is the high part, what it was before is not known. The remainder of an unchanged element must
-        # stay, and that of a changed one is less than its rounding.
+        # If the shard is the high part, its old values are not known. Remainders then stay as they are: an unedited
+        # element needs its remainder, and for an edited one it is less than the rounding of the new value.
         if self._own_high is None:
             return
         for low, high in pieces(self.tile, start, stop):
@@ -458,7 +459,7 @@ class SplitMaster(_RestedMaster):
 
 
 def _rounds_to(master: Tensor, shard: Tensor) -> Tensor:
-    """Tell where ``shard`` is ``master`` in the shard's dtype, with bf16 ties to even or away from zero; bool."""
+    """For each element whether ``shard`` is ``master`` in the shard's dtype (for bf16 with either rounding of ties)."""
     matches = master.to(shard.dtype) == shard
     if master.dtype == torch.float32 and shard.dtype == torch.bfloat16:
         matches |= _rounded_away(master) == shard
@@ -466,6 +467,6 @@ def _rounds_to(master: Tensor, shard: Tensor) -> Tensor:
 
 
 def _rounded_away(values: Tensor) -> Tensor:
-    """fp32 values as their nearest bf16, halfway away from zero."""
+    """Round fp32 values to the nearest bf16, with ties away from zero."""
     rounded = ((values.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
     return torch.where(values.isnan(), torch.nan, rounded)

@@ -1,6 +1,6 @@
-"""The order of a parameter's elements in a flat buffer: the one in which they lay in memory before.
+"""The order of a parameter's elements in a flat buffer, which is their order in the original memory.
 
-A convolution with ``channels_last`` weights or a transposed matrix then computes with the strides it was given.
+So a convolution with ``channels_last`` weights, or a transposed matrix, keeps its strides.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from torch import Tensor
 
 @runtime_checkable
 class ReadableInSlices(Protocol):
-    """A tensor whose values are somewhere else, such as in a file, where a part can be read without the rest."""
+    """A tensor whose values are elsewhere, such as in a file, and can be read in parts."""
 
     def read_slice(self, form: MemoryFormat, start: int, into: Tensor) -> None:
-        """Fill ``into`` as :meth:`MemoryFormat.read` does; ``form`` has the tensor's shape."""
+        """Fill ``into`` (1-D) as :meth:`MemoryFormat.read` does; ``form`` has the tensor's shape."""
         ...
 
 
 @dataclass(frozen=True)
 class MemoryFormat:
-    """Shape and strides of a tensor that fills its memory."""
+    """Shape and strides of a dense tensor."""
 
     shape: torch.Size
     strides: tuple[int, ...]
 
     @classmethod
     def of(cls, tensor: Tensor) -> MemoryFormat:
-        """The format of a copy of ``tensor``: its own strides if it is dense, similar ones if expanded or cut out."""
+        """The format of a copy of ``tensor``: its strides if it is dense, otherwise dense strides of the same order."""
         return cls(tensor.shape, torch.empty_like(tensor, device="meta").stride())
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The dimensions, that of the longest stride first."""
+        """The dimensions in descending order of their strides."""
         return tuple(sorted(range(len(self.shape)), key=lambda dim: -self.strides[dim]))
 
     def view(self, flat: Tensor) -> Tensor:
@@ -44,13 +44,13 @@ class MemoryFormat:
         return flat.as_strided(self.shape, self.strides)
 
     def flatten(self, tensor: Tensor) -> Tensor:
-        """The elements of ``tensor`` as this format orders them, 1-D; one of another shape is taken as it is."""
+        """The elements of ``tensor`` in the order of this format, 1-D; a tensor of another shape is only flattened."""
         if tensor.shape == self.shape:
             tensor = tensor.permute(self.order)
         return tensor.reshape(-1)
 
     def read(self, tensor: Tensor, start: int, into: Tensor) -> None:
-        """Fill ``into`` (1-D) with the elements of :meth:`flatten` from ``start`` on; of a file no others are read."""
+        """Fill ``into`` (1-D) with elements of :meth:`flatten` from ``start`` on; reads only these from a file."""
         if isinstance(tensor, ReadableInSlices) and tensor.shape == self.shape:
             tensor.read_slice(self, start, into)
         else:

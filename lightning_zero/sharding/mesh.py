@@ -25,8 +25,11 @@ class Mesh:
     Ranks ``[i * S, (i + 1) * S)`` form a shard group; ranks that own the same shard form a replica group.
 
     Attributes:
-        timers: of all that this rank does between the groups' collectives, and of waiting for them.
-        board: notes of all ranks, for errors.
+        world: the group of all ranks.
+        shard: this rank's shard group.
+        replica: this rank's replica group.
+        timers: measure this rank's work between collectives, and its waits for them.
+        board: notes of all ranks, which explain errors.
     """
 
     world: Group
@@ -40,7 +43,7 @@ class Mesh:
             group.timers, group.board = self.timers, self.board
 
     def check(self, enabled: bool) -> None:
-        """Compare the ranks before each collective from now on, or no longer. The same call on all ranks."""
+        """Turn the comparison of the ranks before each collective on or off. The same call on all ranks."""
         for group in (self.world, self.shard, self.replica):
             group.checked = enabled
 
@@ -50,35 +53,47 @@ class Mesh:
             group.note(what)
 
     def before_next(self, act: Callable[[], None] | None) -> None:
-        """Have ``act`` come before the next collective of any of the groups; ``None``: nothing. It must end that."""
+        """Let ``act`` run before the next collective of any group, or nothing (``None``). ``act`` must reset this."""
         for group in (self.world, self.shard, self.replica):
             group.before = act
 
     def submit(self, executor: Executor, job: Callable[[], object], what: str, after: Sequence[Ticket] = ()) -> Ticket:
-        """Submit a job to the lane of communication, where it may ask the groups for collectives.
+        """Submit a job with collectives to the lane of communication.
 
-        These come after all that the thread that trains has asked for, and before what it asks for next.
+        Its collectives are issued after those that the training thread has issued, and before its next ones.
+
+        Args:
+            executor: the executor with the lane.
+            job: issues the collectives.
+            what: description for messages and traces.
+            after: tickets of work that must end before the job begins.
+
+        Returns:
+            The ticket of the job.
         """
-        assert self.world.before is None, "what was deferred comes before, which is unsharded throughout a step"
+        assert self.world.before is None, "deferred gathers must be issued before a job in the lane of communication"
         ticket = executor.submit(job, Lane.COMM, what, after)
         for group in (self.world, self.shard, self.replica):
             group.issuing = ticket
         return ticket
 
     def digests(self) -> Tensor:
-        """This rank's digests of its shard and replica group among zeros for the others; [2 * world size] float64.
+        """This rank's digests of its shard and replica groups, and zeros for other ranks: [2 * world size] float64.
 
-        Summed over the world, they are what :meth:`check_digests` takes.
+        The sum over the world is the argument of :meth:`check_digests`.
         """
         values = torch.zeros(self.world.size, 2, dtype=torch.float64)
         values[self.world.rank] = torch.tensor([self.shard.digest, self.replica.digest])
         return values.view(-1)
 
     def check_digests(self, digests: Sequence[float]) -> None:
-        """Raise on all ranks where those of one group did not do the same. Collective only if they did not.
+        """Check that the ranks of each group have issued the same collectives. Collective only if they have not.
+
+        Args:
+            digests: the sum of :meth:`digests` over the world.
 
         Raises:
-            CollectiveError: says what each rank did last.
+            CollectiveError: they have not; raised on all ranks, and lists the last collectives of each rank.
         """
         shard, replica = digests[::2], digests[1::2]
         size = self.shard.size
@@ -91,25 +106,25 @@ class Mesh:
 
     @classmethod
     def single(cls) -> Mesh:
-        """One process, no communication."""
+        """A mesh of one process, without communication."""
         return cls(Group(), Group(), Group())
 
     @classmethod
     def imagined(cls, shard_size: int, replicas: int = 1, rank: int = 0) -> Mesh:
-        """S x R ranks to plan with, seen from ``rank`` of the world; it cannot communicate."""
+        """A mesh of S x R ranks for planning, as seen by ``rank`` of the world; it cannot communicate."""
         world = Group.imagined(shard_size * replicas, rank)
         return cls(world, Group.imagined(shard_size, rank % shard_size), Group.imagined(replicas, rank // shard_size))
 
     @classmethod
     def create(cls, shard_size: int | None = None, timeout: timedelta | None = None) -> Mesh:
-        """Process groups for the initialized default group; a collective call: all ranks must make it.
+        """Create process groups from the initialized default group. Collective.
 
         Args:
             shard_size: S; ``None`` shards over the whole world, 1 replicates everything (stage 0).
-            timeout: after which a collective that some rank never joins fails.
+            timeout: time after which a collective fails if some rank does not join it.
 
         Raises:
-            ValueError: where ``shard_size`` does not divide the world size.
+            ValueError: ``shard_size`` does not divide the world size.
         """
         world_size = torch.distributed.get_world_size()
         size = world_size if shard_size is None else shard_size
@@ -127,7 +142,7 @@ class Mesh:
 
 
 def _board_of(world: Group) -> Board:
-    """A board of its own for each mesh: the names of process groups are the same on all ranks. Collective."""
+    """Make the board of a mesh, named after the process group, whose name is the same on all ranks. Collective."""
     if world.process_group is None:
         return Board()
     ranks = world.all_gather_object((socket.gethostname(), process_name()), "name the nodes")

@@ -1,8 +1,9 @@
-"""From a module tree to units to buckets.
+"""Divides a module tree into units, and the parameters of the units into buckets.
 
-A *unit* is a module whose parameters are gathered together at stage 3: by default the outermost repeated blocks (the
-layers of a transformer, the stages of a ResNet). What lies outside every unit belongs to the *root*, gathered for the
-whole step. Each unit's parameters split into buckets by dtype and by whether an optimizer may update them.
+A *unit* is a module whose parameters are gathered together at stage 3. By default the units are the outermost repeated
+blocks (the layers of a transformer, the stages of a ResNet). Parameters outside every unit belong to the *root*; they
+stay gathered during the whole step. The parameters of a unit are split into buckets by their dtype and by whether an
+optimizer may update them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from lightning_zero.sharding.rounded import lost_digits, rounded_to
 from lightning_zero.torch_private import is_traceable_wrapper_subclass
 
 ROOT = "(root)"
-MAX_IMBALANCE = 0.2  # of whole parameters over shards; what exceeds it costs memory and traffic
+MAX_IMBALANCE = 0.2  # of whole-parameter layouts, see `FlatLayout.imbalance`; larger ones waste memory and traffic
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _NORMS = (
@@ -47,7 +48,7 @@ _NORM_NAME = re.compile(r"norm(\d+d)?$", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Unit:
-    """A module whose parameters are gathered together, and its name in the tree."""
+    """A module whose parameters are gathered together, and its name in the module tree."""
 
     name: str
     module: nn.Module
@@ -55,17 +56,18 @@ class Unit:
 
 @dataclass
 class BucketSpec:
-    """The parameters of one future bucket.
+    """Describes a bucket that is to be made.
 
     Attributes:
         units: names of the units that share it (:data:`ROOT` for the root).
-        given: dtype that the user's module has.
-        dtype: dtype that forward and backward will see.
-        optimized: whether an optimizer may update them.
-        persistent: whether they stay unsharded where the stage shards parameters.
-        whole: whether each lies whole in one shard.
-        resident: whether what the engine keeps of them stays on the device although that of others is offloaded.
-        gradients_rest: whether their sharded gradients rest on the disk, if their optimizer state does.
+        given: dtype of the parameters in the user's module.
+        dtype: dtype of the parameters in forward and backward.
+        optimized: whether an optimizer may update the parameters.
+        persistent: whether the parameters stay unsharded at stage 3.
+        whole: whether each parameter lies entirely in one shard.
+        resident: whether masters, optimizer state and gradients stay on the device while those of other buckets are
+            offloaded.
+        gradients_rest: whether the sharded gradient rests on a disk, provided that the optimizer state does.
         specs: the parameters in module order.
     """
 
@@ -89,18 +91,18 @@ class BucketSpec:
 
     @property
     def in_root(self) -> bool:
-        """Whether it is unsharded throughout a step."""
+        """Whether the bucket stays unsharded during a whole step."""
         return ROOT in self.units or self.persistent
 
     def placed(self, placement: BucketPlacement) -> BucketPlacement:
-        """Its own placement, where ``placement`` is that of all."""
+        """The placement of this bucket, derived from the ``placement`` that all buckets share."""
         own = placement.resident() if self.resident else placement
         own = own.persistent() if self.persistent else own
         return own._replace(whole=own.whole or self.whole, gradients_rest=self.gradients_rest)
 
 
 class Partition(NamedTuple):
-    """The division of a module.
+    """The units and buckets of a module.
 
     Attributes:
         units: in module order.
@@ -121,14 +123,23 @@ def partition(
     dtypes: Mapping[int, torch.dtype] | None = None,
     whole: Iterable[Parameter] = (),
 ) -> Partition:
-    """The units and buckets of ``root``; for the arguments see :class:`Engine`, for errors also the functions below.
+    """Divides ``root`` into units and buckets.
 
-    ``dtypes`` are those that parameters, by their ids, had before an engine changed them. Where some must lie
-    ``whole``, so do those that are in no optimizer yet: they may join theirs.
+    Args:
+        root: the module tree.
+        placement: groups, policies, device and stores, shared by all buckets.
+        optimized: the parameters that an optimizer may update; ``None``: those that require a gradient.
+        units: see :func:`find_units`.
+        bucket_size_mb: size in 2^20 bytes up to which units share a bucket.
+        persistence_numel: see :func:`make_buckets`.
+        dtypes: by parameter id, the dtypes that parameters had before an engine changed them.
+        whole: parameters that must each lie entirely in one shard. If there are any, the parameters that no optimizer
+            has yet lie so too, because the same optimizer may get them later.
 
     Raises:
-        ValueError: ``bucket_size_mb`` is not greater than 0; and for modules whose forward changes parameters, on
-            several ranks.
+        ValueError: ``bucket_size_mb`` is not greater than 0, or there are several ranks and a module's forward changes
+            parameters; also the errors of :func:`find_units`.
+        TypeError: see :func:`make_buckets`.
     """
     if not bucket_size_mb > 0:
         raise ValueError(f"bucket_size_mb={bucket_size_mb!r} must be greater than 0; 25 is a good start")
@@ -153,11 +164,12 @@ def partition(
 
 
 def keep_last_on_device(buckets: Iterable[BucketSpec], offloaded: float) -> None:
-    """Mark as resident the last buckets in forward order, beyond a fraction of the elements that are updated.
+    """Offloads the first buckets that an optimizer updates, and marks the others as resident.
 
     Args:
-        buckets: in forward order. The one in which the fraction ends is offloaded, and so the first always is.
-        offloaded: the fraction, in (0, 1].
+        buckets: in forward order.
+        offloaded: fraction of the updated elements to offload, in (0, 1]. The bucket in which the fraction ends is
+            offloaded, so the first one always is.
     """
     updated = [spec for spec in buckets if spec.optimized]
     enough, before = offloaded * sum(spec.numel for spec in updated), 0
@@ -167,10 +179,10 @@ def keep_last_on_device(buckets: Iterable[BucketSpec], offloaded: float) -> None
 
 
 def rest_gradients(buckets: Iterable[BucketSpec], placement: BucketPlacement) -> None:
-    """Mark the buckets whose sharded gradients rest on a disk: all whose state does, or none.
+    """Marks the buckets whose sharded gradients rest on a disk: all buckets whose optimizer state does, or none.
 
-    Where the placement leaves that open, they rest there if they do not fit the memory that tiles pass through, in the
-    dtype in which micro-batches add up.
+    If ``placement.gradients_rest`` is ``None``, the gradients rest on the disk when those of the rank, in the dtype in
+    which micro-batches are summed, do not fit into the memory for tiles in transit (``TensorStore.passing_bytes``).
     """
     on_disk = [spec for spec in buckets if spec.optimized and spec.placed(placement).optimizer_store.tile is not None]
     sizes = [layout_of(s, placement).shard_numel * placement.widest_gradient(s.dtype).itemsize for s in on_disk]
@@ -180,7 +192,7 @@ def rest_gradients(buckets: Iterable[BucketSpec], placement: BucketPlacement) ->
 
 
 def layout_of(spec: BucketSpec, placement: BucketPlacement) -> FlatLayout:
-    """The layout of a bucket, where ``placement`` is that of all."""
+    """The layout of a bucket, derived from the ``placement`` that all buckets share."""
     return spec.placed(placement).layout(tuple(s.parameter.numel() for s in spec.specs), spec.dtype)
 
 
@@ -189,27 +201,27 @@ def _check_forward_changes_nothing(root: nn.Module, ranks: int) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise ValueError(
                 f"module {name!r} has max_norm={module.max_norm}: its forward renormalizes the rows of the weight that "
-                f"a rank looks up, and {ranks} ranks look up different ones, so that their weights would differ. Set "
+                f"a rank looks up, and {ranks} ranks look up different rows, so that their weights would differ. Set "
                 f"max_norm=None and renormalize all rows after each step, on all ranks"
                 f"{advice(Case.RENORMALIZED_IN_FORWARD, ': ').format(name=name, module=module)}"
             )
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether ``module`` is a normalization layer, of torch or by its class name."""
+    """Whether ``module`` is a normalization layer: one of torch's, or one whose class name says so."""
     return isinstance(module, _NORMS) or bool(_NORM_NAME.search(type(module).__name__))
 
 
 def find_units(root: nn.Module, patterns: Sequence[str | type[nn.Module]] | None = None) -> list[Unit]:
-    """The units of ``root`` in module order; units never nest.
+    """Finds the units of ``root``, in module order; units never nest.
 
     Args:
         root: the module tree.
-        patterns: classes, class names or :mod:`fnmatch` patterns of module names that make a module a unit; ``None``
-            finds the outermost repeated blocks.
+        patterns: classes, class names or :mod:`fnmatch` patterns of module names; each matching module becomes a unit,
+            unless it lies in one. ``None``: the outermost repeated blocks.
 
     Raises:
-        ValueError: for a pattern that matches no module with parameters.
+        ValueError: a pattern matches no module with parameters.
     """
     if patterns is None:
         return list(_repeated_blocks(original(root), ""))
@@ -243,10 +255,10 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[Unit]:
-    """Depth first: containers with two or more composite children of one class yield these children.
+    """Walks depth first; a container with two or more composite children of one class yields these children.
 
-    Experts are never units of their own, since a rank may route nothing to one of them: where a container of experts is
-    found outside every block, the module that holds it is the unit; those that the root holds itself are the root's.
+    An expert is never a unit of its own, since a rank may route nothing to it. If a container of experts lies outside
+    every block, the module that holds the container is the unit; experts that the root itself holds belong to the root.
     """
     blocks = _blocks_of(module) if isinstance(module, _CONTAINERS) else set()
     for child_name, child in module.named_children():
@@ -284,25 +296,24 @@ def make_buckets(
     whole: Collection[int] = (),
     balanced: Callable[[BucketSpec], bool] = lambda spec: True,
 ) -> list[BucketSpec]:
-    """The buckets of ``root`` in forward order: the root's first, then those of each unit.
+    """Makes the specs of the buckets of ``root`` in forward order: those of the root first, then those of each unit.
 
     Args:
         root: the module tree.
         units: see :func:`find_units`.
         optimized: ids of the parameters that an optimizer may update.
-        sharding: where parameters are unsharded (stages 0-2, and those that persist), neighbouring small units share
-            buckets.
-        precision: gives each parameter its dtype.
-        bucket_size: bytes up to which units share a bucket.
-        persistence_numel: elements up to which a parameter stays unsharded where the stage shards parameters.
+        sharding: neighbouring small units share buckets of parameters that stay unsharded: all at stages 0 to 2, the
+            persistent ones at stage 3.
+        precision: determines the dtype of each parameter.
+        bucket_size: size in bytes up to which units share a bucket.
+        persistence_numel: number of elements up to which a parameter stays unsharded at stage 3.
         dtypes: see :func:`partition`.
-        whole: ids of the parameters that must each lie whole in one shard; they have buckets of their own.
-        balanced: whether the shards of a bucket are about equally full; one of whole parameters takes in units until
-            they are, beyond ``bucket_size`` if need be.
+        whole: ids of the parameters that must each lie entirely in one shard; these have separate buckets.
+        balanced: whether the shards of a bucket are about equally full. A bucket of whole parameters takes in further
+            units until it is balanced, even beyond ``bucket_size``.
 
     Raises:
-        TypeError: for parameters that are not real and dense: complex, sparse, quantized, nested, DTensor, lazy; and
-            for modules with sparse gradients.
+        TypeError: see :func:`check_supported`.
     """
     check_supported(root)
     members = parameters_by_unit(root, units)
@@ -316,7 +327,7 @@ def make_buckets(
             is_optimized = id(spec.parameter) in optimized
             is_whole = id(spec.parameter) in whole
             persistent = sharding.shard_params and 0 < spec.parameter.numel() <= persistence_numel
-            alone = sharding.shard_params and not persistent  # what is freed with a unit is in no other's bucket
+            alone = sharding.shard_params and not persistent  # freed with its unit: units cannot share the bucket
             key = (given, dtype, is_optimized, is_whole, unit if alone else None)
             bucket = open_buckets.get(key)
             if bucket is None or (
@@ -331,10 +342,10 @@ def make_buckets(
 
 
 def check_initialized(buckets: Sequence[BucketSpec]) -> None:
-    """Refuse parameters without values: they can be planned, not trained.
+    """Checks that all parameters have values; parameters without values can be planned with, but not trained.
 
     Raises:
-        ValueError: for a parameter on the meta device.
+        ValueError: a parameter is on the meta device.
     """
     for name, parameter in (spec for bucket in buckets for spec in bucket.specs):
         if parameter.is_meta:
@@ -345,14 +356,14 @@ def check_initialized(buckets: Sequence[BucketSpec]) -> None:
 
 
 def check_exact(buckets: Sequence[BucketSpec], placement: BucketPlacement) -> None:
-    """Refuse parameters that have fewer digits than their buckets need.
+    """Checks that no parameter was rounded to a lower precision than its bucket needs (see ``rounded.py``).
 
     Args:
-        buckets: those to be made.
-        placement: of all of them.
+        buckets: the buckets to be made.
+        placement: the placement that they share.
 
     Raises:
-        ValueError: it names one.
+        ValueError: a parameter was rounded; the message names it.
     """
     for spec in buckets:
         needed = spec.placed(placement).master(spec.given, spec.dtype, spec.optimized).dtype
@@ -363,10 +374,10 @@ def check_exact(buckets: Sequence[BucketSpec], placement: BucketPlacement) -> No
 
 
 def check_same(buckets: Sequence[BucketSpec], world: Group) -> None:
-    """Refuse parameters that are others on another rank: the ranks' collectives would not fit together. Collective.
+    """Checks that all ranks hold the same parameters, without which their collectives would not match. Collective.
 
     Raises:
-        CollectiveError: on all ranks; it names a parameter.
+        CollectiveError: the parameters differ; raised on all ranks, and names one of them.
     """
     mine = {
         spec.name: f"{tuple(spec.parameter.shape)} {spec.parameter.dtype}{', optimized' if bucket.optimized else ''}"
@@ -389,7 +400,7 @@ def check_same(buckets: Sequence[BucketSpec], world: Group) -> None:
 
 
 def parameters_by_unit(root: nn.Module, units: Sequence[Unit]) -> dict[str, list[ParameterSpec]]:
-    """Each parameter once, under its unit; one that several units share belongs to the root."""
+    """Lists each parameter once, under the name of its unit; the root gets those that several units share."""
     owners: dict[int, set[str]] = {}
     for unit in units:
         for parameter in unit.module.parameters():
@@ -397,7 +408,7 @@ def parameters_by_unit(root: nn.Module, units: Sequence[Unit]) -> dict[str, list
     inside = {id(p) for unit in units for p in unit.module.parameters()}
     for module in _outside(root, units):
         for parameter in module.parameters(recurse=False):
-            if id(parameter) in inside:  # tied to one outside every unit
+            if id(parameter) in inside:  # shared by a unit and a module outside every unit
                 owners[id(parameter)].add(ROOT)
     members: dict[str, list[ParameterSpec]] = {ROOT: [], **{unit.name: [] for unit in units}}
     for name, parameter in root.named_parameters():
@@ -412,11 +423,11 @@ def _outside(root: nn.Module, units: Sequence[Unit]) -> list[nn.Module]:
 
 
 def check_supported(root: nn.Module) -> None:
-    """Look whether a module can be sharded, before anything is made of it.
+    """Checks that a module can be sharded, before anything is allocated.
 
     Raises:
-        TypeError: for parameters that are not real and dense: complex, sparse, quantized, nested, DTensor, lazy; and
-            for modules with sparse gradients.
+        TypeError: a parameter is not real and dense (it is complex, sparse, quantized, nested, a DTensor or lazy), or a
+            module has sparse gradients.
     """
     for name, module in root.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:

@@ -1,9 +1,9 @@
-"""Parameters whose update is under way: whoever reads one waits for it, and finds an ordinary parameter.
+"""Pending parameters: their update is running, and code that reads one waits for the update first.
 
-While the shard of a bucket is updated beside the training, and the shard is what its parameters show, their class is a
-subclass whose ``__torch_function__`` waits before everything but metadata. So code of the user's never sees a value
-from before the step, or one that is half written, and whoever reads nothing waits for nothing. A tensor that shares
-memory with a parameter, made before the step, is not intercepted: nobody can tell what reads it.
+While a bucket is updated asynchronously and its parameters are views of the shard, their class is a subclass whose
+``__torch_function__`` waits before every operation except on metadata. So user code never sees old or partly written
+values, and code that reads no values does not wait. A tensor that shares memory with a parameter and was made before
+the step is not intercepted.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lightning_zero.torch_private import no_subclass_functions, tree_leaves
 
 
 class PendingParameter(MarkedParameter):
-    """A parameter whose values are being updated."""
+    """A parameter whose values are being updated, or whose gather is deferred."""
 
-    _zero_await: Callable[[], None]  # ends the update, and makes the parameter an ordinary one
+    _zero_await: Callable[[], None]  # waits for the values, and makes the parameter an ordinary one
 
     @classmethod
     def __torch_function__(
@@ -35,7 +35,7 @@ class PendingParameter(MarkedParameter):
                 leaf._zero_await()
         return func(*args, **(kwargs or {}))
 
-    # These ask for the class before they ask for values.
+    # These three depend on the class of the parameter, so they wait before it is read.
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         self._zero_await()
@@ -51,7 +51,10 @@ class PendingParameter(MarkedParameter):
 
 
 def mark_pending(parameter: Parameter, await_update: Callable[[], None]) -> None:
-    """Have every use of ``parameter`` but its metadata call ``await_update`` first, which calls :func:`end_pending`."""
+    """Make every use of ``parameter``, except of its metadata, call ``await_update`` first.
+
+    ``await_update`` must call :func:`end_pending`.
+    """
     if isinstance(parameter, PendingParameter) or not isinstance(parameter, MarkedParameter):
         parameter._zero_await = await_update  # type: ignore[attr-defined]
     if not isinstance(parameter, MarkedParameter):

@@ -1,6 +1,7 @@
-"""Places and forms of a bucket's tensors, and how they move.
+"""Decides the memory and dtype of each tensor of a bucket, and copies between memories.
 
-Decided here and nowhere else: buckets make their tensors by it, and :func:`lightning_zero.planning.plan` counts them.
+This is the only place of these decisions: buckets make their tensors by them, and :func:`lightning_zero.planning.plan`
+counts the tensors by the same decisions.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ class MasterForm(NamedTuple):
     """The form in which the full-precision values of a shard are kept.
 
     Attributes:
-        dtype: of the values.
-        device: where they can be computed on.
-        pieces: dtypes of the tensors of the shard's length that they take in the optimizer's store, beside the shard;
-            none where the shard is its own master.
-        tile: elements of the shard that come to the host together, in passing, as a part of the values; 0: none do.
-        crosses: whether they are in host memory and copied to a shard on the device as they are, in one dtype; others
-            are converted on their way into memory in passing.
+        dtype: dtype of the values.
+        device: device on which updates compute with the values.
+        pieces: dtypes of the tensors in the optimizer's store that hold the values, each of the shard's length; empty
+            if the shard is its own master.
+        tile: number of elements of the shard that are copied to the host together because they are the high part of
+            the values; 0 if no such copy is needed.
+        crosses: whether the values rest in host memory and are copied to a shard on the device without conversion.
+            Otherwise copies to the device are converted in temporary host memory first.
     """
 
     dtype: torch.dtype
@@ -59,13 +61,23 @@ class MasterForm(NamedTuple):
 class BucketPlacement(NamedTuple):
     """Groups, policies, device, stores and executor that the buckets of one engine share.
 
-    Where ``whole``, each parameter lies whole in one shard; a bucket may have that for itself. Until something
-    ``trains`` there are no masters: parameters rest in the dtype in which they are computed with, and nowhere else. No
-    shard border cuts a block of ``block`` elements of a parameter: optimizers may keep state by block. Of the elements
-    that optimizers update, ``offload_fraction`` rest in the stores, in whole buckets; the others are resident. Where
-    masters may be split, ``split_masters`` says whether those of optimizers are that have no opinion of their own.
-    ``gradients_rest`` says whether sharded gradients rest on the disk where optimizer state does; ``None``: where those
-    of a rank do not fit the memory that tiles pass through.
+    Attributes:
+        mesh: process groups.
+        sharding: which tensors are sharded.
+        precision: dtypes.
+        device: device on which the model computes.
+        optimizer_store: store of masters, optimizer state and, unless they rest on a disk, sharded gradients.
+        param_store: store of parameter shards at stage 3.
+        executor: runs copies and updates.
+        whole: whether each parameter lies entirely in one shard; single buckets may have this too.
+        trains: whether there is training. Without it there are no masters: parameters exist only in the dtype in which
+            they are computed with.
+        block: number of elements in a block of optimizer state; no shard border cuts a block of a parameter.
+        offload_fraction: fraction of the elements that optimizers update that rests in the stores, in whole buckets;
+            the other buckets are resident on the device.
+        split_masters: whether masters are split for optimizers that do not decide this themselves, where possible.
+        gradients_rest: whether sharded gradients rest on a disk if the optimizer state does; ``None``: only if those
+            of a rank do not fit into the store's memory for tiles in transit.
     """
 
     mesh: Mesh
@@ -83,16 +95,16 @@ class BucketPlacement(NamedTuple):
     gradients_rest: bool | None = None
 
     def persistent(self) -> BucketPlacement:
-        """The placement of parameters that stay unsharded although the stage shards them."""
+        """The placement of parameters that stay unsharded at stage 3."""
         return self._replace(sharding=dataclasses.replace(self.sharding, shard_params=False))
 
     def resident(self) -> BucketPlacement:
-        """The placement of parameters whose state stays on the device although that of others is offloaded."""
+        """The placement of parameters whose state stays on the device while that of others is offloaded."""
         store = ResidentStore(self.device)
         return self._replace(optimizer_store=store, param_store=store)
 
     def layout(self, numels: tuple[int, ...], dtype: torch.dtype) -> FlatLayout:
-        """Offsets and padding of parameters with these numbers of elements."""
+        """The layout of a bucket whose parameters have these numbers of elements."""
         kind = WholeLayout if self.whole else FlatLayout
         shards = self.mesh.shard.size
         multiple = math.lcm(self.mesh.world.size, shards * self.block)
@@ -109,11 +121,11 @@ class BucketPlacement(NamedTuple):
         """Begin to copy ``source`` to ``target``; see :class:`~lightning_zero.storage.executor.Executor`.
 
         Args:
-            target: of the shape of ``source``.
-            source: in any dtype.
-            memories: in which ``source`` and ``target`` rest; on CPU ranks their devices would not tell.
-            what: what it is for.
-            after: work on either of them.
+            target: a tensor of the shape of ``source``, in any dtype.
+            source: the tensor to copy.
+            memories: the memories of ``source`` and ``target``; on CPU ranks their devices do not tell these apart.
+            what: purpose of the copy, for messages and traces.
+            after: tickets of work on either tensor that must end before.
         """
         with self._copying(memories):
             if memories == ("host", "device"):
@@ -122,15 +134,15 @@ class BucketPlacement(NamedTuple):
                 return self.executor.commit(target, source, what, after)
             for ticket in after:
                 ticket.synchronize()
-            target.copy_(source)  # by whoever computes there
+            target.copy_(source)  # both are in one memory: the current thread or stream copies
         return DONE
 
     def copy(self, target: Tensor, source: Tensor, memories: tuple[Memory, Memory], what: str) -> None:
-        """Copy ``source`` to ``target``; the host may read and change both then; see :meth:`move`."""
+        """Copy ``source`` to ``target`` as :meth:`move` does, and wait until the host may read and change both."""
         self.await_host(self.move(target, source, memories, what))
 
     def await_host(self, work: Ticket) -> None:
-        """Have the host wait for what moves from or to its memory."""
+        """Let the host wait for ``work``, a copy from or to its memory."""
         with self.mesh.timers.phase(Phase.HOST_COPY):
             work.synchronize()
 
@@ -143,9 +155,15 @@ class BucketPlacement(NamedTuple):
         after: Sequence[Ticket] = (),
         lane: Lane = Lane.HOST,
     ) -> Ticket:
-        """Begin to add ``source``, on the device, to ``target`` in ``memory``, in a lane there.
+        """Begin to add ``source`` to ``target``.
 
-        ``after``: work on ``target``.
+        Args:
+            target: a tensor in ``memory``.
+            source: a tensor of the same shape on the device.
+            memory: as above; the sum is computed there.
+            what: purpose, for messages and traces.
+            after: tickets of work on ``target`` that must end before.
+            lane: lane in which a sum in host memory is computed.
         """
         if memory == "device":
             target.add_(source)
@@ -156,7 +174,7 @@ class BucketPlacement(NamedTuple):
             return self.executor.receive(source, target.add_, what, after, lane)
 
     def on_host(self, values: Tensor, what: str) -> Tensor:
-        """``values`` on the CPU, where they may be already."""
+        """A copy of ``values`` on the CPU, or ``values`` itself if it is there."""
         if values.device.type == "cpu":
             return values
         copy = torch.empty_like(values, device="cpu")
@@ -167,18 +185,18 @@ class BucketPlacement(NamedTuple):
         return self.mesh.timers.phase(Phase.HOST_COPY) if "host" in memories else nullcontext()
 
     def tiles_ahead(self, dtype: torch.dtype) -> int:
-        """Tiles of a parameter shard of ``dtype`` that are fetched from a disk long before they are gathered."""
+        """Number of tiles of a parameter shard of ``dtype`` to fetch from a disk ahead of its gather; 0 without one."""
         store = self.param_store
         return 0 if store.tile is None else tiles_ahead(store.passing_bytes, dtype.itemsize)
 
     @property
     def updates_apart(self) -> bool:
-        """Whether updates are computed in another memory than the model: in the host's, and the device has its own."""
+        """Whether updates are computed on another type of device than the model, namely on the host."""
         return self.optimizer_store.device.type != self.device.type
 
     @property
     def rests_gradients(self) -> bool:
-        """Whether sharded gradients rest on a disk, as far as that has been decided."""
+        """Whether sharded gradients rest on a disk; False while ``gradients_rest`` is ``None``."""
         return bool(self.gradients_rest) and self.optimizer_store.tile is not None
 
     @property
@@ -187,7 +205,7 @@ class BucketPlacement(NamedTuple):
         return self.optimizer_store.resting_memory if self.rests_gradients else self.optimizer_store.memory
 
     def widest_gradient(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that sharded gradients of parameters of ``dtype`` have in the end."""
+        """The dtype of sharded gradients of parameters of ``dtype`` after several micro-batches."""
         return self.precision.grad_dtype or self.sum_dtype(dtype)
 
     @property
@@ -202,24 +220,23 @@ class BucketPlacement(NamedTuple):
 
     @property
     def shard_device(self) -> torch.device:
-        """The device on which parameter shards can be computed on."""
+        """The device of parameter shards."""
         return self.param_store.device if self.sharding.shard_params else self.device
 
     def master(self, initial: torch.dtype, dtype: torch.dtype, optimized: bool) -> MasterForm:
-        """The master of a shard.
+        """The form of the master of a shard.
 
         Args:
-            initial: dtype that the parameters had before the engine.
+            initial: dtype of the parameters in the user's module.
             dtype: dtype of the shard.
-            optimized: whether an optimizer may update it.
+            optimized: whether an optimizer may update the shard.
         """
         if not self.trains:
             return MasterForm(dtype, self.shard_device)
         store = self.optimizer_store
-        # A frozen parameter keeps its full precision too: it is what a checkpoint holds.
+        # A frozen parameter keeps its full precision too, since checkpoints contain it.
         cast = self.precision.needs_master(dtype) and (optimized or initial.itemsize > dtype.itemsize)
-        # Shards that rest in the memory that the optimizer's store computes in, as exactly as there, are where they
-        # should be.
+        # Updates can work on the shards directly if these rest in the memory in which the optimizer's store computes.
         shards = self.param_store
         beside = shards is store or (shards.exact and shards.memory == store.memory)
         moved = (store.device != self.shard_device or store.exact) and not (self.sharding.shard_params and beside)
@@ -230,13 +247,14 @@ class BucketPlacement(NamedTuple):
         return MasterForm(dtype, self.shard_device)
 
     def rounds(self, initial: torch.dtype, dtype: torch.dtype) -> bool:
-        """Whether a cast loses what a training would keep in masters."""
+        """Whether the cast to ``dtype`` rounds values without a master to keep the originals."""
         return not self.trains and initial != dtype and self.precision.needs_master(dtype)
 
     def split_master(self, dtype: torch.dtype) -> MasterForm:
-        """The split master of a 16-bit shard: remainders; the high part is the shard.
+        """The form of the split master of a 16-bit shard, whose high part is the shard if possible.
 
-        What rests on a disk beside a shard that does not has a high part of its own: its tiles are read ahead.
+        If the remainders rest on a disk and the shard does not rest where the host computes, the high part is a tensor
+        of its own on the disk, so that its tiles can be read ahead.
         """
         values, host = torch.float32, torch.device("cpu")
         if ops.runs_on(self.shard_device):
@@ -249,13 +267,13 @@ class BucketPlacement(NamedTuple):
         """The dtype in which gradients of parameters of ``dtype`` are sent.
 
         Args:
-            dtype: of the parameters.
-            summed: whether unsharded gradients of several micro-batches were added up (see :meth:`sum_dtype`).
+            dtype: dtype of the parameters.
+            summed: whether unsharded gradients of several micro-batches were summed (see :meth:`sum_dtype`).
         """
-        # What was summed in fp32 is sent in fp32: two finite fp16 micro-batches may add up to more than fp16 holds.
+        # A sum in fp32 is sent in fp32, since the sum of two finite fp16 gradients may overflow fp16.
         return self.precision.reduce_dtype or (self.sum_dtype(dtype) if summed else dtype)
 
     @staticmethod
     def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which micro-batches add up: fp32 at least."""
+        """The dtype in which gradients of several micro-batches are summed: ``dtype``, but at least fp32."""
         return torch.promote_types(dtype, torch.float32)

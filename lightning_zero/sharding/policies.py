@@ -1,4 +1,4 @@
-"""Policies, as small frozen dataclasses: what the stages shard, and in which numbers they compute."""
+"""Policies as small frozen dataclasses: which tensors a stage shards, and the dtypes of all tensors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class ShardingPolicy:
-    """Decides what each rank keeps between the passes of a step (ZeRO, https://arxiv.org/abs/1910.02054).
+    """Decides which tensors each rank keeps between the passes of a step (ZeRO, https://arxiv.org/abs/1910.02054).
 
     Attributes:
         shard_grads: reduce-scatter gradients after every micro-batch and keep only the owned slice. Costs one
-            reduce-scatter per micro-batch instead of one per step; saves the unsharded gradients between micro-batches.
+            reduce-scatter per micro-batch instead of one per step; saves the memory of the unsharded gradients between
+            micro-batches.
         shard_params: free a unit's parameters outside its own forward and backward. Costs two all-gathers per
-            micro-batch instead of one per step; saves the parameters of all other units.
+            micro-batch instead of one per step; saves the memory of the parameters of all other units.
 
     Optimizer state is always sharded over the shard group. Stage 0 is stage 1 with a shard group of one rank.
     """
@@ -44,12 +45,13 @@ class MixedPrecisionPolicy:
     """Dtypes of parameters, communication, gradients and masters.
 
     Attributes:
-        param_dtype: dtype in which forward and backward see floating-point parameters; ``None`` changes nothing.
-        keep_norms: leave the parameters of normalization layers in their own dtype (their cost is small, and a 16-bit
-            norm loses accuracy or refuses fp32 input).
-        reduce_dtype: dtype in which gradients cross the network; ``None`` is the dtype of the bucket.
-        grad_dtype: dtype in which the owned slice of the reduced gradient is kept until the step, the same for every
-            stage and store; ``None`` is the reduce dtype, and at least fp32 once a second micro-batch is added.
+        param_dtype: dtype of floating-point parameters in forward and backward; ``None``: the parameters' own.
+        keep_norms: leave the parameters of normalization layers in their own dtype. They are small, and a 16-bit norm
+            loses accuracy or refuses fp32 input.
+        reduce_dtype: dtype in which gradients are sent between ranks; ``None``: the dtype of the bucket.
+        grad_dtype: dtype in which the owned slice of the reduced gradient is kept until the step, the same at every
+            stage and in every store; ``None``: the reduce dtype, or fp32 if that is wider once a second micro-batch is
+            added.
         master_weights: keep an fp32 master of 16-bit parameters, made before they are cast.
         cast_buffers: cast floating-point buffers to ``param_dtype`` as well.
     """

@@ -1,4 +1,4 @@
-"""Stage 3's look-ahead: units that come next are gathered while one computes, the one after read from a disk."""
+"""Prefetches at stage 3: while a unit computes, the next units are gathered, and the one after is read from a disk."""
 
 from __future__ import annotations
 
@@ -26,41 +26,42 @@ class Gatherable(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """The dtype of the parameters."""
         ...
 
     def expect_shard(self) -> None:
-        """Begins to fetch this rank's part from a disk, where it rests on one."""
+        """Begins to fetch this rank's shard, if it rests on a disk."""
         ...
 
     def begin_unshard(self) -> None:
-        """Begins to gather the parameters, unless they are or will be."""
+        """Begins to gather the parameters, unless they are gathered or a gather has begun."""
         ...
 
     def unshard(self) -> None:
-        """Gathers the parameters, unless they are."""
+        """Gathers the parameters, unless they are gathered."""
         ...
 
     def reshard(self) -> None:
-        """Frees the parameters, unless somebody holds them."""
+        """Frees the parameters, unless a ``gathered_parameters`` context holds them."""
         ...
 
 
 class Prefetcher:
-    """Gathers units when they are needed, and begins to gather those that are expected next.
+    """Gathers units when they are needed, and begins to gather the units that are expected next.
 
-    A *pass* is one forward with its backward, or one forward without gradients. What comes next is what came next in
-    the last pass of that kind, recomputations included: at first module order, and for backward its reverse. The
-    decision depends on nothing that differs between ranks, as long as they run the same units in the same order.
+    A *pass* is one forward with its backward, or one forward without gradients. The expected order is the order in
+    which the last pass of the same kind needed its units, recomputations included. In the first pass it is module
+    order for forward, and the reverse for backward. If all ranks run the same units in the same order, they make the
+    same decisions.
 
-    The next unit is always begun, within the limit, and further ones while those ahead take no more than
-    ``prefetch_mb`` together. A unit that computes now is not begun again for its next turn, nor what comes after that.
+    Within ``max_live_numel`` the gather of the next unit is always begun, and of further units while all units gathered
+    ahead take at most ``prefetch_mb``. Prefetching stops before a unit that is still unsharded.
 
     Args:
         units: the buckets of each unit, in module order.
-        max_live_numel: units are not gathered ahead beyond so many elements in all unsharded units together;
-            ``None``: no limit. A unit that is larger is gathered alone when it is needed.
-        prefetch_mb: 2^20 bytes of unsharded parameters, as above.
+        max_live_numel: upper bound for the number of elements in all unsharded units; no unit is gathered ahead if it
+            would be exceeded. ``None``: no bound. A larger unit is gathered when it is needed.
+        prefetch_mb: upper bound for the size of the units gathered ahead, in 2^20 bytes.
     """
 
     def __init__(
@@ -71,33 +72,33 @@ class Prefetcher:
         self._depth = int(prefetch_mb * 2**20)
         forward = list(range(len(self._units)))
         self._expected = {True: [*forward, *reversed(forward)], False: forward}  # by whether gradients are enabled
-        self._kind: bool | None = None  # of the pass under way
+        self._kind: bool | None = None  # of the current pass: whether gradients are enabled
         self._seen: list[int] = []  # units in the order in which this pass needed them
-        self._next = 0  # position of what comes next among those expected
-        self._ahead: list[int] = []  # the units gathered ahead, and not needed so far, in the order of their turns
+        self._next = 0  # position of the next unit in the expected order
+        self._ahead: list[int] = []  # units gathered ahead and not needed so far, in expected order
 
     def begin_pass(self) -> None:
-        """Before a forward; a pass of its kind that has begun goes on."""
+        """Begin a pass before a forward, or continue the current pass if it is of the same kind."""
         kind = torch.is_grad_enabled()
-        if self._kind not in (None, kind):  # a forward whose backward never came
+        if self._kind not in (None, kind):  # the last pass was a forward without its backward
             self.end_pass()
         self._kind = kind
 
     @property
     def has_gathered(self) -> bool:
-        """Tells whether this pass has gathered a unit."""
+        """Whether this pass has gathered a unit."""
         return bool(self._seen)
 
     def end_pass(self) -> None:
-        """After backward, or after a forward without one: the order that was seen is expected from now on."""
+        """End the pass, after backward or a forward without one; its order becomes the expected one."""
         if self._kind is not None and self._seen:
             self._expected[self._kind] = self._seen
         self._kind, self._seen, self._next, self._ahead = None, [], 0, []
 
     def gather(self, unit: int) -> None:
-        """Unshard the ``unit``-th unit now, and begin with the next ones."""
+        """Unshard unit number ``unit`` now, and begin to gather the next units."""
         if all(bucket.state is BucketState.GATHERED for bucket in self._units[unit]):
-            return  # it still is, or a context holds it
+            return  # it was not resharded, or a context holds it
         self._give_up_before(unit)
         for bucket in self._units[unit]:
             bucket.unshard()
@@ -108,7 +109,7 @@ class Prefetcher:
             self._expect_later()
 
     def _move_to(self, unit: int) -> None:
-        """Go on after the next place where ``unit`` is expected; at an unexpected one stay."""
+        """Continue the expected order after the next occurrence of ``unit``; if there is none, do not move."""
         assert self._kind is not None
         expected = self._expected[self._kind]
         places = [i for i in range(self._next, len(expected)) if expected[i] == unit]
@@ -130,7 +131,7 @@ class Prefetcher:
             self._ahead.append(unit)
 
     def _expect_later(self) -> None:
-        """Begin to read the unit after those that are gathered ahead."""
+        """Begin to read the unit after those gathered ahead from the disk."""
         assert self._kind is not None
         later = self._next + len(self._ahead)
         for unit in self._expected[self._kind][later : later + 1]:
@@ -141,15 +142,15 @@ class Prefetcher:
         return sum(bucket.layout.padded_numel * bucket.dtype.itemsize for bucket in self._units[unit])
 
     def _live_numel(self, more: Sequence[Gatherable]) -> int:
-        """The elements of all unsharded units once ``more`` is unsharded too."""
+        """The number of elements in all unsharded units, once ``more`` is unsharded too."""
         buckets = [bucket for unit in self._units for bucket in unit]
         return sum(b.layout.padded_numel for b in buckets if b.state is not BucketState.SHARDED or b in more)
 
     def _give_up_before(self, needed: int) -> None:
-        """Free what was gathered ahead of ``needed`` in vain: all, unless that is among it."""
+        """Free the units that were gathered ahead but skipped: those before ``needed``, or all if it is not ahead."""
         turn = self._ahead.index(needed) if needed in self._ahead else len(self._ahead)
         for unit in self._ahead[:turn]:
             for bucket in self._units[unit]:
-                if bucket.state is BucketState.GATHERING:  # else a part of the unit was called
+                if bucket.state is BucketState.GATHERING:  # if it is gathered, a part of the unit was called
                     bucket.reshard()
         del self._ahead[: turn + 1]

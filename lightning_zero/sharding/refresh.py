@@ -1,12 +1,13 @@
-"""Stages 1 and 2: what an update made stale is gathered when it is needed, in one order on all ranks.
+"""Gathers stale buckets at stages 1 and 2 when they are needed, in the same order on all ranks.
 
-After a step of several ranks every bucket waits for shards of the others. A unit that computes has its buckets gathered
-after all those that come before them in forward order, and the next one is begun. So ranks that enter their units in
-other orders, or not all of them, issue the same gathers, some earlier than others; and the rest is gathered before the
-next collective of any other kind. Nothing that differs between ranks changes the order.
+After a step on several ranks all buckets are stale. When a unit computes, its buckets are gathered, after all buckets
+that come before them in forward order, and the gather of the next bucket is begun. The remaining buckets are gathered
+before the next collective of any other kind. So all ranks issue the same gathers in the same order, even if they enter
+different units or enter them in different orders; only the times differ.
 
-Code of the training step that reads a parameter before its unit has computed counts as that unit. Elsewhere a read
-raises: it may be one rank's alone, which would wait for the others in vain.
+If code of the training step reads a parameter before its unit has computed, the read gathers the parameter's bucket in
+the same way. A read outside the training step raises, since a single rank may do it, and would wait for the others
+without end.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ class Refresher:
     """Gathers stale buckets; see the module's docstring.
 
     Args:
-        mesh: whose collectives come after.
+        mesh: groups whose other collectives must wait until all deferred gathers have been issued.
         buckets: in forward order.
     """
 
     def __init__(self, mesh: Mesh, buckets: Sequence[Bucket]) -> None:
         self._mesh = mesh
         self._buckets = buckets
-        self._stale: deque[Bucket] = deque()  # that are to be gathered; the first may be under way
+        self._stale: deque[Bucket] = deque()  # buckets still to be gathered; the gather of the first may have begun
         self._reading = False
 
     def defer(self) -> None:
-        """Leave what is stale to those who need it. The same call on all ranks."""
+        """Defer the gathers of all stale buckets until they are needed. The same call on all ranks."""
         self._stale.extend(bucket for bucket in self._buckets if bucket.state is BucketState.STALE)
         for bucket in self._stale:
             bucket.defer(partial(self.need, bucket), partial(self._read, bucket))
@@ -44,7 +45,7 @@ class Refresher:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Inside, all ranks run the same code, which may read parameters."""
+        """A context in which all ranks run the same code, so that reading a parameter may gather it."""
         self._reading = True
         try:
             yield
@@ -52,7 +53,7 @@ class Refresher:
             self._reading = False
 
     def need(self, bucket: Bucket) -> None:
-        """Gather a bucket now, after those before it, and begin with the next."""
+        """Gather a bucket now, after those before it in forward order, and begin to gather the next."""
         with self._gathering():
             while bucket in self._stale:
                 self._stale[0].end_deferred()
@@ -61,17 +62,17 @@ class Refresher:
                 self._stale[0].begin_unshard()
 
     def gather(self) -> None:
-        """Gather all that is stale now."""
+        """Gather all stale buckets now, whether their gather was deferred or not."""
         self.finish()
         stale = [bucket for bucket in self._buckets if bucket.state is BucketState.STALE]
-        for act in (Bucket.begin_unshard, Bucket.unshard):  # nobody waits for one before the next is on its way
+        for act in (Bucket.begin_unshard, Bucket.unshard):  # begin all gathers before waiting for the first
             for bucket in stale:
                 act(bucket)
 
     def finish(self) -> None:
-        """Gather all that is left of what was deferred."""
+        """Gather the remaining deferred buckets."""
         with self._gathering():
-            for bucket in self._stale:  # nobody waits for one before the next is on its way
+            for bucket in self._stale:  # begin all gathers before waiting for the first
                 bucket.begin_unshard()
             while self._stale:
                 self._stale[0].end_deferred()
@@ -80,8 +81,8 @@ class Refresher:
     def _read(self, bucket: Bucket) -> None:
         if not self._reading:
             raise RuntimeError(
-                f"a parameter of {bucket.name} is read after a step whose values the ranks have not gathered yet, and "
-                f"one rank cannot do so alone outside of the training step{advice(Case.FREED, '. ')}"
+                f"a parameter of {bucket.name} is read outside of the training step, before the ranks have gathered "
+                f"its values of the last step; one rank cannot gather them alone{advice(Case.FREED, '. ')}"
             )
         bucket.unshard()
 

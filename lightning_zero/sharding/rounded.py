@@ -1,8 +1,8 @@
-"""Parameters that have lost digits: an engine that only evaluates casts them and keeps no master.
+"""Keeps track of parameters that were rounded: an engine that only evaluates casts parameters and keeps no master.
 
-Masters are never made of rounded values. So whoever takes such parameters over later, for a training or in a wider
-dtype, must know: a bucket has the indices of its own, and what it gives back is marked until something else is written
-into it.
+Masters must not be made from rounded values, so a later training, or an evaluation in a wider dtype, must be able to
+find such parameters. A bucket lists the indices of its rounded parameters (``Bucket.rounded``). When it is released,
+they are marked until other values are written into them.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_zero.advice import Case, advice
 from lightning_zero.torch_private import version_of
 
-_marks = WeakIdKeyDictionary()  # of parameters: the dtype, and the version that has no more digits
+_marks = WeakIdKeyDictionary()  # by parameter: the dtype that it was rounded to, and its version counter at that time
 
 
 def mark_rounded(parameter: Parameter, dtype: torch.dtype) -> None:
-    """Note that the values of ``parameter``, whatever its dtype, have no more digits than those of ``dtype``."""
+    """Note that the values of ``parameter``, whose dtype may be wider, were rounded to ``dtype``."""
     _marks[parameter] = dtype, version_of(parameter)
 
 
 def rounded_to(parameter: Parameter) -> torch.dtype | None:
-    """The dtype to which the values of ``parameter`` were rounded; ``None``: to none, or others came since."""
+    """The dtype that ``parameter`` was rounded to; ``None`` if it was not, or if other values were written since."""
     dtype, version = _marks.get(parameter, (None, None))
     return dtype if version == version_of(parameter) else None
 
 
 def lost_digits(name: str, had: torch.dtype, needed: torch.dtype) -> ValueError:
-    """The error for a parameter of which there are fewer digits than are needed."""
+    """The error for a parameter that was rounded to ``had`` although its values are needed in ``needed``."""
     return ValueError(
-        f"parameter {name!r} was cast to {had} for evaluation before any training, which kept nothing else of it, and "
-        f"now its values are needed in {needed}{advice(Case.ROUNDED, '. ')}"
+        f"parameter {name!r} was cast to {had} for evaluation before any training, without a copy of its original "
+        f"values, and now its values are needed in {needed}{advice(Case.ROUNDED, '. ')}"
     )

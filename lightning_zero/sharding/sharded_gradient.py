@@ -1,9 +1,10 @@
-"""The sharded gradient of a bucket: this rank's slice of what is averaged over all ranks, from step to step.
+"""The sharded gradient of a bucket: this rank's slice of the gradient averaged over all ranks.
 
-It rests in the memory of the optimizer's store or, where that has tiles and the gradients of the rank do not fit the
-memory that these pass through, on the disk (see :func:`~lightning_zero.sharding.partition.rest_gradients`).
-There a slice is written a tile at a time when it has arrived, another micro-batch is added to the tiles on their way
-from and to the disk, and an update reads them beside the state of the same elements. Nobody has a view of all of it.
+It rests in the memory of the optimizer's store or, if this store is on a disk and the gradients of the rank do not fit
+into its memory for tiles in transit, on the disk (see :func:`~lightning_zero.sharding.partition.rest_gradients`). On a
+disk, a slice that has arrived is written tile by tile. To add another micro-batch, each tile is read, added to and
+written back. An update reads the tiles together with the optimizer state of the same elements. The whole slice is never
+in memory.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ def sharded_gradient_dtype(fixed: torch.dtype | None, values: torch.dtype, summe
     """The dtype of a sharded gradient.
 
     Args:
-        fixed: what the policy asks for; ``None`` leaves it to what arrives.
-        values: dtype of what arrives.
-        summed: whether something has arrived before; on a disk, also where more will follow before the update: what is
-            there need not be written again in another dtype then.
+        fixed: dtype set by the policy; ``None``: it depends on the other arguments.
+        values: dtype of the arriving values.
+        summed: whether several micro-batches are summed: values have arrived before or, on a disk, more will follow
+            before the update. (On a disk, a later change of the dtype would mean writing the values again.)
     """
     return fixed or (torch.promote_types(values, torch.float32) if summed else values)
 
@@ -83,51 +84,49 @@ class _Summing:
 
 
 class LentGradient(NamedTuple):
-    """The values of a sharded gradient, to be read by an update.
+    """The values of a sharded gradient while an update reads them.
 
     Attributes:
-        values: 1-D.
-        arriving: the last work on them.
+        values: the values, 1-D.
+        arriving: ticket of the last work that writes them.
     """
 
     values: Rested
     arriving: Ticket
 
     def expect(self, start: int, stop: int) -> None:
-        """Begin to fetch what :meth:`read` will be asked for, up to :meth:`drop`."""
+        """Begin to fetch elements ``[start, stop)`` for :meth:`read`; they stay in memory until :meth:`drop`."""
         self.values.expect(start, stop)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """The gradient of elements ``[start, stop)``, which may not be changed."""
+        """The gradient of elements ``[start, stop)``, 1-D; callers must not change it."""
         if self.arriving is not DONE:
             self.arriving.synchronize()
         return self.values.read(start, stop)
 
     def drop(self, start: int, stop: int) -> None:
-        """Let go of what was fetched of ``[start, stop)``."""
+        """Release the fetched elements ``[start, stop)``."""
         self.values.drop(start, stop)
 
 
 class ShardedGradient:
     """Accumulates the reduced gradients of one shard over micro-batches.
 
-    Its dtype does not depend on stage or store, since overflow and norm are judged from these values; but for 16-bit
-    ones that more are added to, which are the same numbers in fp32.
+    The values, from which overflow and norm are computed, do not depend on stage or store. (Only on a disk may 16-bit
+    values be held in fp32 from the first micro-batch on; the numbers are the same.)
 
     Attributes:
-        squares: on the device, sums of squares of the values, one for each segment, float64; not finite where a value
-            is not. ``None``: nobody knows them without reading the values. They are noted when values leave for host
-            memory, so that nobody waits for their arrival to know the norm, and when others do.
+        squares: sums of squares of the values, one for each segment: 1-D float64 on the device, not finite if a value
+            is not. ``None``: they are not known without reading the values. They are computed before values are copied
+            to host memory, so that the norm is known before the copy has ended, and then for all buckets of an engine.
 
-    What goes to a disk, from the memory of CPU ranks or as the sum of several micro-batches, need not be read again for
-    its norm either: see :meth:`squares_of`.
+    When CPU ranks write values to a disk, the values need not be read again for the norm: see :meth:`squares_of`.
 
     Args:
-        name: of the bucket.
+        name: name of the bucket.
         numel: length of the shard.
-        placement: where the values rest, and in which dtype: a fixed one, or that of what arrives, raised to fp32 by a
-            second arrival.
-        segments: of the shard.
+        placement: memory and dtype of the values; see :func:`sharded_gradient_dtype`.
+        segments: segments of the shard.
         gap: segments at most this far apart are summed together; see :func:`~lightning_zero.sharding.layout.runs`.
     """
 
@@ -147,28 +146,28 @@ class ShardedGradient:
         self._asked: dict[Range, None] = {}  # ranges of which they were asked for since they were noted
         self._segments = segments
         self._gap = gap
-        self._arriving = DONE  # the last work on `values` in memory, which nobody has waited for
-        self._lent_to = DONE  # the last work that reads them, likewise
+        self._arriving = DONE  # the last work that writes the values in memory, if nobody has waited for it
+        self._lent_to = DONE  # the last work that reads the values, if nobody has waited for it
 
     def add(self, values: Tensor, more: bool = False) -> None:
-        """Begin to add ``values`` (1-D, on the device), which nobody changes any more.
+        """Begin to add ``values`` to the sharded gradient.
 
         Args:
-            values: as above.
-            more: whether others will be added to them before an update.
+            values: this rank's slice of a reduced gradient, 1-D, on the device; callers must not change it afterwards.
+            more: whether further values will be added before an update.
         """
         placement, again = self._placement, not self._empty
         summed = again or (more and placement.rests_gradients)
         held = self._ensure(sharded_gradient_dtype(self._fixed_dtype, values.dtype, summed))
         self._forget_squares()
-        # Alike in all places of an engine: the norm does not depend on which buckets are in which.
+        # For all buckets of an engine, offloaded or resident: so the norm does not depend on which are offloaded.
         if (
             not again
             and self._store.as_on_host
             and not device_type(placement.device).shares_host_memory
             and self._segments
         ):
-            kept = values if self._fixed_dtype is None else values.to(self._fixed_dtype)  # the norm is of these
+            kept = values if self._fixed_dtype is None else values.to(self._fixed_dtype)  # the values that are kept
             parts = [kept[segment.start : segment.stop] for segment in self._segments]
             self.squares = torch.stack(norms_of_each(parts)).square_()
         if held.tile is not None:
@@ -185,41 +184,44 @@ class ShardedGradient:
             if self._summing is not None:
                 work = self._summing.submit(placement, low, target, self._name, work)
             held.commit(low, high, after=[work])
-        self._arriving = work if held.tile is None else DONE  # who reads tiles waits for their writes
-        self._lent_to = DONE  # it comes before
+        self._arriving = work if held.tile is None else DONE  # reading a tile waits for the writes of that tile
+        self._lent_to = DONE  # `work` runs after it
         self._empty = False
 
     def _copy(self, target: Tensor, values: Tensor, after: Sequence[Ticket]) -> Ticket:
         return self._placement.move(target, values, ("device", self._store.memory), self._name, after)
 
     def _sum(self, target: Tensor, values: Tensor, after: Sequence[Ticket]) -> Ticket:
-        # Of what rests on a disk not in the lane of updates: one of these may wait for memory that is free only when
-        # the sum is written.
+        # On a disk not in the lane of updates: an update in it may be waiting for memory that is freed only after the
+        # sum has been written.
         lane = Lane.WRITE if self._placement.rests_gradients else Lane.HOST
         return self._placement.accumulate(target, values, self._store.memory, self._name, after, lane)
 
     def _arrive(self) -> None:
-        """Wait for what was added and for who reads it: the host is about to read or change the values."""
+        """Wait for all work that writes or reads the values, before the host reads or changes them."""
         for work in (self._arriving, self._lent_to):
             if work is not DONE:
                 self._placement.await_host(work)
         self._arriving = self._lent_to = DONE
 
     def lend(self) -> LentGradient:
-        """The values for an update, which may read them until the work that :meth:`lent_to` is told of has ended."""
+        """The values for an update, which may read them until the work passed to :meth:`lent_to` has ended."""
         return LentGradient(self._filled(), self._arriving)
 
     def lent_to(self, work: Ticket) -> None:
-        """``work`` reads what :meth:`lend` gave: what changes the values waits for it."""
+        """Note that ``work`` reads the values from :meth:`lend`; later changes of the values wait for it."""
         self._lent_to = work
 
     def read(self, start: int, stop: int) -> Tensor:
-        """The gradient of elements ``[start, stop)``, not to be changed; zeros where nothing arrived."""
+        """The gradient of elements ``[start, stop)``, 1-D, not to be changed; zeros if no gradient has arrived."""
         self._arrive()
         return self._filled().read(start, stop)
 
     def read_pieces(self, start: int, stop: int, numel: int) -> Iterator[Tensor]:
-        """The same ``numel`` elements at a time, the last ones fewer; each is there until the next is asked for."""
+        """Like :meth:`read`, but yields pieces of ``numel`` elements; the last one may be shorter.
+
+        A piece is valid until the next one is requested.
+        """
         self._arrive()
         held = self._filled()
         if held.tile is None:
@@ -240,7 +242,13 @@ class ShardedGradient:
             yield piece[:filled]
 
     def change(self, start: int, stop: int, function: Callable[[Tensor], object]) -> None:
-        """Call a function that changes values in place, element by element, with parts of ``[start, stop)``."""
+        """Change elements ``[start, stop)`` in place.
+
+        Args:
+            start: first element.
+            stop: the element after the last.
+            function: an element-wise function in place, which is called with one part of the range after the other.
+        """
         self._arrive()
         self._forget_squares()
         held = self._filled()
@@ -249,13 +257,16 @@ class ShardedGradient:
             held.commit(low, high)
 
     def keep(self, start: int, values: Tensor) -> None:
-        """Keep what was changed in what :meth:`read` has given, of elements from ``start`` on; nothing came since."""
+        """Store changes of the tensor ``values`` that :meth:`read` returned for elements from ``start`` on.
+
+        No gradient may have arrived in between.
+        """
         self._forget_squares()
         keep(self._filled(), start, values)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of what :meth:`read` gives."""
+        """The dtype of :meth:`read`'s result."""
         return self._filled().dtype
 
     @property
@@ -265,12 +276,12 @@ class ShardedGradient:
         return self._fixed_dtype or torch.promote_types(held, torch.float32)
 
     def raise_precision(self) -> None:
-        """Make the values fp32, unless the dtype is fixed, before they are scaled or compared with fp32 numbers."""
+        """Convert the values to fp32, unless the dtype is fixed or wider, before they are scaled."""
         if not self._empty and self._fixed_dtype is None:
             self._ensure(torch.float32)
 
     def clear(self) -> None:
-        """Forget the values; the room is kept for the next step, which what still arrives there comes before."""
+        """Discard the values but keep the memory for the next step, whose values wait for work that still writes."""
         self._empty = True
         self._forget_squares()
 
@@ -291,7 +302,7 @@ class ShardedGradient:
         return asked or [(run.start, run.stop) for run in runs(self._segments, lambda _: True, gap=self._gap)]
 
     def _note_squares(self, values: Tensor, dtype: torch.dtype) -> None:
-        """Of what ``dtype`` keeps of values."""
+        """Note sums of squares of ``values`` in ``dtype``, by the ranges that a norm over all parameters sums."""
         exact = torch.promote_types(values.dtype, dtype) == dtype
         for start, stop in self._ranges():
             part = values[start:stop]
@@ -307,31 +318,31 @@ class ShardedGradient:
 
     @property
     def empty(self) -> bool:
-        """Whether no gradient has arrived since it was cleared."""
+        """Whether no gradient has arrived since the last :meth:`clear`."""
         return self._empty
 
     @property
     def memory(self) -> Memory:
-        """Where the values rest."""
+        """The memory in which the values rest."""
         return self._placement.gradient_memory
 
     @property
     def in_tiles(self) -> bool:
-        """Whether they come to memory in parts only."""
+        """Whether the values rest on a disk and come to memory in tiles."""
         return self._placement.rests_gradients
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, where they rest."""
+        """Bytes allocated in :attr:`memory`."""
         return 0 if self._values is None else nbytes_of(self._values)
 
     @property
     def pinned(self) -> bool:
-        """Whether they rest in pinned host memory."""
+        """Whether the values rest in pinned host memory."""
         return self._values is not None and self._values.pinned
 
     def _filled(self) -> Rested:
-        """The values; zeros where nothing has arrived."""
+        """The values; filled with zeros if no gradient has arrived."""
         if self._empty:
             self._arrive()
             held = self._ensure(self._fixed_dtype or torch.float32)
@@ -343,7 +354,7 @@ class ShardedGradient:
         return self._values
 
     def _ensure(self, dtype: torch.dtype) -> Rested:
-        """The tensor, at least as wide as ``dtype``; a wider one of an earlier step holds the same values."""
+        """The tensor of the values, converted to ``dtype`` if it is narrower; a wider one of an earlier step stays."""
         before = self._values
         if before is None:
             self._values = self._made(dtype)
@@ -364,7 +375,7 @@ class ShardedGradient:
 
     @staticmethod
     def _in_turn(held: Rested, start: int, stop: int, fetched: bool = True) -> Iterator[tuple[int, int]]:
-        """The ranges of tiles, of which one is fetched while the one before is worked on."""
+        """The tiles of ``[start, stop)``; with ``fetched`` each is fetched while the one before it is used."""
         found = [*pieces(held.tile, start, stop)]
         for number, tile in enumerate(found):
             for coming in found[number : number + 2] if fetched else ():

@@ -1,16 +1,16 @@
-"""Initialization that never holds a full model: each parameter becomes a shard as soon as its module is complete.
+"""Initializes a model without ever holding all of it: a parameter is sharded as soon as its module is complete.
 
 Inside :func:`sharded_init` a parameter is in one of two states:
 
-    unsharded     an ordinary parameter; those of the module under construction, or of the operation that runs
-    sharded   a :class:`ShardedParameter`: shape and dtype as before, its storage of zero bytes; beside it a
-              :class:`ParameterShard`: 1-D, ceil(n/S) elements, in a store
+    unsharded   an ordinary parameter: those of the module under construction, or of the operation that runs
+    sharded     a :class:`ShardedParameter`, with its shape and dtype but a storage of zero bytes, and a
+                :class:`ParameterShard` (1-D, ceil(n/S) elements) in a store
 
-A new parameter is unsharded. It is sharded when the next module begins to be constructed. Any operation on a sharded
+A new parameter is unsharded. It is sharded when the construction of the next module begins. Any operation on a sharded
 parameter (``nn.init.normal_``, indexing, ``.data``) gathers it first, and it stays unsharded until another one is used.
-So the code of constructors runs unchanged, in the same order and with the same random numbers as without sharding.
+So constructors run unchanged, in the same order and with the same random numbers as without sharding.
 
-All of it is collective: every rank must run the same code. Rank 0's values count.
+All of this is collective: every rank must run the same code. Rank 0's values are used on all ranks.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from lightning_zero.torch_private import (
     users_of_tensor,
 )
 
-# Those that overwrite a whole parameter, as initializations do; each rank that calls one means the same.
+# Functions that overwrite a whole parameter, as initialization does; all ranks are expected to call them alike.
 _FILLS = frozenset(("normal_", "uniform_", "constant_", "fill_", "zero_"))
-_PATIENCE = 1.0  # seconds; a parameter that is taken for shared stays unsharded for longer, no more
-_SMALL = 1 << 16  # bytes; a shard below this is no mapping of its own in a host store
+_PATIENCE = 1.0  # seconds to wait for gloo; if it takes longer, the parameter only stays unsharded for longer
+_SMALL = 1 << 16  # bytes; smaller shards do not get a memory mapping of their own in a host store
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class ParameterShard:
     """The part of a sharded parameter that a rank holds.
 
     Attributes:
-        mesh: over whose shard group the parameter is sharded.
-        store: where the values rest.
-        values: 1-D, ceil(n/S) elements in the order of the parameter's memory; the last shard ends with padding.
+        mesh: the parameter is sharded over its shard group.
+        store: the store of the values.
+        values: 1-D, ceil(n/S) elements in the order of the parameter's memory; the last shard may end with padding.
     """
 
     mesh: Mesh
@@ -65,9 +65,10 @@ class ParameterShard:
 
 
 class ShardedParameter(FreedParameter):
-    """A parameter of which this rank holds a shard. An operation makes it unsharded, inside :func:`sharded_init`.
+    """A parameter of which this rank holds a shard.
 
-    Outside, what fills it with other values does so for as long as it runs.
+    Inside :func:`sharded_init` any operation unshards it. Outside, only functions that fill it with other values are
+    allowed; they unshard it while they run.
     """
 
     _zero_shard: ParameterShard
@@ -93,7 +94,7 @@ class ShardedParameter(FreedParameter):
             known: Parameter = memo[id(self)]
             return known
         if own_class(type(self)) is not Parameter:
-            _active_for("deepcopy", [self]).use([self])  # the subclass knows what to copy
+            _active_for("deepcopy", [self]).use([self])  # the user's subclass of Parameter defines how to copy
             full_copy: Parameter = self.__deepcopy__(memo)
             return full_copy
         copy = memo[id(self)] = _copy_of_shard(self)
@@ -101,10 +102,10 @@ class ShardedParameter(FreedParameter):
 
 
 def _active_for(action: str, parameters: Iterable[Parameter]) -> ShardedInit:
-    """The context that is open.
+    """The open :func:`sharded_init` context, for ``action`` on ``parameters``.
 
     Raises:
-        RuntimeError: where there is none.
+        RuntimeError: no context is open.
     """
     context = _ACTIVE.get()
     if context is None:
@@ -120,7 +121,7 @@ def _active_for(action: str, parameters: Iterable[Parameter]) -> ShardedInit:
 
 
 def full_values(parameter: Parameter) -> Tensor:
-    """The values of a parameter, which is unsharded from now on. Collective where it was sharded."""
+    """Unshard a parameter if it is sharded, and return its values, of its shape. Collective if it is sharded."""
     if isinstance(parameter, ShardedParameter):
         _unshard(parameter)
     return parameter.detach()
@@ -128,7 +129,7 @@ def full_values(parameter: Parameter) -> Tensor:
 
 @torch.no_grad()
 def _unshard(parameter: ShardedParameter) -> str:
-    """Gather a parameter; returns its name."""
+    """Gather a parameter and return its name. Collective."""
     with no_torch_functions():
         shard: ParameterShard = parameter.__dict__.pop("_zero_shard")
         name: str = parameter.__dict__.pop("_zero_name")
@@ -144,14 +145,14 @@ def _unshard(parameter: ShardedParameter) -> str:
 
 
 def _await_backend(parameter: Parameter) -> None:
-    """Gloo's thread holds what it gathered a moment longer, which is not to be taken for an alias of user code's."""
+    """Wait until gloo's thread has released the gathered tensor, which would look like an alias in user code."""
     deadline = time.monotonic() + _PATIENCE
     while not _is_unshared(parameter) and time.monotonic() < deadline:
         time.sleep(1e-5)
 
 
 def _shard(parameter: Parameter, name: str, mesh: Mesh, store: TensorStore) -> None:
-    """Keep this rank's shard of rank 0's values and free the rest."""
+    """Broadcast rank 0's values of a parameter, keep this rank's shard and free the rest. Collective."""
     group = mesh.shard
     length = -(-parameter.numel() // group.size)
     _own_storage(parameter, length * group.size)
@@ -172,7 +173,7 @@ def _mark_sharded(parameter: Parameter, name: str, shard: ParameterShard) -> Non
 
 
 def _own_storage(parameter: Parameter, max_numel: int) -> None:
-    """Give the parameter a storage that holds nothing but its elements and can be resized, if it has another."""
+    """Give the parameter a resizable storage with nothing but its elements, unless it has one."""
     storage = parameter.untyped_storage()
     dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
     alone = parameter.storage_offset() == 0 and storage.nbytes() <= max_numel * parameter.itemsize
@@ -218,7 +219,7 @@ def _is_shardable(parameter: Parameter, device: torch.device) -> bool:
 def _is_unshared(parameter: Parameter) -> bool:
     """Whether nothing but the parameter itself refers to its memory: no view, no alias, no autograd graph."""
     storage = parameter.untyped_storage()
-    # The users are the tensor and `storage`, and the Python object of the tensor.
+    # The storage is used by the tensor and by `storage`, the tensor by its Python object.
     return users_of_storage(storage) == 2 and users_of_tensor(parameter) == 1
 
 
@@ -227,7 +228,7 @@ def _is_unshared(parameter: Parameter) -> bool:
 
 @dataclass
 class _Unsharded:
-    """A parameter that is unsharded inside the context, and the module that it was registered in last, if any."""
+    """A parameter that is unsharded inside the context, and the last module, if any, in which it was registered."""
 
     parameter: Parameter
     name: str
@@ -235,26 +236,26 @@ class _Unsharded:
 
 
 def _is_dropped(entry: _Unsharded) -> bool:
-    """Whether nothing else refers to the parameter itself."""
-    return sys.getrefcount(entry.parameter) == 2  # the entry and the argument
+    """Whether nothing but the entry refers to the parameter."""
+    return sys.getrefcount(entry.parameter) == 2  # the entry, and the argument of this call
 
 
 class ShardedInit:
-    """Shards the parameters of a model under construction: what :func:`sharded_init` yields.
+    """Shards the parameters of a model under construction; :func:`sharded_init` yields it.
 
     Attributes:
+        device: device of the parameters that are sharded.
         unsharded_bytes: bytes of the parameters that are unsharded now.
-        device: of the parameters that are sharded.
-        peak_bytes: the most that they were at any time.
+        peak_bytes: maximum of ``unsharded_bytes`` so far.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device, store: TensorStore) -> None:
         self.peak_bytes = 0
         self._mesh = mesh
-        self.device = torch.empty(0, device=device).device  # as tensors name it: with its index
+        self.device = torch.empty(0, device=device).device  # with its index, as tensors report it
         self._store = store
-        # By id, in the same order on all ranks. Strong references: what a rank's garbage collector has found must not
-        # decide what all of them do next.
+        # By id, in the same order on all ranks. References are strong, so that the garbage collector of one rank does
+        # not influence the collectives.
         self._unsharded: dict[int, _Unsharded] = {}
 
     @property
@@ -262,18 +263,21 @@ class ShardedInit:
         return sum(entry.parameter.nbytes for entry in self._unsharded.values())
 
     def created(self, parameter: Parameter) -> None:
-        """A parameter was constructed. Those before it that no module took will hardly be initialized any more."""
+        """Note that a parameter was constructed, and shard earlier ones that were not registered in any module.
+
+        Their initialization is most likely complete.
+        """
         self._add(parameter)
         self._shard([entry for key, entry in self._unsharded.items() if entry.owner is None and key != id(parameter)])
 
     def reads(self, values: Tensor) -> bool:
-        """Whether these values are in a file, and a parameter of them is made by :meth:`read`."""
+        """Whether ``values`` are in a file, so that :meth:`read` can make a parameter from them."""
         strided = values.layout is torch.strided and values.numel() > 0
         return isinstance(values, ReadableInSlices) and values.device == self.device and strided
 
     @torch.no_grad()
     def read(self, values: Tensor, requires_grad: bool) -> Parameter:
-        """A sharded parameter with values from a file, of which this rank reads its part. No communication."""
+        """Make a sharded parameter from values in a file; this rank reads only its part. Not collective."""
         group, form = self._mesh.shard, MemoryFormat(values.shape, values.stride())
         length = -(-form.shape.numel() // group.size)
         own, start = _zeros(self._store, length, values.dtype), group.rank * length
@@ -284,7 +288,7 @@ class ShardedInit:
         return parameter
 
     def registered(self, module: nn.Module, name: str, parameter: Tensor) -> None:
-        """A parameter was assigned to a module: those of other modules are complete."""
+        """Note that a parameter was assigned to a module, and shard those of other modules, which are complete."""
         name = f"{type(module).__name__}.{name}"
         if isinstance(parameter, ShardedParameter):
             parameter._zero_name = name
@@ -295,7 +299,7 @@ class ShardedInit:
             self._shard([e for e in self._unsharded.values() if e.owner != id(module)])
 
     def use(self, parameters: Iterable[Parameter]) -> None:
-        """Make ``parameters`` unsharded for an operation, and shard all others."""
+        """Unshard ``parameters`` for an operation, and shard all others. Collective."""
         used = {id(p): p for p in parameters}
         self._shard([entry for key, entry in self._unsharded.items() if key not in used])
         for parameter in used.values():
@@ -303,7 +307,7 @@ class ShardedInit:
                 self._add(parameter, _unshard(parameter))
 
     def settle(self) -> None:
-        """Shard every parameter that is unsharded, but for those that user code holds an alias of."""
+        """Shard all unsharded parameters, except those of which user code holds an alias. Collective."""
         self._shard(list(self._unsharded.values()))
 
     def _add(self, parameter: Parameter, name: str = "(unnamed)") -> None:
@@ -333,12 +337,13 @@ class ShardedInit:
                     _shard(entry.parameter, entry.name, self._mesh, self._store)
         if any(dropped):
             del entry, entries
-            self._shard(kept)  # what was dropped may have shared memory with them
+            self._shard(kept)  # dropped parameters may have shared memory with these
 
     def _everywhere(self, flags: list[list[bool]]) -> list[list[bool]]:
-        """Which flags are set on all ranks.
+        """For each flag whether it is set on all ranks. Collective.
 
-        What refers to a parameter may lie in garbage that only some ranks have collected.
+        The ranks' own flags may differ, since a reference to a parameter may lie in garbage that only some ranks have
+        collected.
         """
         world = self._mesh.world
         own = device_type(self.device).send(torch.tensor(flags), self.device)
@@ -355,21 +360,20 @@ _ACTIVE: ContextVar[ShardedInit | None] = ContextVar("sharded_init", default=Non
 
 @contextlib.contextmanager
 def sharded_init(mesh: Mesh, device: torch.device, store: TensorStore) -> Iterator[ShardedInit]:
-    """Parameters created inside are sharded over ``mesh.shard`` one module after the other; see the module's docstring.
+    """A context in which new parameters are sharded over ``mesh.shard``, module by module; see the module's docstring.
 
-    Sharded parameters are usable inside this context (any such context: it may be entered again), inside
-    :func:`gathered_parameters`, and by an :class:`Engine`. Elsewhere they can be filled with other values, in place;
-    any other use raises an error that names them.
-    Parameters on another device stay unsharded, and so do those whose memory user code refers to in another way as
-    long as it does. Inside another such context it does nothing.
+    Sharded parameters can be used inside this or a later such context, inside :func:`gathered_parameters`, and by an
+    :class:`Engine`. Elsewhere they can only be filled with other values in place; any other use raises an error that
+    names them. Parameters on another device stay unsharded, and so does a parameter while user code holds another
+    reference to its memory. A context inside another one does nothing.
 
     Args:
         mesh: process groups.
-        device: where parameters are computed on; the caller makes it the default device.
-        store: where shards rest.
+        device: device of the parameters; the caller must make it the default device.
+        store: store of the shards.
 
     Yields:
-        the context, which counts the bytes of unsharded parameters.
+        The context, which counts the bytes of unsharded parameters.
     """
     if (active := _ACTIVE.get()) is not None:
         yield active
@@ -386,7 +390,7 @@ def sharded_init(mesh: Mesh, device: torch.device, store: TensorStore) -> Iterat
 
 @contextlib.contextmanager
 def _hooks(context: ShardedInit) -> Iterator[None]:
-    """Tell ``context`` of every parameter that is created, copied or registered, and of every module that begins."""
+    """Notify ``context`` of each parameter that is created, copied or registered, and of each module's construction."""
     new_parameter, copy_parameter, begin_module = Parameter.__new__, Parameter.__deepcopy__, nn.Module.__init__
 
     def new(cls: type[Parameter], data: Tensor | None = None, requires_grad: bool = True) -> Parameter:
@@ -433,19 +437,19 @@ def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
 
 
 def values_held(parameter: Tensor) -> Tensor:
-    """The tensor that this rank holds of a parameter: its shard, where it is initialized in shards, or else itself."""
+    """The tensor that this rank holds of a parameter: its shard (1-D) if it is sharded, otherwise the parameter."""
     return parameter._zero_shard.values if isinstance(parameter, ShardedParameter) else parameter
 
 
 def unshard_parameters(parameters: Iterable[Parameter]) -> None:
-    """Make sharded parameters ordinary ones, for good. Collective."""
+    """Turn sharded parameters into ordinary ones. Collective."""
     for parameter in parameters:
         full_values(parameter)
 
 
 @torch.no_grad()
 def load_shard(parameter: ShardedParameter, values: Tensor) -> None:
-    """Overwrite a sharded parameter with full ``values`` of its shape, which every rank must have."""
+    """Overwrite a sharded parameter with full ``values`` of its shape, which all ranks must have and pass."""
     with no_torch_functions():
         shard = parameter._zero_shard
         form, numel = MemoryFormat.of(parameter), parameter.numel()
@@ -456,7 +460,7 @@ def load_shard(parameter: ShardedParameter, values: Tensor) -> None:
 
 
 def usable_inside(parameters: Iterable[Parameter]) -> contextlib.AbstractContextManager[Any]:
-    """A context in which code may use each of the parameters, which is unsharded as long as it does. Collective."""
+    """A context in which code may use ``parameters``; each is unsharded while it is used. Collective."""
     for parameter in parameters:
         if isinstance(parameter, ShardedParameter):
             shard: ParameterShard = parameter._zero_shard
@@ -466,7 +470,7 @@ def usable_inside(parameters: Iterable[Parameter]) -> contextlib.AbstractContext
 
 @contextlib.contextmanager
 def unsharded_inside(parameters: Iterable[Parameter]) -> Iterator[None]:
-    """Gather sharded parameters for the context; what is changed there is kept, as rank 0 has it. Collective."""
+    """A context in which sharded parameters are gathered; at its end rank 0's values are kept. Collective."""
     sharded = [(p, p._zero_shard) for p in parameters if isinstance(p, ShardedParameter)]
     contexts = [ShardedInit(shard.mesh, parameter.device, shard.store) for parameter, shard in sharded]
     for context, (parameter, _) in zip(contexts, sharded, strict=True):

@@ -1,1 +1,1 @@
-"""Tools on checkpoints, without a Trainer: inspect, export, consolidate, convert from DeepSpeed."""
+"""Tools for checkpoints that need no Trainer: inspect, export, consolidate, convert from DeepSpeed."""

@@ -1,4 +1,4 @@
-"""Consolidation of a checkpoint into one ordinary file, on any machine, in memory for a tile of it."""
+"""Consolidates a checkpoint into one ordinary file, on any machine, with memory for one tile of it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Consolidated:
     """The result of a consolidation.
 
     Attributes:
-        tensors: of the `state_dict`.
-        optimizers: whose state is there.
-        bytes: of the file.
+        tensors: number of entries in the `state_dict`.
+        optimizers: number of optimizers with state.
+        bytes: size of the file.
     """
 
     tensors: int
@@ -38,24 +38,24 @@ def consolidate(source: Path, path: Path, *, dtype: torch.dtype | None = None, o
     """Write a checkpoint as one file that any strategy and torch's optimizers load.
 
     Args:
-        source: the folder of a checkpoint that ``torch.distributed.checkpoint`` made, ours or FSDP's; or a file with
-            8-bit optimizer state in compact form.
-        path: of the file; it is there when it is complete.
-        dtype: of floating-point weights; default: as they are. Optimizer state stays as it is, but for 8-bit state in
-            compact form, which becomes fp32, exactly.
-        overwrite: replace a file that is there.
+        source: the folder of a checkpoint in the format of ``torch.distributed.checkpoint``, from this package or FSDP;
+            or a file with 8-bit optimizer state in compact form.
+        path: path of the new file; it appears when it is complete.
+        dtype: dtype of floating-point weights; ``None``: unchanged. Optimizer state keeps its dtype, except 8-bit state
+            in compact form, which is converted to fp32 without loss.
+        overwrite: replace an existing file.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, damaged, or holds pickled objects; it is a file already, and
-            nothing in it is compact; the new file is there; or a weight is infinite in ``dtype``.
+        CheckpointError: the checkpoint is incomplete or damaged, or contains pickled objects; or it is a file without
+            compact state; or the new file exists; or a weight would be infinite in ``dtype``.
         OSError: files cannot be read or written.
     """
     if path.exists() and not overwrite:
-        raise CheckpointError(f"{path} is already there; name another file, or replace it by --overwrite.")
+        raise CheckpointError(f"{path} already exists; name another file, or replace it by --overwrite.")
     with explained(source):
         if not source.is_dir() and not holds_compact(load(source, Group(), checksums=False)):
             raise CheckpointError(
-                f"{source} is no folder, and holds no 8-bit state in compact form; it needs no consolidation."
+                f"{source} is no folder, and has no 8-bit state in compact form; it needs no consolidation."
             )
         checkpoint = decoded_lazily(load(source, Group()))
     weights: dict[str, Any] = checkpoint.get("state_dict", {})
@@ -80,7 +80,7 @@ def _convert(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """The values of another source, in another dtype."""
+    """A source of lazy tensors that converts the values of another source to another dtype."""
 
     source: StoredSource
     name: str

@@ -1,6 +1,6 @@
-"""The contents of a checkpoint, read on any machine: no GPU, no module, none of the classes it was written with.
+"""Reads the contents of a checkpoint on any machine, without a GPU, the module or the classes of its objects.
 
-It is one of Lightning's, this package's or what `ddp` and others write: a file, or a folder of many.
+The checkpoint may come from this package or from Lightning with another strategy, and be a file or a folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_zero.checkpoint.folder_reader import Folder, as_one
 from lightning_zero.checkpoint.lazy import StoredTensor
 from lightning_zero.update import state_as_kept
 
-# Errors that `torch.load` raises for a file that was cut short, changed, or that something else wrote.
+# Errors that `torch.load` raises for a file that is truncated, changed, or was written by another program.
 UNREADABLE = (
     ArithmeticError,
     AssertionError,
@@ -39,13 +39,13 @@ UNREADABLE = (
     struct.error,
 )
 _PICKLED = (
-    "To read it all the same, and only if you trust who wrote it: load it with torch.load(path, weights_only=False), "
+    "To read it nevertheless, and only if you trust its author: load it with torch.load(path, weights_only=False), "
     "replace these objects by plain numbers, strings, lists and dicts, and torch.save it."
 )
 
 
 class Opaque:
-    """Stands for an object of a class that is not known to be safe: nothing of it is imported, called or kept."""
+    """A placeholder for an object of a class not known to be safe; no code of the class is imported or called."""
 
     name = ""
 
@@ -64,11 +64,11 @@ class TensorInfo:
     """A tensor of the `state_dict`.
 
     Attributes:
-        name: of the parameter or buffer.
+        name: name of the parameter or buffer.
         shape: its sizes.
-        dtype: as torch names it, such as "float32".
-        bytes: of its elements.
-        same_as: the earlier name of the same tensor, for tied weights; None else.
+        dtype: torch's name of the dtype, such as "float32".
+        bytes: size of its elements.
+        same_as: for tied weights, the earlier name of the same tensor; otherwise None.
     """
 
     name: str
@@ -91,10 +91,10 @@ class StateInfo:
     """The state that an optimizer keeps under one name, such as "exp_avg".
 
     Attributes:
-        name: of the state.
-        parameters: how many have it.
-        dtypes: of its tensors; "number" for one that is no tensor.
-        bytes: of all its tensors.
+        name: name of the state.
+        parameters: number of parameters that have it.
+        dtypes: dtypes of its tensors; "number" for values that are no tensors.
+        bytes: size of all its tensors.
     """
 
     name: str
@@ -105,7 +105,7 @@ class StateInfo:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerInfo:
-    """An optimizer's groups and state."""
+    """The parameter groups and the state of an optimizer."""
 
     groups: list[ParameterGroup]
     state: list[StateInfo]
@@ -113,22 +113,22 @@ class OptimizerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """A summary of a checkpoint; counts of bytes leave out what is stored twice under two names.
+    """A summary of a checkpoint.
 
     Attributes:
-        file: its path.
-        file_bytes: its size, or that of the files in the folder.
-        global_step, epoch: Lightning's counters; None where there are none.
-        lightning_version: that wrote it.
-        written_by: version and world of this package's run; None for other writers.
-        loss_scale: of the fp16 loss scaler; None without one.
-        skipped_steps: optimizer steps without an update so far; None where nobody counted.
-        tensors: of the `state_dict`.
-        weights_bytes: of these.
+        file: path of the checkpoint.
+        file_bytes: size of the file, or of all files in the folder.
+        global_step, epoch: Lightning's counters; None if there are none.
+        lightning_version: version of Lightning that wrote it.
+        written_by: version and world size of this package's run; None for other writers.
+        loss_scale: scale of the fp16 loss scaler; None without one.
+        skipped_steps: number of optimizer steps without an update so far; None if it was not counted.
+        tensors: the tensors of the `state_dict`.
+        weights_bytes: size of these tensors; tied weights count once.
         other_entries: names in the `state_dict` that are no tensors, such as extra state.
-        optimizers: one for each.
-        optimizer_bytes: of their state.
-        callbacks: whose state is there.
+        optimizers: one entry for each optimizer.
+        optimizer_bytes: size of the optimizers' state.
+        callbacks: names of the callbacks with state.
         keys: all keys of the checkpoint.
         opaque: classes and functions of objects that were not read.
     """
@@ -152,12 +152,12 @@ class Contents:
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The checkpoint; its tensors are mapped or read when they are used, and take no memory before that.
+    """Read a checkpoint; its tensors are mapped or lazy, and take memory only when they are used.
 
     No pickled code runs: objects that `torch.load(weights_only=True)` would refuse become :class:`Opaque`.
 
     Returns:
-        The checkpoint, and the names of the classes and functions that such objects stand for.
+        The checkpoint, and the names of the classes and functions that were replaced by :class:`Opaque`.
 
     Raises:
         CheckpointError: it is not a Lightning checkpoint, is damaged, or cannot be read safely.
@@ -166,7 +166,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], list[str]]:
     if path.is_dir():
         folder = Folder(path)
         if missing := sorted(folder.missing_files()):
-            raise CheckpointError(f"{path} is incomplete: {', '.join(missing[:3])} is not there.")
+            raise CheckpointError(f"{path} is incomplete: {', '.join(missing[:3])} is missing.")
         meta, opaque = _read_file(path / META)
 
         def read(file: IO[bytes]) -> Any:
@@ -181,8 +181,8 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), Mapping):
         found = ", ".join(map(str, checkpoint)) if isinstance(checkpoint, dict) else type(checkpoint).__name__
         raise CheckpointError(
-            f"{path} is not a Lightning checkpoint: it has no 'state_dict', but {found[:200] or 'nothing'}. Weights "
-            "alone can be wrapped: torch.save({'state_dict': weights}, path)."
+            f"{path} is not a Lightning checkpoint: it has no 'state_dict', but {found[:200] or 'nothing'}. Bare "
+            "weights can be wrapped: torch.save({'state_dict': weights}, path)."
         )
     return checkpoint, sorted(set(opaque))
 
@@ -191,12 +191,12 @@ def _read_file(path: Path) -> tuple[Any, list[str]]:
     with path.open("rb") as file:
         if file.read(4) != b"PK\x03\x04":
             raise CheckpointError(
-                f"{path} is not a checkpoint: torch.save writes zip archives. A file in torch's format before 1.6 has "
-                "to be loaded and saved again."
+                f"{path} is not a checkpoint: torch.save writes zip archives. A file in the format of torch before 1.6 "
+                "must be loaded and saved again."
             )
     if not zipfile.is_zipfile(path):
         raise CheckpointError(
-            f"{path} is damaged: the end of the archive is missing, as after a copy or a save that was interrupted. "
+            f"{path} is damaged: the end of the archive is missing, as after an interrupted copy or save. "
             "Copy it again, or use another checkpoint."
         )
     with explained(path):
@@ -204,7 +204,7 @@ def _read_file(path: Path) -> tuple[Any, list[str]]:
 
 
 def _read_safely(file: str | IO[bytes], mmap: bool = False) -> tuple[Any, list[str]]:
-    """Load a file of :func:`torch.save`; returns also the classes and functions of which there are stand-ins in it."""
+    """Load a file of :func:`torch.save`; also returns the names of what was replaced by :class:`Opaque`."""
     refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     if not isinstance(file, str):
         file.seek(0)
@@ -215,34 +215,34 @@ def _read_safely(file: str | IO[bytes], mmap: bool = False) -> tuple[Any, list[s
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turns torch's errors into a :class:`CheckpointError` that says what is wrong with the checkpoint."""
+    """A context that turns torch's errors into a :class:`CheckpointError` that says what is wrong."""
     try:
         yield
     except CheckpointError:
         raise
     except UnpicklingError as error:
-        _, _, reason = str(error).rpartition("WeightsUnpickler error: ")  # the rest is advice to programmers
+        _, _, reason = str(error).rpartition("WeightsUnpickler error: ")  # the rest is advice for programmers
         reason = reason.strip().partition("\n")[0]
         raise CheckpointError(f"{path} holds objects that cannot be read safely: {reason}. {_PICKLED}") from error
     except UNREADABLE as error:
         if "unable to mmap" in str(error):
             raise CheckpointError(
-                f"The system does not map {path} into memory. It may be larger than memory and swap: then "
-                "`sysctl vm.overcommit_memory=1`, or another machine, helps. So may a higher `ulimit -v`."
+                f"The system refuses to map {path} into memory. If the file is larger than memory and swap, set "
+                "`sysctl vm.overcommit_memory=1` or use another machine; a higher `ulimit -v` may help, too."
             ) from error
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint ({type(error).__name__}: {str(error).partition(chr(10))[0]}). "
-            "If it is one, it is damaged: copy it again, or use another."
+            "If it is one, it is damaged: copy it again, or use another checkpoint."
         ) from error
 
 
 def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
-    """Names of tensors that are an earlier one under another name, with that earlier name."""
+    """Maps each further name of a tied tensor to its first name in ``state``."""
     first: dict[Any, str] = {}
     tied: dict[str, str] = {}
     for name, value in state.items():
         if isinstance(value, Tensor) and value.layout == torch.strided and value.numel():
-            stored = isinstance(value, StoredTensor)  # one object for all names
+            stored = isinstance(value, StoredTensor)  # a tied lazy tensor is one object
             place = id(value) if stored else (value.data_ptr(), value.dtype, value.shape, value.stride())
             kept = first.setdefault(place, name)
             if kept != name:
@@ -251,10 +251,10 @@ def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def describe(path: Path) -> Contents:
-    """Summarize a checkpoint. Reads no tensor but those that stand for a single hyperparameter.
+    """Summarize a checkpoint; the only tensors that are read are hyperparameters of one element.
 
     Raises:
-        CheckpointError, OSError: as :func:`read_checkpoint`.
+        CheckpointError, OSError: see :func:`read_checkpoint`.
     """
     checkpoint, opaque = read_checkpoint(path)
     state = checkpoint["state_dict"]
@@ -304,7 +304,7 @@ def _describe_optimizer(saved: Mapping[str, Any]) -> OptimizerInfo:
             found.setdefault(str(name), []).append(value)
     state = []
     for name, values in found.items():
-        found_in = [leaf for value in values for _, leaf in leaves(value)]  # some keep lists and dicts of tensors
+        found_in = [leaf for value in values for _, leaf in leaves(value)]  # state may be lists and dicts of tensors
         dtypes = {dtype_name(leaf.dtype) if isinstance(leaf, Tensor) else "number" for leaf in found_in}
         size = sum(_bytes(leaf) for leaf in found_in if isinstance(leaf, Tensor))
         state.append(StateInfo(name, len(values), sorted(dtypes), size))
@@ -312,7 +312,7 @@ def _describe_optimizer(saved: Mapping[str, Any]) -> OptimizerInfo:
 
 
 def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()  # `nbytes` refuses sparse ones
+    return tensor.numel() * tensor.element_size()  # `nbytes` raises for sparse tensors
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -325,10 +325,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of the tensor ``name`` in another dtype.
+    """Convert the values of the tensor ``name`` to another dtype.
 
     Raises:
-        CheckpointError: a number is beyond the range of the dtype.
+        CheckpointError: a finite number is out of range of the dtype.
     """
     converted = values.to(dtype)
     if converted is not values and bool(values[converted.isinf()].isfinite().any()):
@@ -337,7 +337,7 @@ def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def plain(value: Any) -> Any:
-    """The value in what JSON has: tensors of one element are numbers, anything else unknown its `repr`."""
+    """Convert a value to JSON's types: a tensor of one element becomes a number, an unknown object its `repr`."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Conversion of DeepSpeed's ZeRO folders into one ordinary checkpoint file."""
+"""Converts DeepSpeed's ZeRO folders into one ordinary checkpoint file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_zero.sharding.compiled import plain_name
 from lightning_zero.tools.deepspeed_runs import Place, Remains, Run, join, read, tag_folder
 from lightning_zero.version import __version__
 
-# What DeepSpeed writes into a file of model states; everything else is the caller's, such as Lightning's entries.
+# The keys that DeepSpeed itself writes into a file of model states; others come from its caller, such as Lightning.
 _OWN = frozenset(
     """buffer_names checkpoint_parallel_dimensions csr_tensor_module_names data_sampler dp_world_size ds_config
     ds_version frozen_param_fragments frozen_param_shapes global_samples global_steps lr_scheduler module mp_world_size
@@ -42,17 +42,17 @@ class Converted:
     """The result of a conversion.
 
     Attributes:
-        version: of DeepSpeed, that wrote the folder.
-        stage: of ZeRO.
-        ranks: how many wrote it.
-        tensors: in the `state_dict`.
-        bytes: of their elements, without those of tied tensors.
-        parameters: that the optimizer updates.
-        groups: how many it has.
-        state: names of what it keeps for a parameter.
-        tied: names of parameters that are another one, with its name.
-        left_out: entries that are not kept, with their class.
-        lightning: whether Lightning's own entries were there.
+        version: version of DeepSpeed that wrote the folder.
+        stage: ZeRO stage.
+        ranks: number of ranks that wrote it.
+        tensors: number of tensors in the `state_dict`.
+        bytes: size of their elements; tied tensors count once.
+        parameters: number of parameters that the optimizer updates.
+        groups: number of its parameter groups.
+        state: names of the state that it keeps for a parameter.
+        tied: maps each further name of a tied parameter to the name under which it is kept.
+        left_out: entries that were not converted, with their class.
+        lightning: whether the folder contained Lightning's own entries.
     """
 
     version: str
@@ -69,37 +69,37 @@ class Converted:
 
 
 def convert(folder: Path, out: Path, *, trust: bool = False, overwrite: bool = False) -> Converted:
-    """Write a checkpoint file with what a ZeRO folder of stage 1, 2 or 3 holds.
+    """Write a checkpoint file with the contents of a ZeRO folder of stage 1, 2 or 3.
 
-    Weights are the fp32 masters, optimizer state has parameter names; 16-bit buffers and frozen parameters become fp32.
-    Takes memory for little more than a tile of a tensor: the folder's files are mapped.
+    Weights are the fp32 masters; optimizer state is stored by parameter name; 16-bit buffers and frozen parameters
+    become fp32. The folder's files are mapped, so that little more than a tile of a tensor is in memory.
 
     Args:
-        folder: that DeepSpeed or Lightning's `DeepSpeedStrategy` wrote, or one tag's folder in it.
-        out: the file.
-        trust: read the pickles. They can run any program.
-        overwrite: replace a file that is there.
+        folder: a folder that DeepSpeed or Lightning's `DeepSpeedStrategy` wrote, or the folder of one tag in it.
+        out: path of the new file.
+        trust: allow reading pickles, which can run any program.
+        overwrite: replace an existing file.
 
     Raises:
-        CheckpointError: ``trust`` is missing; there is a file at ``out``; the folder is none of these, is incomplete or
+        CheckpointError: ``trust`` is False; or ``out`` exists; or the folder is none of these, is incomplete or
             damaged, or comes from tensor, pipeline or expert parallelism.
         OSError: files cannot be read or written.
     """
     directory = tag_folder(folder)
     if not trust:
         raise CheckpointError(
-            f"{folder} holds pickles, and a pickle can run any program when it is read: was it written by you, or by "
-            f"someone you trust? Then type lightning-zero convert-deepspeed {folder} {out} --trust"
+            f"{folder} holds pickles, and a pickle can run any program when it is read. If you trust its author, type "
+            f"lightning-zero convert-deepspeed {folder} {out} --trust"
         )
     if out.exists() and not overwrite:
-        raise CheckpointError(f"{out} is already there; name another file, or replace it by --overwrite.")
+        raise CheckpointError(f"{out} already exists; name another file, or replace it by --overwrite.")
     try:
         run = read(directory)
         conversion = _Conversion(run)
         checkpoint = conversion.checkpoint()
     except (AttributeError, LookupError, TypeError) as error:
         raise CheckpointError(
-            f"{directory} is not laid out as DeepSpeed writes it ({error!r}). Save it again with a recent version."
+            f"{directory} does not have DeepSpeed's layout ({error!r}). Save it again with a recent DeepSpeed."
         ) from error
     write_alone(checkpoint, out)
     state, (optimizer,) = checkpoint["state_dict"], checkpoint["optimizer_states"]
@@ -119,10 +119,10 @@ def convert(folder: Path, out: Path, *, trust: bool = False, overwrite: bool = F
 
 
 class _Conversion:
-    """Makes a checkpoint of a run.
+    """Makes a checkpoint from the contents of a DeepSpeed folder.
 
     Attributes:
-        left_out: entries that cannot be kept, with their class.
+        left_out: entries that cannot be converted, with their class.
     """
 
     def __init__(self, run: Run) -> None:
@@ -131,7 +131,7 @@ class _Conversion:
         self._places = run.places()
 
     def checkpoint(self) -> dict[str, Any]:
-        """The checkpoint as Lightning would have written it."""
+        """The checkpoint in the form that Lightning writes."""
         run = self.run
         scaler = _scaler_state(run.optimizers[0].get("loss_scaler"))
         skipped = run.model.get("skipped_steps") or 0
@@ -181,27 +181,27 @@ class _Conversion:
         for place in self._places:
             vectors = [base["state"].get(place.vector, {}) for base in bases]
             entry = {key: self._value(place, key, [each[key] for each in vectors]) for key in vectors[0]}
-            if steps[place.vector] is not None and entry:  # of optimizers that count once for a group
+            if steps[place.vector] is not None and entry:  # some optimizers count steps per group
                 entry.setdefault("step", torch.tensor(float(steps[place.vector])))
             if entry:
                 state[_name(place.name)] = entry
         return {"state": state, "param_groups": groups}
 
     def _value(self, place: Place, key: str, values: list[Any]) -> Any:
-        """One parameter's state: its slices of the ranks' flat vectors, or the value that they all have in common."""
+        """One parameter's state: its slices of the ranks' flat vectors joined, or the value that all ranks share."""
         value, sizes = values[0], [master.numel() for master in self.run.masters(place.vector)]
         if isinstance(value, Tensor) and value.dim():
             if any(each.numel() < size for each, size in zip(values, sizes, strict=True)):
                 raise CheckpointError(
-                    f"{self.run.directory}: the optimizer keeps {key!r} for a group as a whole and not for every "
-                    "element, which cannot be converted."
+                    f"{self.run.directory}: the optimizer keeps {key!r} for a whole group and not for each element, "
+                    "which cannot be converted."
                 )
             return join((key, place.name), place.values(values), place.shape)
-        # Torch counts in fp32, each parameter for itself.
+        # torch counts steps for each parameter, in an fp32 tensor.
         return torch.tensor(float(value)) if key == "step" else _copied(value)
 
     def _plain(self, value: Any, place: str) -> Any:
-        """The value in types that any `torch.load(weights_only=True)` reads; of another type it is left out."""
+        """Convert a value to types that `torch.load(weights_only=True)` reads; values of other types are left out."""
         if type(value) in _AS_IT_IS:
             return value
         if isinstance(value, Tensor):
@@ -222,10 +222,10 @@ class _Conversion:
 
 
 def _scaler_state(scaler: Any) -> dict[str, float]:
-    """The running state of a dynamic loss scaler in ours; of a static one there is none.
+    """Convert the state of DeepSpeed's dynamic loss scaler to this package's; a static one has no state.
 
-    DeepSpeed counts steps since an overflow, the first of them as 0, and the scale grows whenever that is a multiple of
-    the window. Ours counts up to the window, after which the scale grows.
+    DeepSpeed counts the steps since an overflow, beginning with 0, and raises the scale whenever the count is a
+    multiple of the window. This package counts up to the window and raises the scale then.
     """
     state = scaler.attributes if isinstance(scaler, Remains) else {}
     if not {"cur_iter", "last_overflow_iter", "scale_window"} <= state.keys():
@@ -240,10 +240,10 @@ def _scaler_state(scaler: Any) -> dict[str, float]:
 
 
 def _name(name: str) -> str:
-    """A parameter's name in the module; Lightning before 2.1 put a wrapper around it."""
+    """A parameter's name in the module, without the prefix of the wrapper that Lightning before 2.1 used."""
     return plain_name(name.removeprefix("_forward_module."))
 
 
 def _copied(value: Any) -> Any:
-    """A tensor without the rest of the storage in which it lies; others as they are."""
+    """A copy of a tensor, which does not keep the rest of its storage alive; other values are returned unchanged."""
     return value.detach().clone() if isinstance(value, Tensor) else value

@@ -1,15 +1,16 @@
-"""Reading DeepSpeed's ZeRO folders without the values of their tensors.
+"""Reads DeepSpeed's ZeRO folders without the values of their tensors.
 
-A folder holds, below the name that its file `latest` gives:
+A folder contains, in the inner folder that its file `latest` names:
 
-- stages 1 and 2: `mp_rank_00_model_states.pt`, with the full 16-bit module, and for every rank
-  `[bf16_]zero_pp_rank_N_mp_rank_00_optim_states.pt`. A parameter group's trainable parameters are one flat vector, in
-  the order of `param_shapes` and perhaps with `param_alignment_paddings` after them, cut into equal shards, one a rank.
-  Fp32 masters come without the padding at the end of the vector, optimizer state with it.
-- stage 3: both kinds of file for every rank. Every parameter is cut into equal shards, its last one padded; a rank's
-  shards of a sub-group's parameters make up one flat vector. Frozen parameters lie in `frozen_param_fragments`.
+- Stages 1 and 2: `mp_rank_00_model_states.pt`, with the full 16-bit module, and for each rank
+  `[bf16_]zero_pp_rank_N_mp_rank_00_optim_states.pt`. The trainable parameters of a group form one flat vector, in the
+  order of `param_shapes`, possibly each followed by its padding of `param_alignment_paddings`. The vector is cut into
+  equal shards, one per rank. Fp32 masters lack the padding at the end of the vector, optimizer state has it.
+- Stage 3: both kinds of files for each rank. Each parameter is cut into equal shards, of which the last one is padded.
+  A rank's shards of the parameters of a sub-group form one flat vector. Frozen parameters are in
+  `frozen_param_fragments`.
 
-These files are pickles. Here DeepSpeed need not be installed: its objects are read as :class:`Remains`.
+These files are pickles. DeepSpeed need not be installed: its objects are read as :class:`Remains`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _WIDE = (torch.float32, torch.float64)
 
 
 class Remains(Opaque):
-    """Stands for an object of a class that is not there: the arguments it was made with, and its attributes."""
+    """A placeholder for an object of a class that is not installed, with its constructor arguments and attributes."""
 
     def __new__(cls, *args: Any, **_: Any) -> Self:
         remains = super().__new__(cls)
@@ -60,16 +61,16 @@ class Remains(Opaque):
         self.attributes = state if isinstance(state, dict) else {}
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """An entry of a dictionary of such a class, which nobody asks for."""
+        """Ignores an entry, if the class is a dictionary."""
 
     def extend(self, values: Any) -> None:
-        """Items of a list of such a class, which nobody asks for."""
+        """Ignores items, if the class is a list."""
 
     append = extend
 
 
 class _Unpickler(pickle.Unpickler):
-    """Imports nothing of DeepSpeed, and stands in for what cannot be imported."""
+    """Imports nothing from DeepSpeed, and replaces classes that cannot be imported by :class:`Remains`."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] != "deepspeed":
@@ -84,7 +85,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def tag_folder(folder: Path) -> Path:
-    """The folder with the files.
+    """Find the folder with the files: ``folder`` itself, or the one that its file `latest` names.
 
     Raises:
         CheckpointError: there is none.
@@ -99,14 +100,18 @@ def tag_folder(folder: Path) -> Path:
         directory = folder / latest.read_text(encoding="utf-8").strip()
         if directory.is_dir():
             return directory
-        raise CheckpointError(f"{folder} has no folder {directory.name}, which its file 'latest' names.")
+        raise CheckpointError(f"{folder} has no folder {directory.name}, although its file 'latest' names it.")
     tags = sorted(str(path) for path in folder.iterdir() if any(path.glob("*_states.pt")))
     hint = f"name one of {', '.join(tags)}" if tags else "it has no file 'latest' and no *_states.pt"
     raise CheckpointError(f"{folder} is not a folder of DeepSpeed: {hint}.")
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Load one file, with its tensors mapped."""
+    """Load one file, with its tensors mapped.
+
+    Raises:
+        CheckpointError: the file is damaged or has other contents than DeepSpeed writes.
+    """
     try:
         loaded = torch.load(
             path,
@@ -123,7 +128,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _check_kind(directory: Path) -> None:
-    """Raise where another kind of parallelism, or of checkpoint, has written into the folder."""
+    """Raise if a file name shows another kind of parallelism or of checkpoint."""
     for path in sorted(directory.iterdir()):
         for pattern, what in _UNSUPPORTED.items():
             if re.fullmatch(pattern, path.name):
@@ -134,7 +139,7 @@ def _check_kind(directory: Path) -> None:
 
 
 def _optimizer_files(directory: Path) -> list[Path]:
-    """The files of optimizer states that are there, one a rank, in the order of ranks."""
+    """The existing files of optimizer states, one per rank, in rank order."""
     found: dict[int, Path] = {}
     for path in sorted(directory.iterdir()):
         if match := _OPTIMIZER.fullmatch(path.name):
@@ -161,7 +166,7 @@ class Slice(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a parameter's elements are, in order: slices of the vectors of one group (at stage 3: sub-group)."""
+    """The position of a parameter's elements: slices of the vectors of one group (at stage 3: sub-group), in order."""
 
     name: str
     shape: torch.Size
@@ -169,7 +174,7 @@ class Place(NamedTuple):
     slices: list[Slice]
 
     def values(self, vectors: Sequence[Tensor]) -> list[Tensor]:
-        """The slices of the ranks' ``vectors``."""
+        """The parameter's slices of ``vectors``, one vector per rank."""
         return [vectors[rank].detach()[start:stop] for rank, start, stop in self.slices]
 
 
@@ -178,10 +183,10 @@ class Run(ABC):
     """The contents of a folder.
 
     Attributes:
-        directory: of the files.
-        models: model states by rank; before stage 3 only those of rank 0.
+        directory: the folder of the files.
+        models: model states by rank; at stages 1 and 2 only those of rank 0.
         optimizers: optimizer states by rank.
-        stage: of ZeRO.
+        stage: ZeRO stage.
     """
 
     directory: Path
@@ -190,8 +195,8 @@ class Run(ABC):
     stage: int
 
     masters_key: ClassVar[str]
-    base_key: ClassVar[str]  # of the state dict of the optimizer inside DeepSpeed's
-    vectors: ClassVar[str]  # the name of the parameters in a flat vector
+    base_key: ClassVar[str]  # key of the state dict of the optimizer that DeepSpeed wraps
+    vectors: ClassVar[str]  # DeepSpeed's word for the parameters in one flat vector, for messages
 
     @staticmethod
     @abstractmethod
@@ -200,12 +205,15 @@ class Run(ABC):
 
     @abstractmethod
     def cut(self, vector: int, shapes: Mapping[str, torch.Size], sizes: list[int]) -> Iterator[Place]:
-        """The places of the parameters of a vector.
+        """Compute the positions of the parameters in a vector.
 
         Args:
-            vector: its number.
-            shapes: of the parameters.
-            sizes: of the ranks' shards of it, without padding at its end.
+            vector: number of the vector.
+            shapes: shapes of its parameters, in order.
+            sizes: number of elements in each rank's shard, without the padding at the end of the vector.
+
+        Raises:
+            CheckpointError: sizes and shapes do not match.
         """
 
     @abstractmethod
@@ -213,7 +221,7 @@ class Run(ABC):
         """Frozen parameters and buffers."""
 
     def as_given(self, names: list[str]) -> list[str]:
-        """A group's parameters in the order in which the user gave them, by which plain torch loads them."""
+        """Sort a group's parameters into the order in which the user passed them, which plain torch relies on."""
         return names
 
     @property
@@ -226,7 +234,7 @@ class Run(ABC):
 
     @property
     def shared(self) -> dict[str, str]:
-        """Names of parameters that are another one, with its name."""
+        """Maps each further name of a tied parameter to the name under which it is stored."""
         return dict(self.model.get("shared_params") or {})
 
     @property
@@ -239,21 +247,21 @@ class Run(ABC):
         return [{name: torch.Size(shape) for name, shape in group.items()} for group in self.model["param_shapes"]]
 
     def base(self, rank: int) -> dict[str, Any]:
-        """The state of the optimizer inside DeepSpeed's: torch's format, with a flat vector for each parameter."""
+        """The state dict of the wrapped optimizer: torch's format, with flat vectors in the place of parameters."""
         found = self.optimizers[rank][self.base_key]
         if not isinstance(found, dict):
             raise CheckpointError(f"{self.directory} is an 'elastic_checkpoint', which has no hyperparameters.")
         return found
 
     def masters(self, vector: int) -> list[Tensor]:
-        """The ranks' flat vectors of fp32 weights."""
+        """The flat vectors of fp32 weights, by rank."""
         return [optimizer[self.masters_key][vector] for optimizer in self.optimizers]
 
     def places(self) -> list[Place]:
-        """The places of all trainable parameters.
+        """The positions of all trainable parameters.
 
         Raises:
-            CheckpointError: the vectors are not as long as they must be.
+            CheckpointError: the lengths of the vectors do not match the shapes.
         """
         places: list[Place] = []
         for vector, shapes in enumerate(self.shapes):
@@ -285,7 +293,7 @@ class _Flat(Run):
         all_paddings = self.optimizers[0].get("param_alignment_paddings")
         paddings = all_paddings[vector] if all_paddings else [0] * len(shapes)
         needed = sum(map(math.prod, shapes.values())) + sum(paddings)
-        if not 0 <= sum(sizes) - needed < 2 * len(sizes):  # to which the vector is padded
+        if not 0 <= sum(sizes) - needed < 2 * len(sizes):  # the vector is padded to a multiple of this
             raise CheckpointError(self._unlike(vector, needed, sum(sizes)))
         start = 0
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
@@ -303,7 +311,7 @@ class _Flat(Run):
         settings = settings.get("zero_optimization") if isinstance(settings, Mapping) else None
         if not isinstance(settings, Mapping) or not settings.get("round_robin_gradients"):
             return names
-        ranks = len(self.optimizers)  # first every ranks-th parameter, then those after them, ...
+        ranks = len(self.optimizers)  # the vector has parameters 0, ranks, 2 * ranks, ..., then 1, ranks + 1, ...
         dealt = [index for rank in range(ranks) for index in range(rank, len(names), ranks)]
         return [name for _, name in sorted(zip(dealt, names, strict=True))]
 
@@ -335,7 +343,7 @@ class _Split(Run):
     @override
     def unsharded(self) -> dict[str, LazyTensor]:
         module, buffers = self.model["module"], self.model["buffer_names"]
-        # Parameters are empty there.
+        # Only buffers and extra state, since the parameters in `module` are empty.
         tensors = _unsharded(module, [n for n in module if n in buffers or n.endswith("_extra_state")])
         for name, shape in (self.model.get("frozen_param_shapes") or {}).items():
             fragments = [model["frozen_param_fragments"][name].detach() for model in self.models]
@@ -349,15 +357,15 @@ _LAYOUTS: dict[int, type[Run]] = {1: _Flat, 2: _Flat, 3: _Split}
 
 
 def read(directory: Path) -> Run:
-    """Read all files, without the values of their tensors.
+    """Read all files of a folder, without the values of their tensors.
 
     Raises:
-        CheckpointError: one is missing, or of another run or kind.
+        CheckpointError: a file is missing, or belongs to another save or to an unsupported kind of run.
     """
     _check_kind(directory)
     files = _optimizer_files(directory)
     optimizers = [load(file)["optimizer_state_dict"] for file in files]
-    headers = [(_number(o.get("zero_stage", 1)), o["partition_count"]) for o in optimizers]  # bf16 at 1 has none
+    headers = [(_number(o.get("zero_stage", 1)), o["partition_count"]) for o in optimizers]  # no stage: bf16 at stage 1
     stage, count = headers[0]
     if differing := next((n for n, header in enumerate(headers) if header != headers[0]), None):
         raise CheckpointError(
@@ -392,13 +400,13 @@ def read(directory: Path) -> Run:
 
 
 def _unsharded(module: Mapping[str, Any], names: Iterable[str]) -> dict[str, LazyTensor]:
-    """The tensors among ``names`` that one file holds unsharded."""
+    """The tensors among ``names`` that ``module`` holds unsharded, as lazy tensors."""
     found = {name: value.detach() for name in names if isinstance(value := module.get(name), Tensor)}
     return {name: join(("weight", name), [value.reshape(-1)], value.shape) for name, value in found.items()}
 
 
 def _overlaps(start: int, stop: int, sizes: list[int]) -> Iterator[Slice]:
-    """``[start, stop)`` of what vectors of these sizes make up, in each of them."""
+    """The slices that make up ``[start, stop)`` of the concatenation of vectors of these sizes."""
     for rank, size in enumerate(sizes):
         begin, end = max(start, 0), min(stop, size)
         if begin < end:
@@ -407,13 +415,13 @@ def _overlaps(start: int, stop: int, sizes: list[int]) -> Iterator[Slice]:
 
 
 def _lengths(numel: int, ranks: int) -> list[int]:
-    """How many elements of a parameter each rank has, without padding."""
+    """The number of elements of a parameter on each rank, without padding."""
     most = -(-numel // ranks)
     return [max(min(most, numel - rank * most), 0) for rank in range(ranks)]
 
 
 def join(key: tuple[str, str], slices: list[Tensor], shape: Sequence[int]) -> LazyTensor:
-    """A tensor made of ``slices``; 16-bit numbers become fp32, of which they are copies."""
+    """A lazy tensor that joins ``slices``; 16-bit numbers become fp32, since they are copies of fp32 values."""
     narrow = slices[0].is_floating_point() and slices[0].dtype not in _WIDE if slices else False
     dtype = torch.float32 if narrow or not slices else slices[0].dtype
     return SlicedSource(key, slices, torch.empty(shape, dtype=dtype, device="meta")).tensor()
@@ -421,12 +429,12 @@ def join(key: tuple[str, str], slices: list[Tensor], shape: Sequence[int]) -> La
 
 @dataclass(frozen=True, eq=False)
 class SlicedSource:
-    """The source of one lazy tensor, whose elements lie in slices of others.
+    """The source of one lazy tensor whose elements lie in slices of other tensors.
 
     Attributes:
-        key: tells it from all others in the checkpoint.
-        slices: 1-D, of any dtype, in the order of the elements.
-        form: a contiguous tensor on the meta device with the shape and dtype of the full one.
+        key: identifies the tensor in the checkpoint.
+        slices: 1-D tensors of any dtype, in the order of the elements.
+        form: a contiguous tensor on the meta device with the shape and dtype of the joined tensor.
     """
 
     key: Hashable
@@ -435,11 +443,11 @@ class SlicedSource:
     live: ClassVar[bool] = False
 
     def tensor(self) -> StoredTensor:
-        """The full tensor, not put together yet."""
+        """The joined tensor, lazy."""
         return StoredTensor(self, 0, self.form)
 
     def fetch(self, param: int) -> Tensor:
-        """The full tensor, put together; contiguous, on the CPU."""
+        """Join the slices: a contiguous tensor on the CPU."""
         full = torch.empty(self.form.shape, dtype=self.form.dtype)
         self._read(0, full.view(-1))
         return full
@@ -461,7 +469,7 @@ class SlicedSource:
 
 
 def _number(stage: Any) -> int:
-    """The stage, a number or what stands for a member of an enumeration."""
+    """The ZeRO stage, from a number or from the placeholder of an enumeration's member."""
     return int(stage.args[0] if isinstance(stage, Remains) else stage)
 
 

@@ -1,9 +1,9 @@
-"""Weights of a checkpoint as safetensors, the format that `transformers` and most other tools read.
+"""Exports the weights of a checkpoint as safetensors, the format that `transformers` and most other tools read.
 
-A file is 8 bytes with the length of the header (little-endian), the header, and the tensors' elements. The header is
-JSON, `{"__metadata__": {"format": "pt"}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}`, padded with
-spaces to 8 bytes; offsets count from its end. See https://huggingface.co/docs/safetensors. It is written here a tile
-at a time, because safetensors' own writer wants all tensors of a file in memory, in the dtype that they are to have.
+A file consists of 8 bytes with the length of the header (little-endian), the header, and the elements of the tensors.
+The header is JSON, `{"__metadata__": {"format": "pt"}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}`,
+padded with spaces to a multiple of 8 bytes; offsets count from its end. See https://huggingface.co/docs/safetensors.
+Files are written tile by tile, since the writer of the safetensors library needs all converted tensors in memory.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Layout = Literal["safetensors", "hf"]
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
-_METADATA = {"format": "pt"}  # transformers refuses files without it
-_TILE = 1 << 20  # elements that are converted at a time
-_PARTIAL = ".partial"  # folder of what is being written
+_METADATA = {"format": "pt"}  # `transformers` refuses files without it
+_TILE = 1 << 20  # number of elements that are converted at a time
+_PARTIAL = ".partial"  # name of the folder with incomplete files
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -56,7 +56,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor as it is written: the mapped source and the dtype that it gets."""
+    """A tensor to write: its name, the mapped or lazy source, and the dtype in the file."""
 
     name: str
     source: Tensor
@@ -67,13 +67,13 @@ class Entry:
         return self.source.numel() * self.dtype.itemsize
 
     def tiles(self) -> Iterator[Tensor]:
-        """The elements in order, converted, as bytes.
+        """The converted elements in order, as 1-D uint8 tensors.
 
         Raises:
-            CheckpointError: a number is beyond the range of the dtype.
+            CheckpointError: a finite number is out of range of the dtype.
         """
         source = self.source.full() if isinstance(self.source, StoredTensor) else self.source.detach()
-        # A copy of all of it, where it is not contiguous: the bound on memory is the largest tensor.
+        # A tensor that is not contiguous is copied as a whole, so memory is bounded by the largest tensor.
         for tile in source.contiguous().reshape(-1).split(_TILE):
             yield cast(self.name, tile, self.dtype).view(torch.uint8)
 
@@ -83,14 +83,14 @@ class Exported:
     """The result of an export.
 
     Attributes:
-        files: their names in the folder, in the order of the weights, without index and configuration.
-        tensors: how many.
-        bytes: of their elements.
-        prefix: that names lost.
-        tied: names that are left out because they are another name's tensor, with that name.
+        files: names of the files in the folder, in the order of the weights, without index and configuration.
+        tensors: number of tensors written.
+        bytes: size of their elements.
+        prefix: the prefix that was removed from the names.
+        tied: maps each further name of a tied tensor, which is left out, to the name that was written.
         outside: names that are left out because they do not begin with the prefix.
         extra: names that are left out because they are no tensors.
-        common_prefix: with which all names still begin, up to a dot.
+        common_prefix: the longest prefix, up to a dot, that all written names share.
     """
 
     files: list[str]
@@ -114,27 +114,30 @@ def export(
     config: Path | None = None,
     overwrite: bool = False,
 ) -> Exported:
-    """Write the weights of a checkpoint into a folder, and compare them with the checkpoint bit by bit.
+    """Write the weights of a checkpoint into a folder, and compare them bit by bit with the checkpoint.
 
-    Takes memory for the largest tensor where that is not contiguous or the checkpoint is a folder, else for a tile of
-    one. Until everything is verified the files lie in a folder below `directory`; the index, or the only file, gets its
-    name last.
+    This needs memory for the largest tensor if the checkpoint is a folder or the tensor is not contiguous, otherwise
+    for one tile. The files are in an inner folder of `directory` until everything is verified; then they are moved,
+    the index or the only file last.
 
     Args:
-        path: the checkpoint.
-        directory: where the files go; it is made. Files of other names in it stay.
+        path: the checkpoint, a file or a folder.
+        directory: folder for the files; it is created if needed. Other files in it are kept.
         layout: "hf" also writes `config.json`, so that `from_pretrained` of `transformers` loads the folder.
-        dtype: of floating-point tensors; default: as they are.
-        strip_prefix: what names lose, such as "model."; those that begin otherwise are left out. "auto" is the longest
-            that all names have in common up to a dot.
-        max_shard_bytes: elements in one file at most, but at least one tensor.
-        config: for "hf", a model's configuration or the folder of its `config.json`; default: a dict `config` with a
+        dtype: dtype of floating-point tensors; ``None``: unchanged.
+        strip_prefix: prefix to remove from names, such as "model."; names without it are left out. "auto" removes the
+            longest common prefix up to a dot.
+        max_shard_bytes: maximum size of the elements in one file; a larger tensor gets a file of its own.
+        config: for "hf", a model configuration file or the folder of `config.json`; ``None``: the dict `config` with a
             `model_type` in the checkpoint's hyperparameters.
         overwrite: replace weights, and with "hf" the configuration, in a folder that is not empty.
 
+    Returns:
+        What was written, and what was left out.
+
     Raises:
-        CheckpointError: the checkpoint cannot be read, is damaged, has no such prefix, or holds what the format cannot
-            express; no configuration; the folder is not empty; what was written is not what was to be.
+        CheckpointError: the checkpoint cannot be read, is damaged, lacks the prefix, or has a tensor that the format
+            cannot store; or there is no configuration; or the folder is not empty; or a file does not read back equal.
         OSError: files cannot be read or written.
     """
     checkpoint, _ = read_checkpoint(path)
@@ -154,7 +157,7 @@ def export(
     fresh = not directory.exists()
     partial = directory / _PARTIAL
     try:
-        if partial.exists():  # of an export that was killed
+        if partial.exists():  # a leftover of an export that was killed
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
         if settings is not None:
@@ -181,7 +184,7 @@ def export(
 
 
 def _tensors(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors by their names in the uncompiled module, and the names of extra state, which is for the module."""
+    """The tensors by their names in the uncompiled module, and the names of entries that are no tensors."""
     tensors: dict[str, Tensor] = {}
     extra = []
     for name, value in state.items():
@@ -209,7 +212,7 @@ def _prefix(names: list[str], wanted: str) -> str:
 
 
 def _common_prefix(names: list[str]) -> str:
-    """The longest that ends in a dot and begins all names."""
+    """The longest prefix that ends in a dot and that all names share; empty if there is none."""
     words = names[0].split(".")[:-1]
     prefixes = (".".join(words[:length]) + "." for length in range(len(words), 0, -1))
     return next((prefix for prefix in prefixes if all(name.startswith(prefix) for name in names)), "")
@@ -224,7 +227,7 @@ def _entry(name: str, value: Tensor, dtype: torch.dtype | None) -> Entry:
 
 
 def _config(checkpoint: Mapping[str, Any], given: Path | None, entries: list[Entry]) -> dict[str, Any]:
-    """The model's configuration with the dtype of the weights, which is what `from_pretrained` makes of them."""
+    """The model's configuration, with the dtype of the weights, which `from_pretrained` uses."""
     if given is not None:
         file = given / CONFIG if given.is_dir() else given
         try:
@@ -238,7 +241,7 @@ def _config(checkpoint: Mapping[str, Any], given: Path | None, entries: list[Ent
         place = "The checkpoint's hyperparameters have"
     if not isinstance(config, Mapping) or not isinstance(config.get("model_type"), str):
         raise CheckpointError(
-            f"{place} no model configuration with a 'model_type', and from_pretrained needs one: save it with "
+            f"{place} no model configuration with a 'model_type', which from_pretrained needs: save it with "
             "model.config.save_pretrained(FOLDER) and give --config FOLDER, or export with --format safetensors."
         )
     config = {key: value for key, value in config.items() if key != "torch_dtype"}  # its older name
@@ -247,7 +250,7 @@ def _config(checkpoint: Mapping[str, Any], given: Path | None, entries: list[Ent
 
 
 def _shards(entries: list[Entry], limit: int) -> dict[str, list[Entry]]:
-    """The entries by file, as many in each as fit in, in order."""
+    """Distribute the entries, in order, over as few files of at most ``limit`` bytes as needed."""
     groups: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
@@ -262,7 +265,7 @@ def _shards(entries: list[Entry], limit: int) -> dict[str, list[Entry]]:
 
 
 def _write_shard(file: Path, entries: list[Entry]) -> None:
-    # Wide elements first: every tensor begins at a multiple of its element's size.
+    # Tensors with wider elements come first, so that each tensor begins at a multiple of its element's size.
     entries = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
     header: dict[str, Any] = {"__metadata__": _METADATA}
     end = 0
@@ -302,7 +305,7 @@ def _index(shards: Mapping[str, list[Entry]]) -> dict[str, Any]:
 
 
 def _verify(directory: Path, shards: Mapping[str, list[Entry]]) -> None:
-    """Read everything again with the safetensors library."""
+    """Read everything back with the safetensors library and compare it."""
     for file, shard in shards.items():
         try:
             with safe_open(directory / file, framework="pt") as reader:
@@ -323,7 +326,7 @@ def _reads_back(entry: Entry, found: Tensor) -> bool:
 
 
 def _publish(partial: Path, directory: Path) -> None:
-    """Move the files up, in place of an earlier export, such that the folder is never half of each."""
+    """Move the files into ``directory``, after removing an earlier export, so that the two are never mixed."""
     files = sorted(partial.iterdir(), key=lambda file: (file.name == INDEX, file.suffix == ".safetensors"))
     old = [directory / INDEX, directory / "model.safetensors", *directory.glob("model-*-of-*.safetensors")]
     for file in old:

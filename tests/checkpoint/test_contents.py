@@ -205,7 +205,7 @@ def test_files_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
     torch.save(torch.ones(3), path)
     refuses("no 'state_dict', but Tensor")
     torch.save({"w": torch.ones(3)}, path)
-    refuses("no 'state_dict', but w. Weights alone can be wrapped")
+    refuses("no 'state_dict', but w. Bare weights can be wrapped")
     torch.save({"state_dict": {"w": torch.ones(2)}, "optimizer_states": [{"param_groups": 3}]}, path)
     refuses("'optimizer_states' is not in torch's format")
     torch.save({"state_dict": {}}, path, _use_new_zipfile_serialization=False)
@@ -279,4 +279,4 @@ def test_a_file_that_the_system_does_not_map_is_no_damaged_one(tmp_path: Path) -
     path = write(tmp_path / "a.ckpt", {"w": torch.zeros(20 << 20)})
     command = [sys.executable, "-P", "-c", LIMITED, str(path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    assert result.stdout.startswith(f"The system does not map {path} into memory."), result.stderr
+    assert result.stdout.startswith(f"The system refuses to map {path} into memory."), result.stderr

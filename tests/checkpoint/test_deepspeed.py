@@ -252,11 +252,11 @@ DAMAGES: list[tuple[int, Callable[[Path], Any], str]] = [
     (2, change_states("mp_rank_00_model_states.pt", lambda s: s["param_shapes"][1].popitem()), "both come from one"),
     (3, change_states(MODEL.format(0), lambda s: s["param_shapes"][1].popitem()), "sub-group 1 have .* one save"),
     (3, change_states(MODEL.format(0), lambda s: s.update(shared_params={})), "'model.head.weight' has no values"),
-    (2, change_states("mp_rank_00_model_states.pt", lambda s: s.pop("param_shapes")), "not laid out as DeepSpeed"),
+    (2, change_states("mp_rank_00_model_states.pt", lambda s: s.pop("param_shapes")), "not have DeepSpeed's layout"),
     (
         2,
         change_states(OPTIM.format("*"), lambda s: s["base_optimizer_state"]["state"][0].update(factor=torch.ones(3))),
-        "keeps 'factor' for a group as a whole",
+        "keeps 'factor' for a whole group",
     ),
 ]
 
@@ -281,7 +281,7 @@ def test_wrong_paths_are_errors(original: dict[str, Any], tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match=r"no file 'latest' and no \*_states.pt"):
         convert(tmp_path, out, trust=True)
     out.write_text("mine")
-    with pytest.raises(CheckpointError, match="is already there"):
+    with pytest.raises(CheckpointError, match="already exists"):
         convert(folder, out, trust=True)
     assert out.read_text() == "mine"
     convert(folder, out, trust=True, overwrite=True)

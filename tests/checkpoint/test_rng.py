@@ -203,7 +203,10 @@ def resume_and_listen(strategy: str, path: str) -> tuple[list[Any], list[str]]:
 
 @pytest.mark.parametrize(
     ("before", "now", "told"),
-    [(1, 2, "1 -> 2: a rank goes on from the random numbers that this rank drew, ranks from 1 on"), (2, 1, "drew, so")],
+    [
+        (1, 2, "1 -> 2: each rank continues the random numbers that the same rank drew before, and ranks from 1 on"),
+        (2, 1, "drew before, so"),
+    ],
 )
 def test_another_number_of_ranks_is_told(rank_pools: Any, before: int, now: int, told: str, tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")

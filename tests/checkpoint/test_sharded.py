@@ -409,7 +409,7 @@ def test_what_is_damaged_is_an_error_that_says_where(folder: Path) -> None:
     shard.write_bytes(whole[:-1])
     assert f"{shard} is truncated: it has {len(whole) - 1} of {len(whole)} bytes" in refusal(folder)
     shard.unlink()
-    assert "1 of its files are not there: __1_0.distcp" in refusal(folder)
+    assert "1 of its files are missing: __1_0.distcp" in refusal(folder)
     shard.write_bytes(whole)
     metadata = (folder / ".metadata").read_bytes()
     (folder / ".metadata").write_bytes(metadata[:100])
@@ -552,7 +552,7 @@ def test_ranks_need_no_shared_file_system(pool: RankPool, tmp_path: Path) -> Non
     for rank, home in enumerate(homes):
         assert files_in(home) == {"README.txt", ".metadata", "meta.pt", f"__{rank}_0.distcp"}
         assert (home / "meta.pt").read_bytes() == (homes[0] / "meta.pt").read_bytes()
-    assert "copy the files of all of them into each, or into one" in refusal(homes[0])
+    assert "copy the files of all these folders into each, or into one" in refusal(homes[0])
     (homes[1] / "__1_0.distcp").rename(homes[0] / "__1_0.distcp")
     pool.run(save_at_end, "zero3", RECIPE, str(tmp_path / "file.ckpt"))
     assert_equal_trees(load(homes[0], ALONE), load(tmp_path / "file.ckpt", ALONE))

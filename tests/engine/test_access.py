@@ -175,9 +175,9 @@ def test_state_of_a_parameter_that_no_or_several_optimizers_update() -> None:
         optimizer.step()
     assert set(full_optimizer_state(model[0].weight, optimizers[0])) == {"momentum_buffer"}
     assert set(full_optimizer_state(model[0].weight, optimizers[1])) == {"step", "exp_avg", "exp_avg_sq"}
-    with pytest.raises(ValueError, match=r"2 optimizers of those attached update '0\.weight', not one; say which"):
+    with pytest.raises(ValueError, match=r"2 optimizers that are attached update '0\.weight', not one; say which"):
         full_optimizer_state(model[0].weight)
-    with pytest.raises(ValueError, match=r"0 optimizers of those attached update '1\.weight'"):
+    with pytest.raises(ValueError, match=r"0 optimizers that are attached update '1\.weight'"):
         full_optimizer_state(model[1].weight)
     assert full_grad(model[1].weight) is None
 

@@ -1,5 +1,5 @@
-// Reads and writes of files, many blocks at a time: a disk is fast only when it is asked for many. Two
-// backends do so, each a DiskPool: threads, and rings of io_uring (disk_rings.h).
+// Reads and writes files, many blocks at a time, since a disk is fast only with many requests under way.
+// There are two backends, each a DiskPool: threads, and rings of io_uring (disk_rings.h).
 #pragma once
 
 #include <sys/types.h>
@@ -12,7 +12,7 @@
 
 namespace lightning_zero {
 
-// A range of an open file and the memory that it is read into or written from.
+// A range of an open file, and the memory to read it into or write it from.
 struct Transfer {
   int file;
   void* memory;
@@ -20,7 +20,7 @@ struct Transfer {
   std::uint64_t offset;
 };
 
-// How a transfer failed: `code` is an errno, or 0 where the file ends before the range does.
+// The failure of a transfer: `code` is an errno, or 0 if the file ends before the range does.
 struct TransferFailure {
   int code;
   int file;
@@ -29,17 +29,17 @@ struct TransferFailure {
 
 enum class Direction { read, write };
 
-// The system's calls below the threads; tests put others in their place.
+// The system calls that the threads use; tests replace them.
 struct DiskCalls {
   ssize_t (*read)(int file, void* memory, std::size_t bytes, off_t offset);
   ssize_t (*write)(int file, const void* memory, std::size_t bytes, off_t offset);
-  void (*pause)();  // before what the system has refused for now is tried again
+  void (*pause)();  // waits before a temporarily refused call is tried again
 };
 
 extern const DiskCalls kSystemDiskCalls;
 
-// Transfers go in blocks, several at a time. Every result is checked: what was interrupted or came short goes
-// on where it stopped, and what fails is reported with the first place that failed.
+// Transfers blocks, several at a time. Every result is checked: a block that was interrupted or transferred
+// in part continues where it stopped, and of failures the one with the smallest offset is reported.
 class DiskPool {
  public:
   DiskPool();
@@ -47,16 +47,15 @@ class DiskPool {
   DiskPool(const DiskPool&) = delete;
   DiskPool& operator=(const DiskPool&) = delete;
 
-  // Fills the memory of all transfers, or the files from it, and returns when all has ended: the memory is
-  // the caller's again. `alignment` divides every address, length and offset, and every block: that which the
-  // file was opened with O_DIRECT for, or 1. After a failure blocks that have not begun are left out. Any
-  // thread may call. Throws std::logic_error in the child of a fork, which has neither threads nor a ring of
-  // its own.
+  // Reads or writes all transfers and returns when all have ended, so that the memory is the caller's again.
+  // Every address, length, offset and the block length must be multiples of `alignment`: the alignment that
+  // O_DIRECT requires, or 1. After a failure, blocks that have not begun are skipped. May be called from any
+  // thread. Throws std::logic_error in the child of a fork, which has neither the threads nor the rings.
   std::optional<TransferFailure> transfer(Direction direction, const std::vector<Transfer>& transfers,
                                           std::size_t alignment);
 
  protected:
-  bool forked() const;  // whether this is another process than the one that has made the pool
+  bool forked() const;  // whether this process is not the one that has made the pool
 
  private:
   virtual std::optional<TransferFailure> run(Direction direction, const std::vector<Transfer>& transfers,
@@ -65,10 +64,10 @@ class DiskPool {
   const pid_t process_;
 };
 
-// Blocks by calls of pread and pwrite, each in a thread.
+// Transfers blocks by threads that call pread and pwrite.
 class DiskThreads : public DiskPool {
  public:
-  // `threads` >= 1 blocks of at most `block` bytes (> 0) at a time. Throws std::system_error where not a
+  // Transfers `threads` >= 1 blocks of at most `block` > 0 bytes at a time. Throws std::system_error if not a
   // single thread can be made.
   DiskThreads(std::size_t threads, std::size_t block, const DiskCalls& calls = kSystemDiskCalls);
   ~DiskThreads() override;

@@ -1,4 +1,4 @@
-// Reads and writes of files by io_uring, whose system calls hand many blocks at once to the kernel.
+// Reads and writes files by io_uring, which submits many blocks to the kernel in one system call.
 #pragma once
 
 #include <condition_variable>
@@ -14,42 +14,44 @@
 
 namespace lightning_zero {
 
-// What a request has ended in.
+// The result of a request.
 struct Completion {
-  std::size_t tag;      // that it was pushed with
-  std::int64_t result;  // the bytes that were transferred, or an errno negated
+  std::size_t tag;      // the tag of the request
+  std::int64_t result;  // the number of bytes transferred, or a negative errno
 };
 
-// The system below the rings: a queue of requests and one of completions, for one thread at a time. Tests put
-// others in the place of the kernel's.
+// The interface to the system: a queue of requests and a queue of completions, for one thread at a time.
+// Tests replace the kernel's.
 class Ring {
  public:
-  virtual ~Ring() = default;  // with no request under way
-  // Puts down a request; at most as many are put down or under way as the ring was made for.
+  virtual ~Ring() = default;  // no request may be under way
+  // Queues a request. The number of requests queued or under way must not exceed that which the ring was made
+  // for.
   virtual void push(Direction direction, const Transfer& transfer, std::size_t tag) = 0;
-  // Hands over what was put down, in its order, and waits until a request has ended. Returns how many were
-  // handed over, which may be fewer and then does not wait; or an errno negated, when none was.
+  // Submits the queued requests in order, and waits until a request has ended. Returns the number of
+  // submitted requests; if these are not all, it does not wait. Returns a negative errno if none was
+  // submitted.
   virtual int submit() = 0;
   // Takes the next completion, in any order; returns whether there is one.
   virtual bool pop(Completion* completion) = 0;
-  // Takes back what was put down and not handed over.
+  // Removes the queued requests that were not submitted.
   virtual void withdraw() = 0;
 };
 
-// Makes one for so many requests. Throws std::system_error where the system refuses.
+// Makes a ring for at most `requests` requests. Throws std::system_error if the system refuses.
 using MakeRing = std::unique_ptr<Ring> (*)(std::size_t requests);
 
 std::unique_ptr<Ring> make_kernel_ring(std::size_t requests);
 
-// Why the system refuses rings, or has none; empty where it gives them.
+// The reason why the system refuses rings or lacks them; empty if it provides them.
 std::string io_uring_refusal();
 
-// Blocks by requests of rings. A call has a ring of its own while it lasts: its thread submits all requests
-// and stays until they have ended, because the kernel fails those of a thread that has gone.
+// Transfers blocks by rings. Each call uses a ring of its own: its thread submits all requests and waits for
+// their end, because the kernel cancels the requests of a thread that exits.
 class DiskRings : public DiskPool {
  public:
-  // `depth` >= 1 blocks of at most `block` bytes (> 0) at a time, in each call. Throws std::system_error
-  // where there is not a single ring.
+  // Each call transfers `depth` >= 1 blocks of at most `block` > 0 bytes at a time. Throws std::system_error
+  // if not a single ring can be made.
   DiskRings(std::size_t depth, std::size_t block, MakeRing make = make_kernel_ring,
             void (*pause)() = kSystemDiskCalls.pause);
 
@@ -57,15 +59,15 @@ class DiskRings : public DiskPool {
   std::optional<TransferFailure> run(Direction direction, const std::vector<Transfer>& transfers,
                                      std::size_t alignment) override;
   std::unique_ptr<Ring> take();
-  void give(std::unique_ptr<Ring> ring);  // a null pointer for one that is of no use any more
+  void give(std::unique_ptr<Ring> ring);  // a null pointer stands for a ring that is broken
 
   const std::size_t depth_;
   const std::size_t block_;
   const MakeRing make_;
   void (*const pause_)();
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below
   std::condition_variable given_;
-  std::size_t rings_ = 0;  // those that calls have, too
+  std::size_t rings_ = 0;  // number of rings, idle or in use
   std::vector<std::unique_ptr<Ring>> idle_;
 };
 

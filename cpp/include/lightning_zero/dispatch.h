@@ -18,10 +18,10 @@ struct Kernels {
   UpdateFunction<LionCoefficients> lion;
   UpdateFunction<SgdCoefficients> sgd;
   SumOfSquaresFunction sum_of_squares;
-  SplitFunction split;       // from whole to split
-  SplitFunction join;        // and back
-  BlockFunction quantize;    // from fp32 to blocks
-  BlockFunction dequantize;  // and back
+  SplitFunction split;       // whole to split
+  SplitFunction join;        // split to whole
+  BlockFunction quantize;    // fp32 to blocks
+  BlockFunction dequantize;  // blocks to fp32
 };
 
 extern const Kernels kScalarKernels;
@@ -32,15 +32,15 @@ extern const Kernels kAvx512Kernels;
 
 struct Target {
   const char* name;
-  bool (*supported)();  // by the CPU and the operating system
+  bool (*supported)();  // whether the CPU and the operating system support it
   const Kernels& kernels;
 };
 
 // The targets in this binary, slowest first.
 const std::vector<Target>& compiled_targets();
 
-// The target of that name, or the fastest supported one if `name` is empty. Throws std::invalid_argument
-// if the name is unknown or the machine lacks the instruction set.
+// The target with this name, or the fastest supported one if `name` is empty. Throws std::invalid_argument if
+// the name is unknown or the machine lacks the instruction set.
 const Target& resolve_target(const std::string& name);
 
 }  // namespace lightning_zero

@@ -5,8 +5,9 @@
 
 namespace lightning_zero {
 
-// For its lifetime the calling thread rounds to nearest and keeps subnormal numbers. Callers may have set
-// otherwise (torch.set_flush_denormal), and threads of the pool inherit from whoever made them.
+// During its lifetime the calling thread rounds to nearest and keeps subnormal numbers. Callers may have
+// changed this (torch.set_flush_denormal), and threads of the pool inherit the settings of the thread that
+// made them.
 class DefaultFloatingPoint {
  public:
   DefaultFloatingPoint() {

@@ -8,7 +8,8 @@
 
 namespace lightning_zero {
 
-// `count` numbers twice: in fp32, and as their nearest 16-bit numbers with the distances to them.
+// The same `count` numbers in two representations: in fp32, and as the nearest 16-bit numbers and the
+// distances to them.
 struct SplitArrays {
   float* whole;
   void* high;
@@ -17,7 +18,7 @@ struct SplitArrays {
   std::size_t count;
 };
 
-// Fills one representation from the other, by one target.
+// Computes one representation from the other, by one target.
 using SplitFunction = void (*)(const SplitArrays&);
 
 // Runs `convert` on up to `threads` threads (at least 1).

@@ -1,5 +1,4 @@
-// One optimizer step over dense arrays in host memory: what a caller passes, and the coefficients of each
-// rule.
+// One optimizer step over dense arrays in host memory: the arguments, and the coefficients of each rule.
 #pragma once
 
 #include <cstddef>
@@ -15,47 +14,46 @@ constexpr std::size_t item_size(DType dtype) {
   return dtype == DType::float32 ? 4 : 2;
 }
 
-// How an fp32 number becomes bf16 when it lies exactly between two of them.
+// The rounding of an fp32 number exactly halfway between two bf16 numbers: to even, or away from zero.
 enum class Ties { even, away };
 
 constexpr std::size_t kMaxStates = 3;
 
-// Arrays of `count` elements, each at an address aligned to its element; they do not overlap.
+// Arrays of `count` elements at element-aligned addresses; they must not overlap.
 struct UpdateArrays {
-  // fp32: the master itself. 16 bit: the high part of a split master, whose low part is `remainder`.
+  // fp32: the master itself. 16 bits: the high part of a split master, whose low part is `remainder`.
   void* param;
   DType param_dtype;
   std::int16_t* remainder;
-  void* copy_out;  // for an fp32 master: receives it in 16 bit; may be null
+  void* copy_out;  // receives a 16-bit copy of an fp32 master; may be null
   DType copy_dtype;
   Ties copy_ties;
   const void* grad;
   DType grad_dtype;
-  void* states[kMaxStates];  // as many as the rule has
+  void* states[kMaxStates];  // the rule determines how many are used
   DType state_dtype;         // float32; bfloat16 or int8, rounded stochastically
   std::size_t count;
-  // Of int8 states: one for each block of elements whose indices (see RoundingKey) fall into it.
+  // The scales of int8 states, one per block; the indices of elements (see RoundingKey) determine the blocks.
   std::uint8_t* scales[kMaxStates] = {};
 };
 
-// Stochastic rounding depends on these numbers and on nothing else.
+// The numbers that determine stochastic rounding.
 struct RoundingKey {
   std::uint64_t seed;
   std::uint64_t step;
-  std::uint64_t index;  // of the first element; the others count on from it
+  std::uint64_t index;  // index of the first element; those of the others follow
 };
 
-// The part of a RoundingKey that a run of elements shares whose indices agree in their upper 32 bits.
+// A RoundingKey for consecutive elements whose indices have the same upper 32 bits.
 struct RoundingStream {
   std::uint32_t before;
   std::uint32_t between;
   std::uint32_t first;  // lower 32 bits of the first element's index
 };
 
-// The scalars of one step, computed in double and rounded to fp32 once. In all of them the gradient is
-// multiplied by `grad_scale` first (negative to maximize); `l2` is the weight of the parameter in the
-// gradient, `decay` the part of the parameter that decoupled weight decay adds to the update (zero or
-// negative).
+// The scalars of one step, computed in double and rounded to fp32 once. The gradient is first multiplied by
+// `grad_scale` (negative to maximize). `l2` times the parameter is added to the gradient. `decay` (zero or
+// negative) times the parameter is added to the update, for decoupled weight decay.
 
 struct AdamCoefficients {
   float grad_scale;
@@ -65,8 +63,8 @@ struct AdamCoefficients {
   bool lerp_from_gradient;  // as torch.lerp does for weights of at least one half
   float beta2;
   float one_minus_beta2;
-  // With numerator and denominator of the update multiplied by sqrt(bias_correction2), it needs no division
-  // by it.
+  // These two include the factor sqrt(bias_correction2), by which numerator and denominator of the update are
+  // multiplied, so that the kernel need not divide by it.
   float eps;
   float negative_step_size;  // -lr / bias_correction1
   bool amsgrad;
@@ -76,7 +74,7 @@ struct AdagradCoefficients {
   float grad_scale;
   float l2;
   float eps;
-  float negative_lr;  // with the learning rate's own decay
+  float negative_lr;  // includes the decay of the learning rate
 };
 
 struct LionCoefficients {
@@ -96,10 +94,10 @@ struct SgdCoefficients {
   float one_minus_dampening;
   float negative_lr;
   bool nesterov;
-  bool first;  // the momentum buffer starts as the gradient
+  bool first;  // initialize the momentum buffer with the gradient
 };
 
-// `weight_decay` is AdamW's when `decoupled`, else Adam's L2 term. `step` counts from 1.
+// `weight_decay` is AdamW's if `decoupled`, otherwise the weight of Adam's L2 term. `step` counts from 1.
 AdamCoefficients adam_coefficients(double lr, double beta1, double beta2, double eps, double weight_decay,
                                    std::int64_t step, double grad_scale, bool decoupled, bool amsgrad);
 AdagradCoefficients adagrad_coefficients(double lr, double lr_decay, double eps, double weight_decay,
@@ -109,13 +107,14 @@ LionCoefficients lion_coefficients(double lr, double beta1, double beta2, double
 SgdCoefficients sgd_coefficients(double lr, double momentum, double dampening, bool nesterov,
                                  double weight_decay, bool first, double grad_scale);
 
-// The update of one piece by one target. `stream`: write `copy_out` past the caches.
+// The update of one piece, by one target. With `stream`, `copy_out` is written with stores that bypass the
+// caches.
 template <class Coefficients>
 using UpdateFunction = void (*)(const Coefficients&, const UpdateArrays&, const RoundingStream&, bool stream);
 
-// Runs `update` on pieces of the arrays, on up to `threads` threads (at least 1). Every element is computed
-// as it would be alone: the result does not depend on the number of threads. The floating-point environment
-// is the default one meanwhile, whatever the caller's flushes or traps.
+// Runs `update` on pieces of the arrays, on up to `threads` threads (at least 1). Elements are computed
+// independently, so that the result does not depend on the number of threads. The default floating-point
+// environment is used, whatever the caller has set.
 template <class Coefficients>
 void update_parallel(UpdateFunction<Coefficients> update, const Coefficients& coefficients,
                      const UpdateArrays& arrays, const RoundingKey& key, std::size_t threads);

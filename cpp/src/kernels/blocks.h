@@ -1,4 +1,4 @@
-// 8-bit state in blocks (see lightning_zero/blocks.h): the formats, and one pass over memory with them.
+// 8-bit state in blocks (see lightning_zero/blocks.h): the formats, and one pass of an update over memory.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,8 @@ KERNEL_INLINE V magnitude(V x) {
   return V::from_bits(x.bits() & V::Bits::broadcast(0x7FFFFFFF));
 }
 
-// A number as a multiple of the block's scale, which is below 2: `kExponentBits` and 4 bits of significand.
+// The format of a number divided by its block's scale, which is below 2: `kExponentBits` bits of exponent and
+// 4 bits of significand.
 template <int kExponentBits, bool kSigned>
 struct SmallFloat {
   static constexpr bool is_signed = kSigned;
@@ -26,21 +27,22 @@ struct SmallFloat {
   static constexpr int dropped = 19;                                    // bits of an fp32 significand
   static constexpr std::uint32_t smallest_normal = (128U - top) << 23;  // as fp32 bits
 
-  // As fp16 numbers, codes have their bits of significand and exponent, and gradual underflow, too.
+  // Decodes by fp16: with their bits at the right position, codes are fp16 numbers, including gradual
+  // underflow.
   template <class V>
   KERNEL_INLINE static Pair<V> decode(const std::uint8_t* from, V scale) {
     Pair<V> x;
     V::load_halves(from, kSigned, x.first, x.second);
-    if (kSigned) {  // not a factor of the scale, which it may make infinite
+    if (kSigned) {  // not multiplied into the scale, which may become infinite
       const V bias = V::broadcast(static_cast<float>(1U << (15 - top)));
       x = {x.first * bias, x.second * bias};
     }
     return {x.first * scale, x.second * scale};
   }
 
-  // To codes in the lower 8 bits of both halves of lanes, from numbers that are not negative where the format
-  // has no sign. What is dropped of a number is rounded up if it and 16 bits of `random`, at their upper end,
-  // are one or more: kToNearest rounds to nearest, halfway away from zero.
+  // Encodes numbers, which must not be negative if the format is unsigned, to codes in the lower 8 bits of
+  // both halves of lanes. A number is rounded up if the sum of its dropped bits and of 16 bits of `random`,
+  // aligned at the upper end, overflows. kToNearest as `random` rounds to nearest, with ties away from zero.
   template <class V>
   KERNEL_INLINE static typename V::Bits encode(Pair<V> x, V inverse_scale, typename V::Bits random) {
     using Bits = typename V::Bits;
@@ -55,20 +57,20 @@ struct SmallFloat {
       return masked_or(sign, Bits::broadcast(0x00800080),
                        join_halves(even >> dropped, odd >> (dropped - 16)));
     }
-    // What is divided by never becomes zero.
+    // Numbers of the unsigned format are divided by, so a number greater than zero must not become zero.
     const Bits one = Bits::broadcast(1);
     return maximum(even >> dropped, minimum(x.first.bits(), one)) |
            (maximum(odd >> dropped, minimum(x.second.bits(), one)) << 16);
   }
 
  private:
-  // The bits of a number whose upper ones, less those of the smallest normal number, are the code.
+  // A number's bits, of which the upper ones minus those of the smallest normal number are the code.
   template <class V>
   KERNEL_INLINE static typename V::Bits scaled(V x, V inverse_scale) {
     using Bits = typename V::Bits;
     if (kSigned) x = magnitude(x);
-    // Below the smallest normal number the first of these, in which the code is the significand, is the
-    // larger; from there on it is the second, whose exponent is one more than that of the number.
+    // Of these two, the first is larger below the smallest normal number; its significand is the code. From
+    // there on the second is larger; its exponent is one more than that of the number.
     const V subnormal = fma(x, inverse_scale, V::from_bits(Bits::broadcast(smallest_normal)));
     const V normal = x * (inverse_scale + inverse_scale);
     return maximum(subnormal.bits(), normal.bits());
@@ -79,21 +81,22 @@ using SignedSmallFloat = SmallFloat<3, true>;
 using UnsignedSmallFloat = SmallFloat<4, false>;
 
 constexpr std::uint32_t kToNearest = 0x80008000;
-constexpr std::uint32_t kNotFinite = 255;  // the scale of a block with such a number: all of them are NaN
+// The scale of a block that contains a number that is not finite: all its numbers are NaN.
+constexpr std::uint32_t kNotFinite = 255;
 
-// The scale of a block whose largest magnitude has these bits: none of its numbers is rounded up to 2.
+// The scale of a block whose largest magnitude has these bits, such that no scaled number is rounded up to 2.
 inline std::uint32_t scale_of(std::uint32_t largest) {
   if (largest == 0) return 0;
   const std::uint32_t exponent = (largest + (1U << SignedSmallFloat::dropped) - 1) >> 23;
   return exponent == 0 ? 1 : exponent;
 }
 
-// What decodes: 2^(scale - 127), 0 in a block of zeros.
+// The bits of the factor that decodes: 2^(scale - 127), or 0 for a block of zeros.
 inline std::uint32_t bits_of_scale(std::uint32_t scale) {
   return scale == kNotFinite ? 0x7FC00000U : scale << 23;
 }
 
-// What encodes: its inverse, in a block of finite numbers.
+// The bits of the factor that encodes: the inverse of the above, for a block of finite numbers.
 inline std::uint32_t bits_of_inverse(std::uint32_t scale) {
   if (scale == 254) return 0x00400000U;
   return (254 - (scale == 0 ? 1 : scale)) << 23;
@@ -148,8 +151,9 @@ void dequantize_block(float* whole, const std::uint8_t* codes, const std::uint8_
   }
 }
 
-// Calls `whole_block(i, b)` for element i where block b begins, and `cut_block(i, b, lead, count)` for what
-// there is of a block, which begins with its element `lead`.
+// Calls `whole_block(i, b)` for each whole block b, which begins at element i, and `cut_block(i, b, lead,
+// count)` for each incomplete block b, of which `count` elements from its element `lead` on begin at element
+// i.
 template <class WholeBlock, class CutBlock>
 KERNEL_INLINE void for_blocks(std::size_t lead, std::size_t count, WholeBlock whole_block,
                               CutBlock cut_block) {
@@ -206,9 +210,9 @@ void dequantize(const BlockArrays& a) {
 
 // ---- the update ----
 
-// A rule whose first state has a sign, and whose second, if any, has none. A block is decoded and updated,
-// and when the largest of its new numbers are known, encoded again; the new state rests in the caches
-// between. The parameter is updated by the state before it is rounded.
+// The update for a rule whose first state is signed and whose second, if any, is unsigned. Each block is
+// decoded and updated; when the largest new numbers are known, it is encoded again. In between, the new state
+// stays in the caches. The parameter is updated with the state before the state is rounded.
 template <class V, class Rule, class Grad, class Master>
 class BlockUpdate {
   using Bits = typename V::Bits;
@@ -235,7 +239,7 @@ class BlockUpdate {
     auto* const first = static_cast<First*>(a.param);
     const auto* const grad = static_cast<const Grad*>(a.grad);
     const std::size_t lead = first_index_ % kBlockLength;
-    // Blocks have whole vectors: they are all aligned, or none is.
+    // Blocks consist of whole vectors, so either all of them are aligned or none is.
     const std::uintptr_t address = reinterpret_cast<std::uintptr_t>(second) - lead * sizeof(Second);
     const bool aligned = address % (kPair * sizeof(Second)) == 0;
     const bool streams = stream && Master::streams && second != nullptr && aligned;
@@ -314,7 +318,7 @@ class BlockUpdate {
     }
   }
 
-  // A number that is not finite spoils all the state of its block.
+  // A number that is not finite makes all state of its block NaN.
   [[gnu::noinline]] static void poison(const Pointers& at) {
     for (int k = 0; k < kStates; ++k) {
       *at.scales[k] = static_cast<std::uint8_t>(kNotFinite);
@@ -322,7 +326,8 @@ class BlockUpdate {
     }
   }
 
-  // Part of a block, beginning with its element `lead`: in a padded copy. Zeros change no scale.
+  // Updates a part of a block, which begins with its element `lead`, in a copy padded with zeros. These do
+  // not change the scale.
   [[gnu::noinline]] void partial(const Pointers& at, std::size_t index, std::size_t lead,
                                  std::size_t count) const {
     Grad grad[kBlockLength] = {};
@@ -346,7 +351,7 @@ class BlockUpdate {
 
   const Rule rule_;
   const RandomBits<V> random_;
-  const std::size_t first_index_;  // in the stream
+  const std::size_t first_index_;  // index of the first element in the stream
 };
 
 }  // namespace

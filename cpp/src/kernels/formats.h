@@ -1,7 +1,7 @@
-// Between fp32 lanes and the formats of memory, written once for every vector type V.
+// Conversions between fp32 lanes and the formats in memory, written once for all vector types V.
 //
-// Kernels take two vectors at a time. Internal linkage in all of them, because each target compiles them with
-// flags of its own; for the same reason no inline function of the standard library is called.
+// Kernels process two vectors at a time. Everything has internal linkage, because each target compiles it
+// with different flags; for the same reason no inline function of the standard library is called.
 #pragma once
 
 #include <cstddef>
@@ -13,9 +13,9 @@
 namespace lightning_zero {
 namespace {
 
-// What a call of its own in the inner loop would cost is not what the compiler estimates: vectors then pass
-// through memory.
-#ifdef LIGHTNING_ZERO_SANITIZED  // where that would take the compiler minutes
+// Inlining is forced, because the compiler underestimates the cost of a call in the inner loop, which would
+// pass vectors through memory.
+#ifdef LIGHTNING_ZERO_SANITIZED  // with sanitizers, forced inlining takes the compiler minutes
 #define KERNEL_INLINE inline
 #else
 #define KERNEL_INLINE [[gnu::always_inline]] inline
@@ -28,8 +28,8 @@ struct Pair {
   V first, second;
 };
 
-// Which of the 2 x width elements the two vectors have: the first half and the second half, or the even and
-// the odd ones, which is how 16-bit elements lie in 32-bit lanes anyway.
+// The distribution of 2 x width elements over two vectors: the first and the second half, or the even and the
+// odd elements, which is how 16-bit elements lie in 32-bit lanes.
 enum class Order { consecutive, interleaved };
 
 template <Order kOrder, class V>
@@ -69,7 +69,7 @@ KERNEL_INLINE void store(Pair<V> x, float* to) {
   x.second.store(to + V::width);
 }
 
-// bf16 in the upper halves of lanes (what is in the lower ones does not matter).
+// Stores bf16 numbers from the upper halves of lanes; the lower halves are ignored.
 template <Order kOrder, class Bits>
 KERNEL_INLINE void store_upper(Bits first, Bits second, std::uint16_t* to, bool stream) {
   if (kOrder == Order::interleaved) {
@@ -79,8 +79,8 @@ KERNEL_INLINE void store_upper(Bits first, Bits second, std::uint16_t* to, bool 
   }
 }
 
-// The bits of `x` plus a bias of less than 2^16, whose upper halves are `x` rounded to bf16. A NaN, which the
-// bias might turn into something else, becomes the positive quiet one.
+// The bits of `x` plus a bias of less than 2^16; the upper halves are `x` rounded to bf16. A NaN, which the
+// bias might turn into another number, becomes the positive quiet NaN.
 template <class V>
 KERNEL_INLINE Pair<typename V::Bits> biased(Pair<V> x, typename V::Bits first_bias,
                                             typename V::Bits second_bias) {
@@ -119,8 +119,7 @@ KERNEL_INLINE void store_copy(Pair<V> x, BFloat16Away* to, bool stream) {
 
 // ---- master parameters ----
 
-// Each layout has two arrays: `First` is where the parameter is read from and written to, `Second` what goes
-// with it.
+// Each layout has two arrays: the parameter is read from and written to `First`; `Second` accompanies it.
 
 // An fp32 master, and a copy of it (which may be absent).
 template <class Copy>
@@ -140,8 +139,9 @@ struct WholeMaster {
   }
 };
 
-// The fp32 bits as their nearest bf16 and the signed 16-bit distance to it. Ties go away from zero: to even,
-// the two ties next to an even number would need the same distance, one value more than 16 bits have.
+// An fp32 number as the nearest bf16 number and the signed 16-bit distance to it, in units of the last fp32
+// bit. Ties go away from zero; with ties to even, an even number would need one more distance than 16 bits
+// represent.
 struct SplitBFloat16 {
   using First = BFloat16;
   using Second = std::int16_t;
@@ -160,7 +160,7 @@ struct SplitBFloat16 {
     }
     Pair<V> p = {V::from_bits(high.first.bits() + low.first), V::from_bits(high.second.bits() + low.second)};
     if (unlikely(any_nan(p.first, p.second))) {
-      // Someone wrote zero or infinity over a number that had a distance; they have none.
+      // User code has overwritten a number by zero or infinity, and its old distance must be ignored.
       p = {V::from_bits(select_nan(p.first, high.first.bits(), p.first.bits())),
            V::from_bits(select_nan(p.second, high.second.bits(), p.second.bits()))};
     }
@@ -186,9 +186,9 @@ struct SplitBFloat16 {
   }
 };
 
-// The nearest fp16 (ties to even) and the distance to it in units of 2^(e-25), with e the exponent of the
-// fp16 number, at least -14. Exact where 2^-16 <= |p| < 65520, within 2^-40 below; from 65520 on, fp16 is
-// infinite and so is p.
+// An fp32 number p as the nearest fp16 number (ties to even) and the distance to it in units of 2^(e-25),
+// where e is the exponent of the fp16 number, at least -14. Exact for 2^-16 <= |p| < 65520, within 2^-40
+// below; from 65520 on, the fp16 number is infinite and so is the restored p.
 struct SplitFloat16 {
   using First = Float16;
   using Second = std::int16_t;
@@ -212,7 +212,7 @@ struct SplitFloat16 {
   template <class V>
   KERNEL_INLINE static V join(V high, typename V::Bits distance) {
     using Bits = typename V::Bits;
-    // From an integer to fp32 and back by the bits of 1.5 x 2^23, whose ulp is 1.
+    // Converts an integer to fp32 by adding it to the bits of 1.5 x 2^23, whose ulp is 1.
     const V units = V::from_bits(distance + magic<V>().bits()) - magic<V>();
     const V unit = V::from_bits(exponent_of(high) - Bits::broadcast(25U << 23));
     const V p = fma(units, unit, high);
@@ -223,14 +223,14 @@ struct SplitFloat16 {
     using Bits = typename V::Bits;
     const V per_unit = V::from_bits(Bits::broadcast((2U * 127U + 25U) << 23) - exponent_of(high));
     const Bits units = ((p - high) * per_unit + magic<V>()).bits() - magic<V>().bits();
-    // No distance to infinity or NaN, where the difference with itself is NaN.
+    // The distance is 0 for infinity and NaN, whose difference with itself is NaN.
     return select_nan(high - high, Bits::broadcast(0), units);
   }
   template <class V>
   KERNEL_INLINE static V magic() {
     return V::broadcast(0x1.8p23F);
   }
-  // The exponent bits of max(|x|, 2^-14), in place.
+  // The exponent bits of max(|x|, 2^-14), at their position in fp32.
   template <class V>
   KERNEL_INLINE static typename V::Bits exponent_of(V x) {
     const V magnitude = V::from_bits(x.bits() & V::Bits::broadcast(0x7FFFFFFF));
@@ -240,9 +240,9 @@ struct SplitFloat16 {
 
 // ---- state of the optimizer ----
 
-// 64 random bits for every two elements with indices 2k and 2k+1, in lane k: 16 for each of two states. The
-// first 32 are Wellons' "lowbias32" hash of k, keyed before and between its two rounds, the others a further
-// round of it.
+// Computes 64 random bits for each pair of elements 2k and 2k+1, in lane k: 16 bits per element for each of
+// two states. The first 32 bits are Wellons' "lowbias32" hash of k, with a key added before and between its
+// two rounds; the others are one more round of it.
 template <class V>
 class RandomBits {
  public:
@@ -251,7 +251,7 @@ class RandomBits {
   explicit RandomBits(const RoundingStream& stream)
       : before_(Bits::broadcast(stream.before)), between_(Bits::broadcast(stream.between)) {}
 
-  // For the lanes that begin with element `index`, an even one.
+  // The bits for the lanes that begin with element `index`, which must be even.
   KERNEL_INLINE Pair<Bits> at(std::size_t index) const {
     Bits x = (Bits::broadcast(static_cast<std::uint32_t>(index >> 1)) + Bits::iota()) ^ before_;
     x = (x ^ (x >> 16)) * Bits::broadcast(0x7FEB352DU);
@@ -285,15 +285,15 @@ struct Float32State {
   }
 };
 
-// bf16, rounded up with the probability that the distance to the lower neighbour gives: small contributions
-// to a large moving average are not lost but arrive in the mean.
+// Stochastically rounded bf16: a number is rounded up with a probability proportional to its distance from
+// the lower neighbour. So small contributions to a large moving average are not lost on average.
 struct BFloat16State {
   using Element = BFloat16;
   static constexpr Order order = Order::interleaved;
   template <class V>
   using Random = RandomBits<V>;
 
-  // Returns what was stored: the update uses it, so that the state determines it.
+  // Returns the stored values; the update uses these, so that it depends on the stored state only.
   template <class V>
   KERNEL_INLINE static Pair<V> store(Pair<V> x, Element* to, typename V::Bits random) {
     using Bits = typename V::Bits;

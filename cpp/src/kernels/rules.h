@@ -1,13 +1,13 @@
-// The update rules, written once for every vector type V, with the operations of torch.optim's single-tensor
-// CPU path in its order (a fused multiply-add where a build of torch with FMA has one), but for the last step
-// to the parameter: the decay of a decoupled weight decay is part of the update instead of a rounding of the
-// parameter of its own, so that a parameter is rounded once a step, and a decay that is small beside 1 keeps
-// its digits; and Adam's correction of the second moment is in the coefficients, which saves a division per
-// element.
+// The update rules, written once for all vector types V. They use the operations of torch.optim's
+// single-tensor CPU path in the same order (with a fused multiply-add where a build of torch with FMA has
+// one), with two exceptions. First, decoupled weight decay is part of the update instead of a separate change
+// of the parameter, so that the parameter is rounded once per step, and a decay that is small compared with 1
+// keeps its precision. Second, Adam's correction of the second moment is part of the coefficients, which
+// saves a division per element.
 //
-// A rule works in two halves, because the state may be stored rounded in between: `advance` changes the state
-// and may replace the gradient by what the second half needs; `updated` gives the new parameter. `in_blocks`:
-// whether its state may be stored in 8 bits (blocks.h).
+// A rule has two parts, because the state may be stored and rounded in between: `advance` changes the state
+// and may replace the gradient by a value that the second part needs; `updated` returns the new parameter.
+// `in_blocks` tells whether the state may be stored in 8 bits (blocks.h).
 #pragma once
 
 #include "kernels/formats.h"
@@ -22,9 +22,9 @@ KERNEL_INLINE V with_decay(V p, V update, V decay, bool decays) {
   return p + (decays ? fma(p, decay, update) : update);
 }
 
-// Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015); Loshchilov and Hutter, "Decoupled
-// Weight Decay Regularization" (2019); amsgrad: Reddi, Kale and Kumar, "On the Convergence of Adam and
-// Beyond" (2018).
+// Sources: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015); Loshchilov and Hutter,
+// "Decoupled Weight Decay Regularization" (2019); amsgrad: Reddi, Kale and Kumar, "On the Convergence of Adam
+// and Beyond" (2018).
 template <class V, bool kAmsgrad>
 struct AdamRule {
   using Coefficients = AdamCoefficients;
@@ -62,8 +62,8 @@ struct AdamRule {
   }
 };
 
-// Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization"
-// (2011).
+// Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic
+// Optimization" (2011).
 template <class V>
 struct AdagradRule {
   using Coefficients = AdagradCoefficients;
@@ -92,7 +92,7 @@ struct AdagradRule {
   }
 };
 
-// Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023).
+// Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023).
 template <class V>
 struct LionRule {
   using Coefficients = LionCoefficients;
@@ -124,8 +124,8 @@ struct LionRule {
   }
 };
 
-// Stochastic gradient descent with Polyak's or Nesterov's momentum, in the form of Sutskever et al., "On the
-// importance of initialization and momentum in deep learning" (2013), as torch.optim.SGD has it.
+// Stochastic gradient descent with Polyak's or Nesterov's momentum, in the form of torch.optim.SGD. Source:
+// Sutskever et al., "On the importance of initialization and momentum in deep learning" (2013).
 template <class V>
 struct MomentumSgdRule {
   using Coefficients = SgdCoefficients;
@@ -157,7 +157,7 @@ struct MomentumSgdRule {
   }
 };
 
-// Without momentum there is no state.
+// Stochastic gradient descent without momentum, which has no state.
 template <class V>
 struct SgdRule {
   using Coefficients = SgdCoefficients;

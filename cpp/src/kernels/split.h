@@ -1,4 +1,4 @@
-// Between whole and split masters (formats.h).
+// Conversions between whole and split masters (formats.h).
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 namespace lightning_zero {
 namespace {
 
-// Calls `convert(whole, high, remainder)` for every two vectors, the last ones in a padded copy.
+// Calls `convert(whole, high, remainder)` for each pair of vectors; for the remainder in a padded copy.
 template <class V, class Master, class Convert>
 void for_each_block(const SplitArrays& a, Convert convert) {
   using High = typename Master::First;

@@ -1,4 +1,4 @@
-// Sum of squares in double over sixteen lanes, the same ones for every target, in the order of reduce.h.
+// The sum of squares in double over sixteen lanes, the same for every target, in the order of reduce.h.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 namespace lightning_zero {
 namespace {
 
-// The lanes of up to kRows rows of kLanes elements each, added to `sums` in order.
+// Adds up to kRows rows of kLanes elements to the lanes of `sums`, in order.
 template <class Squares, class Element>
 void add_rows(Squares& sums, const Element* values, std::size_t count) {
   using V = typename Squares::Float;
@@ -63,7 +63,7 @@ double sum_of_squares(const void* values, DType dtype, std::size_t count) {
     case DType::float16:
       return sum_of_squares_of<Squares>(static_cast<const Float16*>(values), count);
     case DType::int8:
-      break;  // codes without their scales
+      break;  // not supported: the arguments have no scales
   }
   return 0.0;
 }

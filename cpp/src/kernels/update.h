@@ -1,4 +1,4 @@
-// One pass over memory: a rule (rules.h) on a layout (formats.h).
+// One pass over memory, which applies a rule (rules.h) to a layout (formats.h).
 #pragma once
 
 #include <cstddef>
@@ -56,8 +56,8 @@ class Update {
   static constexpr Order kOrder = State::order;
   static constexpr std::size_t kBlock = 2 * V::width;
 
-  // Elements before the first whole block. Interleaved blocks begin at even indices, and stores that bypass
-  // the caches need an aligned address; where both cannot be had, `stream` becomes false.
+  // The number of elements before the first whole block. Interleaved blocks must begin at even indices, and
+  // stores that bypass the caches need an aligned address; if both are not possible, `stream` becomes false.
   std::size_t head(const void* second, bool& stream) const {
     constexpr std::size_t bytes = kBlock * sizeof(Second);
     const std::size_t misaligned = reinterpret_cast<std::uintptr_t>(second) % bytes;
@@ -68,7 +68,7 @@ class Update {
     return kOrder == Order::interleaved ? first_index_ % 2 : 0;
   }
 
-  // Two vectors of elements, the first of them with this index.
+  // Updates two vectors of elements, the first of which has this index.
   KERNEL_INLINE void block(const Pointers& at, std::size_t index, bool stream) const {
     const Pair<V> p = Master::template load<V, kOrder>(at.first, at.second);
     const Pair<V> grad = load<V, kOrder>(at.grad);
@@ -83,7 +83,7 @@ class Update {
                        rule_.advance(p.second, grad.second, second)};
     const auto random = random_.at(index);
     for (int k = 0; k < Rule::states; ++k) {
-      // The third state, amsgrad's maximum, is rounded as the second, so that equal numbers stay equal.
+      // The third state, amsgrad's maximum, is rounded like the second, so that equal numbers stay equal.
       const Pair<V> stored = State::template store<V>({first[k], second[k]}, at.states[k],
                                                       k == 0 ? random.first : random.second);
       first[k] = stored.first;
@@ -94,7 +94,7 @@ class Update {
     Master::template store<kOrder>(updated, at.first, at.second, stream);
   }
 
-  // Fewer elements than a block has: in a padded copy, so that they are computed as all others.
+  // Updates fewer elements than a block has, in a padded copy, so that they are computed like all others.
   [[gnu::noinline]] void partial(const Pointers& at, std::size_t offset, std::size_t count) const {
     // The copy of an interleaved block begins at an even index.
     const std::size_t lead = kOrder == Order::interleaved ? (first_index_ + offset) % 2 : 0;
@@ -123,10 +123,10 @@ class Update {
 
   const Rule rule_;
   const typename State::template Random<V> random_;
-  const std::size_t first_index_;  // in the stream
+  const std::size_t first_index_;  // index of the first element in the stream
 };
 
-// From the types that the arrays name at run time to those of the templates, one axis at a time.
+// Dispatch from the dtypes of the arrays at run time to template arguments, one dtype at a time.
 
 template <class V, class Rule, class Grad, class Master>
 void with_master(const typename Rule::Coefficients& c, const UpdateArrays& a, const RoundingStream& r,
@@ -160,7 +160,7 @@ void update(const typename Rule::Coefficients& c, const UpdateArrays& a, const R
     case DType::float16:
       return with_grad<V, Rule, Float16>(c, a, r, s);
     case DType::int8:
-      return;  // no gradient has it
+      return;  // not a dtype of gradients
   }
 }
 

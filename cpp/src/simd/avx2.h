@@ -1,4 +1,4 @@
-// Eight fp32 lanes: AVX2, FMA and F16C. Internal linkage, as in scalar.h.
+// Eight fp32 lanes with AVX2, FMA and F16C. Internal linkage, as in scalar.h.
 #pragma once
 
 #include <immintrin.h>
@@ -29,18 +29,18 @@ struct Avx2Bits {
     return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))};
   }
 
-  // To sixteen 8-bit elements, two to a lane, in its lower and its upper half.
+  // Stores sixteen 8-bit elements, two from each lane, from its lower and its upper half.
   void store_raw(std::uint8_t* to) const {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
                      _mm_packus_epi16(_mm256_castsi256_si128(value), _mm256_extracti128_si256(value, 1)));
   }
 
-  // Past the caches if `stream`; the address is then that of a whole vector.
+  // Bypasses the caches if `stream`; the address must then be aligned to a vector.
   void store_raw(std::uint16_t* to, bool stream) const {
     auto* const address = reinterpret_cast<__m256i*>(to);
     stream ? _mm256_stream_si256(address, value) : _mm256_storeu_si256(address, value);
   }
-  // The lower halves of the lanes of `first`, then those of `second`.
+  // Stores the lower halves of the lanes of `first`, then those of `second`.
   static void store_lower(Avx2Bits first, Avx2Bits second, std::uint16_t* to, bool stream) {
     const __m256i mask = _mm256_set1_epi32(0xFFFF);
     const __m256i packed =
@@ -56,7 +56,7 @@ struct Avx2Bits {
   friend Avx2Bits operator^(Avx2Bits a, Avx2Bits b) { return {_mm256_xor_si256(a.value, b.value)}; }
   friend Avx2Bits operator<<(Avx2Bits a, int n) { return {_mm256_slli_epi32(a.value, n)}; }
   friend Avx2Bits operator>>(Avx2Bits a, int n) { return {_mm256_srli_epi32(a.value, n)}; }
-  // Of signed numbers.
+  // The minimum of signed numbers.
   friend Avx2Bits minimum(Avx2Bits a, Avx2Bits b) { return {_mm256_min_epi32(a.value, b.value)}; }
   friend Avx2Bits maximum(Avx2Bits a, Avx2Bits b) { return {_mm256_max_epi32(a.value, b.value)}; }
   friend Avx2Bits shift_right_signed(Avx2Bits a, int n) { return {_mm256_srai_epi32(a.value, n)}; }
@@ -80,7 +80,8 @@ struct Avx2Float {
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))};
   }
 
-  // Of sixteen 8-bit elements the even and the odd ones, each as the fp16 number that has its bits at 2^6.
+  // Loads the even and the odd ones of sixteen 8-bit elements, each as the fp16 number with its bits shifted
+  // by 6.
   static void load_halves(const std::uint8_t* from, bool is_signed, Avx2Float& even, Avx2Float& odd) {
     const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
     const __m128i mask = _mm_set1_epi16(static_cast<short>(is_signed ? 0x9FC0 : 0x3FC0));
@@ -106,7 +107,7 @@ struct Avx2Float {
   }
   friend Avx2Float round_to_float16(Avx2Float a) { return {_mm256_cvtph_ps(a.to_half())}; }
   friend Avx2Float maximum(Avx2Float a, Avx2Float b) {
-    // The instruction gives its second operand when either is NaN.
+    // The instruction returns its second operand if either is NaN.
     const __m256 nan = _mm256_cmp_ps(a.value, a.value, _CMP_UNORD_Q);
     return {_mm256_blendv_ps(_mm256_max_ps(a.value, b.value), a.value, nan)};
   }
@@ -116,7 +117,7 @@ struct Avx2Float {
     const __m256 below = _mm256_and_ps(_mm256_cmp_ps(a.value, zero, _CMP_LT_OQ), _mm256_set1_ps(1.0F));
     return {_mm256_sub_ps(above, below)};
   }
-  // Lane by lane `if_nan` where `a` is NaN, else `otherwise`.
+  // For each lane `if_nan` if `a` is NaN, else `otherwise`.
   friend Bits select_nan(Avx2Float a, Bits if_nan, Bits otherwise) {
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a.value, a.value, _CMP_UNORD_Q));
     return {_mm256_blendv_epi8(otherwise.value, if_nan.value, nan)};
@@ -142,12 +143,12 @@ struct Avx2Float {
   __m128i to_half() const { return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT); }
 };
 
-// Sixteen sums in double.
+// Sixteen sums of squares in double.
 struct Avx2Squares {
   using Float = Avx2Float;
   __m256d lanes[4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()};
 
-  // Elements i, i + 1, ... where i is the first's position among sixteen.
+  // Adds the squares of elements i, i + 1, ..., where i is the position of the first among sixteen.
   void add(Avx2Float x, std::size_t i) {
     add_half(lanes[i % 16 / 4], _mm256_castps256_ps128(x.value));
     add_half(lanes[i % 16 / 4 + 1], _mm256_extractf128_ps(x.value, 1));

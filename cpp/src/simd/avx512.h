@@ -1,4 +1,4 @@
-// Sixteen fp32 lanes: AVX-512 F, BW, DQ and VL. Internal linkage, as in scalar.h.
+// Sixteen fp32 lanes with AVX-512 F, BW, DQ and VL. Internal linkage, as in scalar.h.
 #pragma once
 
 #include <immintrin.h>
@@ -29,16 +29,16 @@ struct Avx512Bits {
   // Thirty-two 16-bit elements, two to a lane.
   static Avx512Bits load_raw(const std::uint16_t* from) { return {_mm512_loadu_si512(from)}; }
 
-  // To thirty-two 8-bit elements, two to a lane, in its lower and its upper half.
+  // Stores thirty-two 8-bit elements, two from each lane, from its lower and its upper half.
   void store_raw(std::uint8_t* to) const {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi16_epi8(value));
   }
 
-  // Past the caches if `stream`; the address is then that of a whole vector.
+  // Bypasses the caches if `stream`; the address must then be aligned to a vector.
   void store_raw(std::uint16_t* to, bool stream) const {
     stream ? _mm512_stream_si512(reinterpret_cast<__m512i*>(to), value) : _mm512_storeu_si512(to, value);
   }
-  // The lower halves of the lanes of `first`, then those of `second`.
+  // Stores the lower halves of the lanes of `first`, then those of `second`.
   static void store_lower(Avx512Bits first, Avx512Bits second, std::uint16_t* to, bool stream) {
     alignas(64) static constexpr std::uint16_t kEven[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20,
                                                             22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42,
@@ -55,7 +55,7 @@ struct Avx512Bits {
   friend Avx512Bits operator^(Avx512Bits a, Avx512Bits b) { return {_mm512_xor_si512(a.value, b.value)}; }
   friend Avx512Bits operator<<(Avx512Bits a, unsigned n) { return {_mm512_slli_epi32(a.value, n)}; }
   friend Avx512Bits operator>>(Avx512Bits a, unsigned n) { return {_mm512_srli_epi32(a.value, n)}; }
-  // Of signed numbers.
+  // The minimum of signed numbers.
   friend Avx512Bits minimum(Avx512Bits a, Avx512Bits b) { return {_mm512_min_epi32(a.value, b.value)}; }
   friend Avx512Bits maximum(Avx512Bits a, Avx512Bits b) { return {_mm512_max_epi32(a.value, b.value)}; }
   friend Avx512Bits shift_right_signed(Avx512Bits a, unsigned n) { return {_mm512_srai_epi32(a.value, n)}; }
@@ -65,7 +65,7 @@ struct Avx512Bits {
   }
   // The lower half of each lane of `low` beside the upper half of that of `high`.
   friend Avx512Bits join_halves(Avx512Bits low, Avx512Bits high) {
-    constexpr int kSelect = 0xCA;  // the first operand chooses, bit by bit
+    constexpr int kSelect = 0xCA;  // the first operand selects between the others, bit by bit
     return {_mm512_ternarylogic_epi32(_mm512_set1_epi32(0xFFFF), low.value, high.value, kSelect)};
   }
 };
@@ -82,7 +82,8 @@ struct Avx512Float {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))};
   }
 
-  // Of thirty-two 8-bit elements the even and the odd ones, each as the fp16 number that has its bits at 2^6.
+  // Loads the even and the odd ones of thirty-two 8-bit elements, each as the fp16 number with its bits
+  // shifted by 6.
   static void load_halves(const std::uint8_t* from, bool is_signed, Avx512Float& even, Avx512Float& odd) {
     const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     const __m256i mask = _mm256_set1_epi16(static_cast<short>(is_signed ? 0x9FC0 : 0x3FC0));
@@ -110,7 +111,7 @@ struct Avx512Float {
   }
   friend Avx512Float round_to_float16(Avx512Float a) { return {_mm512_cvtph_ps(a.to_half())}; }
   friend Avx512Float maximum(Avx512Float a, Avx512Float b) {
-    // The instruction gives its second operand when either is NaN.
+    // The instruction returns its second operand if either is NaN.
     return {_mm512_mask_mov_ps(_mm512_max_ps(a.value, b.value), nan_lanes(a), a.value)};
   }
   friend Avx512Float sign(Avx512Float a) {
@@ -120,7 +121,7 @@ struct Avx512Float {
     return {
         _mm512_mask_mov_ps(_mm512_maskz_mov_ps(above, _mm512_set1_ps(1.0F)), below, _mm512_set1_ps(-1.0F))};
   }
-  // Lane by lane `if_nan` where `a` is NaN, else `otherwise`.
+  // For each lane `if_nan` if `a` is NaN, else `otherwise`.
   friend Bits select_nan(Avx512Float a, Bits if_nan, Bits otherwise) {
     return {_mm512_mask_mov_epi32(otherwise.value, nan_lanes(a), if_nan.value)};
   }
@@ -148,12 +149,12 @@ struct Avx512Float {
   static __mmask16 nan_lanes(Avx512Float a) { return _mm512_cmp_ps_mask(a.value, a.value, _CMP_UNORD_Q); }
 };
 
-// Sixteen sums in double.
+// Sixteen sums of squares in double.
 struct Avx512Squares {
   using Float = Avx512Float;
   __m512d lanes[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()};
 
-  // Sixteen elements, the first of them at a multiple of sixteen.
+  // Adds the squares of sixteen elements, the first of which has an index that is a multiple of sixteen.
   void add(Avx512Float x, std::size_t) {
     const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x.value));
     const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.value, 1));

@@ -1,7 +1,7 @@
-// One fp32 lane in portable C++: the definition that the wide vector types match bit for bit.
+// One fp32 lane in portable C++: the reference that the wide vector types match bit for bit.
 //
-// Everything here has internal linkage: a function compiled with a target's flags must never be the
-// linker's choice for a caller that was not.
+// Everything here has internal linkage, so that the linker cannot choose a function compiled with one
+// target's flags for a caller that was compiled without them.
 #pragma once
 
 #include <cstddef>
@@ -25,9 +25,9 @@ inline float from_bits(std::uint32_t bits) {
   return x;
 }
 
-// a * b + c, rounded once. Without the instruction: the product is exact in double, and rounding the sum
-// to odd makes the final rounding to fp32 correct (Boldo and Melquiond, "Emulation of FMA and correctly
-// rounded sums: proved algorithms using rounding to odd", 2008).
+// a * b + c, rounded once. Without an FMA instruction the product is computed exactly in double, and the sum
+// is rounded to odd, so that the final rounding to fp32 is correct (Boldo and Melquiond, "Emulation of FMA
+// and correctly rounded sums: proved algorithms using rounding to odd", 2008).
 inline float fused_multiply_add(float a, float b, float c) {
 #ifdef __FP_FAST_FMAF
   return __builtin_fmaf(a, b, c);
@@ -52,7 +52,7 @@ inline float fused_multiply_add(float a, float b, float c) {
 inline float float16_to_float(std::uint16_t half) {
   const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000U) << 16;
   const std::uint32_t magnitude = half & 0x7FFFU;
-  if (magnitude >= 0x7C00U) {  // infinity, or NaN made quiet
+  if (magnitude >= 0x7C00U) {  // infinity, or NaN, which becomes quiet
     const std::uint32_t quiet = magnitude > 0x7C00U ? 0x00400000U : 0U;
     return from_bits(sign | 0x7F800000U | ((magnitude & 0x3FFU) << 13) | quiet);
   }
@@ -62,7 +62,8 @@ inline float float16_to_float(std::uint16_t half) {
   return from_bits(sign | ((magnitude << 13) + ((127U - 15U) << 23)));
 }
 
-// Round to nearest even; overflow becomes infinity, a NaN keeps its sign and leading payload and is quiet.
+// Rounds to nearest even; overflow becomes infinity; a NaN becomes quiet and keeps its sign and leading
+// payload.
 inline std::uint16_t float_to_float16(float x) {
   const std::uint32_t bits = to_bits(x);
   const std::uint32_t sign = (bits >> 16) & 0x8000U;
@@ -87,7 +88,7 @@ inline std::uint16_t float_to_float16(float x) {
   return static_cast<std::uint16_t>(sign | half);
 }
 
-// The fp16 number that has the bits of a code at 2^6, and its sign, which is then the highest bit.
+// The fp16 number with the bits of a code shifted by 6, and with its sign, if any, in the highest bit.
 inline std::uint16_t half_of_code(std::uint32_t code, bool is_signed) {
   const std::uint32_t sign = is_signed ? code & 0x80U : 0U;
   return static_cast<std::uint16_t>((sign << 8) | ((code - sign) << 6));
@@ -103,12 +104,12 @@ struct ScalarBits {
     return {static_cast<std::uint32_t>(static_cast<std::int32_t>(*from))};
   }
 
-  // Two 16-bit elements, the first in the lower half.
+  // Loads two 16-bit elements, the first into the lower half.
   static ScalarBits load_raw(const std::uint16_t* from) {
     return {from[0] | (static_cast<std::uint32_t>(from[1]) << 16)};
   }
 
-  // To two 8-bit elements, from the lower and the upper half.
+  // Stores two 8-bit elements, from the lower and the upper half.
   void store_raw(std::uint8_t* to) const {
     to[0] = static_cast<std::uint8_t>(value);
     to[1] = static_cast<std::uint8_t>(value >> 16);
@@ -118,7 +119,7 @@ struct ScalarBits {
     to[0] = static_cast<std::uint16_t>(value);
     to[1] = static_cast<std::uint16_t>(value >> 16);
   }
-  // The lower halves of the two.
+  // Stores the lower halves of both.
   static void store_lower(ScalarBits first, ScalarBits second, std::uint16_t* to, bool) {
     to[0] = static_cast<std::uint16_t>(first.value);
     to[1] = static_cast<std::uint16_t>(second.value);
@@ -132,7 +133,7 @@ struct ScalarBits {
   friend ScalarBits operator^(ScalarBits a, ScalarBits b) { return {a.value ^ b.value}; }
   friend ScalarBits operator<<(ScalarBits a, int n) { return {a.value << n}; }
   friend ScalarBits operator>>(ScalarBits a, int n) { return {a.value >> n}; }
-  // Of signed numbers.
+  // The minimum of signed numbers.
   friend ScalarBits minimum(ScalarBits a, ScalarBits b) {
     return static_cast<std::int32_t>(a.value) < static_cast<std::int32_t>(b.value) ? a : b;
   }
@@ -160,7 +161,7 @@ struct ScalarFloat {
   static ScalarFloat load(const float* from) { return {*from}; }
   static ScalarFloat load(const Float16* from) { return {float16_to_float(from->bits)}; }
 
-  // Of two 8-bit elements the even and the odd one, each as the fp16 number that has its bits at 2^6.
+  // Loads the even and the odd one of two 8-bit elements, each as the fp16 number with its bits shifted by 6.
   static void load_halves(const std::uint8_t* from, bool is_signed, ScalarFloat& even, ScalarFloat& odd) {
     even = {float16_to_float(half_of_code(from[0], is_signed))};
     odd = {float16_to_float(half_of_code(from[1], is_signed))};
@@ -182,11 +183,11 @@ struct ScalarFloat {
     return {fused_multiply_add(a.value, b.value, c.value)};
   }
   friend ScalarFloat round_to_float16(ScalarFloat a) { return {float16_to_float(float_to_float16(a.value))}; }
-  // NaN if either is, as torch.maximum.
+  // NaN if either is, as in torch.maximum.
   friend ScalarFloat maximum(ScalarFloat a, ScalarFloat b) {
     return a.value > b.value || a.value != a.value ? a : b;
   }
-  // 0 for NaN, as torch.sign.
+  // 0 for NaN, as in torch.sign.
   friend ScalarFloat sign(ScalarFloat a) {
     return {static_cast<float>(a.value > 0.0F) - static_cast<float>(a.value < 0.0F)};
   }
@@ -194,7 +195,7 @@ struct ScalarFloat {
     return a.value != a.value ? if_nan : otherwise;
   }
   friend bool any_nan(ScalarFloat a, ScalarFloat b) { return a.value != a.value || b.value != b.value; }
-  // Of two elements, the first is the even one.
+  // Nothing to do: of two elements the first is the even one.
   friend void deinterleave(ScalarFloat&, ScalarFloat&) {}
   friend void interleave(ScalarFloat&, ScalarFloat&) {}
 };

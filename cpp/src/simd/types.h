@@ -1,4 +1,4 @@
-// 16-bit storage types. They only name a format: formats.h and the vector types convert.
+// 16-bit storage types. They only name a format; formats.h and the vector types convert.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ struct BFloat16 {
   std::uint16_t bits;
 };
 
-// bf16 that is rounded half away from zero when it is stored.
+// bf16 that is rounded to nearest with ties away from zero when it is stored.
 struct BFloat16Away {
   std::uint16_t bits;
 };
