@@ -171,7 +171,7 @@ class ShardedGradient:
             parts = [kept[segment.start : segment.stop] for segment in self._segments]
             self.squares = torch.stack(norms_of_each(parts)).square_()
         if held.tile is not None:
-            self._arrive()  # the update that reads tiles of it, in its own thread
+            self._arrive()  # an update in another thread may be reading tiles
         if notes_squares(placement, held.dtype, again, more):
             if again:
                 self._summing = _Summing(self._ranges())
