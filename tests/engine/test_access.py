@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_zero import full_grad, full_optimizer_state, full_param, gathered_parameters
+from lightning_zero.checkpoint import module_state_dict
 from lightning_zero.engine import engines_of
 from lightning_zero.sharding import Mesh, MixedPrecisionPolicy
 from lightning_zero.update import StaticLossScaler
@@ -148,6 +149,14 @@ def test_edits_are_seen(stage: int) -> None:
     with session.engine.gathered([parameter]), torch.no_grad():
         parameter.fill_(3.0)
     assert bool((full_param(parameter) == 3.0).all())
+
+
+def test_a_checkpoint_has_an_edit_just_before_it() -> None:
+    session = started(Setup(1, precision=MixedPrecisionPolicy(torch.bfloat16)))
+    name, parameter = next(session.model.named_parameters())
+    with torch.no_grad():
+        parameter.fill_(3.0)  # its master is another tensor
+    assert bool((module_state_dict(session.engine)[name] == 3.0).all())
 
 
 def test_without_an_engine_parameters_are_what_they_are() -> None:
