@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.sharding import BucketForm, BucketPlacement, Run, Segment
-from lightning_zero.storage import DONE, Lane, Memory, Rested, Ticket
+from lightning_zero.storage import Lane, Memory, Rested, Ticket
 from lightning_zero.storage.executor import Staged
 from lightning_zero.storage.staging import staged_size
 from lightning_zero.update.footprint import Apart, Footprint, Passing
@@ -261,8 +261,9 @@ class _Rounds:
         def take() -> None:  # on the stream on which it is computed with
             on_device.extend(torch.empty(numel, dtype=dtype, device=placement.device) for _ in range(form.number))
 
-        placement.executor.submit(take, Lane.SIDE, self._what)  # where all earlier rounds have ended
-        return [_Slot(placement.executor.take(numel, dtype), tensor, DONE) for tensor in on_device]
+        taken = placement.executor.submit(take, Lane.SIDE, self._what)
+        # Memory of a stream is free for another one only once the stream has come to where it was given out.
+        return [_Slot(placement.executor.take(numel, dtype), tensor, taken) for tensor in on_device]
 
     def _begin(self, batch: Sequence[Segment], slot: _Slot) -> None:
         view, placement = self._view, self._view.placement
@@ -276,7 +277,7 @@ class _Rounds:
             self._own.put(segment, state)
             settle_before(self._leaving, 0)
             self._leaving.append(self._own.commit([segment]))
-        slot.work = fetched = placement.move(on_device, on_host, _TO_DEVICE, self._what)
+        slot.work = fetched = placement.move(on_device, on_host, _TO_DEVICE, self._what, [slot.work])
         compute = partial(self._step.compute, group, on_device)
         slot.work = computed = placement.executor.submit(compute, Lane.SIDE, self._what, [fetched])
         slot.work = placement.move(on_host, on_device, _TO_HOST, self._what, [computed])

@@ -107,6 +107,27 @@ def test_the_bits_are_those_of_an_iteration_on_the_host(
         torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.01)
 
 
+class EarlyCopies(StreamExecutor):
+    """Copies to the device have ended when they are asked for; what else it was asked for need not have begun."""
+
+    def _copy(self, lane: Lane, *arguments: Any) -> Any:
+        work = super()._copy(lane, *arguments)
+        if lane is Lane.H2D:
+            work.synchronize()
+        return work
+
+
+@pytest.mark.device
+def test_matrices_come_to_memory_that_nobody_uses_any_more(device: torch.device) -> None:
+    """That of another stream is free for this one's copies when that stream has come to where it was given out."""
+    expected = on_the_host(device, 2, FP32, steps=2)
+    actual = train(start(device, EarlyCopies(device), 2, FP32), device, 2)
+    if device.type == sim.DEVICE:
+        assert [bits(values) for values in actual] == [bits(values) for values in expected]
+    else:
+        torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.01)
+
+
 class Counting(StreamExecutor):
     """Counts the bytes that it copies, by direction, and those of matrices that come back."""
 
