@@ -20,9 +20,8 @@ namespace lightning_zero {
 namespace {
 
 constexpr std::size_t kSeveralPieces = (std::size_t{5} << 16) + 77;
-constexpr std::size_t kStreamed =
-    (std::size_t{1} << 22) + 4099;          // long enough for stores that bypass the caches
-constexpr std::size_t kPastStreams = 1000;  // number of elements before the upper half of an index changes
+constexpr std::size_t kStreamed = (std::size_t{1} << 22) + 4099;  // long enough for streaming stores
+constexpr std::size_t kPastStreams = 1000;  // elements before the upper half of an index changes
 const RoundingKey kKey = {42, 7, (std::uint64_t{3} << 32) - kPastStreams};
 
 class ParallelTest : public ::testing::TestWithParam<const Target*> {
