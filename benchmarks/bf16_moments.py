@@ -2,9 +2,9 @@
 
     python -m benchmarks.bf16_moments --data path/to/tinyshakespeare.txt
 
-The mean validation loss after 2,000 steps must be within 0.5% of that with fp32 moments; a second run, and one with
-another number of kernel threads, must end at the same loss to the last digit. "smallest" adds split masters to bf16
-moments, 6 bytes a parameter beside the bf16 parameter itself where fp32 masters and moments take 12.
+The mean validation loss after 2,000 steps must be within 0.5% of that with fp32 moments. A second run, and a run with
+another number of kernel threads, must end with exactly the same loss. "smallest" combines bf16 moments with split
+masters: 6 bytes per parameter besides the bf16 parameter itself, where fp32 masters and moments take 12.
 """
 
 from __future__ import annotations

@@ -1,25 +1,24 @@
-"""Saving and loading AdamW's state on two CPU ranks: this package beside DDP, FSDP2 and DeepSpeed.
+"""Compares saving and loading AdamW's state on two CPU ranks by this package, DDP, FSDP2 and DeepSpeed.
 
     python -m benchmarks.checkpoint
     python -m benchmarks.checkpoint --parameters 1e6 --rounds 2 --folder /path/on/the/disk
 
-All contestants hold the same model, after one step, in the same two processes (gloo). In every round each of them
-saves, loads from the page cache and, after `posix_fadvise(DONTNEED)` on its files, loads from the disk, in an order
-that is drawn anew: what one writes, a disk may still pay for when the next one comes. The time is that of the slower
-rank: of a save until everything is on the disk, of a load until both ranks have their weights and optimizer state.
-Before each load the state is filled with zeros, and freed memory goes back to the system, since a process that resumes
-has none; afterwards the sums of the state must be what they were.
+All contestants hold the same model, after one step, in the same two processes (gloo). In every round each contestant
+saves, loads from the page cache and, after `posix_fadvise(DONTNEED)` on its files, loads from the disk. The order of
+the contestants is random in every round, since one contestant's writes may slow the disk down for the next. The time is
+that of the slower rank: for a save, until everything is on the disk; for a load, until both ranks have their weights
+and optimizer state. Before each load the state is filled with zeros, and freed memory is returned to the system, since
+a process that resumes has no freed memory either. Afterwards the sums of the state must be the same as before.
 
 - ddp: Lightning's `ddp`, one file that rank 0 writes; every rank reads all of it.
 - fsdp2: `fully_shard` of every layer, `get_state_dict` and `torch.distributed.checkpoint`.
 - deepspeed: `save_checkpoint` and `load_checkpoint` of its engine, ZeRO stage 2.
 - ours: `full`, one file, and `sharded`, a folder, with and without checksums, which are written and verified. (Peers
-  write those of `torch.save`, and verify none.) For `async` the time is also taken until training goes on.
-- raw: both ranks write and read plain bytes, as many as the state has, a half each: what the disk does at that time.
+  write the checksums of `torch.save`, but verify none.) For `async` the time until training continues is measured too.
+- raw: both ranks write and read plain bytes, one half of the size of the state each, as a measure of the disk's speed.
 
-Peers do not flush all that they write (`fsdp2` its files, but no folder): `fsync` of all their files and folders is
-added to the save.
-DeepSpeed is left out where it is not installed.
+Peers do not flush everything that they write (`fsdp2` flushes its files, but no folder). So `fsync` of all their files
+and folders is added to the save. DeepSpeed is skipped if it is not installed.
 """
 
 from __future__ import annotations
@@ -60,13 +59,13 @@ from lightning_zero import ZeroStrategy
 
 ROOT = Path(__file__).parents[1]
 RANKS, LAYERS, TOKENS = 2, 12, 8
-GOAL = 1.05  # times the fastest peer, without checksums
+GOAL = 1.05  # the goal, without checksums: at most this factor times the time of the fastest peer
 TILE = 1 << 23  # bytes that `raw` reads and writes at a time
 PEERS = ("ddp", "fsdp2", "deepspeed")
 
 
 class Model(pl.LightningModule):
-    """Transformer layers with about so many parameters: 12 tensors a layer."""
+    """Transformer layers with about this number of parameters in total, and 12 tensors per layer."""
 
     def __init__(self, parameters: float) -> None:
         super().__init__()
@@ -97,7 +96,7 @@ class Contestant:
     """One way to save and load, on one rank.
 
     Attributes:
-        name: unique.
+        name: unique name.
         loads: whether its load is measured.
     """
 
@@ -105,23 +104,23 @@ class Contestant:
     loads = True
 
     def save(self, folder: Path) -> None:
-        """Save into the empty ``folder``; return when it is on the disk, or before :meth:`finish` is to be called."""
+        """Save into the empty ``folder``; an asynchronous save may return before :meth:`finish` must be called."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Wait until what :meth:`save` began is on the disk."""
+        """Wait until an asynchronous save is on the disk."""
 
     def load(self, folder: Path) -> None:
-        """Bring the state back."""
+        """Restore the state from ``folder``."""
         raise NotImplementedError
 
     def state(self) -> list[Tensor]:
-        """What this rank holds of weights and optimizer state, in place."""
+        """The tensors with this rank's weights and optimizer state themselves, not copies."""
         raise NotImplementedError
 
 
 class Lightning(Contestant):
-    """A Trainer that has taken a step, and its own ways to save and to restore."""
+    """A Trainer that has taken a step; it saves and restores by its own methods."""
 
     def __init__(self, name: str, parameters: float, strategy: str | Strategy) -> None:
         self.name = name
@@ -160,7 +159,7 @@ class DDP(Lightning):
 
 
 class Ours(Lightning):
-    """A container of a Trainer whose strategy the containers share."""
+    """One container of this package; all containers share one Trainer and strategy."""
 
     def __init__(self, shared: Lightning, container: str, checksums: bool = True, in_background: bool = False) -> None:
         kind = "async" if in_background else "checksums" if checksums else "no checksums"
@@ -289,7 +288,7 @@ class Raw(Contestant):
 
 
 def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Its state per element."""
+    """The tensors of its state that have one value per element."""
     values = (value for state in optimizer.state.values() for value in state.values())
     return [value for value in values if isinstance(value, Tensor) and value.dim()]
 
@@ -299,8 +298,8 @@ def _local(value: Tensor) -> Tensor:
 
 
 def flush(folder: Path) -> None:
-    """Flush all files below ``folder``, and the folders, to the disk; ranks share the files. Collective."""
-    dist.barrier()  # others may still write
+    """Flush all files and folders below ``folder`` to the disk; each rank flushes a part. Collective."""
+    dist.barrier()  # other ranks may still be writing
     paths = sorted([folder, *folder.rglob("*")])
     for path in paths[dist.get_rank() :: RANKS]:
         with _opened(path) as file:
@@ -308,7 +307,7 @@ def flush(folder: Path) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Drop what the page cache holds of the files below ``folder``, which must be on the disk."""
+    """Drop the files below ``folder``, which must be on the disk, from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             with _opened(path) as file:
@@ -316,7 +315,7 @@ def forget(folder: Path) -> None:
 
 
 def free_memory() -> None:
-    """Give what this process has freed back to the system."""
+    """Return memory that this process has freed to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
@@ -346,16 +345,16 @@ def field(parameters: float, strategies: Iterable[str]) -> Iterator[Contestant]:
 
 
 def measure(contestant: Contestant, parent: Path) -> dict[str, float]:
-    """Save and load once in an empty folder inside ``parent``; returns seconds. Collective.
+    """Save and load once in an empty folder inside ``parent``, and return seconds. Collective.
 
     Raises:
-        RuntimeError: on a rank whose state is not what it was.
+        RuntimeError: this rank's state has changed.
     """
     rank, folder = dist.get_rank(), parent / "checkpoint"
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        os.sync()  # removals and what others have written are no part of it
+        os.sync()  # so that removals and writes of other contestants are not measured
     seconds = {}
     dist.barrier()
     start = time.perf_counter()
@@ -389,7 +388,7 @@ def sums(contestant: Contestant) -> list[float]:
 
 
 def work(rank: int, port: int, options: argparse.Namespace, parent: Path) -> None:
-    """What each rank does; rank 0 leaves the seconds in ``parent``."""
+    """The program of each rank; rank 0 writes the seconds to a file in ``parent``."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "NODE_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}
     warnings.filterwarnings("ignore")
@@ -398,7 +397,7 @@ def work(rank: int, port: int, options: argparse.Namespace, parent: Path) -> Non
     contestants = list(field(options.parameters, options.strategies))
     seconds: dict[str, dict[str, list[float]]] = {contestant.name: {} for contestant in contestants}
     order = random.Random(0)  # the same on all ranks
-    for number in range(-1, options.rounds):  # the first is to warm up
+    for number in range(-1, options.rounds):  # the first one is for warm-up
         for contestant in order.sample(contestants, len(contestants)):
             for what, taken in measure(contestant, parent).items():
                 if number >= 0:
@@ -409,7 +408,7 @@ def work(rank: int, port: int, options: argparse.Namespace, parent: Path) -> Non
 
 
 def summary(seconds: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, dict[str, float]]]:
-    """By what was measured and who: median and minimum in seconds, and their ratios to those of the fastest peer."""
+    """By measurement and contestant: median and minimum in seconds, and their ratios to those of the fastest peer."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for what in dict.fromkeys(what for times in seconds.values() for what in times):
         of = {name: times[what] for name, times in seconds.items() if what in times}
@@ -424,7 +423,7 @@ def summary(seconds: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, d
 
 
 def criterion(found: dict[str, dict[str, dict[str, float]]]) -> dict[str, bool]:
-    """Whether each of ours without checksums takes at most :data:`GOAL` times as long as the fastest peer."""
+    """For each container without checksums, whether it takes at most :data:`GOAL` times as long as the fastest peer."""
     return {
         f"{name}: {what}": row["to_best_peer"] <= GOAL
         for what, rows in found.items()
@@ -445,7 +444,7 @@ def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system that holds ``path``, and its device."""
+    """The type and the device of the file system that contains ``path``."""
     mounts = [line.split()[:3] for line in Path("/proc/mounts").read_text().splitlines()]
     device, _, kind = max((m for m in mounts if path.resolve().is_relative_to(m[1])), key=lambda mount: len(mount[1]))
     return f"{kind} on {device}"
@@ -459,7 +458,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where checkpoints go; must be on a disk")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/checkpoint.json")
     options = parser.parse_args()
-    # First: what cannot be described need not be measured.
+    # First, so that an error in it does not cost a measurement.
     environment = describe() | {"file_system": file_system(options.folder)}
 
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=options.folder) as name:

@@ -3,14 +3,14 @@
     python -m benchmarks.cifar10_strategies --data path/to/cifar-10
     python -m benchmarks.cifar10_strategies --data path/to/cifar-10 --precisions --whole zero2_offload zero3 ddp
 
-The losses of the first 100 steps are compared with those of `ddp` in fp32: in fp32 each must be within 1e-5, in 16 bits
-their mean within 2% (a single batch of 16 images may differ by 3%). All strategies clip by the norm in float64, `ddp`
-by torch's in float32: once gradients are clipped, the last bit of the factor may differ, and training amplifies it.
-Without clipping, `zero0` and `ddp` have the same bits. For the seeds 0 to 4 and 42 (the example uses 42) `zero0` stays
-within 8e-6; for 1337 it is 5e-5 off at step 100.
+The losses of the first 100 steps are compared with those of `ddp` in fp32. In fp32 each loss must be within 1e-5, in 16
+bits their mean within 2% (a single batch of 16 images may differ by 3%). All strategies clip by a norm computed in
+float64, `ddp` by torch's norm in float32. So once gradients are clipped, the last bit of the factor may differ, and
+training amplifies this. Without clipping, `zero0` and `ddp` have the same bits. For the seeds 0 to 4 and 42 (that of
+the example) `zero0` stays within 8e-6; for 1337 it differs by 5e-5 at step 100.
 
-`--whole` trains for so many epochs as well and keeps the test accuracy. A result is added to the file, or replaces the
-one of the same strategy and precision.
+`--whole` also trains strategies for all epochs and records the test accuracy. A result is added to the file, or
+replaces the one of the same strategy and precision.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What benchmarks that compare systems share: contestants in processes of their own, in rounds that are interleaved.
+"""Shared code of benchmarks that compare systems: contestants in separate processes, in interleaved rounds.
 
-A *cell* is what is trained; each round goes through all cells, and in a cell through all contestants, one at a time, in
-an order that is drawn anew. Results are saved after each cell of a round, and are gone on with by ``--resume``.
+A *cell* is one training setting. Each round goes through all cells, and in each cell through all contestants, one at a
+time, in random order. Results are saved after each cell of a round; ``--resume`` continues with saved results.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Round = dict[str, Result]  # by contestant
 
 @dataclass(frozen=True)
 class Contestant:
-    """Who takes part.
+    """A system that takes part.
 
     Attributes:
-        name: unique.
-        system: what the script of the ranks calls it.
-        python: the interpreter that has it installed.
+        name: unique name.
+        system: its name in the script of the ranks.
+        python: the interpreter in which it is installed.
     """
 
     name: str
@@ -43,10 +43,10 @@ class Contestant:
 
 
 class RankError(RuntimeError):
-    """A rank has ended with something else than 0.
+    """Raised when a rank ends with an exit code other than 0.
 
     Attributes:
-        code: what it ended with; of a signal the negative number.
+        code: the exit code; the negative number of a signal that ended it.
     """
 
     def __init__(self, message: str, code: int) -> None:
@@ -58,34 +58,34 @@ class RankError(RuntimeError):
 
 
 def ask(python: str, expression: str) -> str:
-    """What an interpreter prints for an expression with `version` and `lightning_zero`; empty where it fails."""
+    """Print an expression, which may use `version`, in an interpreter; returns the output, or "" if it fails."""
     code = f"from importlib.metadata import version; print({expression})"
     return subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=False).stdout.strip()
 
 
 def version_in(python: str, package: str) -> str:
-    """Of a package that an interpreter has; empty where it has none."""
+    """The version of a package in an interpreter; "" if it is not installed."""
     return ask(python, f"version({package!r})")
 
 
 def interpreter(named: str | None) -> str:
-    """The one that was named, or this one: absolute, since ranks work in a folder of their own.
+    """The absolute path of the named interpreter, or of this one; ranks run in a folder of their own.
 
-    Links stay, for they are what makes an environment.
+    Symbolic links are not resolved, because the link is what selects a virtual environment.
     """
     return str(Path(named or sys.executable).absolute())
 
 
 def check_torch(field: Sequence[Contestant]) -> None:
-    """Whether all compute with the same torch.
+    """Check that all contestants use the same version of torch as this process.
 
     Raises:
-        SystemExit: one of them does not.
+        SystemExit: a contestant does not.
     """
     for python in {contestant.python for contestant in field}:
         if (found := version_in(python, "torch")) != version("torch"):
             raise SystemExit(
-                f"{python} has torch {found or 'not'}; expected {version('torch')}, as this one: install it there"
+                f"{python} has torch {found or 'not'}; expected {version('torch')}, as here: install it there"
             )
 
 
@@ -101,20 +101,20 @@ def run_ranks(
     limit: float,
     watch: Callable[[], object] = lambda: None,
 ) -> list[Result]:
-    """Run all ranks to their end, in ``job["folder"]``, and return what each has left in ``rank0.json`` and so on.
+    """Run all ranks in ``job["folder"]`` until they end, and return the contents of ``rank0.json``, ``rank1.json`` ...
 
     Args:
-        contestant: whose interpreter runs them.
-        script: that each runs.
-        job: what they are told.
-        ranks: how many there are.
-        environment: variables, beside those of a launcher.
-        limit: seconds.
-        watch: is called again and again meanwhile.
+        contestant: its interpreter runs the ranks.
+        script: the script that each rank runs.
+        job: the argument of the script, as JSON.
+        ranks: number of ranks.
+        environment: environment variables, in addition to those of a launcher.
+        limit: time limit in seconds.
+        watch: called repeatedly while the ranks run.
 
     Raises:
         RankError: a rank failed.
-        RuntimeError: they took too long.
+        RuntimeError: the ranks exceeded the limit.
     """
     folder = Path(job["folder"])
     shared = {"WORLD_SIZE": ranks, "NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -138,7 +138,7 @@ def run_ranks(
                 raise RuntimeError(f"{contestant.name} took more than {limit:g} s")
     finally:
         for process in started:
-            process.kill()  # one whose peer has failed waits for it
+            process.kill()  # a rank whose peer has failed waits for it without end
             process.wait()
     for number in failed:
         said, code = (folder / f"output{number}").read_text()[-5000:], started[number].returncode
@@ -158,18 +158,18 @@ def contend(
     check: Callable[[Round, Any], None],
     summary: Callable[[Sequence[Round]], dict[str, Any]],
 ) -> None:
-    """Measure until each cell has as many rounds with everybody in them as were asked for.
+    """Measure until each cell has the requested number of complete rounds.
 
-    A round that lacks one of the contestants asked for is no full one, and another one is measured.
+    A round that lacks a requested contestant is not complete, and another one is measured.
 
     Args:
-        result: as by :func:`begin`, which is added to and saved.
-        cells: that are trained; each is saved by its text.
-        field: who takes part in a cell.
-        options: ``rounds``, ``seed`` of the order, ``out``, and what ``measure`` needs.
-        measure: one contestant.
-        check: whether those of a round have trained the same; raises where they have not.
-        summary: of a cell's rounds.
+        result: the result of :func:`begin`, which is extended and saved.
+        cells: the cells to train; each is saved under its string.
+        field: returns the contestants of a cell.
+        options: ``rounds``, ``seed`` for the order, ``out``, and the options that ``measure`` needs.
+        measure: measures one contestant.
+        check: raises if the contestants of a round have not trained the same.
+        summary: summarizes the rounds of a cell.
     """
     for number in range(options.rounds):
         for cell in cells:
@@ -190,14 +190,14 @@ def contend(
 
 
 def seconds_of(results: Sequence[Result], numbers: Sequence[str]) -> dict[str, Any]:
-    """Of a contestant's results, at least one: median and minimum of seconds, and medians of other numbers."""
+    """Summarize a contestant's results: median and minimum of seconds, and medians of the other numbers."""
     seconds = [result["seconds"] for result in results]
     middle = {key: median(result[key] for result in results) for key in numbers if key in results[0]}
     return {"median": median(seconds), "min": min(seconds), "rounds": len(results), **middle}
 
 
 def ratios(rounds: Sequence[Round], name: str, other: str, key: str = "seconds") -> dict[str, float]:
-    """Median and minimum of one contestant's number by another's of the same round; empty where there is none."""
+    """Median and minimum of the ratios of two contestants' numbers in the same rounds; empty if there are none."""
     both = [one for one in rounds if key in one.get(name, {}) and key in one.get(other, {})]
     found = [one[name][key] / one[other][key] for one in both]
     return {"median": median(found), "min": min(found)} if found else {}
@@ -207,8 +207,9 @@ def table(rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, str]) -> 
     """A cell's summary as a Markdown table.
 
     Args:
-        rows: by contestant.
-        columns: keys of a row, by their heads, of which those that nobody has are left out; numbers have three places.
+        rows: rows by contestant.
+        columns: maps column titles to keys of the rows. Columns without any value are left out. Numbers have three
+            decimal places.
     """
     columns = {head: key for head, key in columns.items() if any(key in row for row in rows.values())}
     lines = [f"| who | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]

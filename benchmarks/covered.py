@@ -1,15 +1,16 @@
-"""Which lines and branches of the package a run of the tests covers, those of all ranks and other processes included.
+"""Measures which lines and branches of the package the tests cover, including those run by ranks and other processes.
 
     pip install "coverage>=7.10"
     python benchmarks/covered.py --out after.json
     cd ../before && .venv/bin/python ../after/benchmarks/covered.py --out before.json
     cd ../after && python benchmarks/covered.py --read after.json --against ../before/before.json
 
-It measures the package and the tests of the working folder, with the interpreter that runs it: a revision without this
-file can be measured, too. What follows `--` are pytest's arguments in the place of those for the fast tests.
+It measures the package and the tests of the working folder, with the interpreter that runs this file. So a revision
+without this file can be measured, too. Arguments after `--` are passed to pytest instead of those for the fast tests.
 
-Every process starts with a module that begins to measure. A rank ends when its pool kills it: it saves what it has
-covered before it answers. Tests run several times as long; one that fails because of it has covered what it covers.
+Every process begins by importing a module that starts the measurement. Since a rank ends when its pool kills it, each
+rank saves its coverage before it sends an answer. Tests take several times as long; if a test exceeds its time limit,
+its coverage still counts.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ connections.Connection.send_bytes = save_and_send
 
 
 class Counts(NamedTuple):
-    """Statements and branches, and how many of them ran."""
+    """The numbers of statements and branches, and how many of them ran."""
 
     statements: int = 0
     ran: int = 0
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(tests: Sequence[str]) -> dict[str, Any]:
-    """Run pytest in this folder; coverage's report of it."""
+    """Run pytest in this folder and return coverage's report."""
     with tempfile.TemporaryDirectory(prefix="covered-") as name:
         folder = Path(name)
         settings = folder / "settings"
@@ -106,7 +107,7 @@ def measure(tests: Sequence[str]) -> dict[str, Any]:
 
 
 def table(report: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[str]:
-    """Lines of a table: percent of lines and branches by folder of the package, and what changed."""
+    """The lines of a table: percentages of lines and branches by folder of the package, and their changes."""
     now, then = by_folder(report), {} if before is None else by_folder(before)
     lines = [f"{'':<16} {'lines %':>9} {'branches %':>11}" + (f" {'before':>18} {'change':>14}" if then else "")]
     for folder in sorted(now.keys() | then.keys(), key=lambda each: (each == "all", each)):
@@ -119,7 +120,7 @@ def table(report: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[s
 
 
 def by_folder(report: Mapping[str, Any]) -> dict[str, Counts]:
-    """The counts of each folder of the package, and of all."""
+    """The counts of each folder of the package, and of the whole package."""
     folders: dict[str, Counts] = {}
     for path, of_file in report["files"].items():
         inside = Path(path.partition(f"{PACKAGE}/")[2])

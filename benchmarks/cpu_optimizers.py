@@ -1,25 +1,25 @@
-"""AdamW's step on a CPU: torch, DeepSpeed and this package, beside the bandwidth of the memory.
+"""Compares AdamW's step on a CPU by torch, DeepSpeed and this package with the bandwidth of the memory.
 
     python -m benchmarks.cpu_optimizers
     python -m benchmarks.cpu_optimizers --numel 16e6 --threads 1 --rounds 5 --isas scalar avx2 avx512
 
-One flat tensor, as the ZeRO optimizers keep it, in one process. In every round each contestant takes one step, in an
-order that moves on by one place per round; ratios are of times within a round, because machines drift. Before that,
-one step of each is compared with the formula in double precision.
+The optimizers update one flat tensor, as ZeRO does, in one process. In every round each contestant takes one step; the
+order rotates by one place per round. Ratios are computed from times of the same round, because the speed of a machine
+drifts. Before the measurement, one step of each contestant is compared with the formula in double precision.
 
 - torch: `torch.optim.AdamW` with foreach=False, foreach=True and fused=True, in fp32.
-- deepspeed: `DeepSpeedCPUAdam` in fp32; and what the optimizer of its ZeRO-2 offload does on the CPU in `step` (0.19.8,
-  `runtime/zero/stage_1_and_2.py`): `mul_` of the fp32 gradient by 1 / (loss scale x clipping), which its default of
-  gradient_clipping = 1.0 runs whether it clips or not, the fp32 step, and `copy_` of the master to a 16-bit buffer. The
-  gradient was cast on the GPU and came as fp32: that pass, which is the transfer's, is not counted. The same without
-  the first pass is what remains with gradient_clipping = 0 and no loss scale.
-- ours: the same fp32 step; and steps that take a bf16 gradient, scale it and leave bf16 parameters in one pass, over
-  an fp32 master or one split into the bf16 parameter and 16 more bits, with moments in fp32, bf16 or 8 bits.
-- STREAM: the same arrays, read and written in the same way with an addition for arithmetic (`benchmarks/stream.py`).
+- deepspeed: `DeepSpeedCPUAdam` in fp32; and the passes of the optimizer of its ZeRO-2 offload on the CPU in `step`
+  (0.19.8, `runtime/zero/stage_1_and_2.py`): `mul_` of the fp32 gradient by 1 / (loss scale x clipping), which runs with
+  its default of gradient_clipping = 1.0 whether it clips or not, the fp32 step, and `copy_` of the master to a 16-bit
+  buffer. The gradient was cast on the GPU and arrives as fp32; that pass belongs to the transfer and is not counted.
+  The variant without the first pass is what it does with gradient_clipping = 0 and no loss scale.
+- ours: the same fp32 step; and steps that read a bf16 gradient, scale it and write bf16 parameters in one pass, over
+  an fp32 master or a master split into the bf16 parameter and 16 more bits, with moments in fp32, bf16 or 8 bits.
+- STREAM: reads and writes the same arrays in the same way, with one addition as arithmetic (`benchmarks/stream.py`).
 
-Bytes per parameter are those that the passes over the arrays need; torch's loops move more, through temporaries. All
-arrays lie in anonymous mappings with huge pages where the kernel grants them, and are shared by the contestants whose
-layouts agree. DeepSpeed must be installed with its cpu_adam op, or with ninja and a compiler to build it; without
+Bytes per parameter are the bytes that the passes over the arrays need; torch's loops move more, because of temporaries.
+All arrays lie in anonymous mappings, with huge pages if the kernel grants them, and are shared by contestants with the
+same layout. DeepSpeed must be installed with its cpu_adam op, or with ninja and a compiler to build it. Without
 DeepSpeed or a C compiler, their rows and the ratios to them are missing.
 """
 
@@ -50,11 +50,11 @@ from lightning_zero.storage.host import HostStore
 ROOT = Path(__file__).parents[1]
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.01
 HYPERPARAMETERS: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
-START = 9  # steps that the optimizer states seem to have behind them
-CHECKED = 1 << 23  # elements of the check before the measurement: enough for stores that bypass the caches
-FILLED = 1 << 22  # elements filled at a time: temporaries stay small
-PAUSE = 0.02  # seconds before each measurement: OpenMP's threads go on spinning for a while after their work
-CUT = ("torch for-loop", "torch foreach")  # whose bars end at the chart's edge
+START = 9  # number of earlier steps that the optimizer states pretend to have
+CHECKED = 1 << 23  # number of elements in the check before the measurement: enough for stores that bypass the caches
+FILLED = 1 << 22  # number of elements that are filled at a time, so that temporaries stay small
+PAUSE = 0.02  # seconds before each measurement, since OpenMP's threads spin for a while after their work
+CUT = ("torch for-loop", "torch foreach")  # the contestants whose bars are cut at the chart's edge
 # Passes over memory of a step, as bytes per parameter; the gradient is read, everything else read and written.
 TRAFFIC: dict[Layout, float] = {
     "fp32": 4 + 3 * 8,
@@ -75,9 +75,10 @@ OURS: dict[Layout, str] = {
 
 
 class Arrays:
-    """The state of one flat tensor in every layout: [numel] each, equal numbers in each layout.
+    """The state of one flat tensor in every layout, [numel] each, with equal numbers in each layout.
 
-    The gradient has bf16 numbers and the moments those of 8 bits, which wider arrays hold too. `reset` starts again.
+    The gradients are bf16 numbers and the moments 8-bit numbers, which wider formats represent too. `reset` restores
+    the initial values.
     """
 
     def __init__(self, numel: int) -> None:
@@ -92,7 +93,7 @@ class Arrays:
         blocks = ops.count_blocks(0, numel)
         self.exp_avg_scales, self.exp_avg_sq_scales = store.zeros(blocks, torch.uint8), store.zeros(blocks, torch.uint8)
         for array in vars(self).values():
-            ops.zero_(array)  # touched first by the threads that will have the part
+            ops.zero_(array)  # each part is first touched by the thread that will process it
         self.reset()
 
     def reset(self) -> None:
@@ -114,7 +115,7 @@ class Arrays:
 
     @property
     def blocks(self) -> tuple[ops.Quantized, ops.Quantized]:
-        """The moments in 8 bits."""
+        """The 8-bit moments."""
         first = ops.Quantized(self.exp_avg_codes, self.exp_avg_scales)
         return first, ops.Quantized(self.exp_avg_sq_codes, self.exp_avg_sq_scales)
 
@@ -144,14 +145,14 @@ class Contestant:
     """One way to take a step.
 
     Attributes:
-        name: unique.
+        name: unique name.
         traffic: bytes per parameter that its passes read and write.
-        layout: of the STREAM that it is compared with.
+        layout: layout of the STREAM that it is compared with.
         step: takes a step; its argument is the factor of the gradient, which torch's and DeepSpeed's own steps ignore.
-        scales: whether that argument has an effect.
-        updated: the parameter afterwards, in fp32; None for a STREAM.
-        copy: where the 16-bit parameter is, for those that write one.
-        tolerance: of the check, relative to the largest update.
+        scales: whether this argument has an effect.
+        updated: returns the parameter after the step, in fp32; None for a STREAM.
+        copy: the 16-bit parameter, if the contestant writes one.
+        tolerance: tolerance of the check, relative to the largest update.
     """
 
     name: str
@@ -203,7 +204,7 @@ def main() -> None:
 
 
 def load_stream() -> tuple[Stream | None, str]:
-    """STREAM, and the compiler or why there is none."""
+    """STREAM, and its compiler or the reason why there is none."""
     if shutil.which("cc") is None:
         print("no C compiler (cc): without STREAM")
         return None, "no C compiler"
@@ -212,7 +213,7 @@ def load_stream() -> tuple[Stream | None, str]:
 
 
 def load_deepspeed() -> tuple[Any, str]:
-    """DeepSpeedCPUAdam, and its version and flags or why it cannot be used."""
+    """DeepSpeedCPUAdam, and its version and flags or the reason why it cannot be used."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
         from deepspeed.ops.op_builder import CPUAdamBuilder
@@ -227,7 +228,7 @@ def load_deepspeed() -> tuple[Any, str]:
 def contestants(
     arrays: Arrays, threads: int, isas: Sequence[str], stream: Stream | None, deepspeed: Any
 ) -> list[Contestant]:
-    """All of them, on the same arrays."""
+    """All contestants, on the same arrays."""
     field = torch_contestants(arrays)
     if deepspeed is not None:
         field += deepspeed_contestants(arrays, deepspeed)
@@ -325,11 +326,14 @@ def stream_name(layout: Layout) -> str:
 
 
 def check(field: Sequence[Contestant], arrays: Arrays) -> None:
-    """Raise unless a step of each contestant, with a factor where it takes one, follows the formula.
+    """Check that a step of each contestant, with a factor if it uses one, agrees with the formula.
 
     Args:
         field: contestants on `arrays`.
         arrays: their state, which is reset for each.
+
+    Raises:
+        RuntimeError: a contestant's result differs by more than its tolerance.
     """
     for contestant in field:
         if contestant.updated is None:
@@ -385,7 +389,7 @@ def _same(array: Tensor, bits: Tensor) -> bool:
 
 
 def measure(field: Sequence[Contestant], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each contestant's step in every round but a first one."""
+    """The seconds of each contestant's step in every round, except a first round for warm-up."""
     seconds: dict[str, list[float]] = {contestant.name: [] for contestant in field}
     gc.collect()
     gc.disable()
@@ -405,7 +409,7 @@ def measure(field: Sequence[Contestant], rounds: int) -> dict[str, list[float]]:
 
 
 def rows(field: Sequence[Contestant], seconds: dict[str, list[float]], numel: int) -> dict[str, dict[str, Any]]:
-    """What the table shows, by contestant; the rates of a median, the bandwidth's share of STREAM within rounds."""
+    """The rows of the table by contestant; rates are those of the median, shares of STREAM are of the same rounds."""
     found = {}
     for contestant in field:
         times = seconds[contestant.name]
@@ -425,9 +429,9 @@ def rows(field: Sequence[Contestant], seconds: dict[str, list[float]], numel: in
 
 
 def ratios(seconds: dict[str, list[float]], isas: Sequence[str]) -> list[dict[str, Any]]:
-    """Time of the (fastest) peer by our time in each round: above 1 is faster. Without those whose peer is missing.
+    """The ratios of the (fastest) peer's time to this package's time in each round; above 1, this package is faster.
 
-    Goals are for the median, with the instruction set that is chosen without being asked.
+    Ratios to missing peers are left out. Goals are for the median, with the default instruction set.
     """
     chain = ["deepspeed chain: scale, step, cast"]
     duels: list[tuple[Layout, list[str], float | None]] = [
@@ -482,7 +486,7 @@ def table(run: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Save an image of the medians, with the time of STREAM on the same arrays marked; needs matplotlib."""
+    """Save a chart of the medians, with marks for the time of STREAM on the same arrays; needs matplotlib."""
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
@@ -500,7 +504,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
     for axis, (threads, shown) in zip(axes, runs.items(), strict=True):
         times = [row["ms_per_1e9"] for row in shown.values()]
-        # torch's loops take several times as long as the rest: their bars end at the edge.
+        # torch's loops take several times as long as the rest, so their bars are cut at the edge.
         limit = 1.25 * max(time for name, time in zip(shown, times, strict=True) if name not in CUT)
         bars = axis.barh(list(shown), times, color=[colors[name.split()[0]] for name in shown])
         for bar, row in zip(bars, shown.values(), strict=True):
@@ -511,8 +515,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
                 axis.text(0.99 * limit, bottom + thickness / 2, f"{end:.0f} →", **style)
                 continue
             if row["share_of_stream"] is not None:
-                # A STREAM that was disturbed may have taken many times as long: its mark stays on the chart,
-                # or the label behind it would lie so far outside that no room is left for the bars.
+                # A disturbed STREAM may have taken many times as long. Its mark is kept on the chart, because a
+                # label far outside would leave no room for the bars.
                 bound = min(end * row["share_of_stream"], 0.9 * limit)
                 axis.plot([bound, bound], [bottom, bottom + thickness], color="black", linewidth=2)
                 end = max(end, bound)
@@ -547,7 +551,7 @@ def _huge_pages_setting() -> str:
 
 
 def _huge_page_gib() -> float | None:
-    """How much of this process's memory lies in huge pages."""
+    """How many GiB of this process's memory lie in huge pages."""
     path = Path("/proc/self/smaps_rollup")
     lines = path.read_text().splitlines() if path.exists() else []
     found = (int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))

@@ -1,4 +1,4 @@
-"""What every result file says about where it was measured, and a port for ranks to meet."""
+"""Describes, for result files, where a measurement was made, and finds a free port for ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 
 def describe() -> dict[str, Any]:
-    """Date, command, hardware and versions of this process."""
+    """The date, command, hardware and versions of this process."""
     cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
     memory = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
     return {

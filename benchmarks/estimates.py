@@ -1,21 +1,21 @@
-"""What `lightning-zero estimate` says of memory, against what a fit takes: models x names x precision x CPU ranks.
+"""Compares the memory that `lightning-zero estimate` predicts with that of fits of many models, by all strategies.
 
     python -m benchmarks.estimates
 
-Every case is a fit by the Trainer with AdamW, on small models of every kind. Predicted: the plan with the traced
-activations, before anything is allocated. Measured, per rank:
+Every case is a fit by the Trainer with AdamW, on small models of every kind. The prediction is the plan with traced
+activations, made before anything is allocated. The following is measured for each rank:
 
 - held: bytes of all tensors that are alive after the second step and were not before the model was made, without
-  memory in passing;
-- host: those of them that would not be on a GPU, by the engine's own account;
-- passing: host memory that tiles on their way from and to a disk keep, for which a plan has an upper bound: how much
-  of it is taken depends on the disk's speed;
-- disk: blocks of the files in which state rests, by the file system;
-- growth: the most resident memory of the third step (VmHWM, reset before it) above the resident memory before it.
+  memory for tiles in transit;
+- host: the bytes among them that would not be on a GPU, according to the engine;
+- passing: host memory for tiles in transit from and to a disk; the plan gives an upper bound, since the amount depends
+  on the disk's speed;
+- disk: blocks of the files with state, according to the file system;
+- growth: the peak of resident memory in the third step (VmHWM, reset before it) minus the resident memory before it.
 
-The goals are held, host and disk bytes within 1%, growth within 10%, and no more in passing than planned. Blocks of
-32 KiB and more are mappings of their own (MALLOC_MMAP_THRESHOLD_), so that what is freed leaves the resident memory,
-the same in each run.
+The goals: held, host and disk within 1%, growth within 10%, and not more passing than planned. Allocations of 32 KiB
+and more get mappings of their own (MALLOC_MMAP_THRESHOLD_), so that freed memory leaves the resident memory in the same
+way in each run.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _START = "import sys; sys.path.append({root!r}); from benchmarks.estimates impor
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of model: what makes it, and a batch of it by the names of its forward's arguments."""
+    """A kind of model: a function that makes it, and one that makes a batch by the names of forward's arguments."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[], dict[str, Tensor]]
@@ -82,7 +82,7 @@ class Lstm(nn.Module):
 
 
 class Experts(nn.Module):
-    """As many experts as there are tokens for: each takes the tokens that weigh most for it (expert choice)."""
+    """A layer of experts, each of which processes the tokens with the largest weights for it (expert choice)."""
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ MODELS: dict[str, Kind] = {
 
 
 def work() -> None:
-    """Runs the cases of a list in this rank, and prints a line of JSON for each."""
+    """Runs a list of cases in this rank, and prints a line of JSON for each."""
     import logging
 
     warnings.filterwarnings("ignore")
@@ -224,11 +224,11 @@ def work() -> None:
 
 
 def measure(model: str, name: str, precision: str, ranks: int) -> dict[str, Any]:
-    """Bytes held in all, on the host and on a disk, and the growth of a step, planned and measured, of this rank."""
+    """This rank's planned and measured bytes: held in total, on the host and on a disk, and the growth of a step."""
     kind, flag = MODELS[model], PRECISIONS[precision]
     planned = amounts(plan_of(model, name, flag, ranks))
     gc.collect()
-    gc.freeze()  # what is there now is not looked at again
+    gc.freeze()  # later collections ignore the objects that exist now
     with tempfile.TemporaryDirectory() as folder:
         found = fit(kind, name, flag, ranks, folder)
     gc.unfreeze()
@@ -237,7 +237,7 @@ def measure(model: str, name: str, precision: str, ranks: int) -> dict[str, Any]
 
 
 def amounts(planned: Any) -> dict[str, int]:
-    """What a plan says of that which is measured."""
+    """The planned amounts that correspond to the measured ones."""
     held, passing = planned.held, planned.staging.host
     values = {
         "held": held.total - passing,
@@ -258,7 +258,7 @@ def strategy_options(name: str, folder: str) -> dict[str, Any]:
 
 @functools.cache
 def traced(model: str, flag: Any) -> tuple[Any, Any]:
-    """A model without memory, and its activations."""
+    """A model on the meta device, and the trace of its activations."""
     from lightning_zero.integration.precision import ZeroPrecision
     from lightning_zero.planning.tracing import trace
 
@@ -323,7 +323,7 @@ def module_of(kind: Kind) -> Any:
 
 
 def fit(kind: Kind, name: str, flag: Any, ranks: int, folder: str) -> dict[str, int]:
-    """Three steps; bytes held after the second, and how much the third one grows."""
+    """Train three steps; returns the bytes held after the second one, and the growth in the third."""
     import lightning as L
 
     import lightning_zero
@@ -344,7 +344,7 @@ def fit(kind: Kind, name: str, flag: Any, ranks: int, folder: str) -> dict[str, 
                 found["held"] -= found["passing"]
                 found["host"] = sum(part.host for part in parts.values()) - found["passing"]
                 found["disk"] = sum(file.stat().st_blocks * 512 for file in Path(folder).rglob("*.bin"))
-                Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+                Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
                 found["resident"] = resident("VmRSS")
 
         def on_train_batch_end(self, trainer: Any, module: Any, output: Any, batch: Any, number: int) -> None:
@@ -374,7 +374,7 @@ def resident(line: str) -> int:
 
 
 def storages() -> list[torch.UntypedStorage]:
-    """Those of all tensors alive, each once."""
+    """The storages of all tensors that are alive, each once."""
     tensors = [o for o in gc.get_objects() if isinstance(o, Tensor)]
     with torch._C.DisableTorchFunctionSubclass():
         found = [t.untyped_storage() for t in tensors if t.layout is torch.strided and t.device.type == "cpu"]
@@ -390,7 +390,7 @@ def cases(models: list[str], names: list[str], precisions: list[str], ranks: int
 
 
 def run_ranks(wanted: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
-    """Runs cases in as many ranks, which are processes; returns the rows of all of them."""
+    """Runs cases in ``ranks`` processes, and returns the rows of all ranks."""
     port = str(free_port())
     with tempfile.TemporaryDirectory() as folder:
         outs = [Path(folder) / f"{rank}" for rank in range(ranks)]
@@ -411,21 +411,21 @@ def run_ranks(wanted: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
 
 
 def environment_of(rank: int, ranks: int, port: str) -> dict[str, str]:
-    """As torchrun sets it."""
+    """The environment variables that torchrun sets."""
     values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
     named = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
     return {name: str(value) for name, value in values.items()} | named
 
 
 def replanned(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with the plan of today."""
+    """A row whose planned amounts are computed again by the current version."""
     os.environ["RANK"] = str(row["rank"])
     plan = plan_of(row["model"], row["name"], PRECISIONS[row["precision"]], row["ranks"])
     return row | amounts(plan)
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Adds how far what was measured is from what was planned, where something was."""
+    """Adds the ratios of measured to planned amounts, for amounts whose plan is not 0."""
     return [
         row | {f"{name}_ratio": row[name] / row[f"{name}_planned"] for name in GOALS if row[f"{name}_planned"]}
         for row in rows
@@ -433,12 +433,12 @@ def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def deviation(name: str, ratio: float) -> float:
-    """How far off a plan is: memory in passing may be less than planned."""
+    """The deviation of a plan; memory in passing below the plan does not count."""
     return max(ratio - 1, 0.0) if name == "passing" else abs(ratio - 1)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of every model and of every name the most that anything deviates, and how many cases are within the goals."""
+    """The largest deviations by model and by name, and how many cases are within the goals."""
     found: dict[str, Any] = {"cases": len(rows)}
     for name, goal in GOALS.items():
         mine = [row for row in rows if f"{name}_ratio" in row]

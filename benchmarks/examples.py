@@ -1,4 +1,4 @@
-"""The examples as measured runs, on two ranks unless told otherwise, in processes of their own."""
+"""Runs the examples in separate processes, by default on two ranks, and returns their results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STRATEGIES = "zero0 zero1 zero2 zero3 zero1_offload zero2_offload zero3_offload"
 
 
 class Run(NamedTuple):
-    """What a run left behind: its summary, and the training losses that it logged."""
+    """The results of a run: its summary, and the logged training losses."""
 
     summary: dict[str, Any]
     losses: list[float]
@@ -29,10 +29,13 @@ def run_example(
     """Train an example.
 
     Args:
-        name: its folder.
-        overrides: of its configuration.
-        environment: variables to set.
-        devices: ranks.
+        name: folder of the example.
+        overrides: overrides of its configuration.
+        environment: environment variables to set.
+        devices: number of ranks.
+
+    Raises:
+        RuntimeError: the run failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, f"examples/{name}/train.py", f"trainer.devices={devices}", *overrides]
@@ -40,7 +43,7 @@ def run_example(
         result = subprocess.run(
             command, cwd=ROOT, env={**os.environ, **(environment or {})}, capture_output=True, text=True, check=False
         )
-        if result.returncode or not (Path(folder) / "summary.json").exists():  # what is terminated ends with 0
+        if result.returncode or not (Path(folder) / "summary.json").exists():  # a terminated run exits with 0
             raise RuntimeError(f"{' '.join(command)} ended with {result.returncode}:\n{result.stdout}\n{result.stderr}")
         summary = json.loads((Path(folder) / "summary.json").read_text())
         with (Path(folder) / "csv" / "metrics.csv").open() as file:

@@ -1,37 +1,37 @@
-"""How much of an offloaded update a GPU of a given speed would wait for: in the virtual time of the simulated device.
+"""Computes how long a GPU of a given speed would wait for offloaded updates, in virtual time of the simulated device.
 
     python -m benchmarks.exposed --resume
     python -m benchmarks.exposed --gpus h100 --variants "fraction 0.75" --resume
     python -m benchmarks.exposed --scales 64 --variants "in backward" --out benchmarks/results/exposed_in_backward.json
     python -m benchmarks.exposed --gpus a100-40 --dram 100 --scales 128 --picture step.png --out exposed.json
 
-A model of 10B parameters (48 layers 4096 wide, vocabulary 50304) trains with 16 sequences of 1024 tokens a step, in one
-micro-batch, bf16, layers computed again in backward, gradients clipped by their global norm, AdamW with fp32 masters in
-host memory. The training is the package's own, `lightning.Trainer` with `ZeroStrategy`; the device is that of
-`tests/device`, which computes on this machine's cores and keeps a clock of its own: each piece of work takes what a
-cost model says, and streams, events, copies, threads of the host and those who wait for them are ordered by it. Nothing
-of this is the time of a real GPU: it is what the order of the work makes of the rates.
+A model of 10B parameters (48 layers of width 4096, vocabulary 50304) trains with 16 sequences of 1024 tokens per step,
+in one micro-batch, in bf16, with layers recomputed in backward, gradients clipped by their global norm, and AdamW with
+fp32 masters in host memory. The training uses `lightning.Trainer` with `ZeroStrategy`. The device is that of
+`tests/device`, which computes on this machine's cores and has a virtual clock: each operation takes the time that a
+cost model gives, and streams, events, copies, host threads and waits are ordered by this clock. The results are not
+times of a real GPU; they follow from the order of the work and the assumed rates.
 
-Such a model does not fit here. So all of its sizes (width, tokens of a sequence, vocabulary) are divided by `--scales`,
-bytes per second by the square of that and operations per second by its cube; limits in bytes of the package (buckets,
-staging, gradients in flight) are divided likewise. Bytes of weights, gradients, states and activations have shrunk by
-the square, products by the cube: each piece of work takes as long as that of the large model. Two scales agree, which
-the table shows.
+Such a model is too large for a CPU. So all of its sizes (width, tokens per sequence, vocabulary) are divided by
+`--scales`, bytes per second by the square of the scale and operations per second by its cube; the package's limits in
+bytes (buckets, staging, gradients in flight) are divided by the square, too. Since the bytes of weights, gradients,
+states and activations shrink by the square and matrix products by the cube, each operation takes as long as in the
+large model. The table shows that two scales agree.
 
-The cost model, by machine: products at `MATMUL` of the vendor's rate, everything else the bytes it reads and writes, at
-`HBM` of the vendor's bandwidth, and 5 us for any work; PCIe by its generation, in each direction, side by side; the
-host's memory at 50, 100 or 200 GB/s, by all bytes that update kernels read and write and those that copies over PCIe do
-(of which a kernel's elements pay their share when they are updated). Python takes no time, nor does attention but for
-its bytes.
+The cost model of a machine: matrix products run at `MATMUL` times the vendor's rate; everything else takes the time for
+the bytes that it reads and writes, at `HBM` times the vendor's bandwidth; each operation takes 5 us in addition. PCIe
+has the rate of its generation in each direction, independently. The host's memory has 50, 100 or 200 GB/s, for all
+bytes that update kernels and copies over PCIe read and write (each kernel is charged for the copies of its elements).
+Python takes no time, and attention only the time for its bytes.
 
 A machine runs the first of `zero2_offload` and `zero3_offload` whose plan (`lightning-zero estimate`) fits its memory.
 
-What is told of a cell, in seconds of a step in the steady state: the step; forward and backward alone, on the device
-(`compute`); the update on the host; each direction of PCIe; the bound, the largest of these; the ratio to it; what the
-computing stream has stood still for, by lane. An update that is exact cannot begin before the last gradient is there,
-since norm and overflow are not known: it has only the forward to hide under. `exact` is the bound that this leaves:
-compute + max(0, update - forward), or PCIe where that is larger. The variant "in backward" (`update_in_backward=True`,
-without clipping) leaves the bound itself.
+The results of a cell, in seconds per step in the steady state: the step; forward and backward alone, on the device
+(`compute`); the update on the host; each direction of PCIe; the bound, which is the largest of these; the ratio of the
+step to the bound; and the waits of the computing stream, by lane. An exact update cannot begin before the last gradient
+has arrived, since norm and overflow are not known before. So it can only overlap with the next forward. `exact` is the
+bound under this condition: compute + max(0, update - forward), or PCIe if that is larger. For the variant "in backward"
+(`update_in_backward=True`, without clipping) the bound itself applies.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from lightning_zero.planning.devices import GPUS
 CELL = ROOT / "benchmarks/exposed_cell.py"
 MATMUL, HBM = 0.6, 0.8
 PCIE = {"a100-40": 25e9, "h100": 52e9, "4090": 25e9}
-NETWORK = 12.5e9  # one device sends nothing; stated since the cost model has it
+NETWORK = 12.5e9  # not used, since one device sends nothing; the cost model requires it
 DRAM = (50, 100, 200)  # GB/s
 NAMES = ("zero2_offload", "zero3_offload")
 SCALES = (64, 128)
@@ -69,17 +69,17 @@ Result = dict[str, Any]
 
 
 def plan_of(gpu: str) -> dict[str, Any]:
-    """The name that a machine runs, and what its plan says.
+    """The strategy that a machine runs, and its plan.
 
     Raises:
-        RuntimeError: none of them fits.
+        RuntimeError: no strategy fits.
     """
     sizes = f"--params 9.9e9 --layers {LAYERS} --hidden {WIDTH} --batch {SEQUENCES} --seq {TOKENS}"
     options = f"--precision bf16-true --checkpointing --gpu {gpu} --host 1000GB --json"
     command = [sys.executable, "-P", "-m", "lightning_zero.cli", "estimate", *sizes.split(), *options.split()]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     choices: dict[str, Any] = {}
-    for choice in json.loads(said)["choices"]:  # of a name the first one has states in fp32
+    for choice in json.loads(said)["choices"]:  # the first choice of a name has fp32 state
         choices.setdefault(choice["hydra"].split()[0].removeprefix("strategy="), choice)
     for name in NAMES:
         if choices[name]["device_fits"]:
@@ -88,17 +88,17 @@ def plan_of(gpu: str) -> dict[str, Any]:
 
 
 def job_of(gpu: str, dram: float, scale: int, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What the process of a cell is told: rates are those of the large model's machine."""
+    """The arguments for the process of a cell; rates are those of the large model's machine."""
     found = GPUS[gpu]
     rates = {"flops": MATMUL * found.matmul_16, "hbm": HBM * found.bandwidth, "pcie": PCIE[gpu], "network": NETWORK}
     return {**rates, "dram": dram, "scale": scale, "strategy": strategy, "options": options}
 
 
 def measure(job: dict[str, Any]) -> Result:
-    """Run a cell in a process of its own.
+    """Run a cell in a separate process.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the process failed.
     """
     command = [sys.executable, "-P", str(CELL), json.dumps(job)]
     own = {"OMP_NUM_THREADS": "1", "TORCH_FR_BUFFER_SIZE": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -132,7 +132,7 @@ def table(cells: dict[str, Result]) -> str:
 
 
 def draw(cell: Result, title: str, path: Path) -> None:
-    """One step of a cell, from its slices: lanes below each other, and what the computing stream waits for."""
+    """Draw one step of a cell: the lanes one below the other, and the waits of the computing stream."""
     import matplotlib as mpl  # only for pictures
 
     mpl.use("Agg")

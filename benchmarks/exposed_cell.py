@@ -1,8 +1,8 @@
-"""One cell of `benchmarks.exposed`, in a process of its own: trains on the simulated device, and prints times as JSON.
+"""Runs one cell of `benchmarks.exposed` in its own process: trains on the simulated device and prints times as JSON.
 
     python -P benchmarks/exposed_cell.py '{"gpu": "a100-40", "dram": 100e9, "strategy": "zero2_offload", "scale": 64}'
 
-See `benchmarks/exposed.py` for what is scaled, and why times are those of the large model.
+`benchmarks/exposed.py` explains the scaling, and why the times are those of the large model.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from lightning_zero.update.clipping import GradientClipping
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# The model of 10B: 48 layers 4096 wide, and what it is trained on.
+# The model with 10B parameters: 48 layers of width 4096, and the size of its batches.
 LAYERS, HEADS, WIDTH, VOCABULARY, TOKENS, SEQUENCES = 48, 32, 4096, 50304, 1024, 16
-STEPS = 5  # of which one is measured, after those that allocate
-MEASURED = 3  # its number, from 0
-LAUNCH = 5e-6  # seconds of any work on the device, at every scale
+STEPS = 5  # number of steps; one is measured, after the first ones, which allocate
+MEASURED = 3  # number of the measured step, from 0
+LAUNCH = 5e-6  # seconds of each operation on the device in addition to its work, at every scale
 BUCKET_MB, PERSISTENT = 25.0, 10_000  # the defaults of the strategy, which are scaled with the model
 NAMES = {0: "none", 1: "compute", 2: "to_device", 3: "to_host", 4: "network"}  # of the device's resources
 
@@ -52,7 +52,7 @@ Job = dict[str, Any]
 
 
 class GPT(L.LightningModule):
-    """Pre-norm blocks, each computed again in backward; input and output embeddings are one."""
+    """Pre-norm blocks, each recomputed in backward; input and output embeddings are tied."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -75,11 +75,11 @@ class GPT(L.LightningModule):
 
 
 class Host:
-    """The host's memory in virtual time: the update's kernels take as long as their bytes, and those of copies.
+    """The host's memory in virtual time: update kernels take the time for their bytes and for those of copies.
 
     Attributes:
-        seconds: that kernels have taken.
-        copied: bytes that went over PCIe, by direction.
+        seconds: total time of the kernels.
+        copied: bytes copied over PCIe, by direction.
     """
 
     def __init__(self, c: Any, rate: float, copied_per_element: float) -> None:
@@ -88,7 +88,7 @@ class Host:
         self._c, self._rate, self._copied_per_element = c, rate, copied_per_element
 
     def kernel(self, tensors: Sequence[Tensor], written: Sequence[Tensor | None]) -> None:
-        """Takes the time in which ``tensors`` are read and those that are written are written."""
+        """Advances the clock by the time in which ``tensors`` are read and ``written`` ones are written."""
         nbytes = sum(t.nbytes for t in (*tensors, *(w for w in written if w is not None)))
         seconds = (nbytes + self._copied_per_element * tensors[0].numel()) / self._rate
         self._c.host_works(seconds)
@@ -96,7 +96,7 @@ class Host:
 
 
 def charge_kernels(host: Host) -> None:
-    """Has the update of masters in host memory take its time on the clock of whoever calls it."""
+    """Makes updates of masters in host memory advance the clock of the calling thread."""
     update = native.AdamRule.update
 
     def charged(self: Any, param: Tensor, states: Sequence[Tensor], grad: Tensor, *args: Any, **options: Any) -> None:
@@ -110,7 +110,7 @@ def charge_kernels(host: Host) -> None:
 
 
 class Begin:
-    """The first ticket that a job in a thread comes after: the thread's clock is set to when it can begin."""
+    """The first ticket that a thread's job waits for; it sets the thread's clock to the time when the job can begin."""
 
     def __init__(self, begin: Callable[[], None]) -> None:
         self._begin = begin
@@ -126,19 +126,19 @@ class Begin:
 
 
 class Order:
-    """Threads that ask for copies in the order of their clocks, as the copies of one lane are served in turn.
+    """Makes threads request copies in the order of their clocks, since the copies of a lane are served in turn.
 
-    A thread goes on when no other one, which does not wait for a job itself, can still ask for something earlier.
+    A thread continues when no other running thread can still request a copy at an earlier time.
 
     Args:
-        now: the clock of the thread that calls.
+        now: returns the clock of the calling thread.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._changed = threading.Condition()
-        self._clocks: defaultdict[str, float] = defaultdict(float)  # as last seen; of a lane, when it is free
-        self._jobs: defaultdict[str, deque[float]] = defaultdict(deque)  # when those of a lane can begin at most
+        self._clocks: defaultdict[str, float] = defaultdict(float)  # last seen clocks; for a lane, when it is free
+        self._jobs: defaultdict[str, deque[float]] = defaultdict(deque)  # earliest begins of the jobs of each lane
         self._awaited: dict[str, Future[Any]] = {}
 
     @staticmethod
@@ -152,13 +152,13 @@ class Order:
             self._changed.notify_all()
 
     def submit(self, lane: Lane) -> None:
-        """A job of a lane can begin now."""
+        """Notes that a job of a lane can begin now."""
         self.note()
         with self._changed:
             self._jobs[f"lane {lane.name}"].append(self._now())
 
     def begin(self, lane: Lane, clock: Any) -> None:
-        """The lane's next job begins: when it could, and the lane was free."""
+        """Begins the lane's next job, at the time when the job could begin and the lane was free."""
         name = f"lane {lane.name}"
         with self._changed:
             clock.host_apart(max(self._clocks[name], self._jobs[name][0]))
@@ -171,7 +171,7 @@ class Order:
 
     @contextmanager
     def waiting(self, job: Future[Any]) -> Iterator[None]:
-        """Around a wait of the caller for a job."""
+        """A context for a wait of the caller for a job."""
         self.note()
         with self._changed:
             self._awaited[self._caller()] = job
@@ -181,7 +181,7 @@ class Order:
             del self._awaited[self._caller()]
 
     def turn(self) -> None:
-        """Wait until it is the caller's turn."""
+        """Waits until it is the caller's turn."""
         self.note()
         with self._changed:
             while any(self._earlier(name) for name in ("training", *self._jobs)):
@@ -196,7 +196,7 @@ class Order:
 
 
 class ClockedWork(streams._Work):
-    """The host that waits for a job has its clock moved to the job's end."""
+    """A job; waiting for it moves the host's clock to the job's end."""
 
     clock: Any
     order: Order
@@ -211,14 +211,14 @@ class ClockedWork(streams._Work):
 
 
 class ClockedExecutor(streams.StreamExecutor):
-    """Its threads have clocks of their own: a job begins when it was submitted, and the one before has ended."""
+    """An executor whose threads have clocks: a job begins after it was submitted and the previous one has ended."""
 
     limit: int
     host: Host
     clock: Any
 
     def __init__(self, device: torch.device, staging_bytes: int = 0) -> None:
-        super().__init__(device, self.limit, self.limit)  # scaled, whatever is asked for
+        super().__init__(device, self.limit, self.limit)  # the scaled limit, whatever the arguments are
         self._order = Order(self.clock.now)
 
     def _in_thread(self, lane: Lane, job: Callable[[], object], what: str, after: Sequence[Ticket]) -> Any:
@@ -245,10 +245,10 @@ class ClockedExecutor(streams.StreamExecutor):
 
 
 def measure_in_turn(clipping: Any) -> tuple[Any, Any]:
-    """The small all-reduce of a step, once threads have done what comes before it in time.
+    """Runs the small all-reduce of a step after threads have done the work that comes earlier in virtual time.
 
-    The host waits for the device in it anyway. What it copies there a moment before would else have its place on PCIe
-    before copies that a thread, whose clock is behind the host's, asks for later and that begin earlier.
+    The host waits for the device in it anyway. Otherwise a copy of the host right before it would be served on PCIe
+    before copies that a thread, whose clock is behind the host's, requests later but for an earlier time.
     """
     torch.accelerator.current_stream().synchronize()
     clipping._placement.executor._order.turn()
@@ -266,7 +266,7 @@ class Marks(L.Callback):
         self.spans: list[Any] = []
         self._c, self._host, self._device = c, host, device
         self._events: list[torch.Event] = []
-        self._zero = torch.Event(device=device, enable_timing=True)  # the clock has just begun
+        self._zero = torch.Event(device=device, enable_timing=True)  # at the start of the clock
         self._zero.record()
         self.logged = 0.0
         self.host_seconds = 0.0
@@ -296,7 +296,7 @@ class Marks(L.Callback):
 
 
 def bare_seconds(c: Any, job: Job, device: torch.device) -> tuple[float, float]:
-    """Of forward, and of forward and backward, with all parameters on the device and nothing else to do."""
+    """Seconds of forward, and of forward and backward, with all parameters on the device and no other work."""
     module = GPT(job).to(device, torch.bfloat16)
     tokens = torch.zeros(SEQUENCES, module.tokens, dtype=torch.long, device=device)
     for _ in range(2):
@@ -313,7 +313,7 @@ def bare_seconds(c: Any, job: Job, device: torch.device) -> tuple[float, float]:
 
 
 def set_rates(c: Any, job: Job) -> None:
-    """Those of the machine, divided as the model is: bytes by the square of the scale, products by its cube."""
+    """Sets the machine's rates, divided like the model: bytes by the square of the scale, products by its cube."""
     costs, square = c.costs(), job["scale"] ** 2
     costs.launch, costs.memory, costs.flops = LAUNCH, job["hbm"] / square, job["flops"] / (square * job["scale"])
     costs.to_device = costs.to_host = job["pcie"] / square

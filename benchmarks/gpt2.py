@@ -1,4 +1,4 @@
-"""The GPT-2 example as a measured run: nanoGPT's CPU setting on tiny shakespeare, 0.8 million parameters."""
+"""Runs the GPT-2 example in nanoGPT's CPU setting on tiny shakespeare (0.8 million parameters)."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
     python -m benchmarks.gpt2_strategies --data path/to/tinyshakespeare.txt
     python -m benchmarks.gpt2_strategies --data path/to/tinyshakespeare.txt --precisions fp32 fp16 --steps 400
 
-All names must end at the same validation loss: within 0.002 of each other in fp32, within 0.01 of fp32 in 16 bits at
-the same step. (fp16 is run for fewer steps: a CPU multiplies its matrices ten times slower.) A run is added to the
-results file, or replaces the one of the same strategy, precision and number of steps. The speeds are those of one run
-each, on a machine that may do other things: not a comparison.
+All strategies must end with the same validation loss: within 0.002 of each other in fp32, and within 0.01 of fp32 in 16
+bits at the same step. (fp16 is run for fewer steps, because a CPU multiplies fp16 matrices ten times slower.) A run is
+added to the results file, or replaces the one of the same strategy, precision and number of steps. The speeds are those
+of single runs on a machine that may do other work, and must not be compared.
 """
 
 from __future__ import annotations

@@ -1,25 +1,26 @@
-"""Shows that a refactor changes nothing: digests of many short trainings, to compare before and after.
+"""Shows that a refactor changes no result: compares digests of many short trainings before and after it.
 
     python -m benchmarks.identity --out before.json
     ... the refactor ...
     python -m benchmarks.identity --out after.json --against before.json
 
-The trainings combine all strategy names, precisions, optimizers, one and two CPU ranks, accumulation, clipping, models,
-features and containers of checkpoints, so that each pair of settings that can go together does so at least once. Of
+The trainings combine all strategy names, precisions, optimizers, numbers of CPU ranks (one and two), accumulation,
+clipping, models, features and checkpoint containers, so that each possible pair of settings occurs at least once. For
 each training it keeps a sha256 of
 
-* ``collectives``: every operation on a process group in its order, with group, dtype, number of elements and peer;
-* ``messages``: the tags of what ranks send each other, which depend on what each collective is said to be for;
+* ``collectives``: every operation on a process group in order, with group, dtype, number of elements and peer;
+* ``messages``: the tags of point-to-point messages, which depend on the descriptions of collectives;
 * ``norms``: gradient norm, loss scale and skipped steps after every batch;
-* ``losses``: of every batch, and of validation;
-* ``weights``: the state dict, the parameters as the forward sees them, and weights and gradients as user code reads
-  them in training;
-* ``states``: of the optimizer;
-* ``checkpoint``: all bytes of one saved in training and one saved after it, and the weights that load from it.
+* ``losses``: the losses of every batch, and of validation;
+* ``weights``: the state dict, the parameters in forward, and weights and gradients as user code reads them in training;
+* ``states``: the optimizer state;
+* ``checkpoint``: all bytes of a checkpoint saved during training and of one saved after it, and the weights loaded
+  from the latter.
 
-It prints the names of trainings that differ, and in which parts, and exits with 1. ``--trace FOLDER`` writes what was
-hashed as text, so that ``diff -r`` of two folders finds the first difference. Compare runs of one machine and one set
-of versions: others may round otherwise. It uses public names alone and runs with any version of the package.
+It prints the names of the trainings that differ and the differing parts, and then exits with 1. ``--trace FOLDER``
+writes the hashed data as text, so that ``diff -r`` of two folders finds the first difference. Compare only runs on one
+machine with one set of versions, since others may round differently. It uses public names only, and so runs with any
+version of the package.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ from lightning_zero.callbacks import EMA
 RANKS = 2
 TRAININGS = 144
 STEPS = 4
-MIDDLE = 2  # the step after which a checkpoint is saved in training
+MIDDLE = 2  # the step after which a checkpoint is saved during training
 TIMEOUT = timedelta(seconds=60)
-# One thread, and matrix products that do not depend on where in memory a parameter lies.
+# One thread, and matrix products that do not depend on the address of a parameter.
 REPRODUCIBLE = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -140,7 +141,7 @@ class Training:
     feature: str
     layout: str
     container: str
-    rate: float = 1.0  # multiplies the learning rate, for the test of this script
+    rate: float = 1.0  # factor of the learning rate, for the test of this script
 
     @property
     def name(self) -> str:
@@ -169,9 +170,9 @@ class Training:
 
 
 def matrix() -> list[Training]:
-    """The trainings, the same in every run: every pair of settings that a valid one can have is in one of them.
+    """The trainings, the same in every run; every possible pair of settings occurs in one of them.
 
-    After each pair has been met they are met again in other company, until there are :data:`TRAININGS`.
+    After all pairs have occurred, they are combined with other settings until there are :data:`TRAININGS` trainings.
     """
     generator = random.Random(0)
     chosen: dict[Training, None] = {}
@@ -190,7 +191,7 @@ def matrix() -> list[Training]:
 
 
 def _possible_pairs() -> list[frozenset[tuple[str, Any]]]:
-    """All pairs of settings that some valid training has, in a fixed order."""
+    """All pairs of settings that occur in some valid training, in a fixed order."""
     generator = random.Random(0)
     pairs: list[frozenset[tuple[str, Any]]] = []
     for (first, ones), (second, others) in itertools.combinations(SETTINGS.items(), 2):
@@ -224,7 +225,7 @@ class Lit(pl.LightningModule):
             self.configure_model()
 
     def configure_model(self) -> None:
-        if self.model is None:  # Lightning calls it for every Trainer
+        if self.model is None:  # Lightning calls this method for every Trainer
             with torch.random.fork_rng(devices=()):
                 torch.manual_seed(0)
                 self.model = Model(self.recipe.model)
@@ -268,7 +269,7 @@ class Lit(pl.LightningModule):
 
 
 class Watch(pl.Callback):
-    """Records a training while it runs, reads what users can read, and saves in the middle."""
+    """Records a training while it runs, reads the values that users can read, and saves a checkpoint in the middle."""
 
     def __init__(self, record: Record, path: Path) -> None:
         self._record, self._path = record, path
@@ -334,9 +335,9 @@ def make_trainer(training: Training, strategy: str, record: Record, path: Path, 
 
 
 def run(training: Training, folder: Path) -> Record:
-    """Train on this rank, which has a process group of the right size, and record it. Collective."""
+    """Train on this rank, which must have a process group of the right size, and record it. Collective."""
     record = Record()
-    for seed in (torch.manual_seed, np.random.seed, random.seed):  # dropout, and what checkpoints hold
+    for seed in (torch.manual_seed, np.random.seed, random.seed):  # for dropout, and for the states in checkpoints
         seed(dist.get_rank())
     with Recorder(record).active():
         if training.feature in ("resume", "reshard"):
@@ -375,7 +376,7 @@ def _add_result(record: Record, trainer: pl.Trainer, module: Lit) -> None:
 
 
 def work(number: int, trainings: list[Training], parent: Path) -> None:
-    """Each process: those of one rank are divided among the processes; all of them do the others together."""
+    """The program of each process: trainings of one rank are divided among the processes, others run on all of them."""
     quiet()
     for index, training in enumerate(trainings):
         alone = training.world_size == 1
@@ -402,7 +403,7 @@ def quiet() -> None:
 
 
 def begin(rank: int, world_size: int, store: Path) -> None:
-    """Make this process a rank of a world of its own, as a launcher would."""
+    """Make this process a rank of a new world, as a launcher would."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "NODE_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     rank_zero_only.rank = rank
@@ -413,14 +414,14 @@ def begin(rank: int, world_size: int, store: Path) -> None:
 
 
 def digests(ranks: list[dict[str, list[str]]]) -> dict[str, str]:
-    """The sha256 of each part of what all ranks recorded."""
+    """The sha256 of each part of the records of all ranks."""
     return {part: sha256(json.dumps([record[part] for record in ranks]).encode()) for part in ranks[0]}
 
 
 def differences(
     before: Mapping[str, Mapping[str, str]], after: Mapping[str, Mapping[str, str]]
 ) -> dict[str, list[str]]:
-    """By name of a training: the parts that differ, or that one side lacks it."""
+    """By name of a training, the parts that differ, or a note that one side lacks the training."""
     found = {}
     for name in {**before, **after}:
         if name not in before or name not in after:
@@ -431,7 +432,7 @@ def differences(
 
 
 def train_all(trainings: list[Training], trace: Path | None = None) -> dict[str, dict[str, str]]:
-    """Digests by the trainings' names."""
+    """Run all trainings and return their digests by name."""
     os.environ |= REPRODUCIBLE  # before the processes that compute start
     result = {}
     with tempfile.TemporaryDirectory(prefix="identity-") as name:
@@ -454,7 +455,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="where the digests go")
     parser.add_argument("--against", type=Path, help="digests of before the change")
     parser.add_argument("--only", metavar="PATTERN", default="", help="a regular expression in the trainings' names")
-    parser.add_argument("--trace", metavar="FOLDER", type=Path, help="write there what is hashed")
+    parser.add_argument("--trace", metavar="FOLDER", type=Path, help="folder to write the hashed data to")
     options = parser.parse_args()
     trainings = [training for training in matrix() if re.search(options.only, training.name)]
     if not trainings:
@@ -469,7 +470,7 @@ def main() -> None:
     before = json.loads(options.against.read_text())
     for name in ("cpu", "python", "torch", "lightning"):
         if (was := before["environment"][name]) != (now := result["environment"][name]):
-            print(f"{name} was {was}, is {now}: digests may differ for that alone")
+            print(f"{name} was {was}, is {now}: digests may differ for this reason alone")
     expected = {name: parts for name, parts in before["trainings"].items() if re.search(options.only, name)}
     found = differences(expected, result["trainings"])
     for name, parts in found.items():

@@ -2,11 +2,12 @@
 
     python -m benchmarks.int8_moments --data path/to/tinyshakespeare.txt
 
-Two ranks, or one with `--devices 1`: the moments have the same bits on any number. `--layouts` takes a part of them.
+It trains on two ranks, or on one with `--devices 1`; the moments have the same bits on any number of ranks. `--layouts`
+selects some of the layouts.
 
-The goal: the mean validation loss after 2,000 steps within 0.005 of that with fp32 moments. "smallest" adds split
-masters of bf16 parameters, 4.008 bytes a parameter beside the bf16 parameter itself where fp32 masters and moments take
-12.
+The goal: the mean validation loss after 2,000 steps is within 0.005 of that with fp32 moments. "smallest" combines
+8-bit moments with split masters of bf16 parameters: 4.008 bytes per parameter besides the bf16 parameter itself, where
+fp32 masters and moments take 12.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A pytest plugin that trains with another strategy wherever a test leaves the choice to Lightning.
+"""A pytest plugin that uses another strategy wherever a test leaves the choice to Lightning.
 
     PYTHONPATH=benchmarks LIGHTNING_STRATEGY=zero3 pytest -p lightning_substitute ...
 
-``LIGHTNING_STRATEGY`` is a registered name. It stands in for the default of Trainer and Fabric on the CPU; one of ours
-also for ``ddp_spawn`` and ``ddp_fork``, with the same way to start processes. Without it nothing is replaced.
-With ``LIGHTNING_ONE_PROCESS=1`` tests that start ranks or scripts are skipped.
+``LIGHTNING_STRATEGY`` is a registered name. It replaces the default strategy of Trainer and Fabric on the CPU; a
+strategy of this package also replaces ``ddp_spawn`` and ``ddp_fork``, with the same way to start processes. Without the
+variable nothing is replaced. With ``LIGHTNING_ONE_PROCESS=1``, tests that start ranks or scripts are skipped.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Lightning's own tests, with a strategy of this package in the place of its default: what do they say otherwise?
+"""Runs Lightning's own tests with a strategy of this package instead of the default one, and reports differences.
 
     python -m benchmarks.lightning_suite CHECKOUT
     python -m benchmarks.lightning_suite CHECKOUT --strategies zero3 --tests trainer/optimization models/test_hooks.py
 
-``CHECKOUT`` is a copy of Lightning's repository at (or near) the version that is installed; the package is not taken
-from it. The test files of one folder run in one process, by pytest, first with nothing replaced, then with each
-strategy. A file with a test that passes with nothing replaced and not with a strategy runs again, alone, and that run
-counts; then it runs with ``ddp`` in one process: what fails under that, too, was never meant for a distributed
-strategy. Tests that need a package which is not installed fail or are skipped in all runs.
+``CHECKOUT`` is a copy of Lightning's repository at (or near) the installed version; only its tests are used. The test
+files of a folder run in one process, by pytest, first with nothing replaced, then with each strategy. If a test passes
+with nothing replaced but not with a strategy, its file runs again alone, and that run counts. Then the file runs with
+``ddp`` in one process: a test that fails with that, too, is not meant for distributed strategies. Tests that need a
+package which is not installed fail or are skipped in all runs.
 
-Printed is, by strategy, every test that passes with nothing replaced and not with it, that passes under ``ddp``, and
-for which :data:`EXPECTED` has no reason. The exit status is 1 if there is any.
+For each strategy it prints the tests that pass with nothing replaced but not with the strategy, that pass with ``ddp``,
+and for which :data:`EXPECTED` gives no reason. The exit status is 1 if there are any.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.environment import describe
 
-# What touches a strategy most comes first.
+# Tests that use strategies most come first.
 TESTS = (
     "models trainer callbacks checkpointing core loops accelerators strategies tuner loggers profilers plugins "
     "utilities overrides deprecated_api tests_fabric/test_fabric.py tests_fabric/test_wrappers.py "
@@ -49,14 +49,14 @@ TESTS = (
 ).split()
 PLAIN, DDP = "plain", "ddp"
 STRATEGIES = ("zero1", "zero2_offload", "zero3")
-GROUP = 12  # files in one process
+GROUP = 12  # maximum number of files in one process
 
 
 class Expected(NamedTuple):
-    """Tests that need not pass under a strategy of ours, and why."""
+    """Tests that need not pass with a strategy of this package, and the reason."""
 
-    test: str  # a pattern of its identification
-    message: str  # a regular expression that is found in how it fails
+    test: str  # a pattern for the identification of the test
+    message: str  # a regular expression that occurs in its failure
     reason: str
 
 
@@ -104,7 +104,7 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a test ended: ``passed``, ``failed``, ``skipped`` or ``unfinished``, and the message if it failed."""
+    """The outcome of a test (``passed``, ``failed``, ``skipped`` or ``unfinished``), and the message if it failed."""
 
     result: str
     message: str = ""
@@ -116,24 +116,24 @@ Outcomes = dict[str, Outcome]
 def run_files(
     checkout: Path, files: Sequence[str], strategy: str, seconds: float, one_process: bool = False
 ) -> tuple[Outcomes, bool]:
-    """Run files of tests in one process, with a strategy in the place of the default.
+    """Run test files in one process, with a strategy instead of the default one.
 
     Args:
-        checkout: of Lightning's repository.
-        files: of tests, as :func:`find_files` names them.
-        strategy: its name, or :data:`PLAIN`.
-        seconds: after which a test that has not ended is given up, and half as long later the process, if that did
-            not end the test.
-        one_process: skip the tests that start others.
+        checkout: a copy of Lightning's repository.
+        files: test files, named as by :func:`find_files`.
+        strategy: name of the strategy, or :data:`PLAIN`.
+        seconds: time limit of a test; if the test does not end then, the process is killed after half that time again.
+        one_process: skip tests that start other processes.
 
     Returns:
-        The outcomes by test, and whether the process came to its end.
+        The outcomes by test, and whether the process ended by itself.
     """
     environment = {key: value for key, value in os.environ.items() if key != "LIGHTNING_STRATEGY"}
     if strategy != PLAIN:
         environment["LIGHTNING_STRATEGY"] = strategy
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        # The plugin lies alone on the path: beside it, the sources would hide the installed package and its extension.
+        # The plugin is copied to a folder of its own: the path must not contain sources, which would hide the installed
+        # package and its extension.
         shutil.copy(Path(__file__).with_name("lightning_substitute.py"), folder)
         environment |= {"PYTHONPATH": folder, "PL_RUN_STANDALONE_TESTS": "0"}
         environment["LIGHTNING_ONE_PROCESS"] = str(int(one_process))
@@ -162,12 +162,14 @@ def run_files(
 
 
 def _wait(process: subprocess.Popen[bytes], log: Path, silence: float) -> int | None:
-    """The exit status of a process; ``None``, and it and all that it started are ended, once it prints nothing more.
+    """Wait for a process and return its exit status.
+
+    If it prints nothing for a while, it is killed with all processes of its session, and the result is ``None``.
 
     Args:
-        process: leader of a session of its own.
-        log: what it prints.
-        silence: in seconds, after which it is ended.
+        process: the leader of a session of its own.
+        log: file with its output.
+        silence: seconds without output after which it is killed.
     """
     size, since = 0, time.monotonic()
     try:
@@ -177,23 +179,23 @@ def _wait(process: subprocess.Popen[bytes], log: Path, silence: float) -> int | 
                 size, since = log.stat().st_size, time.monotonic()
         return process.poll()
     finally:
-        with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+        with contextlib.suppress(ProcessLookupError):  # no process of the session is left
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def _path_of(name: str) -> str:
-    """The path of a file or folder in Lightning's ``tests``: of the Trainer's, if ``tests_fabric/`` does not lead."""
+    """The path of a file or folder in Lightning's ``tests``: among the Trainer's, unless it is in ``tests_fabric``."""
     return name if name.startswith("tests_fabric") else f"tests_pytorch/{name}"
 
 
 def _name_of(path: str) -> str:
-    """The name for which :func:`_path_of` gives a path."""
+    """The inverse of :func:`_path_of`."""
     return re.sub(r"^(?:tests/)?(?:tests_pytorch/)?", "", path)
 
 
 def read_report(xml: str) -> Outcomes:
-    """The outcomes in a report of pytest."""
+    """The outcomes in an XML report of pytest."""
     outcomes = {}
     for case in ET.fromstring(xml).iter("testcase"):
         file = _name_of(case.get("file", ""))
@@ -208,12 +210,12 @@ def read_report(xml: str) -> Outcomes:
 
 
 def read_log(log: str, file: str, code: int | None) -> Outcomes:
-    """The outcomes of a run that did not come to its end, by what it printed.
+    """The outcomes of a run that did not end by itself, from its output.
 
     Args:
-        log: the printed lines.
-        file: that is named where nothing was printed.
-        code: the exit status; ``None`` for a process that was ended.
+        log: the output.
+        file: the file to name if the output names no test.
+        code: the exit status; ``None`` for a process that was killed.
     """
     outcomes = {}
     why = "it took too long" if code is None else f"the process ended with {code}"
@@ -226,13 +228,13 @@ def read_log(log: str, file: str, code: int | None) -> Outcomes:
 
 
 class Runs:
-    """Runs test files, and keeps their outcomes in a folder, which spares running them again.
+    """Runs test files, and keeps their outcomes in a folder so that they need not run again.
 
     Args:
-        checkout: of Lightning's repository.
-        seconds: for one test.
-        kept: folder of outcomes of earlier runs, which new ones are added to.
-        one_process: skip the tests that start others.
+        checkout: a copy of Lightning's repository.
+        seconds: time limit of a test.
+        kept: folder with outcomes of earlier runs, to which new ones are added.
+        one_process: skip tests that start other processes.
     """
 
     def __init__(self, checkout: Path, seconds: float, kept: Path, one_process: bool = False) -> None:
@@ -240,7 +242,7 @@ class Runs:
         self._run = functools.partial(run_files, checkout, seconds=seconds, one_process=one_process)
 
     def together(self, files: Sequence[str], strategy: str) -> Outcomes:
-        """The outcomes of files that share a process; after a file that ends it, those behind have another one."""
+        """Run files in one process and return the outcomes; if a file ends the process, the rest run in another one."""
         outcomes: Outcomes = {}
         rest = [file for file in files if not self._file_of(file, strategy).exists()]
         while rest:
@@ -254,7 +256,7 @@ class Runs:
         return outcomes
 
     def alone(self, file: str, strategy: str) -> Outcomes:
-        """The outcomes of a file that has a process for itself."""
+        """Run a file in a process of its own and return the outcomes."""
         mark = self._file_of(file, f"{strategy}-alone")
         if not mark.exists():
             self._keep(file, strategy, self._run([file], strategy)[0])
@@ -263,7 +265,7 @@ class Runs:
         return self._kept(file, strategy)
 
     def group(self, files: Sequence[str], strategies: Sequence[str]) -> dict[str, Outcomes]:
-        """Outcomes by strategy, those of :data:`PLAIN` and, for files with differences, of :data:`DDP` among them."""
+        """Outcomes by strategy, including :data:`PLAIN` and, for files with differences, :data:`DDP`."""
         results = {PLAIN: self.together(files, PLAIN), DDP: {}}
         differ: dict[str, None] = {}
         for strategy in strategies:
@@ -296,7 +298,7 @@ def _file_of(name: str) -> str:
 
 
 def differing(plain: Outcomes, other: Outcomes) -> list[str]:
-    """Tests that pass with nothing replaced, and not with what was."""
+    """The tests that pass in ``plain``, with nothing replaced, but not in ``other``."""
     return [name for name, one in plain.items() if one.result == "passed" and not _passes(other, name)]
 
 
@@ -305,7 +307,7 @@ def _passes(outcomes: Outcomes, name: str) -> bool:
 
 
 def reason_for(name: str, outcome: Outcome | None, expected: Iterable[Expected] = EXPECTED) -> str | None:
-    """Why it is expected that a test does not pass; ``None`` where it is not."""
+    """The reason why a test is expected not to pass; ``None`` if it is expected to pass."""
     message = "" if outcome is None else outcome.message
     for entry in expected:
         if fnmatch.fnmatchcase(name, entry.test) and re.search(entry.message, message):
@@ -314,12 +316,12 @@ def reason_for(name: str, outcome: Outcome | None, expected: Iterable[Expected] 
 
 
 def compare(results: Mapping[str, Outcomes], strategy: str, expected: Iterable[Expected] = EXPECTED) -> dict[str, Any]:
-    """What one strategy makes of the tests, beside nothing replaced and ``ddp``.
+    """Compare the outcomes of one strategy with those of nothing replaced and of ``ddp``.
 
     Args:
-        results: by strategy.
-        strategy: one of those.
-        expected: differences with a reason.
+        results: outcomes by strategy.
+        strategy: the strategy to compare.
+        expected: differences that have a reason.
     """
     plain, own = results[PLAIN], results[strategy]
     names = differing(plain, own)
@@ -338,7 +340,7 @@ def compare(results: Mapping[str, Outcomes], strategy: str, expected: Iterable[E
 
 
 def by_folder(results: Mapping[str, Outcomes]) -> dict[str, dict[str, int]]:
-    """How many tests of each folder pass with nothing replaced, and how many of these with each strategy."""
+    """By folder, the number of tests that pass with nothing replaced, and how many of these pass with each strategy."""
     table: dict[str, Counter[str]] = {}
     for name, one in results[PLAIN].items():
         if one.result == "passed":
@@ -357,12 +359,12 @@ def _last_line(outcome: Outcome | None) -> str:
 
 
 def find_files(checkout: Path, chosen: Sequence[str]) -> list[str]:
-    """The files of tests in folders and under names that were chosen.
+    """Find the test files with the chosen names or in the chosen folders.
 
-    They are relative to the folder of the Trainer's tests; Fabric's start with ``tests_fabric/``.
+    Names are relative to the folder of the Trainer's tests; those of Fabric begin with ``tests_fabric/``.
 
     Raises:
-        FileNotFoundError: there is none of a name.
+        FileNotFoundError: a name does not exist.
     """
     folder = checkout / "tests"
     files: dict[str, None] = {}
@@ -378,13 +380,13 @@ def find_files(checkout: Path, chosen: Sequence[str]) -> list[str]:
 
 
 def groups_of(files: Iterable[str]) -> list[list[str]]:
-    """Neighbours of one folder, at most :data:`GROUP` together."""
+    """Group consecutive files of the same folder, at most :data:`GROUP` per group."""
     folders = (list(group) for _, group in itertools.groupby(files, lambda file: Path(file).parent))
     return [group[at : at + GROUP] for group in folders for at in range(0, len(group), GROUP)]
 
 
 def run_all(runs: Runs, files: Sequence[str], strategies: Sequence[str], jobs: int) -> dict[str, Outcomes]:
-    """Run all files with all strategies, some side by side; results by strategy. What differs is printed by group."""
+    """Run all files with all strategies, ``jobs`` at a time, print differences by group, and return the outcomes."""
     results: dict[str, Outcomes] = {strategy: {} for strategy in (PLAIN, DDP, *strategies)}
     groups = groups_of(files)
     with ThreadPoolExecutor(jobs) as pool:
@@ -401,7 +403,7 @@ def run_all(runs: Runs, files: Sequence[str], strategies: Sequence[str], jobs: i
 
 
 def show(strategy: str, compared: Mapping[str, Any]) -> None:
-    """Print what :func:`compare` returns."""
+    """Print the result of :func:`compare`."""
     print(f"\n{strategy}: {compared['passed_with_and_without']} of {compared['passed_without']} passed;", end=" ")
     print(f"{len(compared['differs_under_ddp_too'])} differ under ddp, too")
     for reason, names in compared["expected"].items():
@@ -441,7 +443,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _version_of(checkout: Path) -> str:
-    """The version of the checkout, by the file that Lightning keeps it in."""
+    """The version of the checkout, read from Lightning's version file."""
     file = checkout / "src" / "version.info"
     return file.read_text().strip() if file.exists() else f"unknown; installed is {version('lightning')}"
 

@@ -1,10 +1,10 @@
-"""Muon against AdamW: nanoGPT's CPU setting on tiny shakespeare (0.8 million parameters), each at several rates.
+"""Compares Muon with AdamW in nanoGPT's CPU setting on tiny shakespeare (0.8 million parameters), at several rates.
 
     python -m benchmarks.muon --data path/to/tinyshakespeare.txt
 
-The goal: Muon's lowest validation loss after 2,000 steps is below AdamW's. Both have the same data, initial weights,
-schedule (100 steps of warm-up, then a cosine to a tenth), weight decay and clipping, and rates of their own; Muon's is
-also that of the AdamW which updates embeddings and vectors.
+The goal: Muon's lowest validation loss after 2,000 steps is below AdamW's. Both use the same data, initial weights,
+schedule (100 steps of warm-up, then a cosine to a tenth), weight decay and clipping, but different learning rates.
+Muon's rate is also used for the AdamW that updates embeddings and vectors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.environment import describe
 from benchmarks.examples import ROOT
 from benchmarks.gpt2 import STEPS, known_losses, only_last_loss, train
 
-# With the betas of the experiment for both, and the weight decay of both.
+# Both use the betas of the experiment and the same weight decay.
 OPTIMIZERS = {
     "adamw": ["optimizer=adamw", "optimizer.betas=[0.9,0.99]", "optimizer.weight_decay=0.1"],
     "muon": ["optimizer=muon", "optimizer.betas=[0.9,0.99]", "optimizer.weight_decay=0.1"],
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def best(by_rate: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """The rate with the lowest mean loss over the seeds that it has, and that mean."""
+    """The rate with the lowest mean loss over its seeds, and this mean."""
     means = {rate: sum(found.values()) / len(found) for rate, found in by_rate.items() if found}
     rate = min(means, key=means.__getitem__)
     return {"lr": float(rate), "val_loss": means[rate]}

@@ -1,10 +1,10 @@
-"""Time of torch's Muon, a matrix at a time, against that of our batches of matrices of equal shape, on the host.
+"""Compares the time of torch's Muon, one matrix at a time, with that of batches of equal matrices, on the host.
 
     OMP_NUM_THREADS=1 python -m benchmarks.muon_batches
 
-Steps of both are interleaved, on matrices of equal shapes. The time is that of the process, which others on the
-machine disturb less than the clock on the wall. Batches have no limit here: from the results comes that of
-``BatchedMuon.at_once``.
+Steps of both are interleaved, on matrices of equal shapes. The time is CPU time of the process, which other processes
+disturb less than wall-clock time. Batches have no limit here; the limit of ``BatchedMuon.at_once`` was derived from the
+results.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""How far single weights drift apart by rounding alone under Adam, with the native kernel and with torch.
+"""Measures how far single weights drift apart by rounding alone under Adam, with the native kernel and with torch.
 
     python -m benchmarks.native_rounding
 
 A convolutional network with batch normalization and a Transformer are trained by torch's AdamW in fp32, by `CPUAdamW`,
-by torch's AdamW from weights of which each is one unit in the last place away, and by torch's AdamW in fp64. Two kinds
-of numbers follow: of one update from equal parameters, state and gradients, the largest difference between both
-optimizers; and at the end of the training, the largest difference of a single weight from torch in fp32, over all
+by torch's AdamW from weights that all differ by one unit in the last place, and by torch's AdamW in fp64. Two kinds of
+numbers are measured: the largest difference between both optimizers in one update from equal parameters, state and
+gradients; and at the end of the training the largest difference of a single weight from torch in fp32, over all
 parameters and over those whose exact gradient is not zero.
 
-The exact gradient is zero for the bias of a layer before batch normalization, whose mean takes it away, and for the
-bias of attention's keys, which adds the same number to all scores of a query: what backward finds there is rounding
-alone, and Adam, which divides a gradient by its own size, makes steps of the learning rate of it.
+The exact gradient is zero for the bias of a layer before batch normalization, which subtracts the mean, and for the
+bias of attention's keys, which adds the same number to all scores of a query. There backward computes rounding errors
+only, and since Adam divides a gradient by its own magnitude, it turns them into steps of the size of the learning rate.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_zero import CPUAdamW
 
 LR = 1e-3
 BATCHES = 8
-WITHOUT_GRADIENT = 1e-12  # the exact gradient is called zero where fp64 finds less than this share of the largest
+WITHOUT_GRADIENT = 1e-12  # the exact gradient counts as zero if in fp64 it is below this fraction of the largest one
 
 
 class Kind(NamedTuple):
@@ -45,7 +45,7 @@ class Kind(NamedTuple):
 
 
 def kinds() -> dict[str, Kind]:
-    """What is trained, made from the same seed whenever it is called."""
+    """The models and batches, made from the same seed in every call."""
     torch.manual_seed(0)
     return {
         "convolutions and batch normalization": Kind(
@@ -76,7 +76,7 @@ def make_transformer() -> nn.Module:
 
 
 def backward(model: nn.Module, kind: Kind, step: int) -> None:
-    """Leave the gradients of one batch in the model's parameters."""
+    """Compute the gradients of one batch in the model's parameters."""
     dtype = next(model.parameters()).dtype
     model.zero_grad()
     inputs, targets = kind.inputs[step % BATCHES].to(dtype), kind.targets[step % BATCHES].to(dtype)
@@ -92,7 +92,7 @@ def native_adamw(model: nn.Module) -> Optimizer:
 
 
 def trained(kind: Kind, model: nn.Module, make: Callable[[nn.Module], Optimizer], steps: int) -> dict[str, Tensor]:
-    """The weights after `steps`, in fp64."""
+    """Train for `steps` and return the weights in fp64."""
     optimizer = make(model)
     for step in range(steps):
         backward(model, kind, step)
@@ -101,7 +101,7 @@ def trained(kind: Kind, model: nn.Module, make: Callable[[nn.Module], Optimizer]
 
 
 def one_ulp_away(model: nn.Module) -> nn.Module:
-    """Every weight is the next greater fp32 number."""
+    """Replace every weight by the next greater fp32 number."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, torch.inf)))
@@ -109,7 +109,7 @@ def one_ulp_away(model: nn.Module) -> nn.Module:
 
 
 def without_gradient(kind: Kind) -> dict[str, Tensor]:
-    """Where the gradient of the first batch is zero but for rounding, by fp64."""
+    """Masks of the elements whose gradient for the first batch is zero except for rounding, according to fp64."""
     model = kind.make().double()
     backward(model, kind, 0)
     gradients = {
@@ -120,7 +120,7 @@ def without_gradient(kind: Kind) -> dict[str, Tensor]:
 
 
 def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor], left_out: dict[str, Tensor] | None = None) -> float:
-    """Of a single weight."""
+    """The largest difference of a single weight."""
     differences = {name: (value - b[name]).abs() for name, value in a.items()}
     if left_out is not None:
         differences = {name: value.masked_fill(left_out[name], 0.0) for name, value in differences.items()}
@@ -128,7 +128,7 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor], left_out: dic
 
 
 def one_update(kind: Kind, steps: int) -> dict[str, float]:
-    """The largest difference of one update from equal parameters, state and gradients, over a training by torch."""
+    """The largest difference in one update from equal parameters, state and gradients, over a training by torch."""
     model = kind.make()
     optimizer = torch_adamw(model)
     parameters, moments = 0.0, 0.0
@@ -154,7 +154,7 @@ def one_update(kind: Kind, steps: int) -> dict[str, float]:
 
 
 def measure(kind: Kind, steps: int) -> dict[str, Any]:
-    """All numbers of one kind."""
+    """All numbers for one kind of model."""
     plain = trained(kind, kind.make(), torch_adamw, steps)
     left_out = without_gradient(kind)
     others = {

@@ -1,21 +1,22 @@
-"""State on a disk: what the engine gets of the disk beside fio, and of a step's time.
+"""Measures state on a disk: the engine's throughput compared with fio, and the time of an update.
 
     python -m benchmarks.nvme --path /local_nvme --deepspeed-python ../peers/bin/python
 
-Two questions, each in rounds that are interleaved:
+There are two measurements, each in interleaved rounds:
 
-- throughput: tiles read, written, and both at the same time, as the engine moves them by threads and by io_uring, each
-  in the way that is best for it (`lightning_zero.storage.disk_speed`); and the same part of the same file by fio, with
-  as many threads, or an io_uring of the same depth, blocks of the same size and `O_DIRECT`, where that is installed;
-- step: the update of AdamW in fp32 on one CPU rank, its state in host memory (`zero2_offload`) and on the disk
-  (`zero2_nvme`, by either backend), beside the time that the disk takes for the bytes of that state at the rate that is
-  measured in the same round. The update includes the last writes. Where an interpreter has DeepSpeed and its operator
-  of libaio, its NVMe offload updates the same model in the same rounds (see `benchmarks/nvme_peer.py`); both bypass the
-  page cache. Its process may die at its exit, when it has printed its times: these count, and the results have the
-  exit codes.
+- throughput: tiles are read, written, and both at the same time, as the engine moves them by threads and by io_uring,
+  each in its fastest way (`lightning_zero.storage.disk_speed`). If fio is installed, it transfers the same part of the
+  same file, with the same number of threads, or an io_uring of the same depth, and with blocks of the same size and
+  `O_DIRECT`.
+- step: the update of AdamW in fp32 on one CPU rank, with state in host memory (`zero2_offload`) and on the disk
+  (`zero2_nvme`, by either backend), compared with the time that the disk needs for the bytes of that state at the rate
+  measured in the same round. The update includes the last writes. If an interpreter has DeepSpeed and its libaio
+  operator, its NVMe offload updates the same model in the same rounds (see `benchmarks/nvme_peer.py`); both bypass the
+  page cache. DeepSpeed's process may crash at its exit, after it has printed its times: these count, and the results
+  include the exit codes.
 
-The goal: fio's throughput within 5%, and an update that takes at most 1.1 times the larger one of the disk's time and
-the update in host memory, and 0.8 times DeepSpeed's.
+The goals: fio's throughput within 5%; and an update that takes at most 1.1 times the larger of the disk's time and the
+update in host memory, and at most 0.8 times DeepSpeed's update.
 """
 
 from __future__ import annotations
@@ -53,17 +54,17 @@ from lightning_zero.storage.nvme import transfer_bytes
 from lightning_zero.storage.run_folder import RunFolder, file_system
 
 WIDTH = 2048
-PEER = Way(16, 1 << 20)  # of libaio: the one of ours that is often the fastest
-PATTERNS = {"read": "read", "write": "write", "mixed": "rw"}  # ours, and what fio calls them
+PEER = Way(16, 1 << 20)  # DeepSpeed's depth and block, those that are often the fastest here
+PATTERNS = {"read": "read", "write": "write", "mixed": "rw"}  # the patterns, and fio's names of them
 
 
 def backends() -> dict[ops.DiskBackend, Sequence[Way]]:
-    """What moves blocks here, in its ways."""
+    """The available backends, each with the ways to use it."""
     return {"threads": THREADS} if ops.io_uring_refusal() else {"threads": THREADS, "io_uring": RINGS}
 
 
 def fio(file: Path, nbytes: int, way: Way, pattern: str, seconds: float, direct: bool) -> float:
-    """Bytes per second of a part of a file that is there; what is read and what is written both count."""
+    """Fio's bytes per second for a part of an existing file; reads and writes both count."""
     jobs = way.depth if way.backend == "threads" else 1
     share = nbytes // jobs // way.block * way.block
     engine = ["--ioengine=psync"] if way.backend == "threads" else ["--ioengine=io_uring", f"--iodepth={way.depth}"]
@@ -79,7 +80,7 @@ def fio(file: Path, nbytes: int, way: Way, pattern: str, seconds: float, direct:
 
 
 def throughput(options: argparse.Namespace) -> dict[str, Any]:
-    """Rates of both, by backend and round."""
+    """The rates of the engine and of fio, by backend and round."""
     folder, tile = RunFolder(options.path, f"benchmark-{secrets.token_hex(4)}", 0), transfer_bytes(1 << 28)
     limit = int(options.size_gb * 2**30)
     rounds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -93,7 +94,7 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
                 for name, rate in measure(file, tile, options.seconds, limit)._asdict().items():
                     rounds[backend][name].append(rate)
                 cores = (time.process_time() - busy) / (time.perf_counter() - start)
-                rounds[backend]["cores"].append(cores)  # that were busy, in user code and in the system
+                rounds[backend]["cores"].append(cores)  # number of busy cores, in user code and in the system
                 for pattern in PATTERNS if shutil.which("fio") else ():
                     rate = fio(file.path, file.nbytes, way, pattern, options.seconds, file.direct)
                     rounds[f"fio, {backend}"][pattern].append(rate)
@@ -115,7 +116,7 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def ratios(ones: dict[str, list[float]] | None, others: dict[str, list[float]] | None) -> dict[str, float] | None:
-    """Medians of what the rates of one are of those of the other in the same round."""
+    """Medians of the ratios of ``ones`` to ``others`` in the same rounds; ``None`` if one of them is missing."""
     if not ones or not others:
         return None
     pairs = {name: zip(rates, others[name], strict=True) for name, rates in ones.items() if name in others}
@@ -123,7 +124,7 @@ def ratios(ones: dict[str, list[float]] | None, others: dict[str, list[float]] |
 
 
 def measured(options: argparse.Namespace) -> DiskSpeed:
-    """What the disk does now, in the way that a run would choose."""
+    """The current speed of the disk, in the way that a run would choose."""
     folder, tile = RunFolder(options.path, f"benchmark-{secrets.token_hex(4)}", 0), transfer_bytes(1 << 28)
     limit = int(options.size_gb * 2**30)
     try:
@@ -135,7 +136,7 @@ def measured(options: argparse.Namespace) -> DiskSpeed:
 
 
 class Model(LightningModule):
-    """Many weights, little to compute."""
+    """A model with many weights and little to compute."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -154,7 +155,7 @@ class Model(LightningModule):
 
 
 class Updates(Callback):
-    """Times what follows the gradients of a step, until the parameters are current and all is written."""
+    """Measures the time from a step's gradients until the parameters are updated and everything is written."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -168,14 +169,14 @@ class Updates(Callback):
         assert isinstance(strategy, ZeroStrategy)
         assert strategy.memory is not None
         strategy.engine.settle()
-        # Behind all writes in their lane.
+        # Wait for all writes: the job runs after them in their lane.
         strategy.engine.placement.executor.submit(lambda: None, Lane.WRITE, "the end of an update").synchronize()
         self.seconds.append(time.perf_counter() - self._start)
         self.resting = strategy.memory.plan.held.disk
 
 
 def update_time(options: argparse.Namespace, **strategy: Any) -> Updates:
-    """Times a few updates in a training of its own; the first one makes the state."""
+    """Measures a few updates in a separate training; the first one makes the state."""
     updates = Updates()
     trainer = Trainer(
         accelerator="cpu",
@@ -195,17 +196,17 @@ def update_time(options: argparse.Namespace, **strategy: Any) -> Updates:
 
 
 def layers_of(options: argparse.Namespace) -> int:
-    """Of a model with about as many parameters as asked for."""
+    """The number of layers of a model with about the requested number of parameters."""
     return max(1, round(options.params / WIDTH**2))
 
 
 class PeerTimes(NamedTuple):
-    """What DeepSpeed's process has left.
+    """The results of DeepSpeed's process.
 
     Attributes:
-        seconds: of each update.
-        exit_code: of the process; not 0 where it ended badly after it had printed them, as some versions do when they
-            take their I/O threads down (-6: by an abort).
+        seconds: seconds of each update.
+        exit_code: exit code of the process; not 0 if it crashed after it had printed the times, as some versions do
+            when they stop their I/O threads (-6: by an abort).
     """
 
     seconds: list[float]
@@ -213,10 +214,10 @@ class PeerTimes(NamedTuple):
 
 
 def update_time_of_deepspeed(options: argparse.Namespace) -> PeerTimes:
-    """Times a few updates by DeepSpeed, in a folder that is removed.
+    """Measures a few updates by DeepSpeed, in a temporary folder.
 
     Raises:
-        SystemExit: it gives no times.
+        SystemExit: DeepSpeed's process printed no times.
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=options.path) as folder:
         job = {
@@ -242,7 +243,7 @@ def update_time_of_deepspeed(options: argparse.Namespace) -> PeerTimes:
 
 
 def times_in(output: str, steps: int) -> list[float] | None:
-    """The last line that is a list of so many numbers; other lines are what a library prints."""
+    """The last line of the output that is a list of ``steps`` numbers; libraries print other lines."""
     for line in reversed(output.splitlines()):
         with contextlib.suppress(json.JSONDecodeError):
             found = json.loads(line)
@@ -252,14 +253,14 @@ def times_in(output: str, steps: int) -> list[float] | None:
 
 
 def deepspeed_version(options: argparse.Namespace) -> str | None:
-    """Of the interpreter that was named; ``None`` where that has none."""
+    """DeepSpeed's version in the named interpreter; ``None`` if it is not installed."""
     code = "from importlib.metadata import version; print(version('deepspeed'))"
     command = [options.deepspeed_python, "-P", "-c", code]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
 def steps(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of the update in both places, by round, and of the disk alone, measured in the same round."""
+    """Seconds, by round, of the update with state in host memory and on the disk, and of the disk alone."""
     disk = {"offload_optimizer": "nvme", "nvme_path": str(options.path)}
     deepspeed = deepspeed_version(options)
     if deepspeed is None:
@@ -299,7 +300,7 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def moved_by(backend: ops.DiskBackend) -> Iterator[None]:
-    """Only the ways of a backend are there inside."""
+    """A context in which only the ways of one backend are available."""
     with unittest.mock.patch.object(disk_speed, "ways", return_value=backends()[backend]):
         yield
 

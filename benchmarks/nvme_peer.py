@@ -1,11 +1,11 @@
-"""DeepSpeed's part of `benchmarks.nvme`: updates of state on a disk, in a process of the interpreter that has it.
+"""DeepSpeed's part of `benchmarks.nvme`: updates of state on a disk, run by the interpreter that has DeepSpeed.
 
     python -P benchmarks/nvme_peer.py '{"layers": 4, "width": 2048, "steps": 3, "path": "/local_nvme", ...}'
 
-ZeRO-Infinity's offload of the optimizer (stage 3, one CPU rank) with DeepSpeed's own AdamW of the CPU in fp32, libaio
-with `O_DIRECT`, and reads and writes in a pipeline with the update: the parameters of one layer are a group of it, and
-there are buffers for three groups, of which one is read, one updated and one written. It prints the seconds of each
-update as JSON; gradients are written to the disk in the backward pass, which is not timed.
+It uses ZeRO-Infinity's optimizer offload (stage 3, one CPU rank) with DeepSpeed's CPU AdamW in fp32, libaio with
+`O_DIRECT`, and reads and writes pipelined with the update: each layer is one group of parameters, and there are buffers
+for three groups, so that one is read, one updated and one written at the same time. It prints the seconds of each
+update as JSON. Gradients are written to the disk in the backward pass, which is not measured.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-_STATES = 4  # that DeepSpeed moves: parameter, gradient, and Adam's two moments
+_STATES = 4  # number of tensors that DeepSpeed moves: parameter, gradient, and Adam's two moments
 
 
 class Job(NamedTuple):
-    """What is to be trained.
+    """The arguments of the process.
 
     Attributes:
-        layers: of the model, of `width` * `width` parameters each.
-        width: of the model.
-        steps: updates, after one that makes the state.
+        layers: number of layers, of `width` * `width` parameters each.
+        width: width of the model.
+        steps: number of measured updates, after one that makes the state.
         path: a folder on the disk.
-        block: bytes of a block of a transfer.
-        depth: blocks at a time.
-        port: free, for a group of one rank.
+        block: bytes per block of a transfer.
+        depth: number of blocks at a time.
+        port: a free port, for a group of one rank.
     """
 
     layers: int
@@ -92,7 +92,7 @@ def main() -> None:
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    # One rank sends nothing: its operator for that need not be built.
+    # One rank sends nothing, so DeepSpeed's operator for communication need not be built.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.init_distributed("gloo")
     model = Model(job.layers, job.width)

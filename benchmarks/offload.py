@@ -1,49 +1,50 @@
-"""Training what a GPU does not hold: offload of this package beside DeepSpeed's, FSDP2's and torchao's, on one GPU.
+"""Compares offloading by this package, DeepSpeed, FSDP2 and torchao for models that do not fit on one GPU.
 
     DS_BUILD_OPS=0 ../peers/bin/pip install -e ".[peers]" torchao
     python -m benchmarks.offload --deepspeed-python ../peers/bin/python
     python -m benchmarks.offload --models 1.3b 6.7b --device-memory-gib 40 --resume
     python -m benchmarks.offload --device sim --models tiny --only zero2_offload zero3_offload --rounds 1
 
-A language model like GPT of 1.3B, 2.7B, 6.7B or 10B parameters, with weights that are drawn, trains in bf16 by AdamW:
-16 sequences of 1024 tokens a step, in four micro-batches, with every block computed again in backward, without
-clipping. What torch's allocator takes on the GPU is limited (`--device-memory-gib`); the CUDA context and what
-libraries take beside it come on top. Nothing is downloaded.
+A GPT-like language model of 1.3B, 2.7B, 6.7B or 10B parameters, with random weights, trains in bf16 by AdamW: 16
+sequences of 1024 tokens per step, in four micro-batches, with every block recomputed in backward, without clipping. The
+memory of torch's allocator on the GPU is limited (`--device-memory-gib`); the memory of the CUDA context and of
+libraries is not included in the limit. Nothing is downloaded.
 
-Every contestant trains the same model from the same weights, which bf16 holds, on the same micro-batches: in every
-round as a process that is started for it and ends after it, one contestant at a time, in an order that is drawn anew.
+Every contestant trains the same model from the same weights, which bf16 represents exactly, on the same micro-batches.
+In every round the contestants run one at a time, each in a process of its own, in random order.
 
-- zero2_offload, zero3_offload: this package's, by `lightning.Trainer` with logging, checkpoints, progress bar and
+- zero2_offload, zero3_offload: this package, by `lightning.Trainer` with logging, checkpoints, progress bar and
   summary off. `_split`: with split masters. `_part`: with split masters, and the least `offload_fraction` of a quarter,
-  a half and three quarters whose plan, activations included, fits 90% of the device's memory; left out where none does.
+  a half and three quarters whose plan, including activations, fits 90% of the device's memory; skipped if none does.
   `_in_backward`: each bucket is updated as soon as its gradient is complete (`update_in_backward=True`).
-- deepspeed2_offload, deepspeed3_offload: its engine with its defaults but without clipping, and its own Adam of the
-  CPU, which it compiles and which needs `nvcc` or `DS_SKIP_CUDA_CHECK=1`; at stage 3 parameters are offloaded, too, and
-  the model is made in `deepspeed.zero.Init`. deepspeed3_super: stage 3 with SuperOffload as in its examples, where the
-  installed version has it; parameters are on the device.
-- fsdp2: `fully_shard` of every block with `CPUOffloadPolicy`, bf16 to compute and reduce, fp32 shards, fused AdamW.
-- torchao_fp32: its `CPUOffloadOptimizer` over fused AdamW, fp32 parameters on the device under autocast. torchao: over
-  bf16 parameters, without masters and with bf16 state. It computes less than the others.
+- deepspeed2_offload, deepspeed3_offload: DeepSpeed's engine with its defaults but without clipping, and its CPU Adam,
+  which it compiles and which needs `nvcc` or `DS_SKIP_CUDA_CHECK=1`; at stage 3 parameters are offloaded, too, and the
+  model is made in `deepspeed.zero.Init`. deepspeed3_super: stage 3 with SuperOffload as in its examples, if the
+  installed version has it; parameters stay on the device.
+- fsdp2: `fully_shard` of every block with `CPUOffloadPolicy`, computing and reducing in bf16, fp32 shards, fused AdamW.
+- torchao_fp32: torchao's `CPUOffloadOptimizer` over fused AdamW, with fp32 parameters on the device under autocast.
+  torchao: the same over bf16 parameters, without masters and with bf16 state; it computes less than the others.
 
-What is measured: from the end of one optimizer step to that of another one, `--steps` later, with forward, backward,
-update and the loop around them; the device has done what it was asked for at both ends. An update that runs under the
-next forward is under way at the first end as at the last one. `forward_backward_seconds` is the least of two steps'
-forward and backward of all micro-batches in the same process, before the training: the same layers with the weights of
-one, no update, no copies, no gradient that stays. `exposed_seconds` is what a step takes beyond that: update, copies
-and whatever else was not hidden. Both contain Python.
+Time is measured from the end of one optimizer step to the end of the step `--steps` later, including forward, backward,
+update and the loop around them; at both ends the device has completed all requested work. An update that overlaps with
+the next forward is running at both ends. `forward_backward_seconds` is the minimum over two steps of the time for
+forward and backward of all micro-batches, measured in the same process before the training, with layers that all have
+the weights of one layer, without update, copies and kept gradients. `exposed_seconds` is the rest of a step's time:
+update, copies and everything else that did not overlap. Both include the time of Python.
 
-Memory: resident in the process since its start (`peak_gib`, with imports and the initial weights) and during the
-measured steps (`peak_of_steps_gib`); pinned (`pinned_peak_gib`: by torch's allocator, as it rounds, and what this
-package registers); what tensors took of the device and what the allocator reserved; and by how much the machine's
-available memory fell (`host_gib`), which has helper processes in it, and whoever else uses the machine.
+Memory: the peak of resident memory since the start of the process (`peak_gib`, with imports and the initial weights)
+and during the measured steps (`peak_of_steps_gib`); pinned memory (`pinned_peak_gib`: of torch's allocator, as rounded
+by it, and what this package registers); device memory of tensors, and reserved by the allocator; and the decrease of
+the machine's available memory (`host_gib`), which includes helper processes and other users of the machine.
 
-Ratios are of seconds in the same round, to each peer; their median and minimum over the rounds are saved. All losses
-must agree from step to step and fall, else the run stops. Who runs out of memory, of the device or of the host, or
-refuses to begin since its plan does not fit, has that as its result, with the message, and is not started again; any
-other failure ends the run. Results are saved after each cell of a round; `--resume` goes on with what is there.
+Ratios to each peer are computed from seconds of the same round; their median and minimum over the rounds are saved. The
+losses of all contestants must agree in every step and must fall, otherwise the run stops. If a contestant runs out of
+device or host memory, or refuses to start because its plan does not fit, the message is its result, and it is not
+started again. Any other failure ends the run. Results are saved after each cell of a round; `--resume` continues with
+saved results.
 
-With `--device sim` the program itself can be tried without a GPU, on the device of `tests/device`, and with
-`--device cpu` that of fsdp2 and DeepSpeed; neither says anything about speed.
+`--device sim` tries the program without a GPU, on the device of `tests/device`; `--device cpu` does so for fsdp2 and
+DeepSpeed. Neither says anything about speed.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ MODELS: dict[str, dict[str, int]] = {
 }
 LARGE = [model for model in MODELS if model != "tiny"]
 FRACTIONS = (0.25, 0.5, 0.75)
-ROOM = 0.9  # of the device's memory, for plans
+ROOM = 0.9  # fraction of the device's memory that a plan may use
 
 SPLIT = {"master_layout": "split"}
 IN_BACKWARD = {"update_in_backward": True, "skip_nonfinite": False}
@@ -119,7 +120,7 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
 TORCHAO = {"torchao_fp32": {"parameters": "fp32"}, "torchao": {"parameters": "bf16"}}
 OTHERS: dict[str, dict[str, Any]] = {"fsdp2": {}, **TORCHAO}
 PEERS = [*DEEPSPEED, *OTHERS]
-# Why a peer does not run on a device; this package runs on all of them.
+# By device, the reasons why peers do not run on it; this package runs on all devices.
 NOT_ON = {
     "sim": dict.fromkeys(PEERS, "it does not know this device"),
     "cpu": dict.fromkeys([*TORCHAO, "deepspeed3_super"], "it needs CUDA"),
@@ -144,12 +145,12 @@ SETTING = ("batch", "tokens", "warmup", "steps", "learning_rate", "tolerance", "
 
 @dataclass(frozen=True)
 class Cell:
-    """What is trained.
+    """One training setting.
 
     Attributes:
         model: key of `MODELS`.
-        micro_batches: per optimizer step.
-        batch: sequences of a micro-batch.
+        micro_batches: number of micro-batches per optimizer step.
+        batch: number of sequences per micro-batch.
     """
 
     model: str
@@ -164,7 +165,7 @@ class Cell:
 
 
 def contestants(options: argparse.Namespace) -> tuple[list[Contestant], dict[str, str]]:
-    """Those that were asked for and can run, and why others cannot."""
+    """The requested contestants that can run, and the reasons why others cannot."""
     found, left_out = [], {}
     for name in [*OURS, *PEERS]:
         python = options.deepspeed_python if name in DEEPSPEED else sys.executable
@@ -181,13 +182,13 @@ def contestants(options: argparse.Namespace) -> tuple[list[Contestant], dict[str
 
 
 def system_of(name: str) -> str:
-    """The key of `RUNS` in the process."""
+    """The key of `RUNS` in the process of the contestant ``name``."""
     kinds: dict[str, Mapping[str, Any]] = {"ours": OURS, "deepspeed": DEEPSPEED, "torchao": TORCHAO}
     return next((system for system, names in kinds.items() if name in names), name)
 
 
 def refusal(name: str, python: str, device: str) -> str:
-    """Why somebody cannot run; empty where nothing is known against it."""
+    """The reason why a contestant cannot run; empty if none is known."""
     if reason := NOT_ON.get(device, {}).get(name):
         return reason
     package = {"deepspeed": "deepspeed", "torchao": "torchao"}.get(system_of(name))
@@ -201,7 +202,7 @@ def refusal(name: str, python: str, device: str) -> str:
 
 
 def options_of(name: str, cell: Cell, options: argparse.Namespace) -> dict[str, Any] | None:
-    """What the system is configured by; ``None``: it does not take part in this cell."""
+    """The options of a system; ``None`` if it does not take part in this cell."""
     found = {**OURS, **DEEPSPEED, **OTHERS}[name]
     if not name.endswith("_part"):
         return found
@@ -211,7 +212,7 @@ def options_of(name: str, cell: Cell, options: argparse.Namespace) -> dict[str, 
 
 @cache
 def planned_fraction(name: str, cell: Cell, tokens: int, gib: float) -> float | None:
-    """The least part whose plan fits; ``None``: the device has room for none."""
+    """The smallest fraction whose plan fits; ``None`` if no plan fits the device."""
     module, activations = imagined(cell, tokens)
     for fraction in FRACTIONS:
         chosen = StrategyOptions(**OURS[name], offload_fraction=fraction)
@@ -238,7 +239,7 @@ def planned_fraction(name: str, cell: Cell, tokens: int, gib: float) -> float | 
 
 @cache
 def imagined(cell: Cell, tokens: int) -> tuple[torch.nn.Module, Trace]:
-    """The model without memory, and the activations of a micro-batch."""
+    """The model on the meta device, and the trace of a micro-batch's activations."""
     sizes = MODELS[cell.model]
     job = Job("", {}, "", 0.0, **sizes, batch=cell.batch, tokens=tokens, micro_batches=1, warmup=1, steps=1,
               learning_rate=0.0, folder="")  # fmt: skip
@@ -261,7 +262,7 @@ def measure(contestant: Contestant, cell: Cell, options: argparse.Namespace) -> 
     job = {"system": contestant.system, "options": given, **MODELS[cell.model]}
     job |= {"batch": cell.batch, "micro_batches": cell.micro_batches}
     job |= {key: getattr(options, key) for key in Job._fields if hasattr(options, key) and key not in job}
-    # DeepSpeed's helper takes its accelerator and its port from variables.
+    # DeepSpeed's helper reads its accelerator and its port from environment variables.
     variables = {"LOCAL_SIZE": 1, "OMP_NUM_THREADS": threads(options.device), "TORCH_DEVICE_BACKEND_AUTOLOAD": 0}
     variables |= {"DS_ACCELERATOR": {"cuda": "cuda"}.get(options.device, "cpu")}
     if options.device == "sim":
@@ -282,7 +283,7 @@ def measure(contestant: Contestant, cell: Cell, options: argparse.Namespace) -> 
 
 
 class HostMemory:
-    """By how much the available memory of the machine has fallen since the start, at most, in bytes."""
+    """The largest decrease of the machine's available memory since the start, in bytes."""
 
     def __init__(self) -> None:
         self._before = self._available()
@@ -298,12 +299,12 @@ class HostMemory:
 
 
 def threads(device: str) -> int:
-    """Of torch and OpenMP in the process."""
+    """The number of threads of torch and OpenMP in the process."""
     return 1 if device == "sim" else len(os.sched_getaffinity(0))
 
 
 class Known:
-    """Measures contestants, but for those that have run out of memory in an earlier round: they would again."""
+    """Measures contestants, except those that ran out of memory in an earlier round."""
 
     def __init__(self, result: dict[str, Any]) -> None:
         self._result = result
@@ -320,10 +321,10 @@ class Known:
 
 
 def check(found: Round, cell: Cell, tolerance: float) -> None:
-    """Whether all trained the same, and anything at all.
+    """Check that all contestants have trained, and have trained the same.
 
     Raises:
-        RuntimeError: somebody's losses are others, or do not fall.
+        RuntimeError: a contestant's losses differ from those of the others, or do not fall.
     """
     trained = {name: result["losses"] for name, result in found.items() if "losses" in result}
     for name, losses in trained.items():
@@ -342,7 +343,7 @@ def check(found: Round, cell: Cell, tolerance: float) -> None:
 
 
 def summary(rounds: Sequence[Round]) -> dict[str, dict[str, Any]]:
-    """By contestant: seconds, ratios to every peer, medians of the rest; or how it ran out of memory."""
+    """By contestant: seconds, ratios to every peer and medians of the rest, or the message about missing memory."""
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(name for one in rounds for name in one):
         mine = [one[name] for one in rounds if "seconds" in one.get(name, {})]
@@ -356,7 +357,7 @@ def summary(rounds: Sequence[Round]) -> dict[str, dict[str, Any]]:
 
 
 def rows(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A summary as a table shows it: ratios as median and minimum, the first line of a message."""
+    """The rows of a table for a summary: ratios as median and minimum, messages by their first line."""
     shown = {}
     for name, row in found.items():
         columns: dict[str, Any] = {
@@ -372,10 +373,10 @@ def rows(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def check_device(options: argparse.Namespace) -> dict[str, Any]:
-    """What the results say about the device.
+    """Describe the device for the results.
 
     Raises:
-        SystemExit: it is not there, or smaller than its limit.
+        SystemExit: there is no such device, or its memory is smaller than the limit.
     """
     if options.device != "cuda":
         return {}
@@ -394,7 +395,7 @@ def check_device(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def environment_of(options: argparse.Namespace, device: Mapping[str, Any]) -> dict[str, Any]:
-    """Hardware, versions and command."""
+    """The hardware, versions and command."""
     found = contest.environment() | dict(device) | {"threads": threads(options.device)}
     for package, python in (("torchao", sys.executable), ("deepspeed", options.deepspeed_python)):
         if version := contest.version_in(python, package):
@@ -413,10 +414,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3, help="optimizer steps before the measured ones, at least 1")
     parser.add_argument("--steps", type=int, default=5, help="measured optimizer steps")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument("--tolerance", type=float, default=0.02, help="by which losses may differ, as a part of them")
+    parser.add_argument("--tolerance", type=float, default=0.02, help="relative difference that losses may have")
     parser.add_argument("--device", choices=["cuda", "sim", "cpu"], default="cuda")
-    parser.add_argument("--device-memory-gib", type=float, default=24.0, help="that torch may take on the device")
-    parser.add_argument("--limit", type=float, default=3600, help="seconds of one contestant in one round")
+    parser.add_argument("--device-memory-gib", type=float, default=24.0, help="limit of torch's memory on the device")
+    parser.add_argument("--limit", type=float, default=3600, help="time limit of a contestant in a round, in seconds")
     options = parser.parse_args()
     if options.warmup < 1 or options.steps < 1:
         parser.error(f"--warmup {options.warmup} --steps {options.steps}; expected at least 1 of each")
@@ -436,7 +437,7 @@ def main() -> None:
     check_torch(field)
     setting = {key: getattr(options, key) for key in SETTING}
     result = begin(options, setting, environment_of(options, device))
-    result["left_out"] = result.get("left_out", {}) | left_out  # whoever joins later is in the rounds
+    result["left_out"] = result.get("left_out", {}) | left_out  # contestants that join later appear in the rounds
     cells = [Cell(model, count, options.batch // count) for model in options.models for count in options.micro_batches]
 
     def field_of(cell: Cell) -> list[Contestant]:

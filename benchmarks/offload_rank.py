@@ -1,9 +1,9 @@
-"""One contestant of `benchmarks.offload`, a process of its own with one device.
+"""Runs one contestant of `benchmarks.offload` in its own process, with one device.
 
     python -P benchmarks/offload_rank.py '{"system": "fsdp2", ...}'
 
-Of this checkout it imports the two modules below alone, so that a peer's interpreter can run it: that needs neither
-`lightning_zero` nor `lightning`.
+From this checkout it imports only the two modules below, so that it also runs in a peer's interpreter, which needs
+neither `lightning_zero` nor `lightning`.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from benchmarks.transformer import Block
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
-PERIOD = 1_000_003  # a prime: no row of a matrix begins where the one before has
-ALONE = 3  # steps of forward and backward alone, of which the first is not timed
-# In errors of runtimes and allocators, beside torch's own type, and of this package's plans.
+PERIOD = 1_000_003  # a prime, so that no two neighbouring rows of a matrix begin with the same numbers
+ALONE = 3  # number of steps of forward and backward alone; the first one is not measured
+# Texts in errors about memory, from runtimes, allocators and this package's plans, besides torch's error type.
 OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "allocate memory", "CUDA out of memory")
 OUT_OF_MEMORY_TYPES = ("OutOfMemoryError", "MemoryError", "DoesNotFitError")
 
 
 class Job(NamedTuple):
-    """What the process is to do.
+    """The arguments of the process.
 
     Attributes:
         system: key of `RUNS`.
-        options: of the system: arguments of `ZeroStrategy`, or parts of DeepSpeed's configuration.
+        options: options of the system: arguments of `ZeroStrategy`, or parts of DeepSpeed's configuration.
         device: key of `PLACES`.
-        device_memory_gib: most that torch's tensors may take on the device.
-        layers: of the model.
-        width: of the model.
-        heads: of the model.
-        vocabulary: of the model.
-        batch: sequences of a micro-batch.
-        tokens: of a sequence.
-        micro_batches: per optimizer step.
-        warmup: optimizer steps before the measured ones.
-        steps: optimizer steps that are measured.
-        learning_rate: of AdamW.
-        folder: where the results go.
+        device_memory_gib: limit of the memory of torch's tensors on the device.
+        layers: number of layers.
+        width: width of the model.
+        heads: number of attention heads.
+        vocabulary: size of the vocabulary.
+        batch: number of sequences per micro-batch.
+        tokens: number of tokens per sequence.
+        micro_batches: number of micro-batches per optimizer step.
+        warmup: number of optimizer steps before the measured ones.
+        steps: number of measured optimizer steps.
+        learning_rate: learning rate of AdamW.
+        folder: folder for the results.
     """
 
     system: str
@@ -82,24 +82,24 @@ class Job(NamedTuple):
 
 
 class Host:
-    """The processors: to try the programs of those who run on them; nothing is offloaded from anywhere."""
+    """The CPU as the device: to try the programs of contestants that run on it; nothing is offloaded."""
 
     accelerator = "cpu"
-    collectives = backend = "gloo"  # of the device's tensors, and of all
+    collectives = backend = "gloo"  # the backend for tensors of the device, and the backend of the process group
     device = torch.device("cpu")
     pins = False
 
     def cap(self, nbytes: int) -> None:
-        """Nothing but the machine limits it."""
+        """Limit the memory of torch's allocator; does nothing on the CPU."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Wait for the device; does nothing on the CPU."""
 
     def forget(self) -> None:
-        """Give back what is free, and count peaks from now on."""
+        """Free unused memory and reset the peaks."""
 
     def peaks(self) -> dict[str, float]:
-        """GiB: what tensors took on the device at most, what its allocator did, and what was pinned."""
+        """The peaks in GiB: of tensors on the device, of its allocator, and of pinned memory."""
         return {}
 
 
@@ -163,14 +163,14 @@ PLACES: dict[str, Callable[[], Host]] = {"cuda": Cuda, "sim": Simulated, "cpu": 
 
 
 class Registered:
-    """Bytes that were pinned where they are, which torch's allocator of pinned memory does not know of."""
+    """Counts bytes that were pinned by registration, which torch's allocator of pinned memory does not know."""
 
     def __init__(self) -> None:
         self.peak = 0
         self._sizes: dict[int, int] = {}
 
     def watch(self, kind: Any) -> None:
-        """Count what this package has a device type pin."""
+        """Count the memory that this package pins through a device type."""
         pin, unpin = kind.pin, kind.unpin
 
         def pinned(address: int, nbytes: int) -> None:
@@ -192,7 +192,7 @@ REGISTERED = Registered()
 
 
 class Recomputed(Block):
-    """A block of which backward computes the forward again."""
+    """A block whose forward is recomputed in backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = checkpoint(super().forward, x, use_reentrant=False)
@@ -200,7 +200,7 @@ class Recomputed(Block):
 
 
 class Model(nn.Module):
-    """A language model like GPT, with learned positions; from token numbers ([batch, tokens + 1]) to the loss."""
+    """A GPT-like language model with learned positions; maps token numbers ([batch, tokens + 1]) to the loss."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -220,9 +220,10 @@ class Model(nn.Module):
 
 
 class Weights:
-    """Initial weights, the same in every process: 2% of normal numbers, that bf16 holds, over and over.
+    """Initial weights, the same in every process: 0.02 times normal numbers, rounded to bf16 and repeated periodically.
 
-    So everybody begins with the same ones, whether masters are made of fp32 or of bf16, and 10B are there in seconds.
+    So all contestants begin with the same weights, whether masters are made from fp32 or bf16 parameters, and 10B
+    weights are made within seconds.
     """
 
     def __init__(self) -> None:
@@ -231,7 +232,7 @@ class Weights:
 
     @torch.no_grad()
     def fill(self, parameter: Tensor, name: str, number: int) -> None:
-        """Fill the parameter of a name, the model's ``number``-th."""
+        """Fill the parameter ``name``, which has position ``number`` in the model."""
         if parameter.dim() == 1:
             parameter.fill_(1.0 if name.endswith(("norm.weight", "first.weight", "second.weight")) else 0.0)
             return
@@ -241,7 +242,7 @@ class Weights:
 
 
 def build(job: Job, dtype: torch.dtype = torch.bfloat16) -> Model:
-    """The model in host memory, or with one layer for ``job.layers == 1``."""
+    """Make the model in host memory."""
     with torch.device("meta"):
         model = Model(job).to(dtype)
     model.to_empty(device="cpu")
@@ -259,15 +260,15 @@ def batches(job: Job) -> list[Tensor]:
 
 
 def on_device(job: Job, place: Host) -> list[Tensor]:
-    """All micro-batches, there before training begins: for loops without a loader, in whose favour it is."""
+    """All micro-batches, copied to the device before training, for loops without a loader (which favours these)."""
     return [batch.to(place.device) for batch in batches(job)]
 
 
 def seconds_alone(job: Job, place: Host) -> float:
-    """Of forward and backward of a step's micro-batches, with nothing else to do.
+    """Seconds of forward and backward of a step's micro-batches, without other work.
 
-    All layers have the weights of the first one, each as parameters of its own, and no gradient is kept: so it takes
-    the memory of activations and of one layer, and the device does what that of the whole model does.
+    All layers share the memory of the first one's weights, but each as separate parameters, and no gradient is kept. So
+    only activations and one layer take memory, while the device does the same work as for the whole model.
     """
     model = build(job._replace(layers=1)).to(place.device)
     with torch.device("meta"):
@@ -299,7 +300,7 @@ Run = Callable[[Job, Host, Clock], list[Tensor]]
 
 
 def run_ours(job: Job, place: Host, clock: Clock) -> list[Tensor]:
-    """Lightning's Trainer with `ZeroStrategy`, and torch's AdamW, which it runs by its own kernels."""
+    """Lightning's Trainer with `ZeroStrategy`, and torch's AdamW, which the strategy runs by native kernels."""
     import lightning_zero
     from lightning_zero.storage.accelerators import device_type
 
@@ -316,7 +317,8 @@ def run_ours(job: Job, place: Host, clock: Clock) -> list[Tensor]:
 def run_fsdp2(job: Job, place: Host, clock: Clock) -> list[Tensor]:
     """`fully_shard` of every block and of the rest, with fp32 shards in pinned host memory and torch's fused AdamW.
 
-    Gradients go to the host after every micro-batch: kept on the device, they would take what offloading saves.
+    Gradients are copied to the host after every micro-batch; on the device they would take the memory that offloading
+    saves.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -335,9 +337,9 @@ def run_fsdp2(job: Job, place: Host, clock: Clock) -> list[Tensor]:
 
 
 def run_torchao(job: Job, place: Host, clock: Clock) -> list[Tensor]:
-    """torchao's `CPUOffloadOptimizer` over torch's fused AdamW: of bf16 parameters, or of fp32 ones under autocast.
+    """torchao's `CPUOffloadOptimizer` over torch's fused AdamW, for bf16 parameters, or fp32 ones under autocast.
 
-    The former has no masters, and bf16 state: it computes less than everybody else.
+    The former has no masters and bf16 state, and so computes less than all other contestants.
     """
     from torchao.optim import CPUOffloadOptimizer
 
@@ -346,7 +348,7 @@ def run_torchao(job: Job, place: Host, clock: Clock) -> list[Tensor]:
     optimizer = CPUOffloadOptimizer(
         model.parameters(),
         torch.optim.AdamW,
-        offload_gradients=job.micro_batches == 1,  # it cannot accumulate otherwise
+        offload_gradients=job.micro_batches == 1,  # with offloaded gradients it cannot accumulate
         lr=job.learning_rate,
         fused=True,
     )
@@ -355,7 +357,7 @@ def run_torchao(job: Job, place: Host, clock: Clock) -> list[Tensor]:
 
 
 def run_deepspeed(job: Job, place: Host, clock: Clock) -> list[Tensor]:
-    """DeepSpeed's engine with its own Adam of the CPU; at stage 3 the model is made where its shards will be."""
+    """DeepSpeed's engine with its CPU Adam; at stage 3 the model is constructed in shards."""
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -397,7 +399,7 @@ def measure(job: Job, place: Host) -> dict[str, Any]:
 
 
 def out_of_memory(error: BaseException | None) -> str:
-    """What an error says, where memory of the device or of the host has run out, or was found to be too small."""
+    """The message of an error about insufficient memory of the device or the host; empty for other errors."""
     while error is not None:
         if type(error).__name__ in OUT_OF_MEMORY_TYPES or any(words in str(error) for words in OUT_OF_MEMORY):
             return f"{type(error).__name__}: {error}"
@@ -406,7 +408,7 @@ def out_of_memory(error: BaseException | None) -> str:
 
 
 def attempt(job: Job, place: Host) -> dict[str, Any]:
-    """What was measured, or how memory has run out."""
+    """Measure, and return the results or the message about insufficient memory."""
     try:
         return measure(job, place)
     except Exception as error:
@@ -420,13 +422,13 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     place = PLACES[job.device]()
-    # By a file: a port may be somebody else's by now.
+    # By a file, since another process may have taken a port in the meantime.
     dist.init_process_group(place.backend, init_method=f"file://{job.folder}/meet", rank=0, world_size=1)
     result = attempt(job, place)
     Path(job.folder, "rank0.json").write_text(json.dumps(result))
     sys.stdout.flush()
     if "out_of_memory" in result:
-        os._exit(0)  # what it left is in no state to be taken down: threads may wait for what never comes
+        os._exit(0)  # without cleaning up, since threads may wait for ever
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""What :mod:`benchmarks.identity` records of a training: calls of process groups, values, and bytes of checkpoints."""
+"""Records a training for :mod:`benchmarks.identity`: calls of process groups, values, and bytes of checkpoints."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ALIGNMENT = 64  # of records in torch's archives
-LOCAL_HEADER = 30  # bytes before an entry's name in a zip
+ALIGNMENT = 64  # alignment of records in torch's archives, in bytes
+LOCAL_HEADER = 30  # number of bytes before an entry's name in a zip archive
 
 OPERATIONS = (
     "_allgather_base _reduce_scatter_base all_gather_single all_gather_single_coalesced all_to_all_single allgather "
@@ -32,7 +32,7 @@ OBJECTS = (
 
 
 class Record:
-    """Lines of text by part; values appear as digests of their bytes."""
+    """Lines of text by part; values are represented by digests of their bytes."""
 
     def __init__(self) -> None:
         names = ("collectives", "messages", "norms", "losses", "weights", "states", "checkpoint")
@@ -42,7 +42,7 @@ class Record:
         self.parts[part].append(" ".join(map(str, words)))
 
     def add_tree(self, part: str, name: str, value: Any) -> None:
-        """A value, or a line for each in a tree of dictionaries and lists."""
+        """Add a value, or one line for each value in a tree of dictionaries and lists."""
         if isinstance(value, Mapping):
             for key, inner in value.items():
                 self.add_tree(part, f"{name}.{key}", inner)
@@ -65,18 +65,18 @@ def _of_tensor(value: Tensor) -> str:
 
 
 class Recorder:
-    """Writes down what is asked of process groups, by whichever code, inside the context ``active``.
+    """Records all calls of process groups, by any code, inside the context ``active``.
 
-    All functions of ``torch.distributed`` end in methods of ``ProcessGroup``. Those that send pickled objects are noted
-    without sizes: these change with the names of classes and folders.
+    All functions of ``torch.distributed`` call methods of ``ProcessGroup``. Calls that send pickled objects are
+    recorded without sizes, since these change with the names of classes and folders.
     """
 
     def __init__(self, record: Record) -> None:
         self._record = record
         self._inside = threading.local()
-        self._groups: dict[str, dict[int, int]] = {}  # by thread: numbers of groups in the order of their first use
-        self._kept: list[Any] = []  # groups, so that no other one gets the id
-        self._others: list[tuple[str, str]] = []  # what other threads than the main one asked for
+        self._groups: dict[str, dict[int, int]] = {}  # by thread: numbers of groups, in the order of first use
+        self._kept: list[Any] = []  # keeps groups alive, so that their ids are not reused
+        self._others: list[tuple[str, str]] = []  # the calls of threads other than the main one
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -88,7 +88,7 @@ class Recorder:
                 for module in (dist, dist.distributed_c10d):
                     stack.enter_context(_replaced(module, name, self._objects))
             yield
-        # A background thread's work falls anywhere between that of training.
+        # Sorted separately, since calls of background threads happen at varying times.
         for part, line in self._others:
             self._record.add(part, line)
 
@@ -154,7 +154,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def add_checkpoint(record: Record, name: str, path: Path) -> None:
-    """All bytes of a file or folder, but for those that say which version wrote it and when."""
+    """Record all bytes of a file or folder, except the versions of packages and the time."""
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     for file in files:
         inner = f"{name}/{file.relative_to(path)}"
@@ -167,17 +167,18 @@ def add_checkpoint(record: Record, name: str, path: Path) -> None:
 
 
 def _add_archive(record: Record, name: str, file: Path) -> None:
-    """Every entry of the zip with its place relative to torch's alignment, in the file's order.
+    """Record every entry of the zip archive in order, with its position relative to torch's alignment.
 
-    Not taken: the folder inside the archive, which is called as the temporary file was; the identification that torch
-    derives from all entries, the version among them; the checksum of the entry that holds the version.
+    The following is left out: the name of the folder inside the archive, which is that of the temporary file; the
+    identification that torch derives from all entries, including the version; and the checksum of the entry with the
+    version.
     """
     content = file.read_bytes()
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
     for entry in entries:
         _, _, inner = entry.filename.partition("/")
-        # Not by `archive.read`, which finds fault with a checksum that was not asked for.
+        # Not by `archive.read`, which raises for an entry without a checksum.
         start = entry.header_offset + LOCAL_HEADER
         start += sum(struct.unpack_from("<HH", content, start - 4))
         data = content[start : start + entry.file_size]
@@ -191,7 +192,7 @@ def _add_archive(record: Record, name: str, file: Path) -> None:
 
 
 def of_pickle(data: bytes) -> str:
-    """Of a pickle, operation by operation, without the version that wrote it and DCP's random identification."""
+    """The operations of a pickle, without the version that wrote it and DCP's random identification."""
     operations, previous, ours = [], None, False
     for operation, value, _ in pickletools.genops(data):
         if isinstance(value, str):

@@ -1,34 +1,35 @@
-"""Time and memory of an optimizer step on two CPU ranks: this package beside DDP, FSDP2 and DeepSpeed.
+"""Compares time and memory of an optimizer step on two CPU ranks by this package, DDP, FSDP2 and DeepSpeed.
 
     DS_BUILD_OPS=0 ../peers/bin/pip install -e ".[peers]"
     python -m benchmarks.step --deepspeed-python ../peers/bin/python
     python -m benchmarks.step --models 26m --precisions bf16 --micro-batches 1 --only zero2 fsdp2 --rounds 3
     python -m benchmarks.step --against ../before --resume
 
-Every contestant trains the same model, from the same seed, on the same micro-batches, with AdamW: in every round as two
-processes (gloo) that are started for it and end after it, one contestant at a time, in an order that is drawn anew.
-A cell of the results is a model, a precision and a number of micro-batches; each round goes through all cells.
+Every contestant trains the same model, from the same seed, on the same micro-batches, with AdamW. In every round the
+contestants run one at a time, each in two processes of its own (gloo), in random order. A cell of the results is a
+model, a precision and a number of micro-batches; each round goes through all cells.
 
-- ours, by name: `lightning.Trainer` with logging, checkpoints, progress bar and summary off; a module whose step
-  returns the loss and logs nothing. The loop's own hooks, its data loader and the casts of inputs are part of the time.
+- this package, by strategy name: `lightning.Trainer` with logging, checkpoints, progress bar and summary off; the
+  module's step returns the loss and logs nothing. The time includes the loop's hooks, its data loader and the casts of
+  inputs.
 - ddp: `DistributedDataParallel` in a plain loop, without synchronization before the last micro-batch. In bf16 the
-  parameters are bf16 and AdamW updates fp32 masters, as everybody here does; there is no autocast.
+  parameters are bf16 and AdamW updates fp32 masters, as with all contestants here; there is no autocast.
 - ddp_no_masters (bf16 only): AdamW updates the bf16 parameters themselves, with bf16 state. It computes less.
-- fsdp2: `fully_shard` of every block; in bf16 with a `MixedPrecisionPolicy` that computes and reduces in it. Gradients
-  are reduced after the last micro-batch.
-- deepspeed1, 2, 3 and 2_offload: its engine with its defaults but without clipping, and torch's AdamW; offloaded with
-  its own, which it compiles. Left out where its interpreter has no DeepSpeed.
-- before ...: the same names of another checkout of this package (`--against`).
+- fsdp2: `fully_shard` of every block; in bf16 with a `MixedPrecisionPolicy` that computes and reduces in bf16.
+  Gradients are reduced after the last micro-batch.
+- deepspeed1, 2, 3 and 2_offload: DeepSpeed's engine with its defaults but without clipping, and torch's AdamW; with
+  offloading its own AdamW, which it compiles. Skipped if its interpreter has no DeepSpeed.
+- before ...: the same strategies of another checkout of this package (`--against`).
 
-What is measured: from the end of one optimizer step to that of another one, `--steps` later, with forward, backward,
-reduction, update, clearing of gradients and the loop around them; the slower rank's time counts. Before that are ten
-steps, mostly with short sequences, for what a system does in the first ones only (in ten, this package compares the
-order of the ranks' collectives). Memory is the most that was resident in a rank since its start, with all imports and
-the fp32 initialization (`peak_gib`), and during the measured steps (`peak_of_steps_gib`).
+Time is measured from the end of one optimizer step to the end of the step `--steps` later, including forward, backward,
+reduction, update, clearing of gradients and the loop around them; the slower rank's time counts. Ten steps come before,
+mostly with short sequences, for work that a system does in its first steps only (this package compares the order of the
+ranks' collectives in its first ten steps). Memory is the peak of resident memory of a rank since its start, with all
+imports and the fp32 initialization (`peak_gib`), and during the measured steps (`peak_of_steps_gib`).
 
-The ratio to `ddp` is that of the same round; its median and minimum over the rounds are saved. All must end at the same
-loss, else the run stops. Results are saved after each cell of a round; `--resume` goes on with what is there. A round
-that lacks one of the contestants asked for is no full one, and another one is measured.
+Ratios to `ddp` are computed from the same round; their median and minimum over the rounds are saved. All contestants
+must end with the same loss, otherwise the run stops. Results are saved after each cell of a round; `--resume` continues
+with saved results. A round that lacks a requested contestant is not complete, and another one is measured.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ DEEPSPEED = ("deepspeed1", "deepspeed2", "deepspeed3", "deepspeed2_offload")
 MODELS = ("26m", "200m")
 PRECISIONS = ("bf16", "fp32")
 BASE, BEFORE = "ddp", "before "
-MAX_SECONDS = 1800  # of one contestant in one round
+MAX_SECONDS = 1800  # time limit of a contestant in a round
 LOSS = {"bf16": 0.02, "fp32": 1e-3}  # DeepSpeed rounds the initial weights to bf16, and `ddp_no_masters` all of them
 COLUMNS = {
     "median, s": "median",
@@ -82,7 +83,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """What is trained."""
+    """One training setting."""
 
     model: str
     precision: str
@@ -93,7 +94,7 @@ class Cell:
 
 
 def contestants(options: argparse.Namespace) -> list[Contestant]:
-    """Those that were asked for and are installed."""
+    """The requested contestants that are installed."""
 
     def chosen(names: Sequence[str], python: str, prefix: str = "") -> list[Contestant]:
         return [Contestant(prefix + n, n, python) for n in names if not options.only or n in options.only]
@@ -112,10 +113,10 @@ def deepspeed_version(options: argparse.Namespace) -> str:
 
 
 def check_interpreters(field: Sequence[Contestant], against: Path | None) -> None:
-    """Whether all compute with the same torch, and those before with the package that is meant.
+    """Check that all contestants use the same version of torch, and "before" the package of the other checkout.
 
     Raises:
-        SystemExit: one of them does not.
+        SystemExit: a contestant does not.
     """
     check_torch(field)
     for python in {contestant.python for contestant in field if contestant.name.startswith(BEFORE)}:
@@ -134,7 +135,7 @@ def takes_part(contestant: Contestant, precision: str) -> bool:
 
 def measure(contestant: Contestant, cell: Cell, options: argparse.Namespace) -> Result:
     """Start the ranks of one contestant and wait for them."""
-    # LOCAL_SIZE is for DeepSpeed's communication in shared memory.
+    # DeepSpeed's communication in shared memory needs LOCAL_SIZE.
     variables = {"LOCAL_SIZE": RANKS, "OMP_NUM_THREADS": threads(), "DS_ACCELERATOR": "cpu"}
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
         job = {"system": contestant.system, "folder": folder, **vars(cell)}
@@ -147,15 +148,15 @@ def measure(contestant: Contestant, cell: Cell, options: argparse.Namespace) -> 
 
 
 def threads() -> int:
-    """Of torch and OpenMP in each rank."""
+    """The number of threads of torch and OpenMP in each rank."""
     return max(1, len(os.sched_getaffinity(0)) // RANKS)
 
 
 def check(found: Round, cell: Cell) -> None:
-    """Whether all trained the same.
+    """Check that all contestants have trained the same.
 
     Raises:
-        RuntimeError: somebody's loss is another one.
+        RuntimeError: a contestant's loss differs from that of the others.
     """
     reference = BASE if BASE in found else next(iter(found))
     expected = found[reference]["loss"]
@@ -168,7 +169,7 @@ def check(found: Round, cell: Cell) -> None:
 
 
 def summary(rounds: Sequence[Round]) -> dict[str, dict[str, float]]:
-    """By contestant: seconds, peaks in GiB, and ratios to DDP and to the checkout before in the same round."""
+    """By contestant: seconds, peaks in GiB, and ratios to DDP and to the other checkout in the same round."""
     found: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(name for one in rounds for name in one):
         mine = [one[name] for one in rounds if name in one]
@@ -180,7 +181,7 @@ def summary(rounds: Sequence[Round]) -> dict[str, dict[str, float]]:
 
 
 def environment_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Hardware, versions, commits and command."""
+    """The hardware, versions, commits and command."""
     found = contest.environment() | {"threads_of_a_rank": threads()}
     if options.against:
         found["commit_before"] = revision(options.against)
@@ -214,7 +215,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     field = contestants(options)
-    # First: what cannot be described or compared need not be measured.
+    # First, so that an error in these does not cost a measurement.
     check_interpreters(field, options.against)
     setting = {key: getattr(options, key) for key in ("batch", "tokens", "warmup", "steps", "seed")} | {"ranks": RANKS}
     result = begin(options, setting, environment_of(options))

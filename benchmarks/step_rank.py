@@ -1,9 +1,9 @@
-"""One rank of one contestant of `benchmarks.step`, a process of its own.
+"""Runs one rank of one contestant of `benchmarks.step` in its own process.
 
     python -P benchmarks/step_rank.py '{"system": "zero2", ...}'
 
-Of this checkout it imports `benchmarks/timing.py` alone, so that the interpreter of another one can run it:
-`lightning_zero` is the one that the interpreter has installed, and peers need neither that nor `lightning`.
+From this checkout it imports only `benchmarks/timing.py`, so that it also runs in the interpreter of another checkout:
+`lightning_zero` is the package installed there. Peers need neither `lightning_zero` nor `lightning`.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ MODELS = {"tiny": (2, 64), "26m": (8, 512), "200m": (16, 1024)}  # layers and wi
 
 
 class Job(NamedTuple):
-    """What a rank is to do.
+    """The arguments of a rank.
 
     Attributes:
         system: name of the contestant.
         model: key of `MODELS`.
         precision: `"bf16"` or `"fp32"`.
-        micro_batches: per optimizer step.
-        batch: sequences of a micro-batch.
-        tokens: of a sequence.
-        warmup: optimizer steps before the measured ones, the last one or two of which are like those; the sequences of
-            the others have `SHORT` tokens, since they are there for what a system does in its first steps only.
-        steps: optimizer steps that are measured.
-        folder: where the results go.
+        micro_batches: number of micro-batches per optimizer step.
+        batch: number of sequences per micro-batch.
+        tokens: number of tokens per sequence.
+        warmup: number of optimizer steps before the measured ones. The last one or two of them are like the measured
+            ones; the others have sequences of `SHORT` tokens, since they only trigger work that a system does in its
+            first steps.
+        steps: number of measured optimizer steps.
+        folder: folder for the results.
     """
 
     system: str
@@ -60,7 +61,7 @@ class Job(NamedTuple):
 
 
 class Model(nn.Module):
-    """A language model like GPT: pre-norm blocks, learned positions; from token numbers to the loss."""
+    """A GPT-like language model with pre-norm blocks and learned positions; maps token numbers to the loss."""
 
     def __init__(self, layers: int, width: int, tokens: int) -> None:
         super().__init__()
@@ -101,7 +102,7 @@ def batches(job: Job) -> list[Tensor]:
 
 
 def run_ddp(job: Job, clock: Clock) -> list[Tensor]:
-    """DistributedDataParallel; in bf16 with bf16 parameters, of which AdamW updates fp32 masters, or themselves."""
+    """DistributedDataParallel; with bf16 parameters AdamW updates fp32 masters or the parameters themselves."""
     model = build(job)
     masters = list(model.parameters())
     if job.precision == "bf16":
@@ -136,7 +137,7 @@ def run_ddp(job: Job, clock: Clock) -> list[Tensor]:
 
 
 def run_fsdp2(job: Job, clock: Clock) -> list[Tensor]:
-    """`fully_shard` of every block and of the rest; in bf16 computing and reducing in it, with fp32 shards."""
+    """`fully_shard` of every block and of the rest; for bf16 it computes and reduces in bf16, with fp32 shards."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -152,7 +153,7 @@ def run_fsdp2(job: Job, clock: Clock) -> list[Tensor]:
 
 
 def run_deepspeed(job: Job, clock: Clock) -> list[Tensor]:
-    """DeepSpeed's engine, without clipping: `deepspeed` and the stage, `_offload` with its own AdamW of the CPU."""
+    """DeepSpeed's engine without clipping; the system's name has the stage, and `_offload` for its CPU AdamW."""
     import deepspeed
 
     deepspeed.init_distributed("gloo", dist_init_required=False)
@@ -171,7 +172,7 @@ def run_deepspeed(job: Job, clock: Clock) -> list[Tensor]:
 
 
 def run_ours(job: Job, clock: Clock) -> list[Tensor]:
-    """Lightning's Trainer with a strategy of this package, by its name."""
+    """Lightning's Trainer with the strategy of this package that has the system's name."""
     import lightning_zero  # noqa: F401  # makes the names known
 
     return fit(

@@ -1,10 +1,8 @@
-// The memory traffic of an optimizer's step without its arithmetic: the same arrays are read and written,
-// element by element in one pass, with one addition each. Compiled by benchmarks/stream.py when a benchmark
-// starts.
+// The memory traffic of an optimizer's step without its arithmetic: it reads and writes the same arrays in one
+// pass, with one addition per element. benchmarks/stream.py compiles it when a benchmark starts.
 //
-// What is added is the gradient's bits under a mask: with a mask of 0, which the compiler does not know,
-// every array gets the bytes back that it had. Stores to an array that is only written bypass the caches, as
-// in STREAM itself.
+// The addends are the gradient's bits under a mask. The mask is 0, which the compiler does not know, so that
+// all arrays keep their values. Stores to an array that is only written bypass the caches, as in STREAM itself.
 
 #include <stddef.h>
 #include <stdint.h>

@@ -1,7 +1,7 @@
-"""STREAM for optimizers: the time that memory alone takes to read and write what a step reads and writes.
+"""STREAM for optimizers: the time that memory alone takes to read and write the arrays of a step.
 
-An upper bound for a step, measured on the step's own arrays: `benchmarks/stream.c` says what it does. It is compiled
-for the machine that it runs on when the benchmark starts, and takes threads of its own.
+It gives an upper bound for the speed of a step, measured on the step's own arrays; see `benchmarks/stream.c`. It is
+compiled for the current machine when the benchmark starts, and uses threads of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 Layout = Literal["fp32", "fp32_copy", "split", "fp32_copy_half", "split_half", "split_byte"]
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)  # the order in stream.c
-BLOCK = 32  # elements: lengths are multiples of it
+BLOCK = 32  # lengths must be multiples of this number of elements
 _CHUNK = 1 << 18
 _SOURCE = Path(__file__).with_name("stream.c")
 _FLAGS = "-O3 -march=native -shared -fPIC".split()
@@ -65,16 +65,19 @@ class Stream:
         threads: int,
         mask: int = 0,
     ) -> None:
-        """One pass; `mask` selects the bits of the gradient that are added, none by default.
+        """Make one pass over the arrays.
 
         Args:
             layout: widths of the arrays, and whether `second` is only written ("copy") or read and written ("split").
-            param: [n], n a multiple of 32, at an address that is one of 64.
-            second: [n] 16-bit copy, which receives the high half of `param`, or remainder.
-            states: two of [n].
+            param: [n], where n is a multiple of 32, at an address that is a multiple of 64.
+            second: [n], the 16-bit copy, which receives the high half of `param`, or the remainder.
+            states: two tensors, [n].
             grad: [n]
-            threads: that share the arrays.
-            mask: 0 leaves every byte but those of a copy as it was.
+            threads: number of threads that share the arrays.
+            mask: selects the bits of the gradient that are added; 0 leaves all bytes except those of a copy unchanged.
+
+        Raises:
+            ValueError: a length or an address is not such a multiple.
         """
         addresses = [0 if array is None else array.data_ptr() for array in (param, second, *states, grad)]
         if param.numel() % BLOCK or any(address % 64 for address in addresses):

@@ -1,6 +1,7 @@
-"""What the ranks of `benchmarks.step` and `benchmarks.offload` share: the loops, their clock, and the process's memory.
+"""Shared code of the ranks of `benchmarks.step` and `benchmarks.offload`: loops, their clock, and the process's memory.
 
-It needs torch alone, and what a function imports: interpreters of peers and of other checkouts import it, too.
+It requires only torch, and the packages that a function imports, because interpreters of peers and of other checkouts
+import it, too.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-SMALL = 8  # numbers that sequences begin with
+SMALL = 8  # sequences begin with a number below this
 QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
 
 
 def counting(draw: random.Random, sequences: int, tokens: int) -> Tensor:
-    """A micro-batch ([sequences, tokens + 1]): numbers that count up from drawn small ones: losses soon fall."""
+    """A micro-batch ([sequences, tokens + 1]) of numbers that count up from small random ones, so that losses fall."""
     starts = torch.tensor([[draw.randrange(SMALL)] for _ in range(sequences)])
     return starts + torch.arange(tokens + 1)
 
 
 class Clock:
-    """Seconds and peak memory of the measured steps; told of the end of every optimizer step, the first ones too.
+    """Measures seconds and peak memory of the measured steps.
 
     Args:
-        warmup: optimizer steps before those that are measured, at least 1.
-        steps: that are measured.
-        align: waits, before the first and after the last of them, for whoever may be behind.
+        warmup: number of optimizer steps before the measured ones, at least 1.
+        steps: number of measured steps.
+        align: waits for slower ranks and devices; called before the first and after the last measured step.
     """
 
     def __init__(self, warmup: int, steps: int, align: Callable[[], object]) -> None:
@@ -42,7 +43,7 @@ class Clock:
         self.initial_peak = 0.0
 
     def tick(self) -> None:
-        """An optimizer step has ended."""
+        """Note that an optimizer step, measured or not, has ended."""
         self._done += 1
         if self._done == self._warmup:
             self.initial_peak = peak()
@@ -67,7 +68,7 @@ class Clock:
 
 
 def peak() -> float:
-    """Most bytes that were resident since the start, or since `forget_peak`."""
+    """The peak of resident memory in bytes since the start, or since `forget_peak`."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -75,7 +76,7 @@ def peak() -> float:
 
 
 def forget_peak() -> None:
-    """Begin a new peak; without effect where the system has none to begin."""
+    """Reset the peak of resident memory, if the system can."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -86,17 +87,17 @@ def accumulate(
     micro: Callable[[Tensor, bool], Tensor],
     step: Callable[[], object],
 ) -> list[Tensor]:
-    """The plain loop of the peers.
+    """The plain training loop of the peers.
 
     Args:
-        batches: of all steps.
-        micro_batches: of a step.
-        clock: is told of the end of every step.
-        micro: runs forward and backward of a micro-batch, of which it is told whether it is the last one of the step.
-        step: updates and clears the gradients.
+        batches: the micro-batches of all steps.
+        micro_batches: number of micro-batches per step.
+        clock: notified of the end of every step.
+        micro: runs forward and backward of a micro-batch; its second argument tells whether it is the step's last one.
+        step: updates the parameters and clears the gradients.
 
     Returns:
-        By step, the loss of its last micro-batch.
+        For each step, the loss of its last micro-batch.
     """
     losses = []
     for number, batch in enumerate(batches, 1):
@@ -117,15 +118,15 @@ def plain(
     clock: Clock,
     begin: Callable[[bool], object] = lambda last: None,
 ) -> list[Tensor]:
-    """:func:`accumulate` of a model that gives its loss, and an optimizer.
+    """Call :func:`accumulate` for a model that returns its loss, and an optimizer.
 
     Args:
-        model: that is trained.
-        optimizer: of its parameters.
-        batches: of all steps.
-        micro_batches: of a step.
-        clock: is told of the end of every step.
-        begin: is called before each micro-batch, and told whether it is the last one of the step.
+        model: the model to train.
+        optimizer: the optimizer of its parameters.
+        batches: the micro-batches of all steps.
+        micro_batches: number of micro-batches per step.
+        clock: notified of the end of every step.
+        begin: called before each micro-batch; its argument tells whether it is the step's last one.
     """
 
     def micro(batch: Tensor, last: bool) -> Tensor:
@@ -146,10 +147,10 @@ class Engine:
     """DeepSpeed's engine, with its defaults but without clipping.
 
     Attributes:
-        batch: sequences of a micro-batch.
-        micro_batches: of a step.
-        zero: its `zero_optimization`.
-        bf16: whether it trains in it.
+        batch: number of sequences per micro-batch.
+        micro_batches: number of micro-batches per step.
+        zero: the entry `zero_optimization` of its configuration.
+        bf16: whether it trains in bf16.
     """
 
     batch: int
@@ -171,7 +172,7 @@ class Engine:
     def run(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Tensor], clock: Clock
     ) -> list[Tensor]:
-        """Train; the result is as that of :func:`accumulate`."""
+        """Train; returns the same as :func:`accumulate`."""
         import deepspeed
 
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=self.config())
@@ -179,7 +180,7 @@ class Engine:
         def micro(batch: Tensor, last: bool) -> Tensor:
             loss: Tensor = engine(batch)
             engine.backward(loss)
-            engine.step()  # which counts micro-batches
+            engine.step()  # it counts micro-batches, and updates after the last one
             return loss
 
         return accumulate(batches, self.micro_batches, clock, micro, lambda: None)
@@ -193,7 +194,7 @@ def fit(
     clock: Clock,
     **flags: Any,
 ) -> list[Tensor]:
-    """Lightning's Trainer, with all that is optional off; arguments and result are as those of :func:`accumulate`."""
+    """Train by Lightning's Trainer with all optional parts off; arguments and result as for :func:`accumulate`."""
     import lightning.pytorch as pl
     from torch.utils.data import DataLoader
 

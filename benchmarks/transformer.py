@@ -1,4 +1,4 @@
-"""A block of GPT, of which `benchmarks.exposed` and `benchmarks.offload` make their models."""
+"""A block of GPT, used by the models of `benchmarks.exposed` and `benchmarks.offload`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalized before; from [batch, tokens, width] to the same."""
+    """Attention and MLP with pre-normalization; maps [batch, tokens, width] to the same shape."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -13,7 +13,7 @@
 namespace lightning_zero {
 namespace {
 
-// The number of tries of a transfer that ends before the first aligned position; then the file ends there.
+// The number of tries of a transfer that ends before the next aligned position; after them it fails.
 constexpr int kShortTries = 16;
 
 }  // namespace
@@ -68,7 +68,8 @@ bool DiskPool::forked() const { return process_ != getpid(); }
 
 std::optional<TransferFailure> DiskPool::transfer(Direction direction, const std::vector<Transfer>& transfers,
                                                   std::size_t alignment) {
-  if (forked()) throw std::logic_error("the child of a fork uses what moves its parent's blocks of files");
+  if (forked())
+    throw std::logic_error("a DiskPool cannot be used in the child of a fork; make a new one there");
   return run(direction, transfers, alignment);
 }
 

@@ -254,7 +254,7 @@ std::unique_ptr<Ring> make_kernel_ring(std::size_t requests) {
 namespace lightning_zero {
 
 std::unique_ptr<Ring> make_kernel_ring(std::size_t) {
-  throw std::system_error(ENOSYS, std::system_category(), "io_uring is Linux's");
+  throw std::system_error(ENOSYS, std::system_category(), "io_uring exists on Linux only");
 }
 
 #endif

@@ -56,7 +56,7 @@ TEST_P(BlocksTest, ConversionsHaveTheBitsOfTheScalarTarget) {
   }
 }
 
-// The value of a code in double, as the format is documented.
+// The value of a code in double, according to the documentation of the format.
 double value_of(std::uint8_t code, std::uint8_t scale, bool is_signed) {
   if (scale == 0) return 0.0;
   const int magnitude = is_signed ? code & 0x7F : code;
@@ -104,7 +104,7 @@ TEST_P(BlocksTest, WithoutASignNumbersHaveTheCodesOfTheirMagnitudes) {
   ASSERT_TRUE(same_bytes(positive.scales, negative.scales));
 }
 
-// A step of state in blocks, filled with samples: equal ones for equal arguments.
+// A step with state in blocks, filled with samples that depend on the arguments only.
 class BlockState {
  public:
   BlockState(const Problem& problem, std::size_t lead) : arrays_(problem) {

@@ -19,8 +19,8 @@
 namespace lightning_zero {
 
 // `count` elements of `item` bytes that begin `offset` elements after an address aligned to a cache line. The
-// address sanitizer sees every access outside. The guards are also checked at the end: for builds without it,
-// and for stores past the caches, which it does not see.
+// address sanitizer detects every access outside. The guards are also checked at the end, for builds without
+// it and for stores that bypass the caches, which it does not see.
 class Buffer {
  public:
   Buffer(std::size_t item, std::size_t count, std::size_t offset = 0)

@@ -16,7 +16,7 @@ AdamCoefficients adam(double beta1, double beta2, std::int64_t step, bool decoup
 
 TEST(AdamCoefficientsTest, CorrectsTheBiasOfTheFirstStep) {
   const AdamCoefficients c = adam(0.9, 0.999, 1);
-  // Numerator and denominator of the update are multiplied by the root of the second correction.
+  // Numerator and denominator of the update include the factor of the root of the second correction.
   EXPECT_EQ(c.negative_step_size, static_cast<float>(-(0.5 / (1.0 - 0.9)) * std::sqrt(1.0 - 0.999)));
   EXPECT_EQ(c.eps, static_cast<float>(1e-8 * std::sqrt(1.0 - 0.999)));
 }
@@ -31,7 +31,7 @@ TEST(AdamCoefficientsTest, NeedsNoCorrectionAfterManySteps) {
 }
 
 TEST(AdamCoefficientsTest, CountsStepsBeyond32Bits) {
-  // With a beta so close to 1 a truncated step number would show.
+  // With a beta so close to 1, a truncated step number would change the result.
   const double beta = 1.0 - 0x1p-40;
   const std::int64_t step = (std::int64_t{1} << 38) + 1;
   EXPECT_NEAR(adam(0.9, beta, step).eps, 1e-8 * std::sqrt(-std::expm1(-0.25)), 1e-14);
@@ -61,7 +61,7 @@ TEST(AdamCoefficientsTest, DecaysWeightsInOneOfTwoPlaces) {
 }
 
 TEST(AdamCoefficientsTest, RoundsTheDifferenceOnce) {
-  // 1 - beta2 of the rounded beta2 would be 0.00100001.
+  // If beta2 were rounded first, 1 - beta2 would be 0.00100001.
   EXPECT_EQ(adam(0.9, 0.999, 1).one_minus_beta2, static_cast<float>(1.0 - 0.999));
   EXPECT_NE(adam(0.9, 0.999, 1).one_minus_beta2, 1.0F - 0.999F);
 }

@@ -1,4 +1,5 @@
-// Transfers between memory and files, by the system's calls and by others that come short, refuse and fail.
+// Transfers between memory and files, by the system's calls and by scripted ones that transfer too little,
+// refuse or fail.
 #include "lightning_zero/disk.h"
 
 #include <fcntl.h>
@@ -60,18 +61,18 @@ class File {
   std::FILE* stream_;
 };
 
-// What the calls below do; each test sets it anew.
+// The behavior of the calls below; each test sets it.
 struct Script {
   std::atomic<int> calls{0};
   std::atomic<int> pauses{0};
-  int error = 0;                // of every call `errors` times
-  std::atomic<int> errors{0};   // that are still to come
-  std::size_t most = SIZE_MAX;  // bytes of one call
-  off_t bad_offset = -1;        // a call that touches it fails with `error`
-  int submit_error = 0;         // of a ring, `submit_errors` times
+  int error = 0;                // the error of the next `errors` calls
+  std::atomic<int> errors{0};   // number of calls that will still fail
+  std::size_t most = SIZE_MAX;  // maximum number of bytes of one call
+  off_t bad_offset = -1;        // a call that includes this offset fails with `error`
+  int submit_error = 0;         // the error of a ring's next `submit_errors` submissions
   std::atomic<int> submit_errors{0};
-  std::size_t needed_under_way = 0;  // before there is such an error
-  std::atomic<int> rings{1 << 30};   // that can still be made
+  std::size_t needed_under_way = 0;  // number of requests under way before such an error
+  std::atomic<int> rings{1 << 30};   // number of rings that can still be made
 };
 Script* script = nullptr;
 
@@ -95,8 +96,8 @@ ssize_t scripted_write(int file, const void* memory, std::size_t bytes, off_t of
 
 constexpr DiskCalls kScripted = {scripted_read, scripted_write, [] { ++script->pauses; }};
 
-// A ring whose kernel is the script: it takes a part of what was put down, and ends some of that, the last
-// first.
+// A ring with a scripted kernel: it takes some of the queued requests, and ends some of these in reverse
+// order.
 class ScriptedRing : public Ring {
  public:
   explicit ScriptedRing(std::size_t requests) : room_(requests) {}
@@ -153,7 +154,7 @@ std::unique_ptr<Ring> make_scripted_ring(std::size_t requests) {
   return std::make_unique<ScriptedRing>(requests);
 }
 
-// What makes a pool of so many blocks at a time, of so many bytes.
+// A function that makes a pool for `depth` blocks at a time, of `block` bytes.
 using MakePool = std::unique_ptr<DiskPool> (*)(std::size_t depth, std::size_t block);
 
 std::unique_ptr<DiskPool> threads(std::size_t depth, std::size_t block) {
@@ -181,7 +182,7 @@ class DiskTest : public ::testing::TestWithParam<MakePool> {
     return GetParam()(depth, block);
   }
 
-  // Writes `bytes` random ones and reads them back.
+  // Writes `bytes` random bytes and reads them back.
   void expect_round_trip(DiskPool& pool, std::size_t bytes, std::uint64_t offset, std::size_t alignment) {
     const Memory written = random_memory(bytes, 1);
     const Memory read = aligned_memory(bytes);
@@ -196,10 +197,10 @@ class DiskTest : public ::testing::TestWithParam<MakePool> {
   File file_;
 };
 
-// Faults that are scripted, below either backend.
+// Scripted faults below either backend.
 class DiskFaultTest : public DiskTest {};
 
-// What only rings meet.
+// Cases that concern rings only.
 class DiskRingsTest : public DiskTest {};
 
 std::string name_of(const ::testing::TestParamInfo<MakePool>& info) {
@@ -225,7 +226,7 @@ TEST_P(DiskTest, SeveralTransfersGoTogether) {
   const auto pool = this->pool(3, kPage);
   const Memory memory = random_memory(8 * kPage, 2);
   std::vector<Transfer> parts;
-  for (std::size_t i = 0; i < 8; ++i) {  // backwards
+  for (std::size_t i = 0; i < 8; ++i) {  // in reverse order in the file
     parts.push_back({file_.descriptor(), memory.get() + i * kPage, kPage, (7 - i) * kPage});
   }
   ASSERT_FALSE(pool->transfer(Direction::write, parts, kPage));
@@ -242,7 +243,7 @@ TEST_P(DiskFaultTest, ShortTransfersGoOnWhereTheyStopped) {
     script_.most = most;
     expect_round_trip(*pool, 3 * kPage, 0, 1);
   }
-  // With O_DIRECT only from a border of a block on.
+  // With O_DIRECT it may continue only at a multiple of the alignment.
   script_.most = 2 * kPage + 100;
   script_.calls = 0;
   expect_round_trip(*pool, 4 * kPage, 0, kPage);
@@ -284,7 +285,7 @@ TEST_P(DiskFaultTest, AFailureSaysWhereAndLeavesOutTheRest) {
     EXPECT_EQ(failure->file, file_.descriptor());
     EXPECT_EQ(failure->offset, 5 * kPage);
     EXPECT_EQ(script_.calls, 6);
-    // The pool goes on.
+    // The pool can still be used.
     EXPECT_FALSE(pool->transfer(Direction::write, {{file_.descriptor(), memory.get(), 4 * kPage, 0}}, kPage));
   }
 }
@@ -360,7 +361,7 @@ TEST_P(DiskRingsTest, ARingThatBreaksIsLeftWhenItsRequestsHaveEnded) {
   const auto pool = this->pool(4, kPage);
   const Memory memory = random_memory(9 * kPage, 6);
   script_.submit_error = EBADF;
-  script_.needed_under_way = 2;  // and two more are put down
+  script_.needed_under_way = 2;  // and two more are queued
   script_.submit_errors = 1;
   script_.rings = 0;
   const std::vector<Transfer> transfers = {{file_.descriptor(), memory.get(), 9 * kPage, 7 * kPage}};
@@ -369,7 +370,7 @@ TEST_P(DiskRingsTest, ARingThatBreaksIsLeftWhenItsRequestsHaveEnded) {
   EXPECT_EQ(failure->code, EBADF);
   EXPECT_EQ(failure->offset, 7 * kPage);
   EXPECT_EQ(script_.calls, 2);
-  // The next call makes one, or says why there is none.
+  // The next call makes a ring, or reports why there is none.
   failure = pool->transfer(Direction::write, transfers, kPage);
   ASSERT_TRUE(failure);
   EXPECT_EQ(failure->code, EMFILE);
@@ -399,7 +400,7 @@ TEST_P(DiskRingsTest, CallersWaitForARingWhereTheSystemGivesNoMore) {
 
 #ifndef LIGHTNING_ZERO_SANITIZED  // see ForkTest
 
-// The exit code of a child that ends with what `body` returns, or -1.
+// The exit code of a child that exits with the result of `body`, or -1 if it does not exit.
 template <class Body>
 int in_child(Body body) {
   const pid_t child = fork();
@@ -429,7 +430,7 @@ TEST_P(DiskTest, TheChildOfAForkMayLetGoOfThePoolAndNotUseIt) {
 }
 
 #ifdef __linux__
-// As the default of many containers.
+// Forbids a system call, like the default of many containers.
 bool forbid(long call) {
   sock_filter rules[] = {
       BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
@@ -444,7 +445,7 @@ bool forbid(long call) {
 
 TEST(DiskSandboxTest, ASandboxThatForbidsRingsIsNoticed) {
   if (!io_uring_refusal().empty()) GTEST_SKIP() << io_uring_refusal();
-  for (const long call : {425, 426}) {  // to make rings, and to use them
+  for (const long call : {425, 426}) {  // io_uring_setup and io_uring_enter
     const int code = in_child([&] {
       if (!forbid(call)) return 7;
       const std::string refusal = io_uring_refusal();

@@ -8,15 +8,14 @@
 
 namespace lightning_zero {
 
-// Subnormal numbers become zero, where they are read and where they are written; as
-// torch.set_flush_denormal does it.
+// Makes subnormal numbers zero when they are read and when they are written, like torch.set_flush_denormal.
 inline void flush_subnormals() {
 #ifdef LIGHTNING_ZERO_X86
   _mm_setcsr(_mm_getcsr() | 0x8040U);
 #endif
 }
 
-// Everything is set otherwise that a result could depend on, until the end of the scope.
+// Changes everything that a result could depend on, until the end of the scope.
 class HostileFloatingPoint {
  public:
   HostileFloatingPoint() {

@@ -10,7 +10,7 @@
 namespace lightning_zero {
 namespace {
 
-// Computed at run time: the compiler must not know the operands.
+// Computed at run time, since the compiler does not know the operands.
 float product(float a, float b) {
   volatile float x = a;
   volatile float y = b;

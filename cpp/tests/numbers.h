@@ -1,4 +1,5 @@
-// The number formats once more, by arithmetic in double instead of by bits, and numbers to test with.
+// A second implementation of the number formats, by arithmetic in double instead of bits, and numbers for
+// tests.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +32,7 @@ inline std::uint32_t bits_of(float x) {
 
 struct Format {
   int precision;     // significant bits
-  int min_exponent;  // of normal numbers
+  int min_exponent;  // the smallest exponent of normal numbers
   int max_exponent;
 };
 
@@ -94,7 +95,7 @@ inline ::testing::AssertionResult same_numbers(DType dtype, const Buffer& a, con
   return ::testing::AssertionSuccess();
 }
 
-// Bits of numbers of the format: most of them moderate, the rest of any kind there is.
+// The bits of sample numbers of the format: most of them are moderate, the rest of all kinds.
 inline const std::vector<std::uint32_t>& samples(DType dtype) {
   const auto make = [](DType format) {
     const std::uint32_t sign = format == DType::float32 ? 0x80000000U : 0x8000U;
@@ -125,7 +126,7 @@ inline const std::vector<std::uint32_t>& samples(DType dtype) {
           bits.push_back(any);
           break;
         default: {
-          // Exponents around that of 1, any fraction.
+          // Exponents near that of 1, with any fraction.
           const std::uint32_t exponent =
               infinity / 2 - static_cast<std::uint32_t>(random() % 8) * smallest_normal;
           bits.push_back((any & ~infinity) | (exponent & infinity));
@@ -139,7 +140,7 @@ inline const std::vector<std::uint32_t>& samples(DType dtype) {
   return all[static_cast<int>(dtype)];
 }
 
-// Fills the array with samples, others for every seed; with all codes, where these are 8 bits.
+// Fills the array with samples that depend on the seed; 8-bit arrays with all codes.
 inline void fill_with_samples(Buffer& to, DType dtype, std::size_t seed, std::uint32_t mask = 0xFFFFFFFFU) {
   if (dtype == DType::int8) {
     for (std::size_t i = 0; i < to.count(); ++i) to.set_bits(i, static_cast<std::uint32_t>(i * 37 + seed));
@@ -148,7 +149,7 @@ inline void fill_with_samples(Buffer& to, DType dtype, std::size_t seed, std::ui
   const std::vector<std::uint32_t>& from = samples(dtype);
   const std::size_t period = std::min(to.count(), from.size());
   for (std::size_t i = 0; i < period; ++i) to.set_bits(i, from[(seed * 7919 + i) % from.size()] & mask);
-  // The rest by large copies: sanitizers make element-wise code slow.
+  // The rest by large copies, since sanitizers make element-wise code slow.
   for (std::size_t done = period * item_size(dtype); done < to.bytes();) {
     const std::size_t bytes = std::min(done, to.bytes() - done);
     std::memcpy(to.data() + done, to.data(), bytes);

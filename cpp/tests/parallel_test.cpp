@@ -1,4 +1,5 @@
-// What shares out arrays among threads: the result depends neither on their number nor on the caller.
+// Functions that divide arrays among threads: the result depends neither on the number of threads nor on the
+// caller.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -19,7 +20,7 @@ namespace lightning_zero {
 namespace {
 
 constexpr std::size_t kSeveralPieces = (std::size_t{5} << 16) + 77;
-constexpr std::size_t kStreamed = (std::size_t{1} << 22) + 4099;  // long enough for stores past the caches
+constexpr std::size_t kStreamed = (std::size_t{1} << 22) + 4099;  // long enough for streaming stores
 constexpr std::size_t kPastStreams = 1000;  // elements before the upper half of an index changes
 const RoundingKey kKey = {42, 7, (std::uint64_t{3} << 32) - kPastStreams};
 
@@ -68,7 +69,7 @@ TEST_P(ParallelTest, LongCopiesAreStreamedToAnyAddress) {
 }
 
 TEST_P(ParallelTest, RoundingDependsOnTheIndexAlone) {
-  // Arrays in two parts, with a cut on either side of the place where the upper half of the index changes.
+  // Arrays in two parts, cut before or after the position at which the upper half of the index changes.
   const Problem problem{
       rule_named("AdamAmsgradL2SmallBeta1"), kLayouts[0], DType::float32, DType::bfloat16, 3000, 0};
   Arrays whole(problem);
@@ -161,7 +162,7 @@ TEST_P(ParallelTest, NothingDependsOnTheFloatingPointEnvironmentOfTheCaller) {
   const Problem problem{rule_named("AdamW"), kLayouts[3], DType::float16, DType::float32, kSeveralPieces, 1};
   Arrays expected(problem);
   problem.rule.run(kernels(), expected.view(), kKey, 1);
-  // More threads than any test before: new ones inherit the environment of the caller.
+  // More threads than in any earlier test, since new threads inherit the environment of the caller.
   for (const std::size_t threads : {1, 2, 9}) {
     Arrays actual(problem);
     on_thread([&] {

@@ -1,4 +1,4 @@
-// Optimizer steps to test with: a rule, and arrays in one of the layouts.
+// Optimizer steps for tests: a rule, and arrays in one of the layouts.
 #pragma once
 
 #include <algorithm>
@@ -18,13 +18,13 @@
 
 namespace lightning_zero {
 
-// An update rule with coefficients, for any target.
+// An update rule with its coefficients, for any target.
 struct Rule {
   std::string name;
   int states;
   std::function<void(const Kernels&, const UpdateArrays&, const RoundingStream&, bool stream)> run_piece;
   std::function<void(const Kernels&, const UpdateArrays&, const RoundingKey&, std::size_t threads)> run;
-  // The step in double: changes the parameter and the states.
+  // Computes the step in double: changes the parameter and the states.
   std::function<void(double& p, double g, double* state)> reference;
 };
 
@@ -40,7 +40,7 @@ Rule make_rule(std::string name, int states, UpdateFunction<Coefficients> Kernel
           std::move(reference)};
 }
 
-// Every branch of every rule.
+// The rules, with every branch of each.
 inline const std::vector<Rule>& all_rules() {
   const auto adam = [](std::string name, double beta1, double weight_decay, bool decoupled, bool amsgrad) {
     constexpr double lr = 0.01, beta2 = 0.999, eps = 1e-8, scale = 0.5;
@@ -137,7 +137,7 @@ struct Problem {
   DType grad;
   DType state;
   std::size_t count;
-  std::size_t offset;  // of the arrays from an aligned address, in elements; each array has another one
+  std::size_t offset;  // of the arrays from an aligned address, in elements; it differs between the arrays
 };
 
 inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
@@ -145,7 +145,7 @@ inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
              << name_of(p.state) << ", " << p.count << " elements, offset " << p.offset;
 }
 
-// The arrays of a problem, filled with samples: equal ones for equal problems.
+// The arrays of a problem, filled with samples that depend on the problem only.
 class Arrays {
  public:
   explicit Arrays(const Problem& problem)
@@ -156,7 +156,7 @@ class Arrays {
         grad(item_size(problem.grad), problem.count, 2 * problem.offset) {
     const std::size_t seed = problem.count + 100 * problem.offset;
     fill_with_samples(param, problem.layout.param, seed);
-    fill_with_samples(remainder, DType::bfloat16, seed + 1);  // any 16 bits are a distance
+    fill_with_samples(remainder, DType::bfloat16, seed + 1);  // any 16 bits are a valid distance
     fill_with_samples(grad, problem.grad, seed + 2);
     for (int k = 0; k < problem.rule.states; ++k) {
       states[k] = std::make_unique<Buffer>(item_size(problem.state), problem.count, problem.offset + k + 1);
@@ -189,7 +189,7 @@ class Arrays {
       return result ? result : result << " in " << name;
     };
     auto result = labelled("param", same_numbers(a.problem_.layout.param, a.param, b.param));
-    // A remainder is an integer: no two patterns are the same.
+    // A remainder is an integer, so different bits are different numbers.
     if (result && std::memcmp(a.remainder.data(), b.remainder.data(), a.remainder.bytes()) != 0) {
       result = ::testing::AssertionFailure() << "the remainders differ";
     }

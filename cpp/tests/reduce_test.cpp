@@ -54,7 +54,7 @@ TEST_P(SumOfSquaresTest, AddsInTheDocumentedOrder) {
       Buffer values(item_size(dtype), count, count * 5 % 17);
       fill_with_samples(values, dtype, count);
       ASSERT_TRUE(same_value(sum(values, dtype), reference(values, dtype))) << name_of(dtype) << ' ' << count;
-      // Nearly all of the sums above are not finite.
+      // Moderate values, since nearly all of the sums above are not finite.
       const std::uint32_t moderate = dtype == DType::float32 ? 0xBFFFFFFF : 0xBFFF;
       fill_with_samples(values, dtype, count, moderate);
       ASSERT_EQ(sum(values, dtype), reference(values, dtype)) << name_of(dtype) << ' ' << count;

@@ -1,4 +1,4 @@
-// Between whole and split masters.
+// Conversions between whole and split masters.
 #include "lightning_zero/split.h"
 
 #include <gtest/gtest.h>
@@ -70,14 +70,14 @@ TEST_P(SplitTest, HighIsTheNearestNumber) {
 }
 
 TEST_P(SplitTest, BFloat16KeepsEveryNumber) {
-  // A stride coprime to 2^32 goes through all exponents, signs and low halves.
+  // A stride that is coprime to 2^32 visits all exponents, signs and low halves.
   Both both(DType::bfloat16, std::size_t{1} << 18);
   const auto value = [](std::size_t i) { return static_cast<std::uint32_t>(i) * 0x9E3779B1U; };
   for (std::size_t i = 0; i < both.whole.count(); ++i) both.whole.set_bits(i, value(i));
   split(both);
   join(both);
   for (std::size_t i = 0; i < both.whole.count(); ++i) {
-    // Next to the end the nearest bf16 number is infinite, and the distance leads back from it.
+    // For the largest numbers the nearest bf16 number is infinite, but the distance still restores them.
     ASSERT_TRUE(same_bits(DType::float32, both.whole.bits(i), value(i))) << std::hex << value(i);
     if (std::isnan(float_of(value(i)))) {
       ASSERT_EQ(both.high.bits(i), 0x7FC0U);

@@ -27,14 +27,14 @@
 namespace lightning_zero {
 namespace {
 
-// Counts without atomic operations: a piece that two threads run at once is a data race.
+// Counts without atomic operations, so that a piece that two threads run at once is a data race.
 std::vector<int> calls_of_pieces(std::size_t count, std::size_t threads) {
   std::vector<int> calls(count);
   parallel_for(count, threads, [&](std::size_t i) { ++calls[i]; });
   return calls;
 }
 
-// Lets nobody pass until `count` threads have come.
+// A barrier that no thread passes until `count` threads have arrived.
 class Barrier {
  public:
   explicit Barrier(std::size_t count) : missing_(count) {}
@@ -50,7 +50,7 @@ class Barrier {
   std::size_t missing_;
 };
 
-// One piece for each of `threads` threads, all at the same time.
+// Runs one piece on each of `threads` threads, all at the same time.
 void on_every_thread(std::size_t threads, const std::function<void(std::size_t)>& piece) {
   Barrier barrier(threads);
   parallel_for(threads, threads, [&](std::size_t i) {
@@ -96,7 +96,7 @@ TEST(ThreadPoolTest, PiecesMeetTheSameThreadsAgain) {
 }
 
 TEST(ThreadPoolTest, HelpsThreadsThatAreHeldUp) {
-  // One piece waits for all others, which its thread was to run: somebody else must.
+  // One piece waits for all others that its thread would run next, so that other threads must run these.
   constexpr int count = 40;
   std::atomic<int> done{0};
   parallel_for(count, 2, [&](std::size_t i) {
@@ -110,7 +110,8 @@ TEST(ThreadPoolTest, HelpsThreadsThatAreHeldUp) {
 }
 
 TEST(ThreadPoolTest, RunsPiecesOnceThatAllThreadsReachFor) {
-  // The first thread's pieces take longer than all others: everybody comes to help, and takes from one part.
+  // The first thread's pieces take longer than all others, so that all threads help and take pieces from its
+  // part.
   constexpr std::size_t threads = 4;
   constexpr std::size_t count = 80000;
   std::vector<int> calls(count);
@@ -122,8 +123,8 @@ TEST(ThreadPoolTest, RunsPiecesOnceThatAllThreadsReachFor) {
 }
 
 TEST(ThreadPoolTest, StartsJobsQuicklyOneAfterTheOther) {
-  // Workers wake up in the middle of jobs, after them, and into the next ones. What a job wrote must be
-  // visible once it ends, and its closure is gone then.
+  // Workers wake up during jobs, after them, and during the next ones. The writes of a job must be visible
+  // when it ends, and its closure does not exist any more then.
   for (int job = 0; job < 10000; ++job) {
     const std::size_t count = 2 + job % 16;
     std::size_t sum = 0;
@@ -147,7 +148,7 @@ TEST(ThreadPoolTest, CallersShareTheWorkers) {
   EXPECT_EQ(wrong, 0);
 }
 
-// Two pieces at a time that end when they are told to, by a caller in the background.
+// A job in the background, two pieces of which run at a time until they are released.
 class HeldJob {
  public:
   HeldJob() {
@@ -184,7 +185,7 @@ TEST(ThreadPoolTest, ACallerDoesNotWaitForTheJobOfAnother) {
 
 TEST(ThreadPoolTest, WorkersLeaveALongJobForANewOneAndComeBack) {
   constexpr std::size_t threads = 3;
-  constexpr std::size_t count = 30000;  // of a tenth of a millisecond, until the new job has ended
+  constexpr std::size_t count = 30000;  // pieces of 0.1 ms each, until the new job has ended
   std::atomic<bool> met{false};
   std::atomic<std::size_t> started{0};
   std::vector<int> calls(count);
@@ -196,7 +197,7 @@ TEST(ThreadPoolTest, WorkersLeaveALongJobForANewOneAndComeBack) {
     });
   });
   while (started < threads) std::this_thread::yield();
-  on_every_thread(threads, [](std::size_t) {});  // all of them, at one time
+  on_every_thread(threads, [](std::size_t) {});  // makes all threads
   const std::size_t before = started;
   met = true;
   caller.join();
@@ -292,17 +293,17 @@ TEST_F(BindThreadsTest, RefusesCoresThatAreNotAllowed) {
 }
 #endif
 
-// Under the thread sanitizer, a child that makes threads ends when its parent had several; under the address
-// sanitizer, it may wait for ever for a lock of the sanitizer's allocator that another thread held at the
-// fork.
+// The thread sanitizer ends a child that makes threads if its parent had several. Under the address
+// sanitizer, a child may wait for ever for a lock of the sanitizer's allocator that another thread held at
+// the fork.
 #ifndef LIGHTNING_ZERO_SANITIZED
 
 // The exit status of a child that runs `body`, or -1 if a signal ended it.
 int in_child(const std::function<bool()>& body) {
   const pid_t child = fork();
   if (child == 0) {
-    alarm(20);  // a child that hangs must not keep the test
-    // Not exit: what the parent registered for its end is not the child's.
+    alarm(20);  // so that a child that hangs does not block the test
+    // Not exit, which would run the functions that the parent has registered.
     _exit(body() ? 0 : 1);
   }
   int status = 0;
@@ -341,7 +342,7 @@ TEST(ForkTest, GrandchildHasAPoolOfItsOwn) {
 }
 
 TEST(ForkTest, ChildIsNotHeldUpByAJobOfTheParent) {
-  // The parent's pool is busy and its locks are taken when the child is made.
+  // The child is made while the parent's pool is busy and its locks are held.
   std::atomic<int> started{0};
   std::atomic<bool> stop{false};
   std::thread caller([&] {

@@ -16,7 +16,7 @@
 namespace lightning_zero {
 namespace {
 
-constexpr std::size_t kLongest = 70;                                  // four of the widest vectors and some
+constexpr std::size_t kLongest = 70;                                  // four of the widest vectors and a rest
 const RoundingStream kRandom = {0x12345678, 0x9ABCDEF0, 0xFFFFFFF0};  // the index passes 2^32
 
 class UpdateTest : public ::testing::TestWithParam<std::tuple<const Target*, std::string>> {
@@ -85,7 +85,8 @@ TEST_P(UpdateTest, ComputesTheRule) {
   }
   rule().run_piece(kernels(), arrays.view(), kRandom, false);
   for (std::size_t i = 0; i < kLongest; ++i) {
-    // Next to an optimum the terms of Lion's direction cancel; none of the numbers above is so close to one.
+    // The terms of Lion's direction cancel only near an optimum; none of the numbers above is so close to
+    // one.
     EXPECT_NEAR(float_of(arrays.param.bits(i)), params[i], 1e-6) << "element " << i;
     for (int k = 0; k < rule().states; ++k) {
       EXPECT_NEAR(float_of(arrays.states[k]->bits(i)), states[i][k], 1e-6)
@@ -152,7 +153,7 @@ TEST_P(LayoutTest, BFloat16StateIsANeighbourAndRightInTheMean) {
   }
   rule.run_piece(GetParam()->kernels, rounded.view(), kRandom, false);
   rule.run_piece(GetParam()->kernels, exact.view(), kRandom, false);
-  // Not the third state: it is the larger one of a rounded and an exact number.
+  // Not the third state, which is the maximum of a rounded and an exact number.
   for (int k = 0; k < 2; ++k) {
     double sum = 0.0;
     int inexact = 0;
@@ -167,7 +168,7 @@ TEST_P(LayoutTest, BFloat16StateIsANeighbourAndRightInTheMean) {
         ++inexact;
       }
     }
-    // Of errors that are uniform at worst: five standard deviations.
+    // The limit is five standard deviations of errors that are uniform in the worst case.
     ASSERT_GT(inexact, 5000);
     EXPECT_LT(std::abs(sum), 5.0 * std::sqrt(inexact / 4.0)) << "state " << k;
   }

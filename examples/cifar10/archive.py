@@ -1,4 +1,4 @@
-"""The binary version of CIFAR-10: download, verification, and its records, which hold no pickled code."""
+"""The binary version of CIFAR-10: downloads and verifies it, and reads its records, which contain no pickled code."""
 
 import fcntl
 import hashlib
@@ -17,16 +17,16 @@ TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST_FILE = "test_batch.bin"
 FILES = (*TRAIN_FILES, TEST_FILE)
 RECORD = 1 + 3 * 32 * 32  # bytes: a label, then the pixels, channels first
-TIMEOUT = 30  # seconds that a server may be silent
+TIMEOUT = 30  # seconds without an answer of the server before the download fails
 
 
 def prepare(root: Path, url: str, md5: str) -> None:
-    """Have the six files in a folder; where none is there, download them.
+    """Download the six files into a folder, unless it has them.
 
-    Processes that prepare the same folder at the same time wait for the one that is first.
+    If several processes prepare the same folder at the same time, one downloads and the others wait.
 
     Args:
-        root: The folder, which is complete or does not exist, also when a download was interrupted.
+        root: The folder. It is either complete or does not exist, even after an interrupted download.
         url: Address of the official `cifar-10-binary.tar.gz`.
         md5: Its checksum, in hexadecimal digits.
     """
@@ -44,7 +44,7 @@ def prepare(root: Path, url: str, md5: str) -> None:
 
 
 def missing_files(root: Path) -> list[str]:
-    """Which of the files are not there; a folder with other files in it is refused."""
+    """The names of the missing files; raises if the folder exists but lacks some of the files."""
     missing = [name for name in FILES if not (root / name).is_file()]
     if missing and (root.is_file() or (root.is_dir() and any(root.iterdir()))):
         raise ValueError(
@@ -55,7 +55,7 @@ def missing_files(root: Path) -> list[str]:
 
 
 def download(root: Path, url: str, md5: str) -> None:
-    """Fetch, verify and unpack the archive next to the folder, which appears when all of it is there."""
+    """Fetch, verify and unpack the archive in a temporary folder, which gets its name when it is complete."""
     with tempfile.TemporaryDirectory(dir=root.parent, prefix=f".{root.name}-") as folder:
         archive, files = Path(folder, "archive.tar.gz"), Path(folder, "files")
         digest = hashlib.md5(usedforsecurity=False)
@@ -73,7 +73,7 @@ def download(root: Path, url: str, md5: str) -> None:
 
 
 def read_from(url: str, root: Path) -> Iterator[bytes]:
-    """The content at an address, a MiB at a time, with a progress bar."""
+    """The contents of an address, one MiB at a time, with a progress bar."""
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
             total = int(response.headers.get("Content-Length", 0)) or None
@@ -90,7 +90,7 @@ def read_from(url: str, root: Path) -> Iterator[bytes]:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Write the six files of an archive into a new folder; nothing else in it is touched."""
+    """Write the six files of an archive into a new folder; other entries of the archive are ignored."""
     folder.mkdir()
     with tarfile.open(archive) as tar:
         members = {Path(member.name).name: member for member in tar if member.isfile()}
@@ -105,7 +105,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def read_records(path: Path) -> tuple[Tensor, Tensor]:
-    """Images, N 3 32 32 uint8, and labels, N int64, of a file with any number of records."""
+    """Read images (N 3 32 32, uint8) and labels (N, int64) from a file with any number of records."""
     content = bytearray(path.read_bytes())
     if not content or len(content) % RECORD:
         raise ValueError(

@@ -1,6 +1,6 @@
 """Labelled images in memory, and loaders that split one global batch over the ranks.
 
-Step t sees the same images at any world size, and evaluation sees every image once.
+Step t uses the same images at any world size, and evaluation uses every image once.
 """
 
 import math
@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_zero.config import micro_batch_size
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-IGNORED = -100  # label of an image that only fills a batch; cross_entropy and the metrics leave it out
+IGNORED = -100  # label of an image that only fills up a batch; cross_entropy and the metrics ignore it
 
 
 class Images(NamedTuple):
@@ -27,7 +27,7 @@ class Images(NamedTuple):
     labels: Tensor  # N, int64
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """What a model takes: pixels as float32 from -1 to 1, and labels."""
+        """The input of a model: pixels as float32 from -1 to 1, and labels."""
         return self.pixels[indices].float() / 127.5 - 1, self.labels[indices]
 
     def part(self, start: int, stop: int) -> "Images":
@@ -40,14 +40,14 @@ class Images(NamedTuple):
 class ShuffledBatches:
     """Training batches: each epoch is a permutation drawn from (seed, epoch); an incomplete last batch is left out.
 
-    An iteration goes on from the position, for as many batches as an epoch has. Lightning takes fewer where it is told
-    to (`limit_train_batches`), or where it resumes within an epoch: it counts them itself.
+    An iteration begins at the current position and yields as many batches as an epoch has. Lightning takes fewer if
+    `limit_train_batches` is set or if it resumes within an epoch; it counts them itself.
 
     Args:
-        images: What to train on.
+        images: The training images.
         batch_size: Images per optimizer step, over all ranks and micro-batches.
-        seed: Together with the epoch it determines the order.
-        rank: Which part of the batch is ours.
+        seed: Determines the order, together with the epoch.
+        rank: This rank, which gets its part of each batch.
         world_size: Number of ranks.
         accumulate: Micro-batches per optimizer step.
     """
@@ -58,7 +58,7 @@ class ShuffledBatches:
         self.micro_batch = micro_batch_size(batch_size, world_size, accumulate)
         self.images, self.batch_size, self.seed = images, batch_size, seed
         self.rank, self.accumulate = rank, accumulate
-        self.position = 0  # micro-batches handed out since the run began
+        self.position = 0  # number of micro-batches yielded since the run began
 
     def __len__(self) -> int:
         """Micro-batches per epoch. Without a length Lightning would fetch one batch ahead of the state."""
@@ -89,14 +89,15 @@ class ShuffledBatches:
 
 
 class EvaluationBatches:
-    """All images in order, batch by batch to one rank after the other, and so many batches of one size on every rank.
+    """Evaluation batches: the images in order, dealt to the ranks batch by batch.
 
-    At the end, images with the label `IGNORED` fill them: at stage 3 each forward needs all ranks.
+    Every rank gets the same number of batches of the same size, because at stage 3 each forward needs all ranks. Images
+    with the label `IGNORED` fill up the last batches.
 
     Args:
-        images: What to evaluate.
+        images: The images to evaluate.
         batch_size: Images per batch of one rank.
-        rank: Which batches are ours.
+        rank: This rank, which gets every `world_size`-th batch.
         world_size: Number of ranks.
     """
 
@@ -116,16 +117,16 @@ class EvaluationBatches:
 
 
 class ImageData(L.LightningDataModule):
-    """Training, validation and test images behind the loaders.
+    """Training, validation and test images, and their loaders.
 
     Files are read when the object is made, so that a wrong path ends the program before ranks are started.
 
     Args:
-        train: To train on, and to take the validation images from.
-        test: To test on, and to predict.
+        train: The images for training and validation.
+        test: The images for test and prediction.
         batch_size: Images per optimizer step, over all ranks and micro-batches.
         eval_batch_size: Images per validation or test batch of a rank.
-        val_fraction: Part of the training images, the last ones, to validate on; 0 for none.
+        val_fraction: Fraction of `train`, its last images, that is used for validation; 0 for none.
         seed: Seed of the order.
     """
 
@@ -154,7 +155,7 @@ class ImageData(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         if not len(self.val):
-            self.trainer.limit_val_batches = 0  # Lightning would warn of an empty loader
+            self.trainer.limit_val_batches = 0  # otherwise Lightning warns about an empty loader
 
     def train_dataloader(self) -> ShuffledBatches:
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
@@ -175,23 +176,23 @@ class ImageData(L.LightningDataModule):
 
 
 def check_positive(name: str, value: int) -> None:
-    """Refuse a count that is not positive, by the name of its option."""
+    """Raise if a count is not positive; the message has the name of its option."""
     if value < 1:
         raise ValueError(f"data.{name}={value} must be at least 1: set data.{name} to a positive number.")
 
 
 class CIFAR10(ImageData):
-    """CIFAR-10 in the binary version, with any number of records per file. `options` are those of `ImageData`.
+    """CIFAR-10 in the binary version, with any number of records per file.
 
     Args:
-        root: Folder of the files; where it does not exist, they are downloaded.
+        root: Folder of the files; if it does not exist, they are downloaded.
         url: Address of the archive.
         md5: Checksum of the archive.
-        options: Those of `ImageData`.
+        options: Other arguments of `ImageData`.
     """
 
     def __init__(self, root: str, url: str, md5: str, **options) -> None:
-        folder = Path(root).expanduser().resolve()  # a link stays one
+        folder = Path(root).expanduser().resolve()  # a download must not replace a symbolic link
         prepare(folder, url, md5)
         parts = [read_records(folder / name) for name in TRAIN_FILES]
         train = Images(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
@@ -199,7 +200,7 @@ class CIFAR10(ImageData):
 
 
 class Synthetic(ImageData):
-    """Ten coloured patterns under noise, for a trial without files. `options` are those of `ImageData`."""
+    """Ten coloured patterns with noise, for trying the example without files; `options` are those of `ImageData`."""
 
     def __init__(self, train_images: int, test_images: int, seed: int = 0, **options) -> None:
         for name, value in {"train_images": train_images, "test_images": test_images}.items():

@@ -1,4 +1,4 @@
-"""Image classifiers for CIFAR-10: the tutorial's network and a ResNet-18, and how they are trained and measured.
+"""Image classifiers for CIFAR-10: the tutorial's network and a ResNet-18, and their training and evaluation.
 
 Shapes in comments: B images, C channels, K classes.
 """
@@ -35,7 +35,7 @@ class TutorialNet(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions added to their input, which a 1x1 convolution adapts where the shape changes."""
+    """Two convolutions added to their input; if the shape changes, a 1x1 convolution adapts the input."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 for 32 x 32 images: the first convolution is 3x3 and nothing is pooled before the blocks."""
+    """ResNet-18 for 32 x 32 images: the first convolution is 3x3, and there is no pooling before the blocks."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ NETWORKS = {"tutorial": TutorialNet, "resnet18": ResNet18}
 
 
 class Classifier(L.LightningModule):
-    """A network and how it is trained; accuracies count every image once, whatever the number of ranks.
+    """A network with its training and evaluation; accuracies count every image once, for any number of ranks.
 
     Args:
         network: A name of `NETWORKS`.
@@ -92,7 +92,7 @@ class Classifier(L.LightningModule):
         self.network = NETWORKS[network](len(CLASSES))
 
         options = {"num_classes": len(CLASSES), "ignore_index": IGNORED}
-        self.val_loss = MeanMetric(nan_strategy="disable")  # a loss of nan is shown as such
+        self.val_loss = MeanMetric(nan_strategy="disable")  # shows a loss of nan as nan
         self.val_accuracy = MulticlassAccuracy(average="micro", **options)
         self.test_loss = MeanMetric(nan_strategy="disable")
         self.test_accuracy = MulticlassAccuracy(average="micro", **options)
@@ -100,7 +100,7 @@ class Classifier(L.LightningModule):
         self.confusion = MulticlassConfusionMatrix(**options)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores of the classes: B 3 32 32 -> B K, at least fp32: a 16-bit softmax loses too much."""
+        """Scores of the classes: B 3 32 32 -> B K, at least fp32, since a 16-bit softmax is too imprecise."""
         logits = self.network(images)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -116,7 +116,7 @@ class Classifier(L.LightningModule):
         self.log_dict({"val_loss": self.val_loss, "val_accuracy": self.val_accuracy}, prog_bar=True)
 
     def test_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """The scores, for callbacks that show predictions."""
+        """Returns the scores, for callbacks that show predictions."""
         logits = self._evaluate(batch, self.test_loss, self.test_accuracy)
         self.class_accuracy.update(logits, batch[1])
         self.confusion.update(logits, batch[1])
@@ -124,7 +124,7 @@ class Classifier(L.LightningModule):
         return logits
 
     def predict_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Probabilities of the classes, of all ranks' images in the order of the data set: B K."""
+        """Probabilities of the classes for the images of all ranks, in the order of the data set: B K."""
         probabilities = self(batch[0]).softmax(dim=-1)
         return self.all_gather(probabilities).flatten(0, -2)
 

@@ -1,4 +1,4 @@
-"""What a classifier does, as pictures: the confusion matrix, and test images with their predicted classes."""
+"""Pictures of a classifier's results: the confusion matrix, and test images with their predicted classes."""
 
 from pathlib import Path
 
@@ -7,13 +7,19 @@ from data import CLASSES
 from matplotlib.figure import Figure
 from torch import Tensor
 
-COLUMNS, ROWS = 8, 5  # of the sheet
+COLUMNS, ROWS = 8, 5  # numbers of images on the sheet
 CAPTION, MARGIN = 14, 3  # pixels above and beside each image
 HEIGHT, WIDTH = CAPTION + 32, MARGIN + 32 + MARGIN
 
 
 def draw_confusion(counts: Tensor, title: str, path: Path) -> None:
-    """How many images of each class (row) were taken for which (column): K K, int64; shades are parts of a row."""
+    """Draw how many images of each class (row) were classified as which class (column); shades are fractions of a row.
+
+    Args:
+        counts: K K, int64.
+        title: Title of the picture.
+        path: File to write.
+    """
     parts = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
     figure = Figure(figsize=(7.5, 7), layout="constrained")
     axes = figure.add_subplot(xlabel="predicted class", ylabel="true class", title=title)
@@ -28,7 +34,7 @@ def draw_confusion(counts: Tensor, title: str, path: Path) -> None:
 
 
 def draw_predictions(pixels: Tensor, labels: Tensor, probabilities: Tensor, path: Path) -> None:
-    """The first images with their predicted class and its probability; where it is wrong, the true one below.
+    """Draw the first images with their predicted class and its probability, and the true class if they differ.
 
     Args:
         pixels: N 3 32 32, from -1 to 1.

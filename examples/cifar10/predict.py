@@ -2,7 +2,7 @@
 
     python examples/cifar10/predict.py ckpt_path=outputs/cifar10/.../checkpoints/last.ckpt
 
-It leaves `predictions.csv`, a row per image, and `predictions.png` in the run folder.
+It writes `predictions.csv`, with one row per image, and `predictions.png` to the run folder.
 """
 
 import csv
@@ -27,12 +27,12 @@ def main(cfg: DictConfig) -> None:
     check_options(cfg)
     check_checkpoint(str(cfg.ckpt_path))
     data = instantiate(cfg.data)
-    model = load_from_checkpoint(Classifier, cfg.ckpt_path)  # it knows its network
+    model = load_from_checkpoint(Classifier, cfg.ckpt_path)  # the checkpoint names its network
     trainer = build_trainer(cfg)
     batches = trainer.predict(model, data)
     if trainer.is_global_zero:
-        probabilities = torch.cat(batches)[: len(data.test)].cpu()  # the rest only filled the last batches
-        pixels, labels = data.test.batch(torch.arange(len(probabilities)))  # limit_predict_batches leaves out some
+        probabilities = torch.cat(batches)[: len(data.test)].cpu()  # the rest only fills up the last batches
+        pixels, labels = data.test.batch(torch.arange(len(probabilities)))  # fewer with limit_predict_batches
         write_table(labels, probabilities, Path(cfg.run_dir, "predictions.csv"))
         draw_predictions(pixels, labels, probabilities, Path(cfg.run_dir, "predictions.png"))
         print(f"{(probabilities.argmax(dim=1) == labels).float().mean():.1%} of {len(labels)} images are right.")
@@ -40,7 +40,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def check_checkpoint(path: str) -> None:
-    """Refuse a checkpoint that names no network; one on a server is not looked at."""
+    """Raise if a local checkpoint does not exist or names no network; remote ones are not checked."""
     if "://" in path:
         return
     if not is_checkpoint(Path(path)):
@@ -52,7 +52,7 @@ def check_checkpoint(path: str) -> None:
 
 
 def write_table(labels: Tensor, probabilities: Tensor, path: Path) -> None:
-    """The true class of every image, the predicted one and its probability."""
+    """Write for each image its true class, its predicted class and the probability of the latter."""
     rows = zip(labels.tolist(), probabilities.argmax(dim=1).tolist(), probabilities.amax(dim=1).tolist(), strict=True)
     with path.open("w", newline="") as file:
         table = csv.writer(file)

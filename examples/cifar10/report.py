@@ -1,4 +1,4 @@
-"""What a run leaves behind: loss curves, accuracies, pictures and a summary."""
+"""Reports the results of a run: loss curves, accuracies, pictures and a summary."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ class Report(RunReport):
     Args:
         run_dir: Folder to write to.
         strategy: Name of the strategy, for the summary.
-        images_per_step: Images of an optimizer step over all ranks.
+        images_per_step: Images per optimizer step, over all ranks.
     """
 
     def __init__(self, run_dir: str, strategy: str, images_per_step: int) -> None:
@@ -32,7 +32,7 @@ class Report(RunReport):
             self.shown = tuple(tensor[real].cpu() for tensor in (pixels, labels, logits.softmax(dim=-1)))
 
     def on_test_epoch_end(self, trainer: L.Trainer, model: Classifier) -> None:
-        """Metrics without a scalar value, over all ranks; a class without test images has no accuracy."""
+        """Compute metrics that are no scalars, over all ranks; a class without test images has no accuracy."""
         self.confusion = model.confusion.compute().cpu()
         accuracies = zip(model.class_accuracy.compute().tolist(), self.confusion.sum(dim=1).tolist(), strict=True)
         self.class_accuracy = [round(accuracy, 4) if count else None for accuracy, count in accuracies]
@@ -43,13 +43,13 @@ class Report(RunReport):
         )
 
     def summary(self, trainer: L.Trainer) -> dict[str, Any]:
-        """The key figures with the test's."""
+        """The key figures of the run, including those of the test."""
         by_class = dict(zip(CLASSES, self.class_accuracy, strict=True))
         test = {"test_accuracy": self.test_accuracy, "test_loss": self.test_loss, "class_accuracy": by_class}
         return {**test, **super().summary(trainer)}
 
     def table(self) -> str:
-        """Accuracy of each class and of all test images, as lines."""
+        """The accuracy of each class and of all test images, as lines of text."""
         counts = self.confusion.sum(dim=1).tolist()
         rows = [*zip(CLASSES, counts, self.class_accuracy, strict=True), ("all", sum(counts), self.test_accuracy)]
         lines = [f"{name:<12}{count:>7}{'-' if part is None else f'{part:.1%}':>10}" for name, count, part in rows]

@@ -3,7 +3,7 @@
     python examples/cifar10/train.py experiment=tutorial strategy=zero2_offload trainer.devices=2
 
 The experiment has the network and the settings of DeepSpeed's tutorial. The data set (162 MB) is downloaded to
-`data.root` unless it is there; `data=synthetic` needs no files. `--help` lists everything that can be changed.
+`data.root` if that folder does not exist; `data=synthetic` needs no files. `--help` lists all options.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from lightning_zero.config import ConfigError, build_trainer, micro_batch_size
 
 @hydra_main(config_name="train", config_path="conf")
 def main(cfg: DictConfig) -> None:
-    """Train, test, and leave pictures and summary in the run folder."""
+    """Train, test, and write pictures and a summary to the run folder."""
     check_options(cfg)
     L.seed_everything(cfg.seed, verbose=False)
     data = instantiate(cfg.data)
@@ -27,7 +27,7 @@ def main(cfg: DictConfig) -> None:
 
     report = Report(cfg.run_dir, cfg.strategy_name, data.batch_size)
     trainer = build_trainer(cfg, callbacks=[report])
-    # Refused here, and not after ranks are started: a batch that does not divide.
+    # Check before ranks are started that the batch divides by the ranks and micro-batches.
     micro_batch_size(data.batch_size, trainer.world_size, trainer.accumulate_grad_batches)
 
     trainer.fit(model, data, ckpt_path=cfg.ckpt_path)
@@ -36,13 +36,13 @@ def main(cfg: DictConfig) -> None:
 
 
 def saved_checkpoint(trainer: L.Trainer) -> str | None:
-    """The best checkpoint of a run, or else the last one; None where none is saved: the weights as they are."""
+    """The best checkpoint of a run, or else the last one; None if none was saved, to use the current weights."""
     callback = trainer.checkpoint_callback
     return (callback.best_model_path or callback.last_model_path or None) if callback else None
 
 
 def check_options(cfg: DictConfig) -> None:
-    """Refuse what would fail only after ranks are started."""
+    """Raise for options that would fail only after ranks are started."""
     seed, path, method = cfg.seed, cfg.ckpt_path, cfg.strategy.get("start_method", "popen")
     if type(seed) is not int or not 0 <= seed < 2**32:
         raise ConfigError(f"seed={seed!r} must be an integer from 0 to 4294967295, such as 42: change seed.")
@@ -61,7 +61,7 @@ def check_options(cfg: DictConfig) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether there is a file, or a folder that holds a sharded checkpoint."""
+    """Whether there is a file, or a folder with a sharded checkpoint."""
     return path.is_file() or (path / ".metadata").is_file()
 
 

@@ -1,6 +1,6 @@
-"""Tokens of text as training data: random windows to train on, all held-out windows to validate on.
+"""Tokens of text as training data: random windows for training, and all held-out windows for validation.
 
-Both loaders split one global batch over the ranks, so that step t sees the same tokens at any world size.
+Both loaders split one global batch over the ranks, so that step t uses the same tokens at any world size.
 """
 
 import hashlib
@@ -17,25 +17,25 @@ from torch import Tensor
 
 from lightning_zero.config import micro_batch_size
 
-VAL_TOKENS = 4096  # of a validation batch; each has a score for every entry of the vocabulary
-IGNORED = -100  # target of a position beyond the end of the text; cross_entropy leaves it out
-FOLLOWED = {"context": "model.context", "epoch_steps": "trainer.max_steps"}  # where the configuration has them from
+VAL_TOKENS = 4096  # per validation batch, limited because each token has a score for every entry of the vocabulary
+IGNORED = -100  # target of a position beyond the end of the text; cross_entropy ignores it
+FOLLOWED = {"context": "model.context", "epoch_steps": "trainer.max_steps"}  # the options that these default to
 NOT_LIBRARY = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 class RandomWindows:
-    """Random windows, drawn from a generator that is seeded by (seed, step): its state is the step.
+    """Random windows, drawn from a generator that is seeded by (seed, step), so that its only state is the step.
 
-    An iteration goes on from the position, for as many batches as an epoch has. Lightning takes fewer where it is told
-    to (`limit_train_batches`), or where it resumes within an epoch: it counts them itself.
+    An iteration begins at the current position and yields as many batches as an epoch has. Lightning takes fewer if
+    `limit_train_batches` is set or if it resumes within an epoch; it counts them itself.
 
     Args:
         tokens: 1D uint8 or uint16, the text.
         context: Inputs per window.
         batch_size: Windows per optimizer step, over all ranks and micro-batches.
         steps: Optimizer steps per epoch.
-        seed: Together with the step it determines the windows.
-        rank: Which part of the batch is ours.
+        seed: Determines the windows, together with the step.
+        rank: This rank, which gets its part of each batch.
         world_size: Number of ranks.
         accumulate: Micro-batches per optimizer step.
     """
@@ -55,7 +55,7 @@ class RandomWindows:
         self.tokens, self.context, self.batch_size, self.seed = tokens, context, batch_size, seed
         self.steps, self.accumulate = steps, accumulate
         self.rank = rank
-        self.position = 0  # micro-batches handed out since the run began
+        self.position = 0  # number of micro-batches yielded since the run began
 
     def __len__(self) -> int:
         """Micro-batches per epoch. Without a length Lightning would fetch one batch ahead of the state."""
@@ -84,14 +84,14 @@ class RandomWindows:
 
 
 class HeldOutWindows:
-    """Windows side by side, the same ones each time; every rank gets as many batches.
+    """Consecutive windows, the same in every iteration; all ranks get the same number of batches.
 
     Args:
         tokens: 1D uint8 or uint16, the held-out text.
         context: Inputs per window; the last window is padded.
         batch_size: Windows per batch of one rank.
-        limit: Take only this many windows, evenly spread; None for all of them.
-        rank: Which windows are ours.
+        limit: Use only this many windows, evenly spread; None for all windows.
+        rank: This rank, which gets its part of the windows.
         world_size: Number of ranks.
     """
 
@@ -117,7 +117,7 @@ class HeldOutWindows:
         for index in range(len(self)):
             first = (index * self.world_size + self.rank) * self.batch_size
             starts = self.starts[first : first + self.batch_size]
-            # A rank without windows left runs a forward all the same: at stage 3 the others wait for it.
+            # A rank without windows left still runs a forward, since at stage 3 the others wait for it.
             yield self._batch(starts or [len(self.tokens)])
 
     def _batch(self, starts: list[int]) -> tuple[Tensor, Tensor]:
@@ -128,18 +128,18 @@ class HeldOutWindows:
 
 
 class WindowedData(L.LightningDataModule):
-    """Training and held-out tokens behind the two loaders.
+    """Training and held-out tokens, and the two loaders.
 
     The text is read when the object is made, so that a wrong path ends the program before ranks are started.
 
     Args:
         context: Inputs per window.
         batch_size: Sequences per optimizer step, over all ranks and micro-batches.
-        val_batch_size: Sequences per validation batch of a rank; None for as many as 4,096 tokens have, at least one.
-        val_windows: Validate on this many windows, evenly spread; None for all of them.
+        val_batch_size: Sequences per validation batch of a rank; None for as many as fit into 4,096 tokens, at least 1.
+        val_windows: Validate on this many windows, evenly spread; None for all windows.
         epoch_steps: Optimizer steps per epoch.
         seed: Seed of the training windows.
-        tokenizer: What the tokens stand for: `bytes` or `gpt2`.
+        tokenizer: Kind of the tokens: `bytes` or `gpt2`.
         vocab: Folder of the tokenizer's files; None downloads them.
     """
 
@@ -175,7 +175,7 @@ class WindowedData(L.LightningDataModule):
                 )
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """The tokens to draw training windows from, and those to validate on."""
+        """The tokens for training, and those for validation."""
         raise NotImplementedError
 
     @property
@@ -218,7 +218,7 @@ class StdlibData(WindowedData):
 
 
 class TextData(WindowedData):
-    """A text file or a folder of them; the last tenth is held out. `options` are those of `WindowedData`."""
+    """A text file or a folder of text files; the last tenth is held out. `options` are those of `WindowedData`."""
 
     def __init__(self, path: str, **options) -> None:
         self.path = Path(path).expanduser()
@@ -235,11 +235,11 @@ class TextData(WindowedData):
 
 
 class TokenData(WindowedData):
-    """`train.bin` and `val.bin` as nanoGPT and `prepare.py` write them: memory maps of uint16, never read whole.
+    """`train.bin` and `val.bin` in the format of nanoGPT and `prepare.py`: memory-mapped uint16, never read as a whole.
 
     Args:
-        path: Their folder.
-        options: Those of `WindowedData`.
+        path: Folder of the files.
+        options: Other arguments of `WindowedData`.
     """
 
     def __init__(self, path: str, **options) -> None:
@@ -258,7 +258,7 @@ class TokenData(WindowedData):
 
 
 def memory_map(path: Path) -> Tensor:
-    """A file's uint16 numbers, in the machine's byte order: 1D, read when they are used."""
+    """The uint16 numbers in a file, in the machine's byte order: 1D, read when they are used."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist: check data.path, or write the file by examples/gpt2/prepare.py.")
     size = path.stat().st_size
@@ -268,12 +268,12 @@ def memory_map(path: Path) -> Tensor:
 
 
 def held_out_from(count: int) -> int:
-    """Where the last tenth of `count` tokens begins."""
+    """The index at which the last tenth of `count` tokens begins."""
     return count * 9 // 10
 
 
 def text_files(root: Path, pattern: str = "*", without: Collection[str] = ()) -> list[Path]:
-    """Files below a folder in a fixed order, without those in folders of certain names."""
+    """The files below a folder that match `pattern`, in a fixed order, except those in folders named in `without`."""
     if not root.is_dir():
         raise ValueError(f"{root} does not exist: expected a file or a folder of text; check data.path.")
     files = [path for path in root.rglob(pattern) if path.is_file()]

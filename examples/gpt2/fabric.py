@@ -1,8 +1,8 @@
-"""Train GPT-2 with Fabric: the loop is written out, and ends with the loss of train.py, bit for bit.
+"""Train GPT-2 with Fabric: the loop is written out, and its loss is bitwise equal to that of train.py.
 
     python examples/gpt2/fabric.py strategy=zero2_offload trainer.devices=2
 
-The configuration is that of train.py; of the group `trainer` it takes what the loop below reads.
+The configuration is that of train.py; from the group `trainer` the loop below uses only some options.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ from lightning_zero.config import build_fabric, build_optimizers
 
 @hydra_main(config_name="train", config_path="conf")
 def main(cfg: DictConfig) -> None:
-    """Train and validate; leaves a checkpoint from which another run goes on: `ckpt_path=.../last.ckpt`."""
+    """Train and validate, and write a checkpoint from which another run can resume: `ckpt_path=.../last.ckpt`."""
     check_options(cfg, "seed", "ckpt_path", "strategy.start_method")
     fabric = build_fabric(cfg)
     fabric.launch()
@@ -70,7 +70,7 @@ def main(cfg: DictConfig) -> None:
 
 @torch.no_grad()
 def validate(fabric: L.Fabric, model: LanguageModel, data: WindowedData) -> float:
-    """The mean over all held-out tokens, whatever each rank's share. Collective."""
+    """The mean loss over all held-out tokens of all ranks. Collective."""
     ranks = fabric.global_rank, fabric.world_size
     model.eval()
     model.on_validation_epoch_start()

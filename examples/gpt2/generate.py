@@ -1,4 +1,4 @@
-"""Continue a prompt by the model of a checkpoint that `train.py` has left, a file or a sharded folder.
+"""Continue a prompt with the model in a checkpoint of `train.py`, a file or a sharded folder.
 
 python examples/gpt2/generate.py checkpoint=outputs/gpt2/.../checkpoints/last.ckpt prompt='class Data'
 """
@@ -18,7 +18,7 @@ from lightning_zero.config import ConfigError
 
 @hydra_main(config_name="generate", config_path="conf")
 def main(cfg: DictConfig) -> None:
-    """Print the prompt and what follows."""
+    """Print the prompt and its continuation."""
     check_options(cfg, "checkpoint", "prompt", "length", "temperature", "top_k", "seed")
     path = Path(cfg.checkpoint).expanduser()
     parameters = hyperparameters(path)
@@ -40,7 +40,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def hyperparameters(path: Path) -> dict:
-    """What the model of a checkpoint was made with; nothing else is read."""
+    """The hyperparameters of the model in a checkpoint; nothing else is read."""
     file = path / "meta.pt" if path.is_dir() else path
     parameters = torch.load(file, map_location="cpu", mmap=True, weights_only=True).get("hyper_parameters", {})
     if not {"target", "tokenizer"} <= parameters.keys():

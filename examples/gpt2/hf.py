@@ -1,4 +1,4 @@
-"""`GPT2LMHeadModel` of `transformers`, unchanged, in the place of our own model: any module works."""
+"""Uses the unchanged `GPT2LMHeadModel` of `transformers` instead of the example's own model; any module works."""
 
 from model import LanguageModel, check_dropout, check_sizes
 from omegaconf import DictConfig

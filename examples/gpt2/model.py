@@ -19,7 +19,7 @@ from lightning_zero.config import build_optimizers
 
 
 class NotFiniteError(ValueError):
-    """A model that has diverged cannot be sampled."""
+    """Raised when text is sampled from a model that has diverged."""
 
 
 class Attention(nn.Module):
@@ -55,7 +55,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalized before and added to the residual stream."""
+    """Attention and MLP, each with pre-normalization and added to the residual stream."""
 
     def __init__(self, n_embd: int, n_head: int, dropout: float) -> None:
         super().__init__()
@@ -70,9 +70,9 @@ class Block(nn.Module):
 
 
 class LanguageModel(L.LightningModule):
-    """How a model is trained, validated and sampled that scores the next token: `forward` is B T -> B T V.
+    """Training, validation and sampling of a model whose `forward` scores the next token: B T -> B T V.
 
-    Its hyperparameters have `n_layer`, `n_embd`, `context` and `vocab_size`.
+    Its hyperparameters include `n_layer`, `n_embd`, `context` and `vocab_size`.
 
     Args:
         context: Longest sequence.
@@ -89,7 +89,7 @@ class LanguageModel(L.LightningModule):
     def _loss(self, batch: tuple[Tensor, Tensor], reduction: str) -> Tensor:
         tokens, targets = batch
         logits = self(tokens)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # a 16-bit softmax loses too much
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # a 16-bit softmax is too imprecise
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -101,16 +101,16 @@ class LanguageModel(L.LightningModule):
         self._validation = torch.zeros(2, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
-        count = (batch[1] >= 0).sum()  # cross_entropy leaves out targets of -100
+        count = (batch[1] >= 0).sum()  # cross_entropy ignores targets of -100
         self._validation += torch.stack([self._loss(batch, "sum").double(), count.double()])
 
     def on_validation_epoch_end(self) -> None:
-        """Sum over the ranks before dividing: the mean over all targets, whatever each rank's share."""
+        """Sum over the ranks before dividing, to get the mean over all targets even if ranks have different numbers."""
         loss, count = self.trainer.strategy.reduce(self._validation, reduce_op="sum")
         self.log("val_loss", float(loss / count), prog_bar=True, sync_dist=True)
 
     def parameter_groups(self) -> list[dict]:
-        """Weight decay acts on matrices; biases and normalization go without. Muon updates the hidden matrices."""
+        """Groups for weight decay on matrices and none on biases and normalization; Muon updates hidden matrices."""
         matrices = [p for p in self.parameters() if p.ndim >= 2]
         others = {"params": [p for p in self.parameters() if p.ndim < 2], "weight_decay": 0.0}
         if self.optimizer_config is None or self.optimizer_config._target_ != "lightning_zero.Muon":
@@ -126,7 +126,7 @@ class LanguageModel(L.LightningModule):
         return build_optimizers(self.optimizer_config, self.scheduler_config, self.parameter_groups(), steps)
 
     def flops_per_token(self) -> int:
-        """Additions and multiplications of a forward in matrix products; attention counts what is masked, as usual."""
+        """Floating-point operations of matrix products in a forward; as usual, masked attention is counted too."""
         c, t = self.hparams.n_embd, self.hparams.context
         return self.hparams.n_layer * (24 * c * c + 4 * t * c) + 2 * c * self.hparams.vocab_size
 
@@ -141,14 +141,14 @@ class LanguageModel(L.LightningModule):
         vocab_size: int | None = None,
         seed: int = 0,
     ) -> list[int]:
-        """Continue a prompt by `length` sampled tokens; equal on all ranks, which must call it together.
+        """Continue a prompt by `length` sampled tokens; the result is the same on all ranks. Collective.
 
         Args:
             prompt: Tokens to start from, at least one.
             length: Tokens to sample, each with one forward.
             temperature: Below 1 prefers likely tokens.
-            top_k: Sample only so many of the likeliest tokens; None for all.
-            vocab_size: Sample only the tokens below it; None for all.
+            top_k: Sample only from this many of the likeliest tokens; None for all.
+            vocab_size: Sample only tokens below this number; None for all.
             seed: Seed of the draws.
 
         Raises:
@@ -161,7 +161,7 @@ class LanguageModel(L.LightningModule):
             logits = self(window)[0, -1, :vocab_size].float().cpu()  # V
             if not logits.isfinite().all():
                 raise NotFiniteError("The model's scores are infinite or not a number: it has diverged.")
-            scaled = (logits - logits.max()).double() / temperature  # fp32 has no quotient by the smallest temperatures
+            scaled = (logits - logits.max()).double() / temperature  # in fp32 the smallest temperatures overflow
             if top_k is not None and top_k < len(logits):
                 scaled[logits < logits.topk(top_k).values[-1]] = -math.inf
             probabilities = torch.softmax(scaled, dim=-1).float()
@@ -179,7 +179,7 @@ class GPT(LanguageModel):
         context: Longest sequence.
         vocab_size: Number of different tokens; 256 for bytes.
         dropout: Probability of dropping an activation in training.
-        activation_checkpointing: Keep only the blocks' inputs and compute the rest again in backward.
+        activation_checkpointing: Keep only the blocks' inputs, and recompute the other activations in backward.
         activation_offload: Keep these inputs in host memory.
         optimizer: The `optimizer` group; needed to train.
         scheduler: The `scheduler` group; empty or None for a constant learning rate.
@@ -215,7 +215,7 @@ class GPT(LanguageModel):
         self._initialize(residual_std=0.02 / math.sqrt(2 * n_layer))
 
     def _initialize(self, residual_std: float) -> None:
-        """GPT-2's initialization; what is added to the residual stream starts smaller with more blocks."""
+        """GPT-2's initialization, with smaller weights for layers whose results are added to the residual stream."""
         for name, parameter in self.named_parameters():
             if name.endswith("proj.weight"):
                 nn.init.normal_(parameter, std=residual_std)
@@ -240,7 +240,7 @@ class GPT(LanguageModel):
 
 
 def check_sizes(**sizes: int) -> None:
-    """Refuse sizes that no model has; `n_embd` and `n_head` are among them."""
+    """Raise for impossible sizes; `n_embd` and `n_head` must be among them."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"model.{name}={size} must be at least 1: set model.{name} to a positive number.")
@@ -250,13 +250,13 @@ def check_sizes(**sizes: int) -> None:
 
 
 def check_dropout(dropout: float) -> None:
-    """Refuse what is no probability, and to drop everything."""
+    """Raise unless `dropout` is a probability below 1."""
     if not 0 <= dropout < 1:
         raise ValueError(f"model.dropout={dropout} must be at least 0 and below 1, such as 0.1: change model.dropout.")
 
 
 def check_offload(activation_checkpointing: bool, activation_offload: bool) -> None:
-    """Without checkpointing, whatever backward needs would travel, the weights too."""
+    """Raise if activations are offloaded without checkpointing: all saved tensors would be copied, even weights."""
     if activation_offload and not activation_checkpointing:
         raise ValueError(
             "model.activation_offload=true needs model.activation_checkpointing=true: set both, or neither."

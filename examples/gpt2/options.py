@@ -1,4 +1,4 @@
-"""Which values the options of the scripts may have."""
+"""Checks the values of the scripts' options."""
 
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,12 @@ from lightning_zero.config import ConfigError
 
 
 def is_checkpoint(path: Any) -> bool:
-    """Whether there is a file, or a folder that holds a sharded checkpoint."""
+    """Whether there is a file, or a folder with a sharded checkpoint."""
     return Path(str(path)).is_file() or (Path(str(path)) / ".metadata").is_file()
 
 
 def is_resumable(path: Any) -> bool:
-    """Whether Lightning's `ckpt_path` may be this."""
+    """Whether Lightning accepts `path` as `ckpt_path`."""
     return path in (None, "last", "hpc") or "://" in str(path) or is_checkpoint(path)
 
 
@@ -37,7 +37,7 @@ RULES = {
 
 
 def check_options(cfg: DictConfig, *names: str) -> None:
-    """Refuse what would fail only after the training, or deep inside Lightning."""
+    """Raise for values that would fail only after the training, or deep inside Lightning."""
     for name in names:
         value = OmegaConf.select(cfg, name)
         valid, expected = RULES[name.rpartition(".")[2]]

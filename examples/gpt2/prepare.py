@@ -3,7 +3,7 @@
     python examples/gpt2/prepare.py text=input.txt folder=data tokenizer=gpt2
 
 The tokens are uint16 in the machine's byte order; the last tenth of them is held out in `val.bin`. The text is
-read piece by piece: it may be larger than the memory.
+read in pieces, so it may be larger than memory.
 """
 
 import shutil
@@ -21,14 +21,14 @@ from lightning_zero.config import ConfigError
 
 @hydra_main(config_name="prepare", config_path="conf")
 def main(cfg: DictConfig) -> None:
-    """Write both files and print how many tokens they have."""
+    """Write both files and print their numbers of tokens."""
     text, folder = Path(cfg.text).expanduser(), Path(cfg.folder).expanduser()
     if not text.is_file() or not text.stat().st_size:
         raise ConfigError(f"text={cfg.text} must be a file with text: change text.")
     tokenizer = load_tokenizer(cfg.tokenizer, cfg.vocab)
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = folder / "train.bin", folder / "val.bin"
-    unfinished = folder / "tokens.part"  # an interrupted run leaves no short train.bin
+    unfinished = folder / "tokens.part"  # so that an interrupted run leaves no incomplete train.bin
     count = write_tokens(tokenizer, text, unfinished)
     move_tail(unfinished, held_out, 2 * held_out_from(count))
     unfinished.replace(train)
@@ -37,7 +37,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def write_tokens(tokenizer: Tokenizer, text: Path, path: Path) -> int:
-    """Write the tokens of a text with a progress bar; returns how many there are."""
+    """Write the tokens of a text, with a progress bar, and return their number."""
     count = 0
     with (
         text.open("rb") as source,
@@ -52,7 +52,7 @@ def write_tokens(tokenizer: Tokenizer, text: Path, path: Path) -> int:
 
 
 def move_tail(path: Path, target: Path, start: int) -> None:
-    """Move what a file has from byte `start` on to another file."""
+    """Move the bytes of a file from `start` on to another file."""
     with path.open("r+b") as source, target.open("wb") as tail:
         source.seek(start)
         shutil.copyfileobj(source, tail)

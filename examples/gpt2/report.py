@@ -1,4 +1,4 @@
-"""What a run leaves behind: loss curves, a summary and a sampled text."""
+"""Reports the results of a run: loss curves, a summary and a sampled text."""
 
 import lightning as L
 from model import LanguageModel, NotFiniteError
@@ -9,13 +9,13 @@ from lightning_zero.callbacks import RunReport
 
 
 class Report(RunReport):
-    """Measures a run and writes its results, a sample among them.
+    """Measures a run and writes its results, including a sample.
 
     Args:
         run_dir: Folder to write to.
         strategy: Name of the strategy, for the summary.
-        tokens_per_step: Tokens of an optimizer step over all ranks.
-        tokenizer: Of the prompt and the sample.
+        tokens_per_step: Tokens per optimizer step, over all ranks.
+        tokenizer: Tokenizer for the prompt and the sample.
         prompt: Text that the sample continues.
         sampling: Arguments of the model's `generate`.
     """
@@ -28,7 +28,7 @@ class Report(RunReport):
         self.sample = ""
 
     def measure(self, trainer: L.Trainer, model: L.LightningModule) -> None:
-        """Sample while the ranks are still together: it needs all of them."""
+        """Sample while all ranks are still running, since sampling needs all of them."""
         super().measure(trainer, model)
         model.eval()
         with gathered_parameters(model), trainer.precision_plugin.forward_context():
@@ -36,7 +36,7 @@ class Report(RunReport):
         model.train()
 
     def sampled(self, model: LanguageModel) -> str:
-        """The prompt and what follows, or why there is none: a run that diverged leaves everything else."""
+        """The prompt and its continuation, or the reason why there is none; a diverged run still gets its report."""
         try:
             tokens = model.generate(self.tokenizer.encode(self.prompt.encode()).tolist(), **self.sampling)
         except NotFiniteError as error:
@@ -44,7 +44,7 @@ class Report(RunReport):
         return self.prompt + self.tokenizer.decode(tokens)
 
     def write(self, trainer: L.Trainer) -> None:
-        """Show and keep the sample as well, on rank 0."""
+        """Also print the sample and write it to a file, on rank 0."""
         if trainer.is_global_zero:
             (self.run_dir / "sample.txt").write_text(self.sample, encoding="utf-8")
             print(f"\nsample.txt:\n{self.sample}")

@@ -1,4 +1,4 @@
-"""Tokens per second, model FLOPs and memory while a model trains, as log entries."""
+"""Logs tokens per second, model FLOPs and memory during training."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ from lightning_zero.callbacks.run_report import peak_memory
 
 
 class Throughput(ThroughputMonitor):
-    """Lightning's monitor for batches of tokens, and this process's memory.
+    """Lightning's throughput monitor for batches of tokens, which also logs this process's memory.
 
-    The entries are `train/device/...` for one device and `train/...` for all of several: `items_per_sec` (tokens),
-    `flops_per_sec`, `mfu`, and more of Lightning's; and `train/device/peak_memory_bytes`. Validation has its own
-    under `validate/`.
+    The entries are `train/device/...` for one device and, with several devices, `train/...` for all of them:
+    `items_per_sec` (tokens), `flops_per_sec`, `mfu`, and other entries of Lightning's monitor; also
+    `train/device/peak_memory_bytes`. Validation has separate entries under `validate/`.
 
     Args:
-        window_size: Batches that a speed is the mean of; entries begin with the first full window.
-        peak_flops: What one device can do in the run's precision by its data sheet, in operations per second;
-            None leaves out the utilization `mfu`.
+        window_size: Number of batches over which a speed is averaged; entries begin with the first full window.
+        peak_flops: Operations per second of one device in the run's precision, according to its data sheet; None
+            leaves out the utilization `mfu`.
     """
 
     def __init__(self, window_size: int = 20, peak_flops: float | None = None) -> None:
@@ -31,7 +31,7 @@ class Throughput(ThroughputMonitor):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        # Lightning's table would be read for fp32, because it knows no other precision plugins than its own.
+        # Lightning's table would give the value for fp32, because it knows only its own precision plugins.
         self.available_flops = self.peak_flops
         for throughput in self._throughputs.values():
             throughput.available_flops = self.peak_flops

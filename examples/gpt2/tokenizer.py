@@ -1,4 +1,4 @@
-"""Text to tokens and back: bytes, or GPT-2's byte-pair encoding."""
+"""Converts text to tokens and back: bytes, or GPT-2's byte-pair encoding."""
 
 import io
 import re
@@ -9,19 +9,19 @@ from typing import BinaryIO, Protocol
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 20  # bytes that are encoded at a time
+BLOCK = 1 << 20  # number of bytes that are encoded at a time
 HUB = "openai-community/gpt2"
-# The names under which GPT-2's vocabulary and merges are found: transformers', OpenAI's.
+# The names of GPT-2's vocabulary and merges: in transformers, and from OpenAI.
 FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
-# GPT-2 splits every text between what is no white space and the blank or newline after it, and between a letter and a
-# digit. In UTF-8 no character is torn there: what follows is ASCII.
+# GPT-2 always splits a text between a character that is no white space and a following blank or newline, and between a
+# letter and a digit. In UTF-8 such a position never lies inside a character, since the next byte is ASCII.
 WIDE_SPACES = b"".join(b"(?<!%b)" % chr(code).encode() for code in range(0x80, 0x3001) if chr(code).isspace())
 LAST_CUT = re.compile(rb".*(?:[!-~\x80-\xff]" + WIDE_SPACES + rb"(?=[ \n])|[A-Za-z](?=[0-9]))", re.DOTALL)
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back."""
+    """Converts text to tokens and back."""
 
     vocab_size: int
 
@@ -30,14 +30,14 @@ class Tokenizer(Protocol):
         ...
 
     def last_cut(self, text: bytearray, start: int) -> int:
-        """The last place where both parts of a text have the tokens of the whole; 0: none in what `start` begins."""
+        """The last position from `start` on at which a text can be split without changing its tokens; 0 if none."""
         ...
 
     def decode(self, tokens: list[int]) -> str: ...
 
 
 class Bytes:
-    """Every byte of the text is a token."""
+    """A tokenizer for which every byte of the text is a token."""
 
     vocab_size = 256
 
@@ -52,9 +52,9 @@ class Bytes:
 
 
 class GPT2:
-    """GPT-2's byte-pair encoding of UTF-8 text, as the library `tokenizers` computes it.
+    """GPT-2's byte-pair encoding of UTF-8 text, computed by the library `tokenizers`.
 
-    No text stands for a special token: `<|endoftext|>` is encoded as the letters that it consists of.
+    Special tokens are not recognized in text: `<|endoftext|>` is encoded like any other text.
 
     Args:
         vocab: Folder with `vocab.json` and `merges.txt`, or OpenAI's `encoder.json` and `vocab.bpe`; None
@@ -86,7 +86,7 @@ class GPT2:
 
 
 def load_tokenizer(name: str, vocab: str | None = None) -> Tokenizer:
-    """The tokenizer `bytes` or `gpt2`; `vocab` is the folder of the latter's files."""
+    """Make the tokenizer `bytes` or `gpt2`; `vocab` is the folder of the files for `gpt2`."""
     if name == "bytes":
         return Bytes()
     if name == "gpt2":
@@ -95,7 +95,7 @@ def load_tokenizer(name: str, vocab: str | None = None) -> Tokenizer:
 
 
 def vocabulary_files(folder: Path) -> tuple[Path, Path]:
-    """Vocabulary and merges in a folder, under either pair of names."""
+    """The paths of the vocabulary and the merges in a folder, under either pair of names."""
     for names in FILES:
         vocabulary, merges = (folder / name for name in names)
         if vocabulary.is_file() and merges.is_file():
@@ -105,7 +105,7 @@ def vocabulary_files(folder: Path) -> tuple[Path, Path]:
 
 
 def download() -> Path:
-    """The folder of GPT-2's files in the cache of `huggingface_hub`, downloaded at first."""
+    """The folder of GPT-2's files in the cache of `huggingface_hub`; the first call downloads them."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -118,7 +118,7 @@ def download() -> Path:
 
 
 def encode_blocks(tokenizer: Tokenizer, file: BinaryIO, block: int = BLOCK) -> Iterator[tuple[int, Tensor]]:
-    """A file's tokens piece by piece, with the bytes that each piece stands for; together those of the whole text."""
+    """Encode a file in pieces; yields for each the number of bytes and the tokens, which join to those of the text."""
     rest = bytearray()
     while data := file.read(block):
         searched = len(rest)
@@ -130,5 +130,5 @@ def encode_blocks(tokenizer: Tokenizer, file: BinaryIO, block: int = BLOCK) -> I
 
 
 def encode(tokenizer: Tokenizer, text: bytes | bytearray) -> Tensor:
-    """The tokens of a text, in the memory of one piece beside theirs: 1D, uint8 or uint16."""
+    """Encode a text: 1D, uint8 or uint16. Besides the tokens only one piece is in memory."""
     return torch.cat([tokens for _, tokens in encode_blocks(tokenizer, io.BytesIO(text))])

@@ -2,8 +2,8 @@
 
     python examples/gpt2/train.py strategy=zero2_offload trainer.devices=2
 
-The default is a model of 0.8 million parameters on bytes. Two CPU cores train its 2,000 steps in a few
-minutes, to a validation loss below 1.9 nats per byte. `--help` lists everything that can be changed.
+The default is a model with 0.8 million parameters that predicts bytes. Two CPU cores train it for 2,000 steps in a few
+minutes, to a validation loss below 1.9 nats per byte. `--help` lists all options.
 """
 
 import lightning as L
@@ -21,7 +21,7 @@ CHECKED = "seed", "ckpt_path", "strategy.start_method", *SAMPLE
 
 @hydra_main(config_name="train", config_path="conf")
 def main(cfg: DictConfig) -> None:
-    """Train, validate, and leave plot, sample and summary in the run folder."""
+    """Train, validate, and write a plot, a sample and a summary to the run folder."""
     check_options(cfg, *CHECKED)
     L.seed_everything(cfg.seed, verbose=False)
     data = instantiate(cfg.data)
@@ -33,7 +33,7 @@ def main(cfg: DictConfig) -> None:
     prompt = sampling.pop("prompt")
     report = Report(cfg.run_dir, cfg.strategy_name, data.tokens_per_step, data.tokenizer, prompt, sampling)
     trainer = build_trainer(cfg, callbacks=[report])
-    # Refused here, and not after ranks are started: a batch that does not divide.
+    # Check before ranks are started that the batch divides by the ranks and micro-batches.
     micro_batch_size(data.batch_size, trainer.world_size, trainer.accumulate_grad_batches)
 
     trainer.fit(model, data, ckpt_path=cfg.ckpt_path)
@@ -43,7 +43,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def check_vocabulary(model: int, tokenizer: int) -> None:
-    """The model may have entries to spare."""
+    """Raise if the model's vocabulary is smaller than the tokenizer's; it may be larger."""
     if model < tokenizer:
         raise ConfigError(
             f"model.vocab_size={model} is less than the {tokenizer} tokens of the tokenizer: "

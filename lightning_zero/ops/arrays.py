@@ -54,26 +54,26 @@ def sum_of_squares_in_pieces(pieces: Iterable[Tensor]) -> float:
 
 
 def _add_up(sums: list[float]) -> float:
-    """Adds sums of pieces in the order in which the kernel adds its own."""
+    """Adds the sums of pieces in the same order as the kernel."""
     while len(sums) > 1:
         sums = [reduce(operator.add, sums[i : i + _ROWS], 0.0) for i in range(0, len(sums), _ROWS)]
     return sums[0] if sums else 0.0
 
 
 class RunningSquares:
-    """Sums the squares of a tensor that comes part by part, in order, to the bits of `sum_of_squares` of all of it.
+    """Sums the squares of a tensor that arrives in parts, in order, with the bits of `sum_of_squares` of the whole.
 
     Args:
-        numel: of the tensor.
+        numel: number of elements of the tensor.
     """
 
     def __init__(self, numel: int) -> None:
-        self._left = numel  # elements that have not come, or wait for others of their piece
+        self._left = numel  # number of elements that have not been summed
         self._sums: list[float] = []
-        self._piece: list[Tensor] = []  # what waits
+        self._piece: list[Tensor] = []  # copies of elements that wait for the rest of their piece
 
     def add(self, part: Tensor) -> None:
-        """Takes the next elements, which may change afterwards; by one thread, since others compute beside it."""
+        """Takes the next elements (1-D), which may change afterwards; uses one thread, since it runs beside others."""
         waiting = sum(each.numel() for each in self._piece)
         while part.numel():
             size = min(SQUARES_PIECE, self._left)
@@ -86,8 +86,8 @@ class RunningSquares:
             self._left, self._piece, waiting = self._left - size, [], 0
 
     def total(self) -> float:
-        """The sum, when all elements have come."""
-        assert not self._left, f"{self._left} elements have not come"
+        """The sum; all elements must have been added."""
+        assert not self._left, f"{self._left} elements have not been added"
         return _add_up(self._sums)
 
 

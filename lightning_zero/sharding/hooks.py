@@ -86,7 +86,7 @@ class UnshardHooks:
     """The hooks of one module.
 
     Args:
-        buckets: the buckets that the module's forward and backward need. A unit frees them after each of both.
+        buckets: the buckets that the module's forward and backward need. A unit frees them after forward and backward.
         on_backward_end: called when the backward of a unit has run, on all ranks in the same order. ``None`` for a
             module that is no unit; its parameters are freed by its unit or at the end of the step.
         unit: the hooks of the unit that the module lies in; while the unit computes, those of the module do nothing.
@@ -236,7 +236,7 @@ class UnshardHooks:
 
 
 class RefreshHook:
-    """A hook for stages 0 to 2: before a module's forward waits for the last update and gathers stale buckets.
+    """A hook for stages 0 to 2, which waits for the last update and gathers stale buckets before a module's forward.
 
     Args:
         buckets: the buckets that the module reads.

@@ -73,8 +73,8 @@ class BucketPlacement(NamedTuple):
         trains: whether there is training. Without it there are no masters: parameters exist only in the dtype in which
             they are computed with.
         block: number of elements in a block of optimizer state; no shard border cuts a block of a parameter.
-        offload_fraction: fraction of the elements that optimizers update that rests in the stores, in whole buckets;
-            the other buckets are resident on the device.
+        offload_fraction: of the elements that optimizers update, the fraction that rests in the stores, rounded up to
+            whole buckets; the other buckets are resident on the device.
         split_masters: whether masters are split for optimizers that do not decide this themselves, where possible.
         gradients_rest: whether sharded gradients rest on a disk if the optimizer state does; ``None``: only if those
             of a rank do not fit into the store's memory for tiles in transit.

@@ -79,7 +79,7 @@ class Reduction(ABC, Generic[T]):
         self._take_unsharded(buffer)
         if self._sum is not None:
             buffer = self._merge(self._sum, buffer)
-            self._sum = None  # freed before the conversion allocates
+            self._sum = None  # the buffer is the sum now: without this reference it is freed after its conversion
             buffer = self._convert(buffer, dtype)
         return buffer
 

@@ -23,7 +23,7 @@ from lightning_zero.storage import DONE, Lane, Memory, Rested, Ticket, device_ty
 from lightning_zero.storage.rested import Resident, keep, nbytes_of, pieces
 from lightning_zero.torch_private import norms_of_each
 
-Range = tuple[int, int]  # of elements of a shard
+Range = tuple[int, int]  # start and stop of a range of elements in a shard
 
 
 def sharded_gradient_dtype(fixed: torch.dtype | None, values: torch.dtype, summed: bool) -> torch.dtype:
@@ -39,26 +39,27 @@ def sharded_gradient_dtype(fixed: torch.dtype | None, values: torch.dtype, summe
 
 
 def notes_squares(placement: BucketPlacement, dtype: torch.dtype, again: bool, more: bool) -> bool:
-    """Whether the squares of a gradient that rests on a disk are summed when it passes through the host's memory.
+    """Whether the squares of a gradient that rests on a disk are summed while it passes through host memory.
 
     Args:
-        placement: of the bucket.
-        dtype: of the gradient.
-        again: whether it is added to what has arrived before; what arrives first comes from the memory of a CPU rank.
-        more: whether others will be added to it.
+        placement: placement of the bucket.
+        dtype: dtype of the gradient.
+        again: whether it is added to values that have arrived before. The first values pass through host memory only
+            on a CPU rank.
+        more: whether further values will be added to it.
     """
     known = placement.rests_gradients and dtype != torch.float64 and not more
     return known and (again or ops.runs_on(placement.device))
 
 
 class _Summing:
-    """Sums the squares of ranges of a shard whose values pass through host memory tile by tile.
+    """Sums the squares of ranges of a shard while its values pass through host memory tile by tile.
 
     Attributes:
-        work: the last part of it.
+        work: ticket of the last submitted job.
 
     Args:
-        ranges: as above.
+        ranges: the ranges whose squares are summed.
     """
 
     def __init__(self, ranges: Sequence[Range]) -> None:
@@ -66,9 +67,10 @@ class _Summing:
         self.work = DONE
 
     def submit(self, placement: BucketPlacement, start: int, values: Tensor, what: str, after: Ticket) -> Ticket:
-        """Begin to add those of ``values``, elements from ``start`` on, when ``after`` has ended; tiles come in order.
+        """Submit a job that adds the squares of ``values``, the elements from ``start`` on, after ``after`` has ended.
 
-        It is done in the lane in which they are summed up, that of writes. Where a tile fails, all that follow do.
+        Tiles must be submitted in order. The job runs in the lane of writes, in which micro-batches are summed, too. If
+        a tile fails, all following ones do.
         """
         job = partial(self._add, start, values)
         self.work = placement.executor.submit(job, Lane.WRITE, what, [self.work, after])
@@ -79,7 +81,7 @@ class _Summing:
             running.add(values[max(low - start, 0) : max(high - start, 0)])
 
     def totals(self) -> dict[Range, float]:
-        """The sums by range, when ``work`` has ended."""
+        """The sums by range; ``work`` must have ended."""
         return {each: running.total() for each, running in self._sums.items()}
 
 
@@ -142,8 +144,8 @@ class ShardedGradient:
         self._empty = True
         self.squares: Tensor | None = None
         self._noted: dict[Range, float] = {}  # sums of squares by range of the shard
-        self._summing: _Summing | None = None  # those of values that are on their way
-        self._asked: dict[Range, None] = {}  # ranges of which they were asked for since they were noted
+        self._summing: _Summing | None = None  # computes the sums of squares of values that are being written
+        self._asked: dict[Range, None] = {}  # ranges passed to `squares_of` since `_ranges` was called last
         self._segments = segments
         self._gap = gap
         self._arriving = DONE  # the last work that writes the values in memory, if nobody has waited for it
@@ -286,9 +288,9 @@ class ShardedGradient:
         self._forget_squares()
 
     def squares_of(self, start: int, stop: int) -> float | None:
-        """The sum of squares of ``[start, stop)`` as ``ops.sum_of_squares`` has it; ``None``: it was not noted.
+        """The sum of squares of ``[start, stop)``, equal to that of ``ops.sum_of_squares``; ``None`` if not noted.
 
-        That of the next gradients will be.
+        For the next gradients it will be noted.
         """
         self._asked[start, stop] = None
         if self._summing is not None:
@@ -297,7 +299,7 @@ class ShardedGradient:
         return self._noted.get((start, stop))
 
     def _ranges(self) -> list[Range]:
-        """The ranges that were asked for last; before, those that will be where one optimizer has all parameters."""
+        """The ranges last passed to :meth:`squares_of`; at first those for one optimizer with all parameters."""
         asked, self._asked = [*self._asked], {}
         return asked or [(run.start, run.stop) for run in runs(self._segments, lambda _: True, gap=self._gap)]
 
@@ -313,7 +315,7 @@ class ShardedGradient:
             self._noted[start, stop] = total
 
     def _forget_squares(self) -> None:
-        """The values are others from now on."""
+        """Discard the sums of squares, since the values change."""
         self.squares, self._noted, self._summing = None, {}, None
 
     @property

@@ -1,1 +1,1 @@
-"""What the tests share: rank pools, the reference trainer, small models."""
+"""Shared code of the tests: rank pools, the reference trainer, small models."""

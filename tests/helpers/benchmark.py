@@ -1,4 +1,4 @@
-"""Modules of the folder of benchmarks, which is no part of what is installed."""
+"""Imports modules of the folder `benchmarks`, which is not installed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from .pages import ROOT
 
 PACKAGE = "benchmarks"
-# For processes of their own. The repository comes last on their path, so that no source hides an installed package.
+# For other processes. The repository comes last on their path, so that its sources do not hide the installed package.
 START = f"import sys; sys.path.append({str(ROOT)!r}); from {PACKAGE}.{{}} import main; main()"
 
 
 def load(name: str) -> Any:
-    """Imports the benchmark ``name`` without a change of ``sys.path``.
+    """Imports the benchmark ``name`` without changing ``sys.path``.
 
-    The folder of tests, which is on the path, has a folder ``benchmarks`` too: an import by the path alone could find
-    that one, as a namespace package that then stays.
+    The folder of tests, which is on the path, contains a folder ``benchmarks`` too. An ordinary import could find that
+    one and register it as a namespace package.
     """
     if PACKAGE not in sys.modules:
         spec = importlib.util.spec_from_file_location(PACKAGE, ROOT / PACKAGE / "__init__.py")

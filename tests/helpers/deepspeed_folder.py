@@ -1,4 +1,4 @@
-"""Folders as DeepSpeed 0.19 lays them out, made from an ordinary checkpoint. Its own are in `train_deepspeed.py`."""
+"""Makes folders in the layout of DeepSpeed 0.19 from an ordinary checkpoint; `train_deepspeed.py` makes real ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Folder:
-    """How a run of DeepSpeed was configured."""
+    """The configuration of a DeepSpeed run."""
 
     stage: int
     ranks: int = 2
@@ -32,11 +32,11 @@ class Folder:
 
 
 def write_folder(path: Path, checkpoint: Mapping[str, Any], frozen: set[str], buffers: set[str], how: Folder) -> None:
-    """What DeepSpeed would have saved in the place of a checkpoint with parameter names.
+    """Writes the folder that DeepSpeed would save for the state in a checkpoint with parameter names.
 
     Args:
         path: the folder.
-        checkpoint: of the whole run.
+        checkpoint: the checkpoint, with the state of all ranks.
         frozen: names of parameters without optimizer state.
         buffers: names of buffers.
         how: the configuration.
@@ -136,14 +136,14 @@ def _model_states(
 
 
 def _dealt(names: list[str], how: Folder) -> list[str]:
-    """Parameters in the order of a flat vector: with round robin those of each rank together."""
+    """Sorts parameters into the order of a flat vector; with round robin the parameters of each rank lie together."""
     return [n for rank in range(how.ranks) for n in names[rank :: how.ranks]] if how.round_robin else names
 
 
 def _sub_groups(
     groups: list[list[str]], weights: Mapping[str, Tensor], how: Folder
 ) -> tuple[list[list[str]], list[list[int]]]:
-    """Groups cut after every so many elements on a rank, and which of these are each group's."""
+    """Cuts groups into sub-groups of a maximum number of elements on a rank; also returns each group's sub-groups."""
     vectors: list[list[str]] = []
     owners = []
     for group in groups:
@@ -159,12 +159,12 @@ def _sub_groups(
 
 
 def _paddings(tensors: list[Tensor], how: Folder) -> list[int]:
-    """After each parameter, up to the next multiple of the alignment; none after the last."""
+    """The padding after each parameter, up to the next multiple of the alignment; none after the last one."""
     return [*(-tensor.numel() % how.alignment for tensor in tensors[:-1]), 0]
 
 
 def _flat(tensors: list[Tensor], how: Folder) -> list[Tensor]:
-    """One vector, padded to twice the number of ranks, in equal parts. Padding is not zero: nobody may read it."""
+    """One vector, padded to a multiple of twice the number of ranks, in equal parts; padding must not be read."""
     pieces = []
     for tensor, padding in zip(tensors, _paddings(tensors, how), strict=True):
         pieces += [tensor.flatten(), torch.full([padding], torch.nan)]
@@ -174,7 +174,7 @@ def _flat(tensors: list[Tensor], how: Folder) -> list[Tensor]:
 
 
 def _split(tensors: list[Tensor], how: Folder) -> list[Tensor]:
-    """Every tensor in equal parts, one for each rank; a rank's parts in one vector."""
+    """Cuts every tensor into equal parts, one per rank, and joins the parts of each rank to one vector."""
     parts: list[list[Tensor]] = [[] for _ in range(how.ranks)]
     for tensor in tensors:
         padding = torch.full([-tensor.numel() % how.ranks], torch.nan, dtype=tensor.dtype)
@@ -184,7 +184,7 @@ def _split(tensors: list[Tensor], how: Folder) -> list[Tensor]:
 
 
 def _lean(part: Tensor, rank: int, length: int) -> Tensor:
-    """A rank's part without the padding at the end of a vector of that length."""
+    """A rank's part of a vector of ``length`` elements, without the padding at the vector's end."""
     return part[: min(max(length - rank * part.numel(), 0), part.numel())].clone()
 
 
@@ -205,7 +205,7 @@ _Scaler.__qualname__, _Scaler.__module__ = "DynamicLossScaler", "deepspeed.runti
 
 @contextlib.contextmanager
 def classes() -> Iterator[None]:
-    """Inside, DeepSpeed's classes can be pickled, whether it is installed or not."""
+    """A context in which DeepSpeed's classes can be pickled, even if it is not installed."""
     modules = {}
     for found in (_Stage, _Scaler):
         modules[found.__module__] = ModuleType(found.__module__)

@@ -1,4 +1,4 @@
-"""Files in the binary layout of CIFAR-10, with random images."""
+"""Writes files in the binary layout of CIFAR-10, with random images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FILES = [f"data_batch_{number}.bin" for number in range(1, 6)] + ["test_batch.bi
 
 
 def records(count: int, seed: int) -> bytes:
-    """A file of that many images: a byte for the label, then the pixels."""
+    """The contents of a file with ``count`` images: for each a byte with the label, then the pixels."""
     generator = torch.Generator().manual_seed(seed)
     content = torch.randint(256, (count, 3073), dtype=torch.uint8, generator=generator)
     content[:, 0] = torch.arange(count) % 10

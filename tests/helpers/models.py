@@ -1,8 +1,8 @@
 """Small deterministic models, batches and optimizers for the parity tests.
 
 Every model maps tokens to logits over the vocabulary, so that all of them share batches and loss. Sizes are
-odd or no powers of two: shards cut through parameters. No gradient is zero but for rounding, as that of a key
-bias in attention would be: Adam would make it a step of the learning rate's size.
+odd or no powers of two, so that shard borders lie inside parameters. No exact gradient is zero, as that of a key bias
+in attention would be, because Adam would turn its rounding errors into steps of the size of the learning rate.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from helpers import whole
 VOCAB = 11
 WIDTH = 6
 LENGTH = 5
-FLAG = 0  # as a batch's first token: use the optional parameters; no other batch starts with it
+FLAG = 0  # as a batch's first token it means: use the optional parameters; no other batch starts with it
 
 
 class Recomputed(nn.Module):
-    """A module whose activations are computed again in backward."""
+    """A module whose activations are recomputed in backward."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Recomputed(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block; `adapter`, where there is one, is used by flagged batches only."""
+    """A transformer block; its `adapter`, if any, is used by flagged batches only."""
 
     def __init__(self, adapter: bool = False) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class TinyTransformer(nn.Module):
-    """Repeated blocks between an embedding and a head that share their weight."""
+    """Repeated blocks between an embedding and a head with tied weights."""
 
     def __init__(self, adapter: bool = False, depth: int = 2) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class TinyTransformer(nn.Module):
 
 
 class MLP(nn.Module):
-    """No repeated blocks: one unit."""
+    """A model without repeated blocks, which is one unit."""
 
     def __init__(self, first: int = 7, second: int = 5) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ CONSTRUCTORS: dict[str, Callable[[], nn.Module]] = {
 
 
 def make_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
-    """A model of `CONSTRUCTORS`; its weights depend on the seed alone, whatever the dtype rounds."""
+    """Makes a model of `CONSTRUCTORS`; its weights depend on the seed only, except for the rounding to the dtype."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         return CONSTRUCTORS[name]().to(dtype)
@@ -130,7 +130,7 @@ def always(step: int, micro: int, rank: int) -> bool:
 
 
 def not_on_rank_0(step: int, micro: int, rank: int) -> bool:
-    """Never used on rank 0; with one rank, never."""
+    """Used on all ranks but rank 0; with one rank, never."""
     return rank != 0
 
 
@@ -143,7 +143,7 @@ def not_in_step_1(step: int, micro: int, rank: int) -> bool:
 
 
 def by_turns(step: int, micro: int, rank: int) -> bool:
-    """Used on a rank, and in a micro-batch, that changes from step to step."""
+    """Used on one rank and in one micro-batch, which change from step to step."""
     return (step + micro + rank) % 3 == 0
 
 
@@ -156,9 +156,9 @@ def make_batches(
     size: int = 2,
     flagged: Callable[[int, int, int], bool] = never,
 ) -> list[list[list[Tensor]]]:
-    """Token batches `[step][micro-batch][rank]`.
+    """Makes token batches `[step][micro-batch][rank]`.
 
-    `flagged(step, micro, rank)` says which of them use the optional parameters.
+    `flagged(step, micro, rank)` tells which of them use the optional parameters.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -172,12 +172,12 @@ def make_batches(
 
 
 def rank_batches(batches: Sequence[Sequence[Sequence[Tensor]]], rank: int) -> list[Tensor]:
-    """One rank's micro-batches in the order it sees them; `DataLoader(..., batch_size=None)` loads them."""
+    """One rank's micro-batches in order, for `DataLoader(..., batch_size=None)`."""
     return [micro[rank] for step in batches for micro in step]
 
 
 def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Mean cross entropy of each next token."""
+    """The mean cross entropy of the predictions of the next tokens."""
     logits = model(batch[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
@@ -199,9 +199,9 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 def make_optimizer(name: str, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    """An optimizer of `OPTIMIZERS`, or of `whole.WHOLE`, with two groups: matrices have weight decay, the rest none.
+    """Makes an optimizer of `OPTIMIZERS` or `whole.WHOLE` with two groups: only matrices have weight decay.
 
-    Frozen parameters are in the groups too, as users leave them there.
+    Frozen parameters are in the groups too, as is common in user code.
     """
     if name in whole.WHOLE or name in whole.OF_LIBRARIES:
         return whole.make(name, model, **options)
@@ -213,5 +213,5 @@ def make_optimizer(name: str, model: nn.Module, **options: Any) -> torch.optim.O
 
 
 def optimizer_factory(name: str, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    """`make_optimizer` with everything but the model given."""
+    """`make_optimizer` with all arguments but the model bound."""
     return functools.partial(make_optimizer, name, **options)

@@ -1,8 +1,8 @@
-"""Nodes on one machine: network namespaces that veth links and a switch join.
+"""Simulates nodes on one machine by network namespaces, which veth links and a switch connect.
 
-Each node has a hostname, an address that all nodes find by that name, a loopback device, shared memory, and a folder
-that only it sees, under the same path on all of them; everything else they share. A user namespace holds them, so that
-they need no rights where the system lets users make one, and nothing of them is left when the tests end.
+Each node has a host name, an address that all nodes resolve by this name, a loopback device, shared memory, and a
+private folder with the same path on all nodes; they share everything else. The namespaces belong to a user namespace.
+So they need no privileges if the system allows users to make one, and they disappear when the tests end.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import pytest
 from helpers import rank_worker, slow_links
 from helpers.ranks import REPRODUCIBLE, ForkServer, RankPool, longest_wait
 
-TOOLS = ("unshare", "nsenter", "mount", "ip")  # of util-linux and iproute2
+TOOLS = ("unshare", "nsenter", "mount", "ip")  # from util-linux and iproute2
 NETWORK = "10.77.0"
 DEVICE = "eth0"
-# It lives as long as the tests keep its standard input open.
+# This process lives as long as the tests keep its standard input open.
 HOLD = "import os, sys; print('ready', flush=True); os.execvp('cat', ['cat'])"
 NAME = "import socket, sys; socket.sethostname(sys.argv[1])"
 
 
 class UnavailableError(Exception):
-    """This machine makes no namespaces; the message says why."""
+    """Raised if namespaces cannot be made on this machine; the message says why."""
 
 
 class Holder:
-    """A process that keeps its namespaces, and does nothing else unless a script is given."""
+    """A process that keeps namespaces alive, and does nothing else unless a script is given."""
 
     def __init__(self, command: Sequence[str], kinds: Sequence[str], script: Sequence[str] = ("-c", HOLD)) -> None:
         self._process = subprocess.Popen(
@@ -53,20 +53,20 @@ class Holder:
 
     @property
     def enter(self) -> list[str]:
-        """The beginning of a command that runs here."""
+        """The prefix of a command that is to run in these namespaces."""
         return ["nsenter", "--preserve-credentials", f"--target={self.pid}", *(f"--{kind}" for kind in self.kinds)]
 
     @property
     def namespaces(self) -> tuple[str, ...]:
-        """The files of the namespaces, in the order to enter them: the user's, which permits the others, first."""
+        """The namespaces' files in the order to enter them; the user namespace, which permits the others, is first."""
         files = {"user": "user", "net": "net", "uts": "uts", "mount": "mnt"}
         return tuple(f"/proc/{self.pid}/ns/{files[kind]}" for kind in self.kinds)
 
     def run(self, *command: str) -> None:
-        """Run a command here.
+        """Run a command in the namespaces.
 
         Raises:
-            UnavailableError: it failed, or is not installed.
+            UnavailableError: the command failed, or is not installed.
         """
         if shutil.which(command[0]) is None:
             raise UnavailableError(f"not installed: {command[0]}")
@@ -77,7 +77,7 @@ class Holder:
     def start(
         self, command: Sequence[str], folder: Path, environment: dict[str, str], output: Path
     ) -> subprocess.Popen[bytes]:
-        """Start a command here; what it and its own processes print goes to the file `output`."""
+        """Start a command in the namespaces; its output, and that of its children, goes to the file `output`."""
         with output.open("wb") as log:
             return subprocess.Popen(
                 [*self.enter, "env", f"--chdir={folder}", *command], env=environment, stdout=log, stderr=log
@@ -88,7 +88,7 @@ class Holder:
 
 
 class Nodes:
-    """`count` nodes; what they share is `shared`, what each has to itself `local`, both below `folder`."""
+    """`count` nodes, with a common folder `shared` and private folders `local`, both below `folder`."""
 
     def __init__(self, count: int, folder: Path) -> None:
         self.count = count
@@ -114,7 +114,7 @@ class Nodes:
         return f"node{number}"
 
     def home(self, number: int) -> Path:
-        """A node's own folder as it is seen from outside."""
+        """The path of a node's private folder outside the node."""
         return self._folder / self.name(number)
 
     def _make_switch(self) -> Holder:
@@ -158,13 +158,13 @@ class Nodes:
         return self._holders[1:]
 
     def mend_links(self) -> None:
-        """Undo what ranks did to the links of their nodes."""
+        """Undo the changes that ranks made to the links of their nodes."""
         for node in self.nodes:
             node.run("ip", "link", "set", DEVICE, "up")
 
     @contextlib.contextmanager
     def slow(self, delay: float, rate: float) -> Iterator[None]:
-        """Have frames arrive later by `delay` seconds, and every node send at most `rate` bits in a second."""
+        """A context in which frames are delayed by `delay` seconds and nodes send at most `rate` bits per second."""
         ports = [f"port{number}" for number in range(self.count)]
         for port in ports:
             self._switch.run("ip", "link", "set", port, "nomaster")
@@ -184,7 +184,7 @@ class Nodes:
 
 @contextlib.contextmanager
 def joined(count: int, folder: Path) -> Iterator[Nodes]:
-    """Nodes for a test, which is skipped where there can be none."""
+    """A context that yields nodes for a test; the test is skipped if they cannot be made."""
     try:
         nodes = Nodes(count, folder)
     except UnavailableError as error:
@@ -196,16 +196,16 @@ def joined(count: int, folder: Path) -> Iterator[Nodes]:
 
 
 class NodeRanks(RankPool):
-    """Ranks on nodes, with the variables that SLURM's tasks have and no process group: Lightning makes it.
+    """A pool of ranks on nodes, with SLURM's variables and without a process group, which Lightning makes.
 
     Args:
-        nodes: that they run on.
-        per_node: ranks of each.
-        server: of those without namespaces; ranks are forked from it.
-        count: of the nodes, the first ones; by default all.
+        nodes: the nodes.
+        per_node: number of ranks per node.
+        server: the fork server of ranks without namespaces; the ranks are forked from it.
+        count: number of nodes to use, the first ones; by default all.
     """
 
-    grace = 60.0  # of a run with a failure the tests look at how the other ranks end, too
+    grace = 60.0  # long, since after a failure the tests also check how the other ranks end
 
     def __init__(self, nodes: Nodes, per_node: int, server: ForkServer, count: int | None = None) -> None:
         self.nodes, self.per_node, self.count = nodes, per_node, count or nodes.count

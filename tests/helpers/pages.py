@@ -1,4 +1,4 @@
-"""README and docs as data: their blocks and the commands that they print."""
+"""Reads README and docs: their code blocks, and the commands in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COMMAND = re.compile(r"(?:torchrun [^/]*?(?=examples/)|python |lightning-zero |
 
 
 class Block(NamedTuple):
-    """A fenced block of a page."""
+    """A fenced code block of a page."""
 
     language: str
     code: str
@@ -35,14 +35,14 @@ def blocks(page: Path) -> list[Block]:
 
 
 def text_of(page: Path) -> str:
-    """What is outside the blocks."""
+    """The text outside the blocks."""
     return _BLOCK.sub("", page.read_text())
 
 
 def commands(page: Path) -> list[str]:
-    """Of blocks and of the text between them, without comments.
+    """The commands in blocks and in the text between them, without comments.
 
-    A block of a shell, or one that begins with a command, has nothing else: a line that is not known fails here.
+    A shell block, or one that begins with a command, may contain only commands; an unknown line fails an assertion.
     """
     found = []
     for block in blocks(page):

@@ -1,4 +1,4 @@
-"""What the processes of this machine do, as far as Linux tells; nothing elsewhere."""
+"""Measures what the processes of this machine do, on Linux; elsewhere there are no such measurements."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from time import perf_counter
 from typing import NamedTuple
 
 ROOT = Path("/")
-AT_WORK = "RDTt"  # of the states that proc_pid_stat(5) lists: runs or would, waits for a disk, is stopped by a signal
+AT_WORK = "RDTt"  # states of proc_pid_stat(5): running or runnable, waiting for a disk, stopped by a signal
 
 
 class Measured(NamedTuple):
-    """Seconds: all that passed, and what of it others took from whom was measured."""
+    """Seconds: the elapsed time, and the part of it that other processes took."""
 
     took: float
     lost: float
 
 
 class Stopwatch:
-    """Measures seconds, and in how many of them the cores did the work of others; begins when it is made.
+    """Measures elapsed seconds, and how many of them the cores spent on the work of others; starts when it is made.
 
-    Others are the host of a virtual machine and all processes but this one and those that it has started. Where all
-    cores are busy, what is left is this process's share of them, as if it had had that without an interruption.
+    Others are the host of a virtual machine, and all processes except this one and those that it has started. If all
+    cores are busy, the remaining time is this process's share, as if it had been given without interruption.
 
     Args:
-        root: of the file system.
-        now: a clock.
+        root: root of the file system.
+        now: a clock, in seconds.
     """
 
     def __init__(self, root: Path = ROOT, now: Callable[[], float] = perf_counter) -> None:
@@ -74,19 +74,19 @@ def family(pid: int, root: Path = ROOT) -> Iterator[int]:
 
 
 def seconds_of(pid: int, root: Path = ROOT) -> float:
-    """What a process has worked, with its children that have ended."""
+    """The CPU time of a process, including its children that have ended."""
     fields = read(root / f"proc/{pid}/stat").rpartition(")")[2].split()  # from the third on: a name may have blanks
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def at_work(pid: int, root: Path = ROOT) -> bool:
-    """Whether a thread of a process has something to do, and so may be late for want of a core."""
+    """Whether a thread of a process has work to do, and so may only be late because no core is free."""
     stats = (read(path) for path in (root / f"proc/{pid}/task").glob("*/stat"))
     return any(stat.rpartition(")")[2].lstrip()[:1] in AT_WORK for stat in stats if stat)
 
 
 def read(path: Path) -> str:
-    """A file's text; "" where there is none, or its process has ended."""
+    """The text of a file; "" if it does not exist or its process has ended."""
     try:
         return path.read_text()
     except OSError:

@@ -1,8 +1,8 @@
-"""The far side of `helpers.ranks`: a fork server, and the ranks that it forks.
+"""The server side of `helpers.ranks`: a fork server, and the ranks that it forks.
 
-The server imports torch, Lightning and the package once; a rank is then a fork of it and costs milliseconds,
-so that a pool that had to be killed is back at once. It runs as a script; the tests' side takes the message
-types from here.
+The server imports torch, Lightning and the package once. A rank is a fork of it and starts within milliseconds, so that
+a pool that had to be killed is quickly available again. This file runs as a script; `helpers.ranks` imports the message
+types from it.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from types import ModuleType
 from typing import Any
 
 MAX_MESSAGE = 65536
-# The pool's word that all ranks have answered: none can still be inside a collective of the job's group.
+# The pool's message that all ranks have answered, so that none is still inside a collective of the job's group.
 ALL_ANSWERED = b""
 
 
 @dataclasses.dataclass(frozen=True)
 class RankSpec:
-    """Who a forked rank is, its working folder, and the port that its launcher variables name.
+    """The identity of a forked rank, its working folder, and the port in its launcher variables.
 
-    `setup` names a function, as "module:function", that the rank calls before its first job; `backend` is that of its
-    process groups, `timeout` what bounds their collectives where a job does not say otherwise. Without a backend there
-    are none: a job makes its own, by `variables`, which come before those of a launcher. `namespaces` are the files of
-    those that the rank enters.
+    `setup` names a function, as "module:function", that the rank calls before its first job. `backend` is the backend
+    of its process groups, `timeout` the default limit of their collectives. Without a backend no process group is made;
+    a job makes its own, by `variables`, which take precedence over those of a launcher. `namespaces` are the files of
+    the namespaces that the rank enters.
     """
 
     rank: int
@@ -61,7 +61,7 @@ class RankSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A function to run, by the file it is in, with pickled arguments; `timeout` bounds its collectives."""
+    """A function to run, identified by its file and name, with pickled arguments; `timeout` limits its collectives."""
 
     number: int
     module: str
@@ -72,7 +72,7 @@ class Job:
 
 
 def serve(control: socket.socket) -> None:
-    """Fork one rank per request until the tests close their end."""
+    """Fork one rank per request until the tests close the connection."""
     sys.path[:], preload = json.loads(control.recv(MAX_MESSAGE))
     for name in preload:
         with contextlib.suppress(ImportError):
@@ -80,8 +80,8 @@ def serve(control: socket.socket) -> None:
     remember_entry_points()
     control.sendall(b"ready")
     gc.collect()
-    gc.freeze()  # what is imported stays for ever: a rank's collections between tests need not walk it
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ranks are reaped without a wait
+    gc.freeze()  # imported objects live for ever, so a rank's garbage collections need not visit them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended ranks are reaped automatically
     while True:
         request, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE, 1)
         if not request:
@@ -96,8 +96,8 @@ def serve(control: socket.socket) -> None:
 
 def become_rank(fd: int, spec: RankSpec) -> None:
     """Run jobs in this forked process until the pool closes the connection; does not return."""
-    os.setsid()  # the pool kills the whole group, so that data loader workers go too
-    enter(spec.namespaces)  # the root of another mount namespace is the working folder afterwards
+    os.setsid()  # the pool kills the whole group, including data loader workers
+    enter(spec.namespaces)  # entering a mount namespace makes its root the working folder
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.chdir(spec.folder)
     log = os.open(f"rank{spec.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -130,7 +130,7 @@ def become_rank(fd: int, spec: RankSpec) -> None:
 
 
 def print_stacks_of_faults() -> None:
-    """Print stacks at a fatal signal, and at SIGUSR1; a Trainer leaves the default in the place of these handlers."""
+    """Print stacks at a fatal signal and at SIGUSR1; called for each job, since a Trainer resets these handlers."""
     faulthandler.disable()
     faulthandler.enable()
     faulthandler.unregister(signal.SIGUSR1)
@@ -138,7 +138,7 @@ def print_stacks_of_faults() -> None:
 
 
 def enter(namespaces: Sequence[str]) -> None:
-    """Leave this process's namespaces for those of these files, such as `/proc/1/ns/net`, in their order."""
+    """Enter the namespaces with these files, such as `/proc/1/ns/net`, in order."""
     libc = ctypes.CDLL(None, use_errno=True)  # Python has os.setns from 3.12 on
     for path in namespaces:
         fd = os.open(path, os.O_RDONLY)
@@ -148,32 +148,32 @@ def enter(namespaces: Sequence[str]) -> None:
 
 
 def remember_entry_points() -> None:
-    """Have Lightning read the entry points of the installed packages once, and not for every Trainer that is made."""
+    """Make Lightning read the entry points of installed packages only once instead of for every Trainer."""
     if registry := sys.modules.get("lightning.fabric.utilities.registry"):
         registry.entry_points = functools.cache(registry.entry_points)
 
 
 class Room:
-    """The process group of a job and a process without what the job before left.
+    """A fresh environment for a job: a process group, and a process without remains of the previous job.
 
-    It takes longer than many jobs do, for the most part waiting for threads of gloo; so the ranks prepare the room of
-    the next job while the tests look at the answers to the last one.
+    Making it takes longer than many jobs, mostly because of waits for gloo's threads. So the ranks prepare the
+    environment of the next job while the tests check the results of the last one.
     """
 
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
-        self._number = 0  # of the job that its group is for
+        self._number = 0  # number of the job that the process group is for
 
     def enter(self, number: int, timeout: float) -> None:
-        """Have a process group for this job, that prepared or, for a pool's first job, a new one."""
+        """Provide the process group of a job: the prepared one or, for a pool's first job, a new one."""
         import torch
 
         if not self._spec.backend:
             return
         if number != self._number:
             self._make(number)
-        # That prepared is used whatever its limit: another rank may still be joining it, and would fail if this one
-        # destroyed it for another.
+        # A prepared group is used even if its limit differs, because another rank may still be joining it, and would
+        # fail if this rank destroyed it.
         torch.distributed.group.WORLD.set_timeout(timedelta(seconds=timeout))
 
     def prepare(self) -> None:
@@ -187,10 +187,10 @@ class Room:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         if number % 100 == 0:
-            gc.unfreeze()  # what was still in use when it was frozen: an engine keeps threads, which wake up often
+            gc.unfreeze()  # objects that were in use at the last freeze: an engine keeps threads, which wake up often
         gc.collect()
-        gc.freeze()  # what a job imported stays, too: torch.compile and transformers alone have 100,000 objects
-        sys.excepthook = sys.__excepthook__  # each group puts its rank before every line, and the last one's is enough
+        gc.freeze()  # objects imported by a job live for ever, too: torch.compile and transformers have 100,000 of them
+        sys.excepthook = sys.__excepthook__  # each group installs a hook that prefixes its rank; one hook is enough
         torch.distributed.init_process_group(
             self._spec.backend,
             init_method=f"file://{self._spec.folder}/store{number}",
@@ -202,10 +202,10 @@ class Room:
 
 
 def launcher_variables(spec: RankSpec) -> dict[str, str]:
-    """What a launcher sets.
+    """The environment variables that a launcher sets.
 
-    LOCAL_RANK is what keeps LightningEnvironment from starting processes. TORCHELASTIC_RUN_ID is not set, or
-    Lightning would take this for a torchrun launch.
+    LOCAL_RANK prevents LightningEnvironment from starting processes. TORCHELASTIC_RUN_ID is not set, because Lightning
+    would take this for a launch by torchrun.
     """
     return {
         "LOCAL_RANK": str(spec.rank),
@@ -218,7 +218,7 @@ def launcher_variables(spec: RankSpec) -> dict[str, str]:
 
 
 def receive(connection: Connection, jobs: queue.SimpleQueue[bytes]) -> None:
-    """Pass jobs on; a closed connection means that the tests ended, in whatever way: take the group along."""
+    """Pass jobs on; when the connection closes, the tests have ended, and the process group is killed."""
     while True:
         try:
             jobs.put(connection.recv_bytes())
@@ -227,14 +227,14 @@ def receive(connection: Connection, jobs: queue.SimpleQueue[bytes]) -> None:
 
 
 def answer(job: Job, spec: RankSpec, room: Room) -> bytes:
-    """Run one job; the reply holds the pickled result, or what was raised."""
+    """Run one job and return the reply: the pickled result or error."""
     try:
         function: Any = load_module(job.module, job.path)
         for name in job.qualname.split("."):
             function = getattr(function, name)
         with clean_state(spec):
             room.enter(job.number, job.timeout)
-            # Not before: what the freeze in there catches keeps alive all that comes to refer to it.
+            # Not earlier, because objects that the freeze in there catches keep alive all objects they refer to.
             args, kwargs = pickle.loads(job.arguments)
             return pickle.dumps(("result", pickle.dumps(function(*args, **kwargs))))
     except BaseException as error:  # noqa: BLE001  (whatever a test raises, SystemExit too, is its answer)
@@ -243,7 +243,7 @@ def answer(job: Job, spec: RankSpec, room: Room) -> bytes:
 
 
 def load_module(name: str, path: str) -> ModuleType:
-    """The module at `path`, under the name it has in the tests, so that its classes pickle both ways."""
+    """Import the file `path` under the module's name in the tests, so that its classes can be pickled both ways."""
     if name in sys.modules:
         return sys.modules[name]
     spec = None
@@ -264,7 +264,7 @@ def load_module(name: str, path: str) -> ModuleType:
 
 @contextlib.contextmanager
 def clean_state(spec: RankSpec) -> Iterator[None]:
-    """For the length of a job, the settings of a new process."""
+    """A context for a job, with the settings of a new process."""
     reset_libraries(spec)
     environment = dict(os.environ)
     try:
@@ -277,7 +277,7 @@ def clean_state(spec: RankSpec) -> Iterator[None]:
 
 
 def reset_libraries(spec: RankSpec) -> None:
-    """Process-wide settings that tests change."""
+    """Reset process-wide settings that tests change."""
     import numpy as np
     import torch
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -293,9 +293,9 @@ def reset_libraries(spec: RankSpec) -> None:
 
 
 def make_tests_importable() -> None:
-    """Let pickle find classes of any test module by the name that pytest gives it, `tests.folder.module`.
+    """Let pickle find classes of any test module by pytest's name of the module, `tests.folder.module`.
 
-    The folder that holds `tests` is not on sys.path: the package's sources there would hide the installed one.
+    The folder that contains `tests` is not on sys.path, since the package's sources there would hide the installed one.
     """
     package = ModuleType("tests")
     package.__path__ = [str(Path(__file__).parents[1])]

@@ -1,7 +1,7 @@
 """Persistent pools of ranks: `pool.run(function, ...)` runs a function on every rank of a gloo world.
 
-Each run has a process group of its own and the launcher's variables set, so that `Trainer(accelerator="cpu",
-devices=world_size)` uses the ranks as they are and launches nothing.
+Each run has its own process group, and the variables of a launcher are set, so that `Trainer(accelerator="cpu",
+devices=world_size)` uses the existing ranks and launches nothing.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from helpers import processes, rank_worker
 
 T = TypeVar("T")
 
-# One thread, and matrix products that do not depend on where in a flat buffer a parameter lies: by default
-# MKL rounds differently for another alignment, most of all in float64. Blocks of 1 MiB and more are mapped and go
-# back when they are freed: what glibc keeps of them otherwise is another amount in each run, up to the double.
+# One thread, and matrix products that do not depend on the position of a parameter in a flat buffer: by default MKL
+# rounds differently for another alignment, especially in float64. Blocks of 1 MiB and more are mapped, and so returned
+# to the system when they are freed; otherwise glibc keeps a varying amount of memory, up to double.
 REPRODUCIBLE = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -41,31 +41,31 @@ REPRODUCIBLE = {
 }
 PRELOAD = ("numpy", "torch", "torch.distributed", "pytest", "lightning.pytorch", "lightning_zero")
 START_TIMEOUT = 300.0
-PATIENCE = 4  # so many times a run's limit is its end where ranks still work: on a busy machine they are slow
-LATE = 5.0  # after that a collective fails, so that the pool sees which ranks hang, and where
-GRACE = 3.0  # seconds without anything to do after which ranks hang, where one has failed or the time is over
-GLANCE = 0.1  # seconds between two looks at whether they have
-PRINTING = 10.0  # seconds that ranks which hang get to print their stacks
-# The tests' own path as it is before any test adds to it (tests of the examples do), and no working folder: both
-# sides import the same installed package, whichever test is the first to start the fork server.
+PATIENCE = 4  # ranks that are still working are stopped only after this multiple of the limit, for busy machines
+LATE = 5.0  # seconds after the limit until a collective fails, so that the pool sees first which ranks hang, and where
+GRACE = 3.0  # after a failure or the limit, a rank that has had no work for this number of seconds counts as hanging
+GLANCE = 0.1  # seconds between two checks for this
+PRINTING = 10.0  # seconds for hanging ranks to print their stacks
+# The tests' path before any test adds to it (tests of the examples do), without the working folder, so that both sides
+# import the same installed package, whichever test starts the fork server first.
 IMPORT_PATH = tuple(str(Path(entry).absolute()) for entry in sys.path if entry)
 
 
 def ranks(*world_sizes: int, slow: Sequence[int] = ()) -> pytest.MarkDecorator:
-    """Run a test that uses the fixture `pool` once per world size; with those of `slow` it is a slow test."""
+    """Run a test that uses the fixture `pool` once per world size; for the sizes in `slow` it is marked as slow."""
     sizes = [pytest.param(size, id=f"{size}ranks") for size in world_sizes]
     sizes += [pytest.param(size, id=f"{size}ranks", marks=pytest.mark.slow) for size in slow]
     return pytest.mark.parametrize("pool", sizes, indirect=True)
 
 
 def slow_unless(fast: Sequence[Any], values: Iterable[Any]) -> list[Any]:
-    """Values for `parametrize`, slow but for some."""
+    """Values for `parametrize`; all except those in `fast` are marked as slow."""
     return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """How a run failed on one rank; `kind` is the exception's class name, or "died" or "timeout"."""
+    """The failure of a run on one rank; `kind` is the exception's class name, or "died" or "timeout"."""
 
     kind: str
     message: str
@@ -77,7 +77,7 @@ class Failure:
 
 
 class RankError(Exception):
-    """A run failed; `failures` says how, by rank, and `rank` is the one that failed first."""
+    """Raised when a run fails; `failures` has the failures by rank, and `rank` is the one that failed first."""
 
     def __init__(self, failures: dict[int, Failure]) -> None:
         self.failures = failures
@@ -86,7 +86,7 @@ class RankError(Exception):
 
 
 class ForkServer:
-    """The process that ranks are forked from, with `preload` imported; the first fork starts it."""
+    """The process that ranks are forked from, which has imported `preload`; the first fork starts it."""
 
     def __init__(self, preload: Sequence[str] = PRELOAD) -> None:
         self._preload = preload
@@ -94,7 +94,7 @@ class ForkServer:
         self._control: socket.socket | None = None
 
     def fork(self, spec: rank_worker.RankSpec) -> tuple[int, Connection]:
-        """A new rank: its process id and the connection to it."""
+        """Fork a new rank, and return its process id and the connection to it."""
         control = self._control or self._start()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -123,7 +123,7 @@ class ForkServer:
         return ours
 
     def close(self) -> None:
-        """Closing the control socket ends the server; ranks end with their own connections."""
+        """End the server by closing its control socket; ranks end when their own connections are closed."""
         if self._control is not None and self._process is not None:
             self._control.close()
             self._process.wait(timeout=START_TIMEOUT)
@@ -131,7 +131,7 @@ class ForkServer:
 
 
 def server_environment() -> dict[str, str]:
-    """Reproducible arithmetic; no multi-node launcher's variables; gloo on the loopback device."""
+    """The server's environment: reproducible arithmetic, no variables of multi-node launchers, gloo on loopback."""
     launcher = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(launcher)} | REPRODUCIBLE
     if "lo" in dict(socket.if_nameindex()).values():
@@ -140,9 +140,9 @@ def server_environment() -> dict[str, str]:
 
 
 class RankPool:
-    """`world_size` processes that run functions together, started at first use and again after a hang.
+    """`world_size` processes that run functions together; they are started at first use, and again after a hang.
 
-    `setup` and `backend` are those of `rank_worker.RankSpec`.
+    For `setup` and `backend` see `rank_worker.RankSpec`.
     """
 
     grace = GRACE
@@ -162,11 +162,11 @@ class RankPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The ranks' process ids; empty while none runs."""
+        """The ranks' process ids; empty if no ranks are running."""
         return tuple(self._pids)
 
     def start(self) -> None:
-        """Have the ranks running; without effect where they are."""
+        """Start the ranks unless they are running."""
         if self._pids:
             return
         port = free_port()
@@ -182,21 +182,21 @@ class RankPool:
         )
 
     def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
-        """The results of `function(*args, **kwargs)` on every rank, in rank order.
+        """Run `function(*args, **kwargs)` on every rank and return the results in rank order.
 
-        The function must be at module level; arguments and results are pickled. What the ranks print is
-        printed here. Raises RankError if any rank raises or dies, or the ranks do nothing after the pool's time limit.
+        The function must be at module level; arguments and results are pickled. The ranks' output is printed here.
+        Raises RankError if any rank raises or dies, or if ranks hang after the pool's time limit.
         """
         return self.run_within(self.timeout, function, *args, **kwargs)
 
     def run_within(self, seconds: float, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
-        """As `run`, with a time limit of its own."""
+        """Like `run`, but with the time limit `seconds`."""
         job = self._job(seconds, function, args, kwargs)
         self.start()
         try:
             self._send(job)
             results, failures = self._collect(seconds)
-        except BaseException:  # interrupted: the answers of this run must not be taken for the next one's
+        except BaseException:  # interrupted: answers of this run must not be mistaken for those of the next run
             self.kill()
             raise
         if all(failure.answered for failure in failures.values()):
@@ -210,11 +210,11 @@ class RankPool:
 
     def _send(self, message: bytes) -> None:
         for connection in self._connections:
-            with contextlib.suppress(ConnectionError):  # it died since: `_collect` reports it
+            with contextlib.suppress(ConnectionError):  # the rank has died: `_collect` reports it
                 connection.send_bytes(message)
 
     def kill(self) -> None:
-        """End the ranks at once, with every process they started."""
+        """Kill the ranks, with all processes that they started."""
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
@@ -264,13 +264,13 @@ class RankPool:
                     failures[rank], worked = reply, time.monotonic()
                 else:
                     results[rank] = reply
-            # On a busy machine a rank may come late to its end, or to its own error; one that hangs has nothing to do.
+            # On a busy machine a rank may be late, but it has work to do then; a hanging rank has none.
             if unwatched <= 0.0 and any(processes.at_work(self._pids[rank]) for rank in waiting.values()):
                 worked = time.monotonic()
         return results, failures
 
     def _hung(self, hung: list[int], seconds: float) -> dict[int, Failure]:
-        """Ranks that do not answer, each of which prints its stacks first."""
+        """The failures of ranks that do not answer, after each of them has printed its stacks."""
         for rank in hung:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pids[rank], signal.SIGUSR1)
@@ -281,17 +281,17 @@ class RankPool:
         return {rank: Failure("timeout", message, answered=False) for rank in hung}
 
     def _has_printed_stacks(self, rank: int) -> bool:
-        """Whether the stack of the first thread, which comes last, is whole."""
+        """Whether the stack of the first thread, which is printed last, is complete."""
         return b"in <module>\n" in self._output(rank).rpartition(b"(most recent call first):\n")[2]
 
     def _output(self, rank: int) -> bytes:
-        """What a rank has printed that has not been printed here."""
+        """The output of a rank that has not been printed here yet."""
         with Path(self._folder.name, f"rank{rank}.log").open("rb") as file:
             file.seek(self._printed[rank])
             return file.read()
 
     def _print_output(self) -> None:
-        """What the ranks printed in this run, which pytest shows if the test fails."""
+        """Print the ranks' output of this run, which pytest shows if the test fails."""
         for rank in range(self.world_size):
             text = self._output(rank)
             self._printed[rank] += len(text)
@@ -300,7 +300,7 @@ class RankPool:
 
 
 def longest_wait(seconds: float) -> float:
-    """Bounds the collectives of a run with this limit."""
+    """The limit of collectives in a run with the limit `seconds`."""
     return PATIENCE * seconds + LATE
 
 

@@ -1,4 +1,4 @@
-"""What sharded training must equal: one process that runs every rank's micro-batches with a stock optimizer.
+"""The reference for sharded training: one process that runs every rank's micro-batches with a stock optimizer.
 
 It sums gradients in rank order, pre-divided by the world size, as a rank-ordered reduction does:
 `g = (g_0 / W + g_1 / W) + g_2 / W ...`, each term `g_r * (1 / W)` rounded to the reduce dtype.
@@ -31,9 +31,9 @@ NORMALIZATIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What training left, tensors copied; `norms` are the steps' global gradient norms before clipping.
+    """The results of a training, with copied tensors; `norms` are the steps' global gradient norms before clipping.
 
-    `weights` holds rank 0's buffers too, `buffers` all of every rank by name; only the reference fills it.
+    `weights` includes rank 0's buffers; `buffers` has the buffers of every rank by name, from the reference only.
     """
 
     weights: dict[str, Tensor]
@@ -43,21 +43,21 @@ class Trained:
 
 
 class RankBuffers:
-    """Buffers of one model as each rank would have them; ranks share its parameters only."""
+    """The buffers that each rank would have of one model; the ranks share only its parameters."""
 
     def __init__(self, model: nn.Module, world: int) -> None:
         self._model = model
         self._modules = list(model.modules())
-        # Copied together: one that is registered twice stays one.
+        # Copied together, so that a buffer that is registered twice stays one.
         self._held = [copy.deepcopy([module._buffers for module in self._modules]) for _ in range(world)]
 
     def load(self, rank: int) -> None:
-        """Give the model a rank's buffers, which it may change or replace until it gets others."""
+        """Put a rank's buffers into the model, which may change or replace them until the next call."""
         for module, buffers in zip(self._modules, self._held[rank], strict=True):
             module._buffers = buffers
 
     def share(self) -> None:
-        """Give every rank rank 0's, but for statistics of normalization layers, which each rank gathers alone."""
+        """Copy rank 0's buffers to all ranks, except statistics of normalization layers, which are each rank's own."""
         for rank in range(1, len(self._held)):
             copied = copy.deepcopy(self._held[0])
             for number, module in enumerate(self._modules):
@@ -94,14 +94,14 @@ def train_reference(
 
     `reduce_each=True` reduces every micro-batch and sums the results (stages 2 and 3); False sums each rank's
     micro-batches first and reduces the sums (stages 0 and 1). A loss is divided by `accumulate` (default: the
-    step's micro-batches), as Lightning does. `cast` turns a copy of the model into the one that computes: the
-    optimizer then updates `model`'s own precision, the masters, which the working copy follows.
+    number of the step's micro-batches), as Lightning does. `cast` makes the working copy, which computes, from a copy
+    of the model; the optimizer then updates masters in `model`'s own precision, which are rounded into the former.
 
     Gradients are reduced in `reduce_dtype` (default: the parameter's) and kept in `grad_dtype` (default: the
-    reduce dtype, or fp32 if that has 16 bits and there are several micro-batches). They are those of the loss
+    reduce dtype, or fp32 if that has 16 bits and there are several micro-batches). They are gradients of the loss
     times `loss_scale` (one for all steps, or one for each), and divided by it in the master's precision before
-    clipping. `skip_nonfinite=True` leaves optimizer and scheduler alone where one is not finite; the step's norm
-    is then not finite either. Groups of `shard_size` ranks (default: all) sum first, and then their sums.
+    clipping. `skip_nonfinite=True` skips optimizer and scheduler if a gradient is not finite; the step's norm is then
+    not finite either. Groups of `shard_size` ranks (default: all) are summed first, and then their sums.
     """
     master = copy.deepcopy(model)
     working = master if cast is None else cast(copy.deepcopy(model))
@@ -140,11 +140,11 @@ def train_reference(
 def rank_gradients(
     model: nn.Module, batch: Tensor, loss_fn: LossFunction, divisor: int, scale: float = 1.0
 ) -> Gradients:
-    """One rank's gradients of one micro-batch, of the loss times `scale`."""
+    """One rank's gradients of one micro-batch's loss times `scale`."""
     model.zero_grad(set_to_none=True)
     loss = loss_fn(model, batch) / divisor
     if scale != 1.0:
-        # In 16 bits the product may overflow.
+        # In fp32 at least, since in 16 bits the product may overflow.
         loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
     loss.backward()
     return [parameter.grad for parameter in model.parameters()]
@@ -179,26 +179,26 @@ def sum_then_reduce(
 
 
 def groups_of(world: int, shard_size: int | None) -> list[slice]:
-    """Neighbouring ranks that shard together."""
+    """The shard groups, which consist of consecutive ranks."""
     size = shard_size or world
     return [slice(first, first + size) for first in range(0, world, size)]
 
 
 def sum_micro(micro: Sequence[Gradients], dtype: torch.dtype | None) -> Gradients:
-    """The sum over micro-batches, in order, in the dtype gradients are kept in."""
+    """The sum over micro-batches, in order, in the dtype in which gradients are kept."""
     terms = zip(*micro, strict=True)
     return [ordered_sum([kept(g, dtype, len(micro)) for g in each]) for each in terms]
 
 
 def reduce_ranks(per_rank: Sequence[Gradients], dtype: torch.dtype | None, world: int | None = None) -> Gradients:
-    """The rank-ordered sum, divided before by `world` (default: the ranks given); one without a gradient adds zeros."""
+    """The rank-ordered sum of gradients divided by `world` (default: the number of ranks); None counts as zeros."""
     scale = 1.0 / (world or len(per_rank))
     scaled = ([None if g is None else g.to(dtype or g.dtype) * scale for g in rank] for rank in per_rank)
     return [ordered_sum(terms) for terms in zip(*scaled, strict=True)]
 
 
 def ordered_sum(terms: Sequence[Tensor | None]) -> Tensor | None:
-    """((t_0 + t_1) + t_2) + ... over the terms there are."""
+    """((t_0 + t_1) + t_2) + ... over the terms that are not None."""
     present = [term for term in terms if term is not None]
     if not present:
         return None
@@ -209,7 +209,7 @@ def ordered_sum(terms: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def kept(gradient: Tensor | None, dtype: torch.dtype | None, micro_batches: int) -> Tensor | None:
-    """The gradient in the dtype it is kept in."""
+    """The gradient in the dtype in which it is kept."""
     if gradient is None:
         return None
     if dtype is None and micro_batches > 1 and gradient.element_size() == 2:
@@ -218,7 +218,7 @@ def kept(gradient: Tensor | None, dtype: torch.dtype | None, micro_batches: int)
 
 
 def set_gradients(model: nn.Module, gradients: Gradients, scale: float = 1.0) -> None:
-    """Give each parameter its gradient, in its own dtype, divided by `scale`."""
+    """Set each parameter's gradient, in the parameter's dtype, divided by `scale`."""
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
         if parameter.grad is not None and scale != 1.0:
@@ -231,11 +231,11 @@ def all_finite(gradients: Iterable[Tensor | None]) -> bool:
 
 
 def clip_gradients(model: nn.Module, clip_norm: float | None, clip_value: float | None) -> float:
-    """Clip in place; returns the global norm before.
+    """Clip in place and return the global norm before clipping.
 
     The norm and the coefficient `min(1, clip_norm / (norm + 1e-6))` are computed in float64. For gradients of
-    32 and 16 bits the multiplication rounds the coefficient to fp32, which hides the order in which squares
-    were added, and then the product to the gradient's dtype.
+    32 and 16 bits the multiplication rounds the coefficient to fp32, which makes the order of adding squares
+    irrelevant, and then the product to the gradient's dtype.
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norm = math.sqrt(math.fsum(float(gradient.double().square().sum()) for gradient in gradients))
@@ -249,13 +249,13 @@ def clip_gradients(model: nn.Module, clip_norm: float | None, clip_value: float 
 
 @torch.no_grad()
 def follow(working: nn.Module, master: nn.Module) -> None:
-    """Round the masters into the model that computes."""
+    """Round the masters into the working copy."""
     if working is not master:
         for low, high in zip(working.parameters(), master.parameters(), strict=True):
             low.copy_(high)
 
 
 def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """A copy of the optimizer's state by parameter name, for parameters that have any."""
+    """A copy of the optimizer's state by parameter name, for parameters with state."""
     named = ((name, optimizer.state.get(parameter)) for name, parameter in model.named_parameters())
     return {name: copy.deepcopy(state) for name, state in named if state}

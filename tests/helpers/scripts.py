@@ -1,4 +1,4 @@
-"""`python examples/...` inside the ranks of a pool: all of it, Hydra's command line included, but no launcher."""
+"""Runs `python examples/...` inside the ranks of a pool, including Hydra's command line, but without a launcher."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-# Settings that make any run of the examples short; a configuration takes those that it has a key for.
+# Settings that make any run of the examples short; a configuration gets those for which it has a key.
 SHORT = {
     "trainer.accelerator": "cpu",
     "trainer.max_steps": 3,
@@ -36,7 +36,7 @@ SHORT = {
     "data.eval_batch_size": 4,
     "data.train_images": 16,
     "data.test_images": 8,
-    "data.vocab": "vocab",  # downloaded otherwise
+    "data.vocab": "vocab",  # otherwise it is downloaded
     "vocab": "vocab",
     "sample.length": 5,
     "length": 5,
@@ -46,7 +46,7 @@ _NO_LOGGING = ("hydra/job_logging=none", "hydra/hydra_logging=none")
 
 
 class Run(NamedTuple):
-    """A script of an example and how it is run."""
+    """A script of an example, and the arguments to run it with."""
 
     script: Path
     arguments: list[str]
@@ -54,7 +54,7 @@ class Run(NamedTuple):
 
 
 def short_run(script: Path, overrides: Sequence[str]) -> Run:
-    """A script with these overrides, and then those that make it short; its results are in the folder `run`."""
+    """A run of a script with these overrides, and those that make it short; its results are in the folder `run`."""
     if "--help" in overrides:
         return Run(script, [*overrides], 1)
     with initialize_config_dir(str(script.parent / "conf"), version_base="1.3"):
@@ -73,7 +73,7 @@ def _has(cfg: DictConfig, key: str) -> bool:
 
 
 def overridden(cfg: DictConfig, *overrides: str) -> DictConfig:
-    """A copy with other values, parsed as Hydra does, which would take a tenth of a second to compose it anew."""
+    """A copy with other values, parsed as Hydra does; composing it again would take a tenth of a second."""
     copied = copy.deepcopy(cfg)
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         added = override.is_add() or override.is_force_add()
@@ -82,10 +82,10 @@ def overridden(cfg: DictConfig, *overrides: str) -> DictConfig:
 
 
 def run_script(script: Path, arguments: Sequence[str], folder: Path) -> None:
-    """Run a Hydra application of ``examples`` as if its command line was typed in ``folder``.
+    """Run a Hydra application of ``examples`` as if its command line were typed in ``folder``.
 
     Raises:
-        RuntimeError: it ended with a message, or with another exit code than 0.
+        RuntimeError: it ended with a message, or with an exit code other than 0.
     """
     os.chdir(folder)  # the pool changes back
     command = [str(script), *arguments, *([] if "--help" in arguments else _NO_LOGGING)]
@@ -99,7 +99,7 @@ def run_script(script: Path, arguments: Sequence[str], folder: Path) -> None:
 
 @contextmanager
 def _modules_of(folder: Path) -> Iterator[None]:
-    """Inside, they can be imported; each example has modules of the same names."""
+    """A context in which the modules of an example can be imported; the examples use the same module names."""
     with mock.patch.object(sys, "path", [str(folder), *sys.path]):
         try:
             yield
@@ -110,7 +110,7 @@ def _modules_of(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _no_hydra() -> Iterator[None]:
-    """Afterwards, this process runs no application of Hydra."""
+    """A context after which no Hydra application is active in this process."""
     before = HydraConfig.instance().cfg
     try:
         yield

@@ -1,9 +1,9 @@
-"""A switch whose ports are slow: it forwards each frame late, and so many bits in a second from each port.
+"""A switch with slow ports: it delays each frame, and limits the rate in bits per second from each port.
 
     python slow_links.py DELAY RATE DEVICE ...
 
-Run in the network namespace of the devices, which belong to no bridge then; it prints ``ready``, and forwards until its
-standard input ends. A kernel can have ``tc netem`` for it or not; raw sockets are everywhere.
+It must run in the network namespace of the devices, which must not belong to a bridge. It prints ``ready``, and
+forwards until its standard input ends. It uses raw sockets because not every kernel has ``tc netem``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import time
 
 SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23  # linux/if_packet.h
 ETH_P_ALL = 3
-# A link hands over segments that are not cut to packets yet, and checksums that nobody has computed: it says so in a
-# header of its own, which the next link gets, too.
+# A link delivers segments that are not yet cut into packets, and without computed checksums. A header describes this,
+# and is passed on to the next link.
 LINK_HEADER = 10  # sizeof(struct virtio_net_hdr)
 FRAME = LINK_HEADER + 14 + (1 << 16)
 BROADCAST = b"\xff" * 6
@@ -26,8 +26,8 @@ BUFFER = 1 << 26  # bytes
 
 
 def open_port(device: str) -> socket.socket:
-    """All frames that arrive at a device, whomever they are for; what is sent leaves by it."""
-    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # hears nothing before it is bound
+    """A socket that receives all frames arriving at a device, for any address, and sends by the device."""
+    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # receives nothing before it is bound
     port.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
     port.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
     for direction in (socket.SO_RCVBUF, socket.SO_SNDBUF):
@@ -40,12 +40,12 @@ def forward(ports: list[socket.socket], delay: float, rate: float) -> None:
     """Forward frames until standard input ends.
 
     Args:
-        ports: of the switch.
-        delay: in seconds, of each frame.
-        rate: bits in a second that come from one port.
+        ports: ports of the switch.
+        delay: delay of each frame, in seconds.
+        rate: maximum bits per second from one port.
     """
-    behind: dict[bytes, socket.socket] = {}  # the port of an address, once it has sent
-    free = dict.fromkeys(ports, 0.0)  # when the link from a port has carried all before
+    behind: dict[bytes, socket.socket] = {}  # the port of each address that has sent a frame
+    free = dict.fromkeys(ports, 0.0)  # the time when the link from a port has carried all earlier frames
     due: list[tuple[float, int, bytes, socket.socket]] = []
     numbers = itertools.count()
     while True:

@@ -1,4 +1,4 @@
-"""The sources of the package, parsed once for all tests of the house's rules."""
+"""The sources of the package, parsed once for all tests of code style."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def files() -> list[Path]:
 
 @cache
 def nodes(source: str) -> tuple[ast.AST, ...]:
-    """All nodes of a source's syntax tree, as `ast.walk` gives them."""
+    """All nodes of a source's syntax tree, in the order of `ast.walk`."""
     return tuple(ast.walk(ast.parse(source)))

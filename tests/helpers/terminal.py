@@ -1,4 +1,4 @@
-"""A program on a pseudo-terminal: what it prints, and keys for it."""
+"""Runs a program on a pseudo-terminal, reads its output and sends it keys."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|\r")
 
 
 class Terminal:
-    """Runs a program on a pseudo-terminal of 200 columns; a context.
+    """A context that runs a program on a pseudo-terminal of 200 columns.
 
     Args:
         command: the program and its arguments.
-        folder: where it runs.
-        patience: seconds in which what is expected must come.
+        folder: its working folder.
+        patience: seconds to wait for expected output.
     """
 
     def __init__(self, command: Sequence[str], folder: Path, patience: float = 60.0) -> None:
@@ -36,7 +36,7 @@ class Terminal:
     def __enter__(self) -> Self:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 200, 0, 0))
-        # Nobody answers where the cursor is.
+        # There is no terminal to answer requests for the cursor's position.
         environment = os.environ | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "COLUMNS": "200"}
         self._process = subprocess.Popen(
             self.command,
@@ -57,7 +57,7 @@ class Terminal:
         os.close(self._master)
 
     def expect(self, text: str) -> None:
-        """Reads until a text comes that was not expected before."""
+        """Reads until `text` occurs in output after the last expected text."""
         end = time.monotonic() + self.patience
         while (at := self.printed.find(text, self._seen)) < 0:
             assert self._read(end - time.monotonic()), f"{text!r} does not come after {self.printed[-2000:]}"
@@ -68,7 +68,7 @@ class Terminal:
         os.write(self._master, keys.encode())
 
     def answer(self, question: str, keys: str = ENTER) -> None:
-        """Waits for a question, and presses keys."""
+        """Waits for a question and presses keys."""
         self.expect(question)
         self.type(keys)
 
@@ -80,7 +80,7 @@ class Terminal:
         return self._process.wait(10)
 
     def _read(self, seconds: float) -> bool:
-        """Reads what comes within so many seconds; false: nothing, or the program has ended."""
+        """Reads output that comes within `seconds`; False if there is none or the program has ended."""
         if not select.select([self._master], [], [], max(0.0, seconds))[0]:
             return False
         try:

@@ -1,7 +1,7 @@
-"""Tiny models as users bring them: of `transformers` and `peft`, built from a config, and plain torch ones.
+"""Tiny versions of models that users train: of `transformers` and `peft`, built from a config, and plain torch ones.
 
 Every model is called with a batch's items as keywords and returns a mapping with "loss" and "logits". Nothing is
-downloaded, dropout is off, and sizes are odd or no powers of two: shards cut through parameters.
+downloaded, dropout is off, and sizes are odd or no powers of two, so that shard borders lie inside parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Batches = list[list[list[Batch]]]  # [step][micro-batch][rank]; there is one mic
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """How a model and its batches are made, and what are its units."""
+    """A kind of model: functions that make it and its batches, and its units."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], Batch]
@@ -38,19 +38,19 @@ class Kind:
 
 
 def tokens(generator: torch.Generator) -> Batch:
-    """For a decoder: it predicts each next token."""
+    """A batch for a decoder, which predicts each next token."""
     drawn = torch.randint(3, VOCAB, (2, LENGTH), generator=generator)
     return {"input_ids": drawn, "labels": drawn}
 
 
 def pairs(generator: torch.Generator) -> Batch:
-    """For an encoder and a decoder."""
+    """A batch for an encoder and a decoder."""
     drawn = torch.randint(3, VOCAB, (2, LENGTH), generator=generator)
     return {"input_ids": drawn, "labels": drawn.flip(1)[:, :4].contiguous()}
 
 
 def sentences(generator: torch.Generator) -> Batch:
-    """For a classifier of texts, one of which is shorter than the other."""
+    """A batch for a classifier of texts; one text is shorter than the other."""
     drawn = torch.randint(3, VOCAB, (2, LENGTH), generator=generator)
     mask = torch.ones_like(drawn)
     mask[1, -2:] = 0
@@ -58,7 +58,7 @@ def sentences(generator: torch.Generator) -> Batch:
 
 
 def images(generator: torch.Generator) -> Batch:
-    """For a classifier of images."""
+    """A batch for a classifier of images."""
     pixels = torch.randn(4, 3, IMAGE, IMAGE, generator=generator)
     return {"pixel_values": pixels, "labels": torch.randint(CLASSES, (4,), generator=generator)}
 
@@ -122,7 +122,7 @@ def _llama_sizes() -> dict[str, int]:
     return {
         "vocab_size": VOCAB,
         "hidden_size": 20,
-        "intermediate_size": 28,  # products of experts in one parameter need rows of 16 bytes
+        "intermediate_size": 28,  # matrix products of experts in one parameter need rows of a multiple of 16 bytes
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "max_position_embeddings": 32,
@@ -131,7 +131,7 @@ def _llama_sizes() -> dict[str, int]:
 
 
 def mixtral() -> nn.Module:
-    """Each layer's experts lie in one parameter."""
+    """A model in which the experts of each layer share one parameter."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -139,7 +139,7 @@ def mixtral() -> nn.Module:
 
 
 def switch() -> nn.Module:
-    """Each expert is a module, and most tokens' choice leaves some of them unused."""
+    """A model in which each expert is a module; the routing leaves some experts unused in most batches."""
     from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 
     config = SwitchTransformersConfig(
@@ -197,7 +197,7 @@ def hf_vit() -> nn.Module:
 
 
 def lora() -> nn.Module:
-    """A frozen GPT-2 with small trainable matrices beside two of its layers, and a trainable copy of its head."""
+    """A frozen GPT-2 with small trainable matrices added to two of its layers, and a trainable copy of its head."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
@@ -205,7 +205,7 @@ def lora() -> nn.Module:
         target_modules=["c_attn", "c_fc"],
         modules_to_save=["lm_head"],
         fan_in_fan_out=True,
-        init_lora_weights=False,  # the usual ones begin with zeros: half of the gradients would be zero too
+        init_lora_weights=False,  # the usual initial weights include zeros, so that half of the gradients would be zero
         task_type="CAUSAL_LM",
     )
     return get_peft_model(gpt2(tied=False), config)

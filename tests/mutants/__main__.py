@@ -39,11 +39,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m mutants", description=__doc__)
     parser.add_argument("ids", nargs="*", help="mutants to plant (all), or `generate FILE ...`: files of the package")
     parser.add_argument("--jobs", type=int, default=2, help="mutants side by side (2)")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds for a mutant's tests; then it is killed")
-    parser.add_argument("--tests", help="pytest's arguments instead of the named tests: finds what kills a mutant")
-    parser.add_argument("--all", action="store_true", help="go on after the first failure and print all")
-    parser.add_argument("--seed", type=int, default=0, help="of `generate`: other seeds choose others")
-    parser.add_argument("--count", type=int, default=2, help="of `generate`: how many for each file")
+    parser.add_argument("--limit", type=float, default=300.0, help="time limit of a mutant's tests, in seconds")
+    parser.add_argument("--tests", help="pytest's arguments instead of the named tests, to find what kills a mutant")
+    parser.add_argument("--all", action="store_true", help="continue after the first failure and print all failures")
+    parser.add_argument("--seed", type=int, default=0, help="for `generate`: seed of the choice of mutants")
+    parser.add_argument("--count", type=int, default=2, help="for `generate`: number of mutants per file")
     parser.add_argument("--catalogue", type=Path, default=HERE, help="the folder with the lists")
     parser.add_argument("--package", default="lightning_zero")
     parser.add_argument("--root", type=Path, default=HERE.parents[1], help="what node ids begin at")
@@ -59,7 +59,7 @@ def choose(mutants: Sequence[Mutant], ids: Sequence[str]) -> list[Mutant]:
 
 
 def test(project: Project, mutants: Sequence[Mutant], folder: Path, options: argparse.Namespace) -> int:
-    """Run the tests on the package as it is, then on each mutant; 1 where a test fails or a mutant survives."""
+    """Run the tests on the unchanged package, then on each mutant; 1 if a test fails on the former or one survives."""
     nodes = tuple(dict.fromkeys(node for mutant in mutants for node in mutant.killed_by))
     if not options.tests and not passes(project, nodes, folder / "unchanged", options):
         return 1
@@ -77,7 +77,7 @@ def test(project: Project, mutants: Sequence[Mutant], folder: Path, options: arg
 
 
 def passes(project: Project, nodes: Sequence[str], folder: Path, options: argparse.Namespace) -> bool:
-    """Whether the tests pass on a copy without a mutant, without which their failures would say nothing."""
+    """Whether the tests pass on a copy without a mutant; otherwise their failures would mean nothing."""
     files = list(dict.fromkeys(map(file_of, nodes)))
     parts = [[node for node in nodes if file_of(node) in files[part :: options.jobs]] for part in range(options.jobs)]
     jobs = [Job(tuple(part)) for part in parts if part]
@@ -107,5 +107,5 @@ def describe(outcome: Outcome) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what runs, as an interrupt does
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends running jobs, as an interrupt does
     sys.exit(main())

@@ -12,14 +12,14 @@ from typing import Any
 
 
 class StaleError(ValueError):
-    """Entries that no longer fit the package or the tests; the message names each."""
+    """Raised for entries that no longer fit the package or the tests; the message names each of them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """A wrong change: `text`, which occurs once in `file` of the package, becomes `becomes`.
+    """A wrong change: `text`, which occurs once in `file` of the package, is replaced by `becomes`.
 
-    `breaks` says what is wrong then; `killed_by` are the node ids of tests, each of which fails then.
+    `breaks` describes the resulting defect; `killed_by` are the node ids of tests, each of which must fail.
     """
 
     id: str
@@ -35,7 +35,7 @@ class Mutant:
         path.write_text(path.read_text().replace(self.text, self.becomes))
 
     def toml(self) -> str:
-        """The entry as a file of the catalogue has it."""
+        """The entry in the format of the catalogue's files."""
         fields = dataclasses.asdict(self)
         killers = "".join(f'\n    "{node}",' for node in fields.pop("killed_by"))
         lines = [f"{name} = {quoted(value)}" for name, value in fields.items()]
@@ -43,7 +43,7 @@ class Mutant:
 
 
 def quoted(value: str) -> str:
-    """A TOML string; one that has several lines, quotes or backslashes is written as it is."""
+    """A TOML string; text with several lines, quotes or backslashes becomes a literal string."""
     if not any(character in value for character in '\n"\\'):
         return f'"{value}"'
     assert "'''" not in value
@@ -51,7 +51,7 @@ def quoted(value: str) -> str:
 
 
 def read(folder: Path) -> list[Mutant]:
-    """All entries of the files of `folder`, in the order of their names."""
+    """All entries of the files in `folder`, in the order of the files' names."""
     entries: list[dict[str, Any]] = []
     for path in sorted(folder.glob("*.toml")):
         entries += tomllib.loads(path.read_text())["mutant"]
@@ -59,7 +59,7 @@ def read(folder: Path) -> list[Mutant]:
 
 
 def check(mutants: Iterable[Mutant], package: Path, root: Path) -> None:
-    """Raise StaleError for entries whose text or tests are not found; `root` is what node ids begin at."""
+    """Raise StaleError for entries whose text or tests are not found; node ids are relative to `root`."""
     mutants = list(mutants)
     names = Counter(mutant.id for mutant in mutants)
     wrong = [f"{name}: used by {count} entries" for name, count in names.items() if count > 1]
@@ -86,7 +86,7 @@ def wrong_text(mutant: Mutant, package: Path) -> list[str]:
 
 
 def wrong_tests(mutant: Mutant, root: Path, tests: dict[Path, set[str]]) -> list[str]:
-    """Names of tests that do not exist; `tests` keeps the names of files already read."""
+    """Problems with tests that do not exist; `tests` caches the names of tests by file."""
     wrong = [] if mutant.killed_by else ["no test kills it"]
     for node in mutant.killed_by:
         file, _, name = node.partition("::")

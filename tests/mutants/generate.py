@@ -1,4 +1,4 @@
-"""Proposes mutants of a file: one change of one expression or statement, chosen by a seed from all that there are."""
+"""Proposes mutants of a file: changes of one expression or statement, chosen by a seed from all possible ones."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ OPERATORS: dict[type[ast.operator], tuple[str, str]] = {
     ast.BitOr: ("|", "&"),
     ast.BitAnd: ("&", "|"),
 }
-# Functions that give the opposite when another's name is written.
+# Functions whose names are exchanged because they do the opposite.
 OPPOSITES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
 class Change(NamedTuple):
-    """The source between two offsets becomes other text; `kind` names the sort of change."""
+    """A replacement of the source between two offsets; `kind` names the kind of change."""
 
     start: int
     end: int
@@ -77,30 +77,30 @@ class Changes(ast.NodeVisitor):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         self._functions.append(node.name.strip("_"))
-        for child in node.body:  # neither decorators nor annotations
+        for child in node.body:  # not decorators and annotations
             self.visit(child)
         self._functions.pop()
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        for child in node.body:  # no decorators
+        for child in node.body:  # not decorators
             self.visit(child)
 
     def visit_keyword(self, node: ast.keyword) -> None:
-        if node.arg != "strict":  # of `zip`: lengths are equal
+        if node.arg != "strict":  # the argument of `zip`, where lengths are equal anyway
             self.generic_visit(node)
 
     def visit_Assert(self, node: ast.Assert) -> None:
-        """An invariant: a change there shows itself."""
+        """Skips invariants, since a change there fails by itself."""
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        """Mostly text."""
+        """Skips errors, which are mostly text."""
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
             self.visit(node.value)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """Text."""
+        """Skips text."""
 
     def visit_If(self, node: ast.If) -> None:
         if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
@@ -169,14 +169,14 @@ def is_type(node: ast.expr) -> bool:
 
 
 def are_alike(first: ast.expr, second: ast.expr) -> bool:
-    """Whether two arguments may be of one type, so that a call with both exchanged goes wrong late, if ever."""
+    """Whether two arguments may have the same type, so that exchanging them in a call need not fail at once."""
     variables = ast.Name | ast.Attribute | ast.Subscript
     plain = isinstance(first, variables) and isinstance(second, variables)
     return plain and ast.dump(first) != ast.dump(second) and not is_type(first) and not is_type(second)
 
 
 def propose(package: Path, file: str, *, seed: int, count: int) -> Iterator[Mutant]:
-    """`count` mutants of a file of the package, as different in kind and place as there are, without killers."""
+    """Propose `count` mutants of a file of the package, as different in kind and place as possible, without killers."""
     source = (package / file).read_text()
     changes = Changes(source).found
     random.Random(f"{seed} {file}").shuffle(changes)
@@ -190,7 +190,7 @@ def propose(package: Path, file: str, *, seed: int, count: int) -> Iterator[Muta
 
 
 def as_mutant(source: str, file: str, change: Change) -> Mutant:
-    """The change with as many whole lines around it as make its text unique."""
+    """The mutant for a change; its text includes as many whole lines around the change as make it unique."""
     start = source.rfind("\n", 0, change.start) + 1
     end = source.find("\n", change.end)
     while source.count(source[start:end]) > 1 and start:

@@ -1,7 +1,7 @@
-"""Runs tests against a copy of the package, each run in a fresh process that has imported none of it.
+"""Runs tests against a copy of the package, each run in a new process that has not imported the package.
 
-The processes are forks of one that has imported pytest, torch and Lightning. A fork imports the package from its copy,
-before an installed one, and so do the ranks of the pools and every other process that its tests start.
+The processes are forks of one that has imported pytest, torch and Lightning. A fork imports the package from its copy
+instead of an installed one, and so do the ranks of the pools and all other processes that its tests start.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from helpers import rank_worker, ranks
 
 from mutants.catalogue import Mutant
 
-# What the package has beside its folder when its installation is editable.
+# The files that an editable installation of the package has outside the package's folder.
 ELSEWHERE = ("conf", "ops._C")
 OPTIONS = (
-    "-mnot slow and not gpu",  # without parameters, a node id names all of a test's
+    "-mnot slow and not gpu",  # needed because a node id without parameters selects all cases of a test
     "--hypothesis-seed=0",
     "--quiet",
     "--tb=short",
     "-pno:cacheprovider",
-    "-Wignore::pytest.PytestAssertRewriteWarning",  # plugins that the process has imported already
+    "-Wignore::pytest.PytestAssertRewriteWarning",  # about plugins that the process has already imported
 )
-# Python runs a module of this name at every start, so that the copy is found first in all processes, also before
-# the finder of an editable installation.
+# Python imports a module of this name at every start. It makes all processes find the copy first, even before the
+# finder of an editable installation.
 FINDER = "sitecustomize.py"
 FIND_COPY_FIRST = """\
 import sys
@@ -59,7 +59,7 @@ sys.meta_path.insert(0, Copy)
 
 @dataclasses.dataclass(frozen=True)
 class Project:
-    """What is tested: an importable package, the folder that its tests' node ids begin at, what to import before."""
+    """The tested project: an importable package, the folder that node ids are relative to, and modules to preload."""
 
     package: str
     root: Path
@@ -74,8 +74,8 @@ class Project:
         return Path(spec.origin).parent
 
     def copy(self, target: Path) -> Path:
-        """Copy the whole package into the folder `target`, as a wheel would lay it out, with the finder."""
-        # Without compiled files: a mutant of the same size, planted in the same second, would not be compiled again.
+        """Copy the whole package into the folder `target`, in the layout of a wheel, with the finder."""
+        # Without bytecode, because a mutant of the same size, planted in the same second, would not be compiled again.
         sources = shutil.ignore_patterns("__pycache__")
         copied = shutil.copytree(self.folder, target / self.package, ignore=sources)
         for name in ELSEWHERE:
@@ -101,14 +101,14 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a job ended.
+    """The outcome of a job.
 
     Attributes:
-        job: that was run.
-        status: pytest's exit status, the negative number of a signal that ended it, ``None`` past the time limit.
-        failed: by node id, how many seconds each test took that failed.
-        seconds: that the job took.
-        output: what pytest and the tests printed.
+        job: the job.
+        status: pytest's exit status, the negative number of a signal that ended it, or ``None`` after the time limit.
+        failed: by node id, the seconds that each failed test took.
+        seconds: the seconds that the job took.
+        output: the output of pytest and the tests.
     """
 
     job: Job
@@ -127,7 +127,7 @@ class Outcome:
 
 
 class Recorder:
-    """A plugin of pytest that notes what failed: tests, and files that cannot be imported."""
+    """A pytest plugin that notes failed tests and files that cannot be imported."""
 
     def __init__(self) -> None:
         self.failed: dict[str, float] = {}
@@ -142,10 +142,10 @@ class Recorder:
 
 
 def run(project: Project, jobs: Iterable[Job], folder: Path, *, side_by_side: int, limit: float) -> Iterator[Outcome]:
-    """The outcomes of jobs as they end; `folder` is a scratch folder, `limit` counts for each job, in seconds."""
+    """Run jobs and yield their outcomes as they end; `folder` is for temporary files, `limit` is in seconds per job."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(project.preload))
-    os.environ.update(ranks.REPRODUCIBLE)  # before the processes start: libraries read some of it once
+    os.environ.update(ranks.REPRODUCIBLE)  # before the processes start, since libraries read some of it only once
     running: dict[Connection, Run] = {}
     waiting = enumerate(jobs)
     try:
@@ -168,7 +168,7 @@ def run(project: Project, jobs: Iterable[Job], folder: Path, *, side_by_side: in
 
 
 class Run:
-    """A job under way in a process group of its own."""
+    """A running job, in a process group of its own."""
 
     def __init__(
         self, context: multiprocessing.context.ForkServerContext, project: Project, job: Job, folder: Path
@@ -185,16 +185,16 @@ class Run:
         theirs.close()
 
     def finish(self, *, in_time: bool) -> Outcome:
-        """The outcome; what still runs is killed."""
+        """End the job, killing processes that still run, and return its outcome."""
         status: int | None = None
         failed: dict[str, float] = {}
         if in_time:
             try:
                 status, failed = self.connection.recv()
-            except EOFError:  # it died: of a signal, as of a use of freed memory, or before it came to pytest
+            except EOFError:  # it died: of a signal, for example after a use of freed memory, or before pytest began
                 self._process.join()
                 status = self._process.exitcode
-                if status is not None and status < 0 and status != -signal.SIGKILL:  # which comes for want of memory
+                if status is not None and status < 0 and status != -signal.SIGKILL:  # SIGKILL: out of memory
                     failed = {f"died of {signal.Signals(-status).name}": 0.0}
         seconds = time.monotonic() - self.start
         self.kill()
@@ -203,16 +203,16 @@ class Run:
         return Outcome(self.job, status, failed, seconds, output)
 
     def kill(self) -> None:
-        """End the process with its group; the ranks end as they lose their connections."""
+        """Kill the process with its group; the ranks end when they lose their connections."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid or 0, signal.SIGKILL)
-        self._process.kill()  # it may not have its group yet
+        self._process.kill()  # it may not have created its group yet
         self._process.join()
         self.connection.close()
 
 
 def run_tests(project: Project, arguments: Sequence[str], folder: Path, result: Connection) -> None:
-    """Run pytest in this fresh process, with the package that `folder` holds."""
+    """Run pytest in this new process, with the copy of the package in `folder`."""
     os.setsid()
     with (folder / "output").open("w") as output:
         os.dup2(output.fileno(), 1)
@@ -222,7 +222,7 @@ def run_tests(project: Project, arguments: Sequence[str], folder: Path, result: 
     assert not early, f"{early} were imported before the copy could be found"
     os.environ["PYTHONPATH"] = str(folder)
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    # Two jobs share the machine with others: a test's limit of time, which counts per worker, would kill at random.
+    # Jobs share the machine with others, so the time limit of a test, which depends on the workers, is turned off.
     os.environ["PYTEST_XDIST_WORKER_COUNT"] = "1000"
     runpy.run_path(str(folder / FINDER))
     with forked_rank_server(result) as control:
@@ -241,18 +241,18 @@ def run_tests(project: Project, arguments: Sequence[str], folder: Path, result: 
 
 @contextlib.contextmanager
 def forked_rank_server(result: Connection) -> Iterator[socket.socket]:
-    """The far end of a fork server of ranks that is a fork of this process: it has imported all but the package."""
+    """A connection to a fork server of ranks that is a fork of this process, which has not imported the package."""
     ours, theirs = socket.socketpair()
     ours.settimeout(ranks.START_TIMEOUT)
     pid = os.fork()
     if pid == 0:
         ours.close()
-        result.close()  # its end tells that the process which runs the tests died
+        result.close()  # so that its end of file shows that the process which runs the tests has died
         environment = ranks.server_environment()
         os.environ.clear()
         os.environ.update(environment)
         rank_worker.make_tests_importable()
-        with contextlib.suppress(json.JSONDecodeError):  # closed before it was asked for anything
+        with contextlib.suppress(json.JSONDecodeError):  # the connection was closed before the first request
             rank_worker.serve(theirs)
         os._exit(0)
     theirs.close()
@@ -261,7 +261,7 @@ def forked_rank_server(result: Connection) -> Iterator[socket.socket]:
 
 
 def greet(server: ranks.ForkServer, control: socket.socket) -> socket.socket:
-    """Have a fork server that runs already serve `server`."""
+    """Let a running fork server serve `server`."""
     server._control = control
     control.sendall(json.dumps([ranks.IMPORT_PATH, ranks.PRELOAD]).encode())
     assert control.recv(64) == b"ready"
