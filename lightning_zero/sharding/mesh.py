@@ -71,7 +71,8 @@ class Mesh:
         Returns:
             The ticket of the job.
         """
-        assert self.world.before is None, "deferred gathers must be issued before a job in the lane of communication"
+        if self.world.before is not None:
+            self.world.before()  # gathers that were deferred: other ranks may have issued them already
         ticket = executor.submit(job, Lane.COMM, what, after)
         for group in (self.world, self.shard, self.replica):
             group.issuing = ticket

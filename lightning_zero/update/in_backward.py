@@ -303,8 +303,10 @@ class UpdatesInBackward:
         Raises:
             TornStepError: they are.
         """
-        self.share()
-        self.check()
+        try:
+            self.share()
+        finally:  # a rank whose weights are torn says so, also where it cannot ask the others any more
+            self.check()
 
     @contextlib.contextmanager
     def overwriting(self, everything: bool) -> Iterator[None]:

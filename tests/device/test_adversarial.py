@@ -14,7 +14,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -237,8 +237,8 @@ def left_after(session: Session) -> list[Tensor]:
 class Training:
     """One training, by an executor; user code may end it, and resume from what was saved last."""
 
-    def __init__(self, drawn: Drawn, executor: Executor, device: torch.device) -> None:
-        self._drawn, self._executor, self._device = drawn, executor, device
+    def __init__(self, drawn: Drawn, executor: Executor, device: torch.device, **options: Any) -> None:
+        self._drawn, self._executor, self._device, self._options = drawn, executor, device, options
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._saved: dict[str, Any] = {}
         self._begin()
@@ -250,7 +250,8 @@ class Training:
         # One of its own, as each fit has: ranks tell engines by their numbers among those of a mesh.
         self._mesh = Mesh.create(self._drawn.shards) if self._ranks > 1 else Mesh.single()
         self._scaler = DynamicLossScaler(init_scale=2.0**17, window=WINDOW) if case.overflow else None
-        self.session = start(case, self._executor, self._device, mesh=self._mesh, scaler=self._scaler)
+        options = {"mesh": self._mesh, "scaler": self._scaler, **self._options}
+        self.session = start(case, self._executor, self._device, **options)
 
     def _save(self) -> None:
         engine = self.session.engine
@@ -262,13 +263,16 @@ class Training:
 
     def _resume(self) -> None:
         self._begin()
+        self._load()
+        self.user.join(self.session)
+
+    def _load(self) -> None:
         engine = self.session.engine
         load_module_state_dict(engine, self._saved["weights"])
         for updater, state in zip(engine.updaters, self._saved["optimizers"], strict=True):
             load_optimizer_state_dict(engine, updater, state)  # type: ignore[arg-type]
         if self._scaler is not None:
             self._scaler.load_state_dict(self._saved["scaler"])
-        self.user.join(self.session)
 
     def step(self, number: int, micro: list[list[Tensor]]) -> None:
         """One step; it is left out where it resumes in it."""
@@ -315,9 +319,16 @@ class Training:
         return True
 
 
-def train(drawn: Drawn, executor: Executor, device: torch.device, steps: int) -> tuple[list[Tensor], Counter[str]]:
+Left = tuple[list[Tensor], Counter[str]]
+
+
+def train(drawn: Drawn, executor: Executor, device: torch.device, steps: int) -> Left:
     """All that training leaves, and what user code has seen and done."""
-    training, case = Training(drawn, executor, device), drawn.case
+    return left_of(Training(drawn, executor, device), drawn, steps)
+
+
+def left_of(training: Training, drawn: Drawn, steps: int) -> Left:
+    case = drawn.case
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     for step, micro in enumerate(models.make_batches(steps, case.micro, ranks, case.seed, flagged=drawn.flagged)):
         training.step(step, micro)
@@ -328,19 +339,26 @@ def train(drawn: Drawn, executor: Executor, device: torch.device, steps: int) ->
 
 def compare(seed: int, steps: int, kind: str) -> Counter[str]:
     """Trains twice; the second time in the order that the seed draws, another one on each rank."""
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    drawn, device, simulated = Drawn.by(seed, ranks), torch.device(kind, rank), kind == sim.DEVICE
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return compare_drawn(seed, Drawn.by(seed, ranks), steps, kind, train, train)
+
+
+def compare_drawn(
+    seed: int, drawn: Drawn, steps: int, kind: str, first: Callable[..., Left], second: Callable[..., Left]
+) -> Counter[str]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    device, simulated = torch.device(kind, rank), kind == sim.DEVICE
     torch.accelerator.set_device_index(rank)
     if simulated:
         torch.accelerator.synchronize()
         sim.install().schedule("eager", 0)
-    expected, did = train(drawn, InlineExecutor(), device, steps)
+    expected, did = first(drawn, InlineExecutor(), device, steps)
     if simulated:
         torch.accelerator.synchronize()
         sim.install().schedule(*(("random", seed + rank) if seed % 4 else ("lazy", 0)))
     limits = LIMITS[seed % len(LIMITS)]
     late = simulated and random.Random(seed).random() < 0.7
-    actual, did_too = train(drawn, (Late if late else StreamExecutor)(device, *limits), device, steps)
+    actual, did_too = second(drawn, (Late if late else StreamExecutor)(device, *limits), device, steps)
     assert did == did_too, f"seed {seed}: {drawn}"
     assert len(actual) == len(expected), f"seed {seed}: {drawn}"
     pairs = zip(actual, expected, strict=True)
@@ -367,7 +385,9 @@ def test_overlapped_is_inline_whatever_happens(device_pool1: DevicePool, device_
         assert all(settings[what] for what in ("zero0", "zero1", "zero2", "zero3", "alternates", "optional"))
 
 
-def run_longer(first: int, seeds: int, steps: int, ranks: int = 1) -> None:
+def run_longer(
+    first: int, seeds: int, steps: int, ranks: int = 1, compare: Callable[[int, int, str], Counter[str]] = compare
+) -> None:
     """Goes on after a seed that fails, and names it."""
     server = ForkServer()
     pool = RankPool(ranks, server, timeout=60.0 + 2.0 * steps * ranks, **where.rank_options(sim.DEVICE, ranks))

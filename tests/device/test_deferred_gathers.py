@@ -296,3 +296,31 @@ def test_an_update_that_fails_last_ends_the_fit(device_pool1: DevicePool) -> Non
         pytest.skip("fails by a name that the simulated device has")
     ((told, error),) = device_pool1.run(fit_that_fails_last)
     assert told == error
+
+
+def holds_the_first_units(make: Callable[[torch.device], Executor]) -> list[Tensor]:
+    device = device_of_rank(sim.DEVICE)
+    case, model = Case(3, precision=BF16, prefetch_mb=1.0), models.TinyTransformer(depth=DEPTH)
+    session = start(case, make(device), device, model, Mesh.create())
+    engine = session.engine
+    ((batch,),), *_ = models.make_batches(1, 1, 1)
+    freed = {id(parameter) for block in session.model.blocks[2:] for parameter in block.parameters()}
+    with engine.gathered([parameter for parameter in session.model.parameters() if id(parameter) not in freed]):
+        for _ in range(3):
+            session.optimizer.zero_grad()
+            with engine.forward_context():
+                loss = forward(session.model, batch.to(device), [0, 1, 2, 3])
+            driver.backward(engine, loss, last=True)
+            session.optimizer.step()
+            engine.end_step(reads=False)
+    engine.settle()
+    return [tensor.cpu() for tensor in left_by(session)]
+
+
+@pytest.mark.device("lazy")
+def test_units_that_are_held_are_gathered_before_those_of_the_lane(device_pool2: DevicePool) -> None:
+    """By code that holds some of them over several steps, while others are gathered ahead after their updates."""
+    expected = device_pool2.run(holds_the_first_units, inline)
+    for make in (Late, StreamExecutor):
+        for actual, wanted in zip(device_pool2.run(holds_the_first_units, make), expected, strict=True):
+            assert all(map(torch.equal, actual, wanted))

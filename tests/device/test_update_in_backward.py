@@ -1,14 +1,25 @@
-"""Updates that begin in backward: on a device too they change no bit, and what the next forward needs first is last."""
+"""Updates that begin in backward: on a device too they change no bit, and what the next forward needs first is last.
+
+A longer run of random trainings, of 200 seeds from 1000 on, with 50 steps each, on two ranks (one by default):
+`PYTHONPATH=tests python -P -m device.test_update_in_backward 1000 200 50 2`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from device import sim
-from device.test_overlap import BF16, STEPS, Case, Late, bits, left_by, start
+from device.test_adversarial import Drawn, Left, SurpriseError, Training, compare_drawn, left_of, run_longer
+from device.test_overlap import BF16, FP32, STEPS, Case, Late, bits, left_by, start
+from device.where import DevicePool
 from engine import driver
 from helpers import models
 from torch import Tensor
@@ -109,3 +120,94 @@ def test_a_part_of_the_work_is_left_to_the_next_forward_and_comes_in_its_order(d
     numbers = [names.index(name) for name in late]
     assert all(2 <= after - before <= 5 for before, after in pairwise(numbers))
     assert len(names) - numbers[-1] <= 5
+
+
+# ------------------------------------------------------------------------------------------------- whatever happens
+
+
+class Closing(Training):
+    """Backward runs in the closure of the step. After one that fails user code loads what was saved last."""
+
+    def step(self, number: int, micro: list[list[Tensor]]) -> None:
+        user, session = self.user, self.session
+
+        def closure() -> Tensor:
+            session.optimizer.zero_grad()
+            for index, batches in enumerate(micro, start=1):
+                batch = batches[self._mesh.world.rank].to(self._device)
+                with user.surviving():
+                    self._forward(batch)
+                loss = self._forward(batch)
+                user.breaks()
+                driver.backward(session.engine, loss, last=index == len(micro))
+                user.calm()
+            user.did["began early"] += len(session.engine.in_backward._begun)
+            return loss
+
+        try:
+            session.optimizer.step(closure)
+        except SurpriseError:
+            user.calm()
+            self._recover()
+            return
+        user.saw.append(torch.tensor(session.engine.outcomes.last(session.optimizer).grad_norm))  # type: ignore[union-attr]
+        if user.saves():
+            self._save()
+        user.after_step()
+
+    def _recover(self) -> None:
+        """By another engine, or by the same one."""
+        if self.user._random.random() < 0.5:
+            self.user.did["resumes"] += 1
+            self._resume()
+        else:
+            self.user.did["loads"] += 1
+            self._load()
+
+
+def train_in_closures(early: bool, drawn: Drawn, executor: Executor, device: torch.device, steps: int) -> Left:
+    options = {"skip_nonfinite": False, "update_in_backward": early}
+    return left_of(Closing(drawn, executor, device, **options), drawn, steps)
+
+
+def compare(seed: int, steps: int, kind: str) -> Counter[str]:
+    """Updates in backward, in the order that the seed draws, against those of the ordinary step."""
+    drawn = Drawn.by(seed, dist.get_world_size() if dist.is_initialized() else 1)
+    precision = FP32 if drawn.case.overflow else drawn.case.precision
+    split = drawn.case.split and not drawn.case.overflow
+    case = dataclasses.replace(drawn.case, precision=precision, overflow=False, split=split, optimizers=1)
+    drawn = dataclasses.replace(drawn, case=case, alternates=False)
+    early: list[Counter[str]] = []
+
+    def train_early(*args: Any) -> Left:
+        left, did = train_in_closures(True, *args)
+        early.append(Counter({"began early": did.pop("began early", 0)}))
+        return left, did
+
+    did = compare_drawn(seed, drawn, steps, kind, without_early, train_early)
+    return did + early[0]
+
+
+def without_early(*args: Any) -> Left:
+    left, did = train_in_closures(False, *args)
+    assert not did.pop("began early", 0)
+    return left, did
+
+
+@pytest.mark.slow
+@pytest.mark.device("lazy")
+def test_updates_in_backward_are_those_of_the_step_whatever_happens(
+    device_pool1: DevicePool, device_pool2: DevicePool
+) -> None:
+    for pool, seeds in ((device_pool1, 24), (device_pool2, 12)):
+        did = Counter[str]()
+        for seed in range(seeds):
+            did += pool.run(compare, seed, STEPS, pool.where.type)[0]
+        for what in ("began early", "failed", "read", "saved", "resumes", "loads"):  # all of it has happened
+            assert did[what], (pool.world_size, what, did)
+
+
+if __name__ == "__main__":
+    from device import test_update_in_backward  # ranks know its functions by this name
+
+    run_longer(*map(int, sys.argv[1:]), compare=test_update_in_backward.compare)
