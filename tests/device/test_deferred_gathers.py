@@ -158,7 +158,7 @@ def reads_alone() -> str:
     assert isinstance(parameter, PendingParameter)
     message = ""
     if dist.get_rank() == 0:
-        with pytest.raises(RuntimeError, match="have not gathered yet") as caught:
+        with pytest.raises(RuntimeError, match="before the ranks have gathered") as caught:
             parameter.sum()
         message = str(caught.value)
     with engine.gathered([parameter]):

@@ -272,7 +272,7 @@ def misuse(path: str) -> None:
     """What cannot work says what does."""
     strategy = ZeroFabricStrategy(stage=3, persistence_numel=0)
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
-    with pytest.raises(RuntimeError, match="came before fabric"):
+    with pytest.raises(RuntimeError, match="was called before fabric"):
         strategy.setup_module(nn.Linear(2, 2))
     fabric.launch()
     first, second = Layers(1), Layers(2)
@@ -281,7 +281,7 @@ def misuse(path: str) -> None:
     sharded, optimizer = fabric.setup(first, torch.optim.SGD(first.parameters(), lr=0.1))
     other = fabric.setup_module(second)
     both = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
-    with pytest.raises(ValueError, match="optimizer of its own"):
+    with pytest.raises(ValueError, match="its own optimizer"):
         fabric.setup_optimizers(both)
     with pytest.raises(ValueError, match="was not set up"):
         fabric.clip_gradients(sharded, both, max_norm=1.0)
