@@ -51,7 +51,7 @@ def main() -> None:
     for seed in options.seeds:
         for layout in LAYOUTS:
             losses[layout][str(seed)] = run(layout, seed, threads=1)
-            # After every run: what is interrupted leaves what it has.
+            # Saved after every run, so that an interruption loses only one.
             options.out.write_text(json.dumps(result, indent=2) + "\n")
     means = {layout: statistics.mean(losses[layout].values()) for layout in LAYOUTS}
     first = options.seeds[0]

@@ -241,10 +241,10 @@ def environment() -> dict[str, Any]:
 
 
 def begin(options: argparse.Namespace, setting: dict[str, Any], environment: dict[str, Any]) -> dict[str, Any]:
-    """Empty results, or those to go on with.
+    """Make empty results, or read those to continue.
 
     Raises:
-        SystemExit: what is there was measured otherwise.
+        SystemExit: the existing results were measured with other options.
     """
     if not (options.resume and options.out.exists()):
         return {"environment": environment, "setting": setting, "cells": {}}
@@ -275,5 +275,5 @@ def add_arguments(parser: argparse.ArgumentParser, out: Path, rounds: int) -> No
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--seed", type=int, default=0, help="of the order")
     parser.add_argument("--deepspeed-python", help="an interpreter that has DeepSpeed; default: this one")
-    parser.add_argument("--resume", action="store_true", help="go on with the results that --out has")
+    parser.add_argument("--resume", action="store_true", help="continue the results in --out")
     parser.add_argument("--out", type=Path, default=out)

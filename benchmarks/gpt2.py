@@ -35,14 +35,14 @@ def train(
     environment: Mapping[str, str] | None = None,
     devices: int = 2,
 ) -> dict[str, Any]:
-    """One training run in processes of its own; what its summary says.
+    """Train once in separate processes and return the summary.
 
     Args:
-        overrides: of the example's configuration.
+        overrides: overrides of the example's configuration.
         data: the text file.
-        steps: stop after so many, on the schedule of the whole run.
-        environment: variables to set.
-        devices: ranks.
+        steps: number of steps after which to stop; the schedule is that of the whole run.
+        environment: environment variables to set.
+        devices: number of ranks.
     """
     setting = ["data=text", f"data.path={data.resolve()}", "experiment=shakespeare_cpu"]
     stop = [f"trainer.max_steps={steps}", f"scheduler.total_steps={STEPS}"]

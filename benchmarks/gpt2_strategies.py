@@ -39,7 +39,7 @@ def main() -> None:
             column = precision if options.steps == STEPS else f"{precision}, {options.steps} steps"
             runs[f"{strategy} {column}"] = {**result, "environment": describe()}
             print(json.dumps({"strategy": strategy, "precision": precision, **result}), flush=True)
-            # After every run: a benchmark of half an hour that is interrupted leaves what it has.
+            # Saved after every run, so that an interruption loses only one.
             options.out.write_text(json.dumps(runs, indent=2) + "\n")
     print(table(runs))
 

@@ -63,7 +63,7 @@ def main() -> None:
             found[str(seed)] = loss
             print(f"{name}, seed {seed}: {loss!r}", flush=True)
             result["mean"] = {each: statistics.mean(ends.values()) for each, ends in losses.items() if ends}
-            # Of the seeds that both have: what is interrupted leaves what it has.
+            # Only of the seeds that both have, since results are saved after every run.
             result["mean_above_fp32"] = {
                 each: statistics.mean(losses[each][s] - losses[base][s] for s in losses[each])
                 for each, base in PAIRS.items()

@@ -65,7 +65,7 @@ def main() -> None:
                 )
                 print(f"{name}, {rate}, seed {seed}: {found[str(seed)]!r}", flush=True)
                 result["best"] = {each: best(by) for each, by in losses.items() if any(by.values())}
-                # After every run: what is interrupted leaves what it has.
+                # Saved after every run, so that an interruption loses only one.
                 options.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result["best"], indent=2))
 

@@ -101,7 +101,7 @@ FLASH_ATTENTION = (
 no_subclass_functions = torch._C.DisableTorchFunctionSubclass
 no_torch_functions = torch._C.DisableTorchFunction
 
-# The `__torch_function__` of subclasses such as `Parameter`: results of functions do not become of the subclass.
+# The `__torch_function__` of subclasses such as `Parameter`, whose operations return ordinary tensors.
 no_torch_function = torch._C._disabled_torch_function_impl
 
 

@@ -62,7 +62,7 @@ class RemoteFileSave(Save):
 
     @override
     def hold(self, executor: Executor) -> None:
-        raise NotImplementedError("the training ranks gather while this save goes on")
+        raise NotImplementedError("this save cannot run in the background: all ranks gather for it")
 
     @override
     def _write(self, rank: int) -> None:

@@ -26,7 +26,7 @@ class Subject(StrEnum):
     """The subjects of notes. A rank has at most one note per subject, the last that it wrote."""
 
     FAILURE = "failure"  # the error that ended training on this rank
-    LOADER = "loader"  # the step at which this rank's loader ran out of batches
+    LOADER = "loader"  # the position at which this rank's loader ran out of batches
     WAIT = "wait"  # the rank that this rank has waited for in vain
 
 
@@ -181,10 +181,10 @@ class Board:
 
 
 def uneven_loaders(notes: Mapping[int, str], size: int) -> str:
-    """Explain which ranks' loaders ran out of batches at different steps; an empty string if all did at the same step.
+    """Explain which ranks' loaders ran out of batches; an empty string if none or all did, at the same position.
 
     Args:
-        notes: by rank, the step at which its loader ran out last.
+        notes: by rank, the position at which its loader ran out last.
         size: number of ranks.
     """
     if len(notes) in (0, size) and len({*notes.values()}) <= 1:

@@ -133,7 +133,7 @@ def export(
         overwrite: replace weights, and with "hf" the configuration, in a folder that is not empty.
 
     Returns:
-        What was written, and what was left out.
+        A summary of the written and the omitted tensors.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, is damaged, lacks the prefix, or has a tensor that the format

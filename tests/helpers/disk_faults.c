@@ -1,19 +1,19 @@
-// Lets transfers of a part of a file fail; to be preloaded (LD_PRELOAD), and told what to do through ctypes.
+// Makes transfers of a part of a file fail; it is preloaded (LD_PRELOAD) and controlled through ctypes.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <stdatomic.h>
 #include <unistd.h>
 
-enum { kShort = -1 };  // a transfer that comes short, in the place of an errno
+enum { kShort = -1 };  // instead of an errno: the transfer is incomplete
 
 typedef ssize_t (*Call)(int, void*, size_t, off_t);
 
-static atomic_int writes = -1;  // which direction is counted; -1: none
+static atomic_int writes = -1;  // the direction that is counted (1: writes); -1: none
 static atomic_long begins, ends, first, times, code;
 static atomic_long seen;  // transfers of that direction in [begins, ends)
 
-// From now on: the transfers in [begins, ends) of the file, counted from `first`, so many times.
+// Begins faults: of the transfers in [begin, end) of the file, `count` ones fail, beginning with number `from`.
 void fault(int direction, long begin, long end, long from, long count, long fault_code) {
   begins = begin;
   ends = end;
@@ -24,7 +24,7 @@ void fault(int direction, long begin, long end, long from, long count, long faul
   writes = direction;
 }
 
-// Those that there were since, and no fault any more.
+// Ends faults, and returns the number of transfers since they began.
 long end_of_faults(void) {
   writes = -1;
   return seen;

@@ -39,7 +39,7 @@ class Stopwatch:
         cores_now, own_now = self._used()
         took, lost = self._now() - begin, 0.0
         if cores:
-            others = sum(cores_now) - sum(cores) - max(0.0, own_now - own)  # who was killed takes what it used along
+            others = sum(cores_now) - sum(cores) - max(0.0, own_now - own)  # the time of a killed process disappears
             lost = min(max(0.0, others / len(cores)), took)
         return Measured(took, lost)
 
