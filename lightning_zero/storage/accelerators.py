@@ -1,8 +1,8 @@
-"""Types of devices: what the package needs of one beside tensors, streams and collectives; one object per type.
+"""Types of devices: one object per type, with what the package needs of it beside tensors, streams and collectives.
 
-Most of it torch offers for every accelerator alike, and :class:`Accelerator` is that. What only one type has, such as
-pinning of memory that is mapped already, is in its own class. A type that torch knows as ``PrivateUse1`` may bring an
-object of its own by :func:`register_device_type`.
+Torch offers most of that for all accelerators alike, and :class:`Accelerator` uses it. What only one type has, such as
+pinning of memory that is mapped already, is in a class of that type. :func:`register_device_type` adds an object for a
+type that torch calls ``PrivateUse1``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_zero.numa import pci_address_of
 
 
 class Clock(Protocol):
-    """Marks moments of what a device does, and tells the time between two."""
+    """Marks moments of a device's work, and measures the time between two of them."""
 
     def now(self) -> Any:
         """A mark of this moment."""
@@ -28,11 +28,11 @@ class Clock(Protocol):
         """Whether :meth:`between` can be asked about ``mark`` without waiting."""
 
     def between(self, start: Any, end: Any) -> float:
-        """Seconds; waits until both are reached."""
+        """The seconds between two marks; it waits until both are reached."""
 
 
 class RandomState(NamedTuple):
-    """Reads, sets and seeds one generator; its state is a 1-D tensor on the CPU."""
+    """Functions that read, set and seed a generator. Its state is a 1-D tensor on the CPU."""
 
     get: Callable[[], Tensor]
     set: Callable[[Tensor], object]
@@ -43,7 +43,7 @@ class DeviceType(Protocol):
     """The devices of one type.
 
     Attributes:
-        shares_host_memory: whether their tensors take the host's memory, which is then the only one there is.
+        shares_host_memory: whether their tensors are in host memory; they have no memory of their own then.
         can_pin: whether :meth:`pin` works.
     """
 
@@ -54,7 +54,7 @@ class DeviceType(Protocol):
     def can_pin(self) -> bool: ...
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Lock pages of host memory, so that the devices copy to and from them asynchronously, at full speed.
+        """Lock pages of host memory, so that devices can copy to and from them asynchronously and at full speed.
 
         Raises:
             RuntimeError: the system refuses.
@@ -62,15 +62,15 @@ class DeviceType(Protocol):
         ...
 
     def unpin(self, address: int) -> None:
-        """Undo :meth:`pin`, after the last copy to or from there has ended."""
+        """Undo :meth:`pin`. All copies to and from there must have ended."""
         ...
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait until a device has done all that it was asked for."""
+        """Wait until a device has done all work that was submitted to it."""
         ...
 
     def send(self, values: Tensor, device: torch.device) -> Tensor:
-        """A few ``values``, which the host has just made, on a device; the host does not wait for it, if it can."""
+        """Copy a few ``values``, which the host has just made, to a device, if possible without waiting for it."""
         ...
 
     def clock(self, device: torch.device) -> Clock:
@@ -78,27 +78,27 @@ class DeviceType(Protocol):
         ...
 
     def random_state(self, device: torch.device) -> RandomState | None:
-        """A device's default generator; ``None``: it has none but torch's of the CPU."""
+        """The default generator of a device; ``None``: it uses torch's generator of the CPU."""
         ...
 
     def name(self, device: torch.device) -> str:
-        """The model of a device, as its vendor calls it, or its type where nobody says."""
+        """The vendor's name of a device's model; where it is not known, the type."""
         ...
 
     def pci_address(self, device: torch.device) -> str | None:
-        """Where a device is attached, such as "0000:3b:00.0"; ``None``: nobody says."""
+        """The PCI address of a device, such as "0000:3b:00.0"; ``None``: it is not known."""
         ...
 
     def peak_bytes(self, device: torch.device) -> int | None:
-        """The most memory that torch's tensors took on a device so far; ``None``: nobody counts."""
+        """The most bytes that torch's tensors took on a device so far; ``None``: torch does not count them."""
         ...
 
     def total_bytes(self, device: torch.device) -> int | None:
-        """All memory of a device; ``None``: its tensors take the host's, or nobody says."""
+        """The bytes of a device's memory; ``None``: it is the host's, or is not known."""
         ...
 
     def used_bytes(self, device: torch.device) -> int:
-        """Memory that torch's tensors take on a device now; 0 where they take the host's."""
+        """The bytes that torch's tensors take on a device now; 0 where they are in host memory."""
         ...
 
 
@@ -173,12 +173,12 @@ class Cpu:
 
 
 class Accelerator:
-    """Any accelerator, by what torch offers for all of them.
+    """Accelerators of any type, by what torch offers for all of them.
 
-    Torch may have an allocator of pinned memory for them, but no function that pins memory from elsewhere.
+    Torch may have an allocator of pinned memory for the type, but it has no function that pins other memory.
 
     Args:
-        name: that torch gives the type.
+        name: torch's name of the type.
     """
 
     shares_host_memory = False
@@ -199,12 +199,12 @@ class Accelerator:
     def send(self, values: Tensor, device: torch.device) -> Tensor:
         if values.device.type != "cpu":
             return values.to(device)
-        # Torch's allocator gives pinned memory out again only when the copy from it has ended.
+        # Torch's allocator uses pinned memory again only when copies from it have ended.
         return (values.pin_memory() if self._allocates_pinned else values).to(device, non_blocking=True)
 
     @cached_property
     def _allocates_pinned(self) -> bool:
-        """Whether torch can allocate pinned memory for this type; only a trial tells."""
+        """Whether torch can allocate pinned memory for this type, which it only shows when it is tried."""
         try:
             return torch.empty(1, pin_memory=True).is_pinned()
         except RuntimeError:
@@ -243,7 +243,7 @@ class Accelerator:
 
 
 class Cuda(Accelerator):
-    """NVIDIA's GPUs, and AMD's, whose runtime torch shows under the same names."""
+    """NVIDIA's GPUs, and AMD's, for which torch has the same names."""
 
     can_pin = True
 
@@ -258,7 +258,7 @@ class Cuda(Accelerator):
 
 
 class Imagined(Accelerator):
-    """Stands for an accelerator that is not there, in plans: what would be pinned for it is counted, and no more."""
+    """Stands for an accelerator in plans, where there is none: memory that would be pinned for it is only counted."""
 
     can_pin = True
 
@@ -279,7 +279,7 @@ def _with_index(device: torch.device) -> torch.device:
     return torch.device(device.type, index)
 
 
-# In errors of runtimes that say that memory has run out, of the device or pinned; torch's allocator has a type for it.
+# Words of runtimes' errors when device memory or pinned memory has run out. Torch's allocator has an error type for it.
 OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _TYPES: dict[str, DeviceType] = {"cpu": Cpu(), "cuda": Cuda("cuda"), "meta": Imagined("meta")}
 
@@ -290,10 +290,10 @@ def device_type(device: torch.device) -> DeviceType:
 
 
 def register_device_type(name: str, made: DeviceType) -> None:
-    """Replace the object for a type, such as one that torch does not know.
+    """Set the object for a type, such as one that this package does not know.
 
     Args:
-        name: torch's of the type, such as that given to ``torch.utils.rename_privateuse1_backend``.
-        made: its object.
+        name: torch's name of the type, such as the one given to ``torch.utils.rename_privateuse1_backend``.
+        made: the object.
     """
     _TYPES[name] = made

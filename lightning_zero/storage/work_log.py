@@ -1,9 +1,9 @@
-"""A log of what lanes do, of the training's phases, and of what the training waits for, with times.
+"""A log with times of what lanes do, of the training's phases, and of what the training waits for.
 
-There is one for the process, :data:`WORK_LOG`, as torch has one profiler: it is off, and costs nothing, until somebody
-starts it. On an accelerator moments are events: of the lane's stream where a lane has one, of the stream that computes
-for phases and waits, so that a wait takes as long as that stream has stood still. What threads do on host memory is
-timed by the host's clock, and both clocks begin together.
+The process has one log, :data:`WORK_LOG`, as torch has one profiler. It is off, and costs nothing, until someone starts
+it. On an accelerator moments are events. Work of a lane that has a stream is timed on that stream; phases and waits are
+timed on the stream that computes, so that a wait lasts as long as that stream stands still. Work of threads on host
+memory is timed by the host's clock. Both clocks begin together.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ TRAINING, EXPOSED = "training", "exposed"  # tracks beside those of lanes
 
 
 class Span(NamedTuple):
-    """Something that took time.
+    """A piece of work, a phase or a wait.
 
     Attributes:
-        track: the name of a lane, :data:`TRAINING` for a phase, or :data:`EXPOSED` for a wait of the training.
-        name: of the work, of the phase, or of the work that was waited for.
+        track: the name of a lane for work, :data:`TRAINING` for a phase, or :data:`EXPOSED` for a wait of the training.
+        name: the name of the work or of the phase; for a wait that of the work that was waited for.
         start: seconds since the log was started.
         end: as above.
-        lane: of what was waited for; otherwise empty.
+        lane: for a wait the lane that was waited for; otherwise empty.
     """
 
     track: str
@@ -42,7 +42,7 @@ class Span(NamedTuple):
 
 
 class _Marks(NamedTuple):
-    """A span that the device may not have reached."""
+    """A span whose times are not known yet, because the device may not have reached them."""
 
     track: str
     name: str
@@ -56,19 +56,19 @@ class WorkLog:
     """Notes spans while it is on.
 
     Attributes:
-        on: whether it is.
+        on: whether it notes them now.
     """
 
     def __init__(self) -> None:
         self.on = False
         self._clock: Clock
         self._device: torch.device
-        self._zero: tuple[Any, float]  # of the device's clock and the host's
-        self._marks: list[_Marks] = []  # by any thread
+        self._zero: tuple[Any, float]  # the start by the device's clock and the host's
+        self._marks: list[_Marks] = []  # several threads append to it
         self._phases: list[tuple[str | None, Any]] = []
 
     def start(self, device: torch.device, phase: str) -> None:
-        """Begin, in a phase of the training on ``device``; forgets what was noted before."""
+        """Begin to note spans, and forget earlier ones. The training on ``device`` is in ``phase`` now."""
         kind = device_type(device)
         kind.synchronize(device)
         self._device, self._clock = device, kind.clock(device)
@@ -77,7 +77,7 @@ class WorkLog:
         self.on = True
 
     def stop(self) -> list[Span]:
-        """End, and tell what was noted, once the device has done it; what threads still do is not among it."""
+        """Wait for the device, and return the spans that were noted. Jobs that threads still do are not among them."""
         self.on = False
         self._phases.append((None, self._clock.now()))
         device_type(self._device).synchronize(self._device)
@@ -97,17 +97,17 @@ class WorkLog:
         return Span(marks.track, marks.name, start, end, marks.lane)
 
     def phase(self, phase: str | None) -> None:
-        """The training is in a phase from now on; ``None``: in none that counts."""
+        """Note that the training is in ``phase`` from now on; ``None``: in no phase that counts."""
         if self.on:
             self._phases.append((phase, self._clock.now()))
 
     def work(self, lane: str, what: str, on_device: bool) -> AbstractContextManager[None]:
-        """Around the work of a lane, in its thread and on its stream.
+        """A context for work of a lane, in the lane's thread and on its stream.
 
         Args:
-            lane: its name.
-            what: the work.
-            on_device: whether the current stream does it.
+            lane: the lane's name.
+            what: the name of the work.
+            on_device: whether the current stream does the work.
         """
         return self._named(lane, what, on_device) if self.on or profiles() else _NOTHING
 
@@ -117,7 +117,7 @@ class WorkLog:
             yield
 
     def wait(self, lane: str, what: str) -> AbstractContextManager[None]:
-        """Around a wait of the thread that trains for the work of a lane."""
+        """A context in which the thread that trains waits for work of a lane."""
         return self._noted(EXPOSED, what, True, lane) if self.on else _NOTHING
 
     @contextmanager
@@ -132,7 +132,7 @@ class WorkLog:
 
 
 def named(what: str) -> AbstractContextManager[object]:
-    """A range in torch's profiler, where that runs."""
+    """A context that is a named range in torch's profiler, if the profiler runs."""
     return record_function(what) if profiles() else _NOTHING
 
 
