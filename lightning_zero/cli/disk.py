@@ -1,8 +1,7 @@
 """The disk of `lightning-zero doctor --nvme PATH`: how fast the engine reads and writes files there.
 
-It measures as a training moves its state: tiles of the size that a buffer of 0.25 GiB gives, in blocks by io_uring or
-by threads, with O_DIRECT where the file system lets it, over a file that was written before, in the way that a training
-would choose.
+It moves tiles in the same way as a training: with the tile size of a buffer of 0.25 GiB, in blocks by io_uring or by
+threads as a training would choose, with O_DIRECT if the file system allows it, over a file that was written before.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class StepTime:
     """The share of the disk in the time of a step.
 
     Attributes:
-        optimizer: whose state rests there.
-        resting_bytes: of the state of all ranks that share the disk.
-        seconds: in which it is read and written.
+        optimizer: the optimizer whose state rests on the disk.
+        resting_bytes: bytes of the state of all ranks that share the disk.
+        seconds: time in which this state is read and written.
     """
 
     optimizer: str
@@ -49,23 +48,23 @@ class Disk:
     """A disk, as the engine uses it.
 
     Attributes:
-        path: a folder on it.
-        file_system: its type; empty if the system does not say.
-        in_memory: whether its files take the host's memory.
-        on_network: whether another machine has them.
-        free_bytes: that files can take.
-        backend: what moves blocks, "io_uring" or "threads".
-        backend_reason: why that was taken.
-        direct: whether they pass by the page cache.
+        path: a folder on the disk.
+        file_system: type of the file system; empty if unknown.
+        in_memory: whether its files are in host memory.
+        on_network: whether its files are on another machine.
+        free_bytes: free space for files.
+        backend: the backend that moves blocks, "io_uring" or "threads".
+        backend_reason: why this backend was chosen.
+        direct: whether transfers bypass the page cache.
         reason: why they do or do not.
-        depth: blocks at a time.
-        block_bytes: of one.
-        tile_bytes: of a transfer.
-        read_bytes_per_second: of one tile after the other.
-        write_bytes_per_second: likewise.
-        mixed_bytes_per_second: of tiles that are read and written at the same time; both count.
-        params: of the model that was asked about.
-        steps: what its steps take.
+        depth: number of blocks in flight.
+        block_bytes: size of a block.
+        tile_bytes: size of a transfer.
+        read_bytes_per_second: rate of reading one tile after the other.
+        write_bytes_per_second: rate of writing one tile after the other.
+        mixed_bytes_per_second: rate of tiles that are read and written at the same time; both count.
+        params: number of parameters of the model in question.
+        steps: times of its steps.
     """
 
     path: str
@@ -91,9 +90,9 @@ def measure_disk(path: Path, params: float | None = None, seconds: float = _SECO
     """Measures the disk at a path, where it leaves nothing behind.
 
     Args:
-        path: a folder.
-        params: of a model whose state would rest there.
-        seconds: of each of five steps of the measurement.
+        path: a folder on the disk.
+        params: number of parameters of a model whose state would rest there.
+        seconds: duration of each of the five steps of the measurement.
 
     Raises:
         OSError: the path cannot be written to, or the disk fails; see `lightning_zero.storage.DiskError`.
@@ -155,7 +154,7 @@ def _steps(params: int, speed: DiskSpeed) -> Iterator[StepTime]:
 
 
 def judge_disk(disk: Disk) -> Iterator[tuple[str, str]]:
-    """Warns of a disk that is a bad place for state: messages and remedies."""
+    """Yields warnings, with remedies, about a disk that is unsuitable for state."""
     if disk.in_memory:
         yield (
             f"{disk.path} is on {disk.file_system}: state would take host memory there",

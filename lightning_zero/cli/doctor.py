@@ -1,10 +1,10 @@
-"""`lightning-zero doctor`: checks whether the package works on this machine, and advises what would make it better.
+"""`lightning-zero doctor`: checks whether the package works on this machine, and advises improvements.
 
-`--json` prints one object. Within a schema version fields are added, never renamed or removed; null means that a fact
-is unknown here, "unlimited" that there is no limit; a name that ends in `_bytes` counts bytes.
+`--json` prints one object. Within a schema version fields are added, never renamed or removed. null means that a fact
+is unknown on this machine, and "unlimited" that there is no limit. A name that ends in `_bytes` counts bytes.
 
 - `schema`: 1
-- `ok`: whether nothing has severity "problem"; the exit code is 0 exactly then
+- `ok`: whether no finding has severity "problem"; only then the exit code is 0
 - `findings`: list of `severity` ("problem" or "warning"), `section`, `message`, `remedy`
 - `kernels`: `extension` (the file), `compiled`, `supported`, `chosen`, `forced` (LIGHTNING_ZERO_ISA), `threads`,
   `threads_beside` (the training); null where the kernels cannot be loaded
@@ -90,11 +90,11 @@ class Kernels:
     Attributes:
         extension: its file.
         compiled: instruction sets in it, slowest first.
-        supported: those that this machine runs.
-        chosen: the one in use; None if the environment asks for one that cannot be.
-        forced: what LIGHTNING_ZERO_ISA asks for; None if it asks for nothing.
-        threads: number of threads at most.
-        threads_beside: number of those that work beside the training.
+        supported: instruction sets that this machine can run.
+        chosen: the instruction set in use; None if the environment asks for one that is not available.
+        forced: the value of LIGHTNING_ZERO_ISA; None if it is unset.
+        threads: most threads of a kernel.
+        threads_beside: most threads of a kernel that runs beside the training.
     """
 
     extension: str
@@ -201,9 +201,9 @@ def add_rates(report: Report) -> None:
 
 
 def _import_kernels(findings: list[Finding]) -> tuple[ModuleType | None, bool]:
-    """Imports `lightning_zero.ops`, and tells whether this environment lets it be imported.
+    """Imports `lightning_zero.ops`, and tells whether this environment allows its import.
 
-    Where a variable forbids that, the module is imported without it: the kernels can be checked all the same.
+    If an environment variable prevents it, the module is imported without the variable, so that kernels can be checked.
     """
     if extension_is_cut_short():
         findings.append(_broken_extension("cannot be loaded"))

@@ -6,12 +6,12 @@
 - `schema`: 1
 - `model`: `name`, `parameters`, `activation_bytes` (null: unknown), `flops` of a micro-batch (null: unknown), `note`
 - `machine`: see `lightning_zero.planning.devices.Machine`
-- `choices`: the fastest that fits first, then the rest of those that fit, then the others. Of each: `hydra`, `python`,
+- `choices`: the fastest that fits first, then the others that fit, then the rest. Each has: `hydra`, `python`;
   `fits`, `device_fits`, `host_fits`, `disk_fits`; `device_held_bytes`, `device_peak_bytes`, `host_held_bytes`,
-  `host_peak_bytes` and `disk_held_bytes` of a rank, of which a step reads and writes the last; `pinned_peak_bytes`,
-  those of host memory that are pinned; `sent_bytes`, `copied_to_device_bytes` and `copied_to_host_bytes` of a rank in a
-  step; `step_seconds` at least, and of it `compute_seconds`, `network_seconds`, `pcie_seconds`, `update_seconds`,
-  `disk_seconds`; `limit`, which of these is the longest
+  `host_peak_bytes` and `disk_held_bytes` of a rank (a step reads and writes the last); `pinned_peak_bytes`, the pinned
+  part of the host's peak; `sent_bytes`, `copied_to_device_bytes` and `copied_to_host_bytes` of a rank in a step;
+  `step_seconds`, a lower bound, with its parts `compute_seconds`, `network_seconds`, `pcie_seconds`, `update_seconds`
+  and `disk_seconds`; `limit`, the longest of these parts
 """
 
 from __future__ import annotations

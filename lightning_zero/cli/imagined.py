@@ -1,4 +1,4 @@
-"""Models for `lightning-zero estimate`: from a class, from a folder of transformers, or from sizes alone, on meta."""
+"""Makes models for `lightning-zero estimate` on the meta device: from a class, a folder of transformers, or sizes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DTYPES = {
     "bool": torch.bool,
 }
 _MOST = 2**60  # elements of a tensor: bytes are counted in 64 bits
-_LONGEST = 2048  # tokens, where nobody says how many
+_LONGEST = 2048  # tokens of an example, if no length is given
 
 
 class EstimateError(ValueError):
@@ -42,10 +42,10 @@ class Imagined:
     """A model without memory.
 
     Attributes:
-        name: of it.
-        module: on the meta device.
-        trace: of a micro-batch; None where nobody says what a batch is.
-        note: where the trace comes from, or why there is none.
+        name: name of the model.
+        module: the module, on the meta device.
+        trace: trace of a micro-batch; None if the batch is not known.
+        note: source of the trace, or the reason why there is none.
     """
 
     name: str
@@ -65,10 +65,10 @@ def from_sizes(
     recompute: bool,
     activations: ActivationLimits | None = None,
 ) -> Imagined:
-    """Makes a transformer of which only sizes are known.
+    """Makes a transformer that is given by its sizes.
 
     Raises:
-        EstimateError: for sizes that do not go together.
+        EstimateError: the sizes contradict each other.
     """
     try:
         with torch.device("meta"):
@@ -101,7 +101,7 @@ def from_transformers(
     """Makes the model of a `config.json`.
 
     Raises:
-        EstimateError: where transformers is not installed, or cannot make it.
+        EstimateError: transformers is not installed, or cannot make the model.
     """
     try:
         import transformers
@@ -179,19 +179,19 @@ def from_class(
     precision: ZeroPrecision,
     activations: ActivationLimits | None = None,
 ) -> Imagined:
-    """Makes a model of a class, which a batch of a given form is for.
+    """Makes a model of a class, and traces it on a batch of the given form.
 
     Args:
         target: "package.module:Class"; None: `_target_` of the arguments.
-        arguments: of its constructor; those that have a `_target_` are made too.
-        inputs: forms of tensors, see :func:`parse_input`; without any, `example_input_array` of the module counts.
-        batch: for B in a form.
-        sequence: for T in a form.
-        precision: of the run.
-        activations: that rest in host memory; None: none.
+        arguments: arguments of the constructor; arguments with a `_target_` are instantiated.
+        inputs: forms of tensors, see :func:`parse_input`; without any, the module's `example_input_array` is used.
+        batch: value of B in a form.
+        sequence: value of T in a form.
+        precision: precision of the run.
+        activations: limits of activations in host memory; None: none rest there.
 
     Raises:
-        EstimateError: where there is no such class, or it cannot be made.
+        EstimateError: there is no such class, or the model cannot be made.
     """
     from hydra.utils import instantiate
 
@@ -225,17 +225,17 @@ def from_class(
 
 
 def _first(error: BaseException) -> BaseException:
-    """Finds the error that others came of: Hydra and imports raise another one of it."""
+    """Finds the first error of a chain, since Hydra and imports raise further ones from it."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _check_parameters(name: str, module: nn.Module) -> None:
-    """Refuses a model that no plan can be made of.
+    """Refuses a model that cannot be planned.
 
     Raises:
-        EstimateError: names the parameter.
+        EstimateError: a parameter cannot be planned; the message names it.
     """
     try:
         check_supported(module)
@@ -246,10 +246,10 @@ def _check_parameters(name: str, module: nn.Module) -> None:
 
 
 def parse_input(text: str, batch: int, sequence: int | None) -> Callable[[], Tensor]:
-    """Reads the form of a tensor, such as "long:BxT" or "float:Bx3x224x224"; returns what makes it, of zeros.
+    """Reads the form of a tensor, such as "long:BxT" or "float:Bx3x224x224"; returns a function that makes its zeros.
 
     Raises:
-        EstimateError: for anything else, and for a T where nobody says how long a sequence is.
+        EstimateError: the text is not such a form, or it has a T and the length of a sequence is not given.
     """
     match = re.fullmatch(rf"({'|'.join(_DTYPES)}):((?:B|T|\d+)(?:x(?:B|T|\d+))*)", text)
     if match is None:
@@ -279,7 +279,7 @@ def _loss_of_class(makers: Sequence[Callable[[], Tensor]]) -> Loss:
 
 
 def _scalar(output: Any) -> Tensor:
-    """The loss in what a step returns, or the mean of an output."""
+    """Returns the loss from the result of a step, or the mean of an output."""
     value = output
     if isinstance(output, Mapping):
         value = output.get("loss")

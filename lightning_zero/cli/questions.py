@@ -1,7 +1,7 @@
-"""Questions of a verb, answered by its flags, by a person at a terminal, or by defaults.
+"""Questions of a command, answered by its flags, by a person at a terminal, or by defaults.
 
-A flag that is given is not asked for. On a terminal a person answers the rest, with the default under the cursor;
-elsewhere the default counts, and what has none must be given.
+If a flag is given, its question is not asked. In a terminal a person answers the other questions, with the default
+preselected. Without a terminal the defaults are used, and a question without a default needs its flag.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ T = TypeVar("T")
 
 
 class MissingAnswerError(ValueError):
-    """Nobody answers a question; the message names its flag."""
+    """A question has no answer; the message names its flag."""
 
 
 @dataclass(frozen=True)
 class Question(Generic[T]):
-    """Something to be known.
+    """A question to a user.
 
     Attributes:
-        flag: that answers it, such as "--gpu".
+        flag: the flag that answers it, such as "--gpu".
         text: the question.
-        read: makes the value of an answer, or raises a :class:`ValueError` that says what was expected.
-        default: an answer; None: there is none.
-        choices: what can be answered, and what a person sees of it; empty: any text.
-        is_path: whether names of files complete the answer.
+        read: converts an answer to a value, or raises a :class:`ValueError` that says what was expected.
+        default: the default answer; None: there is none.
+        choices: by possible answer: the text that a person sees; empty: any answer is possible.
+        is_path: whether the answer is completed with names of files.
     """
 
     flag: str
@@ -69,7 +69,7 @@ class Answers:
 
 
 class TerminalAnswers(Answers):
-    """Answers from flags, and of a person for the rest.
+    """Answers from flags, and from a person for the rest.
 
     Raises:
         ImportError: questionary is not installed.

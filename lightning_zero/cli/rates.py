@@ -1,8 +1,8 @@
 """The rates of `lightning-zero doctor --measure`: memory, matrix products, copies, and sending between two ranks.
 
-They are measured as the engine uses them, each for about half a second: the update of host memory by the native AdamW,
-copies from and to pinned memory, an all-gather by the package's own groups. Each is the best of its repetitions. The
-rate of a disk comes from `disk.py`.
+They are measured with the operations of the engine, each for about half a second: the update of host memory by the
+native AdamW, copies from and to pinned memory, an all-gather by the package's own groups. Each rate is the best of its
+repetitions. The rate of a disk comes from `disk.py`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class MeasureError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Rates, and where they are kept.
+    """Measured rates, and the file in which they are stored.
 
     Attributes:
-        path: of the file.
-        calibration: that was added to it.
-        failure: why ranks were not measured; "" where they were, or where there is nothing to measure.
+        path: path of the file.
+        calibration: the rates that were added to it.
+        failure: why ranks were not measured; "" if they were, or if there is nothing to measure.
     """
 
     path: str
@@ -89,8 +89,8 @@ def measure_all(disk: float | None, seconds: float = _SECONDS, nbytes: int = _BY
 
 
 def best(act: Callable[[], object], seconds: float) -> float:
-    """The least seconds that an act takes, which is repeated for about so long."""
-    act()  # pages, threads, kernels that are loaded at their first use
+    """Returns the least seconds that ``act`` takes, when it is repeated for about ``seconds``."""
+    act()  # the first call touches pages, starts threads and loads kernels
     least, end, count = float("inf"), time.perf_counter() + seconds, 0
     while count < _FEWEST or time.perf_counter() < end:
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The request that an estimate answers: a model, a batch and machines, as the command line has them."""
+"""The request for an estimate: a model, a batch and machines, as given on the command line."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ class Request:
 
     Attributes:
         model: "package.module:Class".
-        config: a file with the arguments of its constructor.
-        changes: such arguments, as "name=value".
+        config: a file with the arguments of the model's constructor.
+        changes: further arguments of the constructor, as "name=value".
         inputs: forms of the tensors of a batch.
         hf: the folder of a model of transformers.
-        params: the parameters of a transformer of which only sizes are known.
-        layers: its layers.
+        params: number of parameters of a transformer that is given by its sizes.
+        layers: number of its layers.
         hidden: its width.
-        vocabulary: its different tokens.
-        batch: examples of a micro-batch of a rank.
-        sequence: tokens of an example; None: the model's.
-        accumulate: micro-batches of a step.
+        vocabulary: size of its vocabulary.
+        batch: number of examples in a rank's micro-batch.
+        sequence: number of tokens in an example; None: as the model has it.
+        accumulate: number of micro-batches in a step.
         precision: flag of the Trainer.
-        recompute: whether layers are computed again in backward.
-        activation_offload: whether activations rest in host memory, where there is a GPU.
-        gpu: name or memory of a GPU; "this": those of this machine, with the rates that were measured on it.
-        gpus: of a machine.
-        nodes: machines.
-        host: memory of a machine; None: that of this one with gpu="this", otherwise 64 GB.
-        dram: bytes that this memory moves in a second; None: nobody says.
-        network: bytes that a machine sends in a second; None: nobody says.
-        nvme: folder on a disk where state may rest; None: see ``disk``.
-        disk: bytes that may rest there; None: what is free in the folder, if there is one.
-        disk_rate: bytes that this disk reads or writes in a second; None: nobody says.
+        recompute: whether layers are recomputed in backward.
+        activation_offload: whether activations rest in host memory, if there is a GPU.
+        gpu: name or memory of a GPU; "this": the GPUs of this machine, with its measured rates.
+        gpus: number of GPUs of a machine.
+        nodes: number of machines.
+        host: host memory of a machine; None: that of this machine with gpu="this", otherwise 64 GB.
+        dram: bytes that the host memory moves per second; None: unknown.
+        network: bytes that a machine sends per second; None: unknown.
+        nvme: folder on a disk for state; None: see ``disk``.
+        disk: bytes for state on the disk; None: the free space of the folder, if there is one.
+        disk_rate: bytes that the disk reads or writes per second; None: unknown.
     """
 
     model: str | None = None
@@ -86,14 +86,14 @@ class Request:
 
     @property
     def nvme_path(self) -> str | None:
-        """The folder for state on a disk, or a name that stands for it; None: no disk is to be used."""
+        """The folder for state on a disk, or a name that stands for it; None: no disk is used."""
         return str(self.nvme) if self.nvme is not None else None if self.disk is None else SOME_FOLDER
 
     def machine(self) -> Machine:
         """Describes the machines.
 
         Raises:
-            ValueError: for a GPU or a size that is none.
+            ValueError: the GPU is unknown, or a size is invalid.
         """
         if self.gpu == THIS:
             made = machine_here(self.gpus, self.nodes)
@@ -120,7 +120,7 @@ class Request:
         """Makes the model, without memory.
 
         Raises:
-            EstimateError: for answers that make none.
+            EstimateError: the answers do not make a model.
         """
         self._check_sources()
         plugin = ZeroPrecision(self.precision)
@@ -138,7 +138,7 @@ class Request:
         return from_class(self.model, self._arguments(), self.inputs, self.batch, self.sequence, plugin, moved)
 
     def _check_sources(self) -> None:
-        """Refuses two models, and sizes that nobody uses."""
+        """Refuses two models, and sizes that are not used."""
         of_class = "--model" if self.model else "--config" if self.config else None
         named = {"--params": self.params, "--hf": self.hf, of_class: of_class}
         given = [str(flag) for flag, value in named.items() if value is not None]
@@ -179,11 +179,11 @@ def _size_of(name: str, text: str) -> int:
 
 
 def machine_here(ranks: int, nodes: int) -> Machine:
-    """Describes machines such as this one, with the rates that were measured on it where they were.
+    """Describes machines like this one, with its measured rates if there are any.
 
     Args:
-        ranks: on each.
-        nodes: machines.
+        ranks: number of ranks on each.
+        nodes: number of machines.
 
     Raises:
         CalibrationError: the file of rates cannot be read.

@@ -1,7 +1,7 @@
 """Hydra for applications that train with Lightning: groups with schemas, clear errors, objects from a configuration.
 
-Importing it imports the standard library only: torch, Lightning and Hydra are imported by the functions that use them,
-for Hydra's search-path plugin imports this package in applications that have no use for ours.
+This package imports only the standard library; its functions import torch, Lightning and Hydra when they use them. The
+reason is that Hydra's search-path plugin imports it in every Hydra application, also in those that do not use it.
 """
 
 from lightning_zero.config.application import hydra_main

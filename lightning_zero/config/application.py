@@ -36,7 +36,7 @@ def hydra_main(config_name: str, config_path: str | None = None) -> Callable[["T
         def run() -> None:
             import hydra
 
-            # Lightning's own use of APIs that newer torch deprecates: nothing a user could change.
+            # Lightning itself uses APIs that newer torch deprecates, which users cannot change.
             warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
             warnings.filterwarnings("ignore", message=".*nn.functional.all_gather is deprecated")
             if _runs_task():
@@ -53,7 +53,7 @@ def hydra_main(config_name: str, config_path: str | None = None) -> Callable[["T
 
 
 def _prepared(task: "Task") -> "Task":
-    """Wraps a task in the checks of its composed configuration, and tells the other ranks where rank 0 writes."""
+    """Wraps a task in checks of its composed configuration, and tells the other ranks the folder of rank 0."""
 
     @functools.wraps(task)
     def run(cfg: "DictConfig") -> Any:
@@ -68,7 +68,7 @@ def _prepared(task: "Task") -> "Task":
 
 @contextmanager
 def _schemas_hidden() -> Iterator[None]:
-    """Leaves our schemas out of the groups that `--help` lists: nobody chooses them."""
+    """Hides our schemas in the groups that `--help` lists, since users do not choose them."""
     from hydra._internal.hydra import Hydra
 
     own = Hydra.list_all_config_groups
@@ -87,7 +87,7 @@ def _schemas_hidden() -> Iterator[None]:
 
 
 def _torchrun_store() -> Any:
-    """Connects to the key-value store that torchrun's agent offers before there is a process group; None without."""
+    """Connects to the key-value store of torchrun's agent, before there is a process group; None without torchrun."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -112,9 +112,9 @@ def _publish_run_folder() -> None:
 
 
 def _join_run_folder() -> None:
-    """Makes the other ranks of torchrun use rank 0's folder: by their own clocks they would name others.
+    """Makes the other ranks of torchrun use rank 0's folder; by their own clocks they would choose other names.
 
-    Lightning's launcher gives the ranks that it starts the same three overrides. The last of a key counts.
+    Lightning's launcher passes the same three overrides to the ranks that it starts. The last override of a key counts.
     """
     store = _torchrun_store()
     if store is None or os.environ["RANK"] == "0":
@@ -124,7 +124,7 @@ def _join_run_folder() -> None:
 
 
 def _move_overrides_last() -> None:
-    """Puts flags first: Hydra takes overrides in one piece only, and ranks get more of them appended."""
+    """Moves flags before overrides, since Hydra takes overrides only in one block, and ranks get more appended."""
     from hydra._internal.utils import get_args
 
     overrides = get_args().overrides
@@ -132,7 +132,7 @@ def _move_overrides_last() -> None:
 
 
 def _runs_task() -> bool:
-    """Tells whether the command line runs the task, and does not just print something."""
+    """Tells whether the command line runs the task, instead of only printing something."""
     from hydra._internal.utils import get_args
 
     args = get_args()

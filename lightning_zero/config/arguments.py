@@ -1,4 +1,4 @@
-"""Names and values of the Trainer's arguments, checked against its signature: Lightning's class has no schema here."""
+"""Checks names and values of the Trainer's arguments against its signature, since Lightning's class has no schema."""
 
 import inspect
 import typing
@@ -13,7 +13,7 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def check_trainer(cfg: "DictConfig") -> None:
-    """Refuses keys of `trainer` that its class does not take and values of another type, before anything uses them."""
+    """Refuses keys of `trainer` that its class does not take, and values of a wrong type, before they are used."""
     from hydra.utils import get_class
     from omegaconf import OmegaConf
 
@@ -36,7 +36,7 @@ def check_trainer(cfg: "DictConfig") -> None:
 
 
 def _simple_types(hint: Any) -> tuple[type, ...]:
-    """Lists the types of an annotation; none where it has others than numbers, switches and texts."""
+    """Lists the types of an annotation; empty if it has other types than numbers, booleans and strings."""
     types = typing.get_args(hint) or (hint,)
     return types if all(isinstance(type_, type) and type_ in _WORDS for type_ in types) else ()
 

@@ -1,4 +1,4 @@
-"""Objects from a configuration: the Trainer, optimizers with their schedulers, groups of callbacks and loggers."""
+"""Builds objects from a configuration: the Trainer, optimizers with schedulers, groups of callbacks and loggers."""
 
 import math
 from collections.abc import Iterable
@@ -23,8 +23,8 @@ def build_trainer(cfg: "DictConfig", callbacks: Iterable["Callback"] = ()) -> "T
     """Builds the Trainer that the groups `trainer strategy precision logger callbacks` describe.
 
     Args:
-        cfg: A configuration with these groups. Where `trainer.enable_checkpointing`, `enable_progress_bar` or
-            `enable_model_summary` is null, a group of callbacks that is not empty decides: Lightning adds none then.
+        cfg: A configuration with these groups. If `trainer.enable_checkpointing`, `enable_progress_bar` or
+            `enable_model_summary` is null, Lightning adds such a callback only if the group of callbacks is empty.
         callbacks: The application's own callbacks, which come before those of the group.
     """
     from hydra.utils import instantiate
@@ -65,7 +65,7 @@ def build_fabric(cfg: "DictConfig") -> "Fabric":
 
     Args:
         cfg: A configuration with these groups, as for :func:`build_trainer`; of `trainer` it takes `accelerator`,
-            `devices` and `num_nodes`, for the rest is the loop's.
+            `devices` and `num_nodes`, since the loop decides everything else.
     """
     from hydra.utils import get_class, instantiate
     from lightning.fabric import Fabric, strategies
@@ -77,7 +77,7 @@ def build_fabric(cfg: "DictConfig") -> "Fabric":
     if issubclass(target, ZeroStrategy):
         strategy: Any = ZeroFabricStrategy(**options)
         precision: dict[str, Any] = {"plugins": [instantiate(cfg.precision, _convert_="all")]}
-    elif (same := getattr(strategies, target.__name__, None)) is not None:  # Fabric has Lightning's under their names
+    elif (same := getattr(strategies, target.__name__, None)) is not None:  # Fabric's strategy of the same name
         strategy = same(**options)
         precision = _precision_of_others(cfg.precision, target.__name__)
     else:
@@ -91,7 +91,7 @@ def build_fabric(cfg: "DictConfig") -> "Fabric":
 
 
 def _check_groups(trainer: "DictConfig", given: Iterable[str]) -> None:
-    """Refuses arguments of the Trainer that come from other groups: they would have no effect."""
+    """Refuses arguments of the Trainer that other groups set, since they would have no effect."""
     for name in given:
         if name in trainer:
             group = "precision" if name == "plugins" else name
@@ -99,17 +99,17 @@ def _check_groups(trainer: "DictConfig", given: Iterable[str]) -> None:
 
 
 def _check_sizes(trainer: "DictConfig") -> None:
-    """Refuses what Lightning takes and what then fails, or trains by a wrong rule."""
+    """Refuses values that Lightning accepts, but with which the training fails later or follows a wrong rule."""
     for name, least in (("accumulate_grad_batches", 1), ("gradient_clip_val", 0), ("log_every_n_steps", 0)):
         if isinstance(value := trainer.get(name), int | float) and value < least:
             raise ConfigError(f"trainer.{name}={value} must be at least {least}.")
 
 
 def _flags_and_callbacks(cfg: "DictConfig", callbacks: list["Callback"]) -> dict[str, Any]:
-    """Makes flags and callbacks of the trainer agree: Lightning refuses a callback against its flag, or adds one.
+    """Makes the Trainer's flags and callbacks agree, since Lightning refuses a callback whose flag is off.
 
-    A flag that is false leaves its callbacks out. One that is null goes by whether there are any, but an empty group
-    stands for those of Lightning.
+    If a flag is false, its callbacks are left out. If it is null, it is set by whether there are such callbacks; for an
+    empty group of callbacks, Lightning adds its own.
     """
     from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 
@@ -143,7 +143,7 @@ def build_group(group: "DictConfig") -> list[Any]:
 
 
 def _precision_arguments(cfg: "DictConfig", strategy: "Strategy") -> dict[str, Any]:
-    """Gives our strategies our plugin, and any other strategy the name, which is all that it takes."""
+    """Gives our strategies our plugin, and any other strategy only the name of the precision."""
     from hydra.utils import instantiate
 
     from lightning_zero import ZeroStrategy
@@ -154,10 +154,10 @@ def _precision_arguments(cfg: "DictConfig", strategy: "Strategy") -> dict[str, A
 
 
 def _precision_of_others(cfg: "DictConfig", strategy: str) -> dict[str, Any]:
-    """Gives the flag; refuses what only our plugin knows."""
+    """Gives the Trainer's precision flag; refuses settings that only our plugin supports."""
     from omegaconf import OmegaConf
 
-    # A loss scaler at its defaults stands for the one that any other strategy has of its own.
+    # A loss scaler with default settings stands for the loss scaler of the other strategy.
     plain = asdict(PrecisionConf(precision=cfg.precision, scaler=DynamicLossScalerConf()))
     own = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(own, dict)
@@ -170,7 +170,7 @@ def _precision_of_others(cfg: "DictConfig", strategy: str) -> dict[str, Any]:
 
 
 def _changed(values: dict[Any, Any], plain: dict[str, Any]) -> dict[str, Any]:
-    """Picks the values that are not null and differ from the plain ones; of mappings, what differs inside."""
+    """Picks the values that are not null and differ from the plain ones; in mappings only the differing items."""
     changed = {}
     for key, value in values.items():
         default = plain.get(key)
@@ -182,7 +182,7 @@ def _changed(values: dict[Any, Any], plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def micro_batch_size(batch_size: int, world_size: int, accumulate: int) -> int:
-    """Divides a global batch, `data.batch_size`: the samples that a rank takes at once.
+    """Divides a global batch, `data.batch_size`, and returns the number of samples in a rank's micro-batch.
 
     Args:
         batch_size: Samples per optimizer step, over all ranks and micro-batches.
@@ -210,10 +210,10 @@ def build_optimizers(
     Args:
         optimizer: A torch optimizer's class and arguments.
         scheduler: A scheduler's class and arguments; without a class: none.
-        params: Parameters or parameter groups; or a module, of whose parameters the class makes the groups, if it has
-            a `groups_of` as `Muon`.
-        total_steps: Optimizer steps of the fit, for a scheduler whose `total_steps` is null. Where `warmup_steps` is
-            null, 100 of them are the warm-up, or a tenth if that is less; of `WarmupDecayLR` 1000, or half.
+        params: Parameters or parameter groups; or a module. If the optimizer's class has a function `groups_of`, as
+            `Muon` has, it makes the groups from the module's parameters.
+        total_steps: Optimizer steps of the fit, for a scheduler whose `total_steps` is null. If `warmup_steps` is null,
+            the warm-up has 100 of these steps, or a tenth if that is less (for `WarmupDecayLR` 1000, or half).
 
     Raises:
         ConfigError: A value is out of range, or the class is of a package that is not installed.
@@ -238,7 +238,7 @@ def build_optimizers(
 
 
 def _usual_warmup(target: str, total_steps: int) -> int:
-    """Steps of the warm-up of a scheduler's class where none are given, for a fit of `total_steps`."""
+    """Gives the default number of warm-up steps of a scheduler's class, for a fit of `total_steps`."""
     from hydra.utils import get_class
 
     from lightning_zero.schedulers import WarmupDecayLR
@@ -249,7 +249,7 @@ def _usual_warmup(target: str, total_steps: int) -> int:
 
 
 def _groups(cls: Any, params: "Iterable[Any] | Module") -> Iterable[Any]:
-    """Gives the parameter groups; of a module, those that the class makes."""
+    """Gives the parameter groups; for a module, those that the optimizer's class makes."""
     from torch.nn import Module
 
     if not isinstance(params, Module):

@@ -1,4 +1,4 @@
-"""An imported DeepSpeed configuration as a YAML file of Hydra's."""
+"""Writes an imported DeepSpeed configuration as a YAML file for Hydra."""
 
 from lightning_zero.config import files
 from lightning_zero.migration import Import, Status

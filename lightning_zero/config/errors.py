@@ -1,8 +1,8 @@
-"""Errors in a configuration: what a user reads in the place of a stack trace.
+"""Errors in a configuration, which users see as messages instead of stack traces.
 
-A mistake that Hydra finds (a key, an option, a value), one that it does not find (an added key that nothing uses, a key
-without a value) and one that the application finds (:class:`ConfigError`) all end the program with a message that
-lists what would be right.
+There are mistakes that Hydra finds (a key, an option, a value), mistakes that it does not find (an added key that
+nothing uses, a key without a value) and mistakes that the application finds (:class:`ConfigError`). Each ends the
+program with a message that lists the valid choices.
 """
 
 import difflib
@@ -28,17 +28,17 @@ _CLEAR_ERRORS = "LIGHTNING_ZERO_CLEAR_ERRORS"
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. Under :func:`hydra_main` its message is all that the user sees."""
+    """A configuration cannot be used. With :func:`hydra_main` users see only its message."""
 
 
 def run_with_clear_errors(main: Callable[[], None], task: "Task", groups: Callable[[], "Options"]) -> None:
-    """Runs `main`: a configuration error becomes a message, any other keeps the frames below `task` only."""
+    """Runs `main`. A configuration error becomes a message; other errors show only the frames below `task`."""
     from hydra.errors import HydraException
 
     if os.environ.get("HYDRA_FULL_ERROR") == "1" and _CLEAR_ERRORS not in os.environ:
         return main()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then passes exceptions on instead of printing them
-    os.environ[_CLEAR_ERRORS] = "1"  # tells the ranks that Lightning launches who has set the other
+    os.environ[_CLEAR_ERRORS] = "1"  # tells ranks that Lightning launches that the user did not set the other one
     try:
         return main()
     except ConfigError as error:
@@ -85,7 +85,7 @@ def _frames_from(task: "Task", error: Exception) -> TracebackType | None:
 
 
 def check_added(cfg: "DictConfig") -> None:
-    """Refuses a key that the command line adds at the top and nothing uses, such as a misspelt `+group=`."""
+    """Refuses a key that the command line adds at the top level and nothing uses, such as a misspelt `+group=`."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -124,11 +124,11 @@ def check_complete(cfg: "DictConfig") -> None:
 
 
 def explain(error: "HydraException", groups: Sequence[str] = ()) -> str | None:
-    """Says what to change in the configuration; None where the stack trace says more.
+    """Says what to change in the configuration; None if the stack trace says more.
 
     Args:
-        error: What Hydra has raised.
-        groups: Names that a misspelt group could stand for.
+        error: The error that Hydra raised.
+        groups: Names of groups, one of which a misspelt name could mean.
     """
     from hydra.errors import InstantiationException, MissingConfigException
     from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -150,7 +150,7 @@ def _is_about_input(cause: BaseException | None) -> bool:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     if isinstance(cause, ImportError):
-        return cause.name is None  # raised with a message, and not by an import statement
+        return cause.name is None  # raised with a message instead of by an import statement
     return isinstance(cause, ValueError | TypeError | MisconfigurationException)
 
 
@@ -164,7 +164,7 @@ def _explain_option(error: "MissingConfigException", groups: Sequence[str]) -> s
 
 
 def _explain_no_choice(error: Exception, groups: Callable[[], "Options"]) -> str | None:
-    """Lists the options of a group that the task reads and the command line removed or set to null."""
+    """Lists the options of a group that the task reads, but that the command line removed or set to null."""
     from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
@@ -191,7 +191,7 @@ def _given_without_name() -> list[str]:
 
 def _explain_key(cause: Any, groups: Sequence[str]) -> str:
     owner = str(cause.full_key).rpartition(".")[0] or _TOP
-    # A group that no option is chosen of has no key.
+    # A group without a chosen option has no key.
     keys = _names([*(cause.parent_node or ()), *(groups if owner == _TOP else ())])
     message = no_such_key(str(cause.full_key), str(cause.key), owner, keys)
     if owner != _TOP and cause.object_type is dict:

@@ -1,11 +1,11 @@
-"""YAML files of Hydra's that choose options of this package's groups and set values in them."""
+"""Writes YAML files for Hydra that choose options of this package's groups and set values in them."""
 
 import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# What a complete configuration has where nobody decides.
+# The options of a complete configuration for groups that are not given.
 _COMPLETE = {
     "strategy": "zero0",
     "precision": "fp32",
@@ -67,7 +67,7 @@ def _lines(notes: Mapping[str, str], path: str, name: str, node: Any, depth: int
 
 
 def _scalar(value: Any) -> str:
-    """Writes a value as YAML: JSON's form, but for infinity."""
+    """Writes a value as YAML, in JSON's form except for infinity."""
     if isinstance(value, float) and math.isinf(value):
         return ".inf" if value > 0 else "-.inf"
     return json.dumps(value)

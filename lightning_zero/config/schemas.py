@@ -1,9 +1,9 @@
 """Typed schemas of the Hydra groups: a misspelt key or value fails while the configuration is composed.
 
-Each option of a group in `lightning_zero.conf` extends one of these, as `/schema/<group>/<name>`. The strategy's is
-derived from its dataclass of options. The others configure classes that cannot be imported without torch, which this
-module must not import (Hydra's search-path plugin calls `register_schemas` in every Hydra application); that their
-names and defaults are those of the constructors is a test.
+Each option of a group in `lightning_zero.conf` extends one of these, as `/schema/<group>/<name>`. The strategy's schema
+is derived from its dataclass of options. The other schemas configure classes that cannot be imported without torch,
+which this module must not import, since Hydra's search-path plugin calls `register_schemas` in every Hydra application.
+A test checks that their names and defaults are those of the constructors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,14 +28,14 @@ from lightning_zero.integration.options import StartMethod as StartMethodName
 
 
 class _Choice(StrEnum):
-    """One of a few words. It is shown as its text, which is what a checkpoint and a message should hold."""
+    """One of a few words, shown as plain text in checkpoints and messages."""
 
     def __repr__(self) -> str:
         return repr(self.value)
 
 
 def _choice(name: str, words: Any) -> Any:
-    """Makes an enum of a `Literal`; it must be a module's variable of that name, for configurations are pickled."""
+    """Makes an enum of a `Literal`; it must be a module's variable of that name, since configurations are pickled."""
     members = {word: word for word in get_args(words)}
     return _Choice(name, members, module=__name__)  # type: ignore[call-arg]
 
@@ -56,7 +56,7 @@ class MasterLayout(_Choice):
     split = "split"  # type: ignore[assignment]  # a method of str
 
 
-# The types of options that a configuration cannot hold, and what it holds in their place.
+# Types of options that a configuration cannot hold, and the types that replace them.
 _REPLACED = {
     StoreName: Store,
     GradientStoreName: GradientStore,

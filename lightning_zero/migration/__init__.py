@@ -2,13 +2,13 @@
 
 Terms:
 
-- key: a place of the other library's file, as a dotted path such as `zero_optimization.stage`.
-- here: what says the same in this package, as a dotted key of its Hydra groups such as `strategy.stage`.
-- row: one key of a file with its value, and what became of it (`Status`).
+- key: a setting of the other library's file, as a dotted path such as `zero_optimization.stage`.
+- here: the corresponding setting of this package, as a dotted key of its Hydra groups such as `strategy.stage`.
+- row: one key of a file with its value, and the result of its translation (`Status`).
 
-`located` reads JSON and remembers where everything stands; `deepspeed_keys` classifies all keys of DeepSpeed;
-`classify` holds a file against them, and `deepspeed` decides what depends on several keys. The standard library
-suffices for all of it.
+`located` reads JSON and remembers the position of every value. `deepspeed_keys` classifies all keys of DeepSpeed.
+`classify` compares a file with this table, and `deepspeed` translates settings that depend on several keys. All of it
+needs only the standard library.
 """
 
 from lightning_zero.migration.deepspeed import import_deepspeed

@@ -1,4 +1,4 @@
-"""A document against the table of keys: names and types checked, every key a row, plain values taken over."""
+"""Compares a document with the table of keys: checks names and types, makes a row of every key, copies plain values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Classification:
     Attributes:
         result: the import.
         values: values by path, of keys that are neither null nor "auto".
-        auto: paths of those that are "auto".
+        auto: paths of the keys that are "auto".
         rows: rows by path.
         number: the stage.
     """
@@ -115,7 +115,7 @@ class Classification:
             self._set(key.name, key.here, key.convert(value), key.note)
 
     def _out_of_use(self, key: Key) -> tuple[Status, str] | None:
-        """Tells whether another key switches this one off, and why; None where it counts."""
+        """Tells whether another key switches this one off, and why; None if it is in use."""
         raise NotImplementedError
 
     def _set(self, path: str, here: str, value: Any, note: str = "", status: Status | None = None) -> None:

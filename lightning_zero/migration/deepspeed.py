@@ -1,7 +1,7 @@
-"""A DeepSpeed configuration in our terms: what became of every key, and the groups and settings that say the same.
+"""Translates a DeepSpeed configuration: the result for every key, and the equivalent groups and settings.
 
-The classification is data, `deepspeed_keys.KEYS`. Here are the values that depend on several keys: stage and stores,
-precision, batch, optimizer and scheduler; and what contradicts itself.
+The classification of single keys is a table, `deepspeed_keys.KEYS`. This module translates values that depend on
+several keys (stage and stores, precision, batch, optimizer and scheduler), and finds contradictions.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _SUFFIXES = {"none": "", "cpu": "_offload", "nvme": "_nvme"}  # of the names of 
 
 
 def import_deepspeed(source: str | Path | Mapping[str, Any], *, ranks: int | None = None) -> Import:
-    """Takes a DeepSpeed configuration over.
+    """Translates a DeepSpeed configuration.
 
     Args:
         source: a `ds_config.json`, or the dictionary.
         ranks: number of ranks that will train, which splits `train_batch_size`; default: as the file implies, or 1.
 
     Raises:
-        MigrationError: no JSON, a value of a wrong type, or settings that contradict each other.
+        MigrationError: it is not JSON, a value has a wrong type, or settings contradict each other.
         OSError: the file cannot be read.
     """
     return _Translation(load(source), ranks).run()
@@ -47,7 +47,7 @@ class _Translation(Classification):
         super().__init__(document)
         self.given_ranks = ranks
         self.mode = ""  # the section that chooses the precision
-        self.open_modes: set[str] = set()  # those that are "auto"
+        self.open_modes: set[str] = set()  # sections that are "auto"
         self.updates_on_host = False
 
     def run(self) -> Import:
@@ -87,7 +87,7 @@ class _Translation(Classification):
         return number
 
     def _device(self, name: str, *old: str) -> str:
-        """Reads where a store is asked for: none, cpu or nvme."""
+        """Reads the requested place of a store: none, cpu or nvme."""
         device = str(self.values.get(f"zero_optimization.{name}.device", "none")).lower()
         return "cpu" if any(self.values.get(f"zero_optimization.{path}") for path in old) else device
 
@@ -104,7 +104,7 @@ class _Translation(Classification):
         self._disk(optimizer)
 
     def _store(self, name: str, old: tuple[str, ...], stages: set[int]) -> str:
-        """Makes the rows that ask for a store; returns it: none, cpu or nvme."""
+        """Makes the rows of a store; returns its place: none, cpu or nvme."""
         device = self._device(name, *old)
         beside_state = name != "offload_param" or self._device("offload_optimizer", "cpu_offload") == "nvme"
         written = device if device != "nvme" or beside_state else "cpu"
@@ -126,7 +126,7 @@ class _Translation(Classification):
         return written if self.number in stages else "none"
 
     def _disk(self, optimizer: str) -> None:
-        """Says where the disk is: of optimizer state alone."""
+        """Translates the path of the disk, which is used only if optimizer state rests there."""
         path = "zero_optimization.offload_optimizer.nvme_path"
         if optimizer != "nvme":
             if path in self.values:
@@ -140,7 +140,7 @@ class _Translation(Classification):
     # -- precision ------------------------------------------------------------------------------------------------
 
     def _precision(self) -> None:
-        """Chooses the precision: DeepSpeed's fp16 and bf16 cast the whole module, which are our `-true` ones."""
+        """Chooses the precision: DeepSpeed's fp16 and bf16 cast the whole module, as our `-true` modes do."""
         names = {"bfloat16.enabled": "bf16"}
         switches = ("fp16.enabled", "bf16.enabled", "bfloat16.enabled", "amp.enabled", "torch_autocast.enabled")
         on = [path for path in switches if self.values.get(path)]
@@ -189,7 +189,7 @@ class _Translation(Classification):
                 self._row(f"fp16.{name}", Status.unsupported, note=note)
 
     def _out_of_use(self, key: Key) -> tuple[Status, str] | None:
-        """Tells whether the precision has no use for a key, and why."""
+        """Tells whether the chosen precision makes a key meaningless, and why."""
         section = key.name.split(".", maxsplit=1)[0]
         section = {"bfloat16": "bf16"}.get(section, section)
         if section in ("fp16", "bf16") and self.mode != section:
@@ -204,7 +204,7 @@ class _Translation(Classification):
     # -- batch ----------------------------------------------------------------------------------------------------
 
     def _batch(self) -> None:
-        """Works out the two of batch, micro-batch and accumulation that the file leaves out, as DeepSpeed does."""
+        """Computes those of batch, micro-batch and accumulation that the file leaves out, as DeepSpeed does."""
         names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         for path in names:
             if self.values.get(path) == 0:
@@ -333,7 +333,7 @@ class _Translation(Classification):
             self._row(path, Status.kept if same else Status.renamed, here, note)
 
     def _params(self, section: str, target: Target) -> None:
-        """Leaves out the parameters that the target does not have."""
+        """Drops parameters that the target does not have."""
         for path in [*self.values, *self.auto]:
             key = KEYS[path]
             if not path.startswith(f"{section}.params.") or not key.here.startswith(f"{section}.") or path in self.rows:
@@ -411,7 +411,7 @@ class _Translation(Classification):
                 taken = name
 
     def _defaults(self) -> None:
-        """Writes what DeepSpeed does where the file is silent and this package does something else."""
+        """Writes DeepSpeed's defaults for missing settings whose default differs in this package."""
         settings = self.result.settings
         if "gradient_clipping" not in self.auto and "trainer.gradient_clip_val" not in settings:
             note = "not in the file: DeepSpeed clips at 1.0 then. 0: no clipping"

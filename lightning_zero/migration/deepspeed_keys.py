@@ -1,8 +1,8 @@
 """All keys of a DeepSpeed 0.19 configuration, classified: one table, `KEYS`.
 
-A key says one of three things: where its value goes (`here`), why it has no meaning (`moot`), or what to do in its
-place (`remedy`). Names that DeepSpeed has deprecated, and its fields' names where the file's have a prefix, are in it.
-Optimizers and schedulers with their parameters: `deepspeed_training`.
+An entry says one of three things: the setting that takes the value (`here`), why the key has no meaning (`moot`), or
+what to do instead (`remedy`). The table includes names that DeepSpeed has deprecated, and names without the prefix that
+they have in a file. Optimizers and schedulers with their parameters are in `deepspeed_training`.
 """
 
 from __future__ import annotations
