@@ -113,7 +113,7 @@ def test_what_a_person_answers_at_a_terminal_trains(tmp_path: Path, pool2: RankP
         terminal.answer("rank takes at once?", CLEAR + "2" + ENTER)
         terminal.answer("Tokens of an example", "16" + ENTER)
         terminal.answer("Compute layers again")
-        terminal.expect("does not go with layers=4")  # asked again
+        terminal.expect("contradicts layers=4")  # asked again
         terminal.answer("What is the model?")
         terminal.answer("How many parameters?", CLEAR + "1.63e6" + ENTER)
         terminal.answer("How many layers?", CLEAR + "2" + ENTER)

@@ -174,7 +174,7 @@ def test_models_of_transformers_are_traced(tmp_path: Path, kind: str) -> None:
     [
         ("", "give --model package.module:Class"),
         ("--params 7e9", "--params needs --layers and --hidden"),
-        ("--params 7e9 --layers 2 --hidden 64", "does not go with layers=2"),
+        ("--params 7e9 --layers 2 --hidden 64", "contradicts layers=2"),
         (f"{SEVEN} --gpu 5080ti", "'5080ti' is no known GPU; expected a size such as 24GB, or one of t4"),
         (f"{SEVEN} --gpu 900GB", "more memory than a known GPU has"),
         (f"{SEVEN} --host plenty", "'plenty' is not a size"),
@@ -268,7 +268,7 @@ ODD = {
     "--params inf --layers 2 --hidden 64": "--params inf is no number",
     "--params -7 --layers 2 --hidden 64": "--params -7 is no number",
     "--params 1e30 --layers 10 --hidden 100000000000000": "larger than any can be",
-    "--params 7e9 --layers 99999999 --hidden 2 --vocab 3": "too many to be planned; expected at most 10000",
+    "--params 7e9 --layers 99999999 --hidden 2 --vocab 3": "too many to plan; expected at most 10000",
     "--hf hf_zero --layers 3": "--layers needs --params",
     f"{SEVEN} --hf hf_zero": "--params and --hf name different models; give one of them",
     f"{SEVEN} --model odd_models:Plain": "--params and --model name different models",

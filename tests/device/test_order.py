@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from device.test_deferred_gathers import device_of_rank
+from device import sim
 from device.test_overlap import BF16, Case, Late, left_by, start
 from device.test_update_under_forward import Held, backward
-from device.where import DevicePool
+from device.where import DevicePool, device_of_rank
 from engine.driver import Session
 from helpers import models
 from torch import Tensor
@@ -127,7 +127,7 @@ def test_a_gradient_that_is_not_finite_is_named_when_it_has_come(device: torch.d
 
 
 def ask_in_turn() -> list[tuple[str, list[str]]]:
-    device = device_of_rank()
+    device = device_of_rank(sim.DEVICE)
     groups = [Group.create([[0, 1]]) for _ in range(3)]
     mesh, executor, found = Mesh(*groups), StreamExecutor(device), []
     asks: dict[str, Callable[[Group], object]] = {
@@ -159,7 +159,7 @@ def test_whatever_a_group_is_asked_for_comes_after_what_a_lane_asks_of_any(devic
 
 def write_back_while_one_rank_updates() -> list[Tensor]:
     """Of two that hold all of it: what rank 0 has not updated must not become that of rank 1."""
-    device, rank = device_of_rank(), dist.get_rank()
+    device, rank = device_of_rank(sim.DEVICE), dist.get_rank()
     executor = Held(device)
     session = start(Case(1), executor, device, mesh=Mesh.create(1))
     with session.engine.gathered(session.model.parameters(), writeback=True):
@@ -183,7 +183,7 @@ def test_what_is_written_back_has_been_updated(device_pool2: DevicePool) -> None
 
 def load_and_read_alone() -> tuple[list[Tensor], list[Tensor]]:
     """Parameters as they were saved, when they were stale, and as each rank reads them after a load."""
-    device = device_of_rank()
+    device = device_of_rank(sim.DEVICE)
     session = start(Case(2, precision=BF16), StreamExecutor(device), device, mesh=Mesh.create())
     engine, steps = session.engine, 2
     for number in range(steps):

@@ -168,7 +168,7 @@ def save_after(path: str) -> None:
     trainer.predict(lit)
     with warnings.catch_warnings(record=True) as caught:
         trainer.save_checkpoint(path, weights_only=True)
-    said = [w for w in caught if "will hold weights as they were cast for evaluation, 'bf16-true'" in str(w.message)]
+    said = [w for w in caught if "will hold weights that were cast for evaluation ('bf16-true')" in str(w.message)]
     assert len(said) == trainer.is_global_zero
     trainer.strategy.release()  # type: ignore[attr-defined]
     assert {p.dtype for p in lit.parameters()} == {torch.float32}

@@ -147,5 +147,5 @@ def load_own(paths: list[str]) -> None:
 @pytest.mark.slow
 def test_ranks_with_other_files_are_refused(pool2: RankPool, tmp_path: Path) -> None:
     paths = [save(tmp_path, kind, max_shard_size="1GB") for kind in ("gpt2", "llama")]
-    with pytest.raises(RankError, match="is another file on rank 1 than on rank 0"):
+    with pytest.raises(RankError, match="on rank 1 differs from that on rank 0"):
         pool2.run(load_own, paths)
