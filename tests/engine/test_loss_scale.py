@@ -100,9 +100,8 @@ PLANTED = "blocks.1.down.bias"
 
 def fp16_loss(model: Any, batch: Tensor, *, autocast: bool = False, bad: float = math.inf) -> Tensor:
     """The next token's cross entropy, in fp32; a flagged batch plants `bad`."""
-    batch = batch.to(next(model.parameters()).device)
     model.blocks[1].down.bad = bad if models.is_flagged(batch) else None
-    with torch.autocast(batch.device.type, dtype=torch.float16, enabled=autocast):
+    with torch.autocast("cpu", dtype=torch.float16, enabled=autocast):
         logits = model(batch[:, :-1])
     return functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
@@ -196,7 +195,6 @@ def train_case(case: Case, meshes: Meshes) -> Ran:
 def snapshot(session: Session) -> dict[str, Tensor]:
     """Everything that a step may change on this rank, without a collective: parameters, masters, state."""
     values: dict[str, Tensor] = {}
-    session.engine.await_updates()
     for bucket in session.engine.buckets:
         values[f"{bucket.names}.shard"] = bucket.shard.read(0, bucket.shard.numel).clone()
         values[f"{bucket.names}.master"] = bucket.master.read(0, bucket.layout.shard_numel).clone()

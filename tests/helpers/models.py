@@ -178,7 +178,6 @@ def rank_batches(batches: Sequence[Sequence[Sequence[Tensor]]], rank: int) -> li
 
 def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
     """The mean cross entropy of the predictions of the next tokens."""
-    batch = batch.to(next(model.parameters()).device)
     logits = model(batch[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
