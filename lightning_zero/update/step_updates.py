@@ -76,17 +76,8 @@ class StepUpdates:
         for number, (bucket, view) in enumerate(views):
             self.begun.add(id(bucket))  # first: an update that fails at once may have written some of its values
             touched = [each for each, _ in views[number : number + 2]]  # the second is fetched ahead
-            lent_to = bucket.begin_update(partial(self._update, view, touched))
+            lent_to = bucket.begin_update(partial(_run, partial(self._updater.update, view), touched))
             self._map.gradients_of(bucket).sharded.lent_to(lent_to)
-
-    def _update(self, view: UpdateView, touched: Sequence[Bucket]) -> None:
-        try:
-            self._updater.update(view)
-        except BaseException:
-            for bucket in touched:
-                if not bucket.master.in_shard:  # what was to be overwritten was not read, and may not have been written
-                    bucket.shard.drop(0, bucket.shard.numel)
-            raise
 
     def _view(self, bucket: Bucket, segments: Sequence[Segment], ahead: Callable[[], object]) -> UpdateView:
         known = self._hyperparameters
@@ -106,6 +97,17 @@ class StepUpdates:
             self.call,
             ahead,
         )
+
+
+def _run(update: Callable[[], None], touched: Sequence[Bucket]) -> None:
+    """Run an update. If it fails, drop tiles that it was to overwrite: they were not read, and may not be written."""
+    try:
+        update()
+    except BaseException:
+        for bucket in touched:
+            if not bucket.master.in_shard:
+                bucket.shard.drop(0, bucket.shard.numel)
+        raise
 
 
 def _end_gather(bucket: Bucket) -> None:
