@@ -1,4 +1,4 @@
-"""The optimizer step over shards: loss scale, clipping, torch's optimizers, and the native kernels on the host."""
+"""The optimizer step over shards: loss scale, clipping, torch's optimizers, and native kernels for host memory."""
 
 from lightning_zero.update.block_state import BlockShardState, ScaleLayout
 from lightning_zero.update.choice import choose_updater, kept_whole, make_updater

@@ -1,4 +1,4 @@
-"""The optimizers that an engine drives: their methods act on shards, and their state lies in shards."""
+"""The optimizers that an engine drives. Their methods act on shards, and their state is kept in shards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightning_zero.update.view import Updater
 
 @dataclass
 class _Attached:
-    """An attached optimizer's updater, and what the optimizer's groups held when they were last looked at."""
+    """An attached optimizer's updater, and the contents of the optimizer's groups when they were last examined."""
 
     updater: Updater
     admitted: list[int] = field(default_factory=list)  # ids of the parameters in the groups
@@ -38,10 +38,10 @@ class _Attached:
 
 
 class AttachedOptimizers:
-    """The optimizers whose ``step`` and ``zero_grad`` act on shards; iterates over them in the order given.
+    """The optimizers whose ``step`` and ``zero_grad`` act on shards. Iteration yields them in the order given.
 
     Args:
-        bucket_map: holds the module's parameters; optimizers may have no others.
+        bucket_map: holds the module's parameters. Optimizers may have no other parameters.
     """
 
     def __init__(self, bucket_map: BucketMap) -> None:
@@ -58,14 +58,14 @@ class AttachedOptimizers:
         return [attached.updater for attached in self._attached.values()]
 
     def attach(self, updaters: Sequence[Updater], target: Target) -> None:
-        """Replace the optimizers by those of ``updaters``; see :meth:`Engine.attach`.
+        """Replace the attached optimizers by those of ``updaters``; see :meth:`Engine.attach`.
 
         Args:
             updaters: one per optimizer; an optimizer that was attached before keeps its updater and its state.
             target: receives the calls of the optimizers' methods.
 
         Raises:
-            ValueError: an optimizer holds a parameter that is not the module's; nothing has changed then.
+            ValueError: an optimizer holds a parameter that is not the module's. Then nothing has changed.
         """
         for updater in updaters:
             self._check_held(updater.optimizer)
@@ -89,10 +89,10 @@ class AttachedOptimizers:
         self._attached, self._handles = {}, []
 
     def admit(self) -> None:
-        """Look for parameters that have joined the groups of an optimizer, and begin to optimize their buckets.
+        """Find parameters that were added to the groups of an optimizer, and begin to optimize their buckets.
 
         Raises:
-            ValueError: a parameter that has joined is not the module's.
+            ValueError: a parameter that was added is not the module's.
         """
         for attached in self._attached.values():
             optimizer = attached.updater.optimizer
@@ -110,7 +110,7 @@ class AttachedOptimizers:
                 raise ValueError(f"{type(optimizer).__name__} holds {self._why_foreign(parameter)}")
 
     def _why_foreign(self, parameter: Parameter) -> str:
-        """Why no bucket holds ``parameter``, and what to do."""
+        """Say why no bucket holds ``parameter``, and what the user can do about it."""
         module = type(self._map.module).__name__
         for name, own in self._map.module.named_parameters():
             if own is parameter:
@@ -126,7 +126,7 @@ class AttachedOptimizers:
     def _prepare(self, attached: _Attached) -> None:
         """Give the masters of newly admitted buckets the layout that the updater needs.
 
-        It may change parameters, and so must not run between forward and backward.
+        This may change parameters, and so must not run between forward and backward.
         """
         if not attached.prepared:
             for bucket in attached.buckets:
@@ -140,7 +140,7 @@ class AttachedOptimizers:
         hide_state(updater.optimizer)
 
     def adopt_state(self, optimizer: Optimizer) -> None:
-        """Move the state that user code has loaded into an optimizer, or written there, into shards."""
+        """Move the state that user code has loaded into an optimizer, or assigned to it, into shards."""
         for bucket in self._attached[id(optimizer)].buckets:
             bucket.await_update()
         updater = self._attached[id(optimizer)].updater
@@ -158,12 +158,15 @@ class AttachedOptimizers:
         return any(not set(ids).isdisjoint(self._attached[id(optimizer)].admitted) for ids in others)
 
     def begin_step(self, optimizer: Optimizer, grad_scale: float, call: StepCall) -> StepUpdates:
-        """Copy the values with which ``optimizer`` updates, before anything is updated; see :class:`StepUpdates`.
+        """Copy the hyperparameters with which ``optimizer`` updates, before anything is updated.
 
         Args:
-            optimizer: whose step it is.
+            optimizer: the optimizer that makes the step.
             grad_scale: factor to apply to the gradients.
-            call: of the optimizer's ``step``.
+            call: the call of the optimizer's ``step``.
+
+        Returns:
+            The updates of the step, of which none has begun; see :class:`StepUpdates`.
         """
         if state_was_edited(optimizer):
             self.adopt_state(optimizer)
@@ -173,40 +176,41 @@ class AttachedOptimizers:
         return updates
 
     def is_prepared(self, optimizer: Optimizer) -> bool:
-        """Tell whether :meth:`begin_step` leaves the layout of masters as it is, and may be called in backward."""
+        """Tell whether :meth:`begin_step` leaves the layout of masters as it is, so that backward may call it."""
         return self._attached[id(optimizer)].prepared
 
     def update(self, optimizer: Optimizer, used: Sequence[Parameter], updates: StepUpdates) -> None:
-        """Begin the updates of a step that have not begun, in the order in which the next forward needs them.
+        """Begin those updates of a step that have not begun, in the order in which the next forward needs them.
 
-        All ranks make the same call.
+        All ranks must make the same call.
 
         Args:
-            optimizer: whose step it is.
+            optimizer: the optimizer that makes the step.
             used: the parameters to update.
-            updates: of the step. Some may have begun in backward, not the same ones on each rank.
+            updates: the updates of the step. Some may have begun in backward, and other ones on other ranks.
         """
         used_ids = set(map(id, used))
         updates.begin([(b, segments) for b, segments in self._in_order(used) if id(b) not in updates.begun])
         for bucket in self._map.buckets:
-            # Stale on all ranks or on none, also where this rank owns no segment of it.
+            # All ranks must mark the same buckets, also a rank that owns no segment of them.
             if indices := [i for i, p in enumerate(bucket.parameters) if id(p) in used_ids]:
                 bucket.mark_updated(indices)
         self._attached[id(optimizer)].updater.advance(updates.call)
 
     def _in_order(self, used: Sequence[Parameter]) -> list[tuple[Bucket, list[Segment]]]:
-        """Segments by bucket. Buckets that a forward unshards before its first unit, the root's and small ones, come
-        first.
+        """The segments of ``used`` by bucket. Buckets that a forward unshards before its first unit come first.
+
+        These are the root's buckets and the small ones.
         """
         first = set(map(id, self._map.root))
         return sorted(self._map.segments_of(used), key=lambda each: id(each[0]) not in first)
 
 
 class ShardedState(defaultdict[Tensor, dict[str, Any]]):
-    """Stands in for ``optimizer.state`` while the state lies in shards; reading it is an error that says what to do.
+    """Replaces ``optimizer.state`` while the state is kept in shards. To read it is an error that says what to do.
 
-    The next step takes over what user code writes into it, which is state of full parameters. Clearing it clears the
-    shards.
+    User code may write the state of full parameters into it, which the next step moves into the shards. If user code
+    clears it, the next step clears the shards.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -229,13 +233,13 @@ class ShardedState(defaultdict[Tensor, dict[str, Any]]):
 
 
 class Expecting(Protocol):
-    """Learns of a call of ``step`` before its closure runs."""
+    """Is told of a call of ``step`` before the closure runs."""
 
     def expecting(self, optimizer: Optimizer) -> AbstractContextManager[None]: ...
 
 
 class Target(Protocol):
-    """Receives the calls of the optimizers' and modules' methods that are replaced."""
+    """Receives the calls of those methods of optimizers and modules that were replaced."""
 
     @property
     def in_backward(self) -> Expecting: ...
@@ -274,9 +278,10 @@ def attach_optimizer(optimizer: Optimizer, target: Target) -> list[RemovableHand
             with _replaced_zero_grad(clear):
                 type(optimizer).zero_grad(optimizer, *args, **kwargs)
 
-    # Without torch's wrapper that calls step hooks: the engine calls them around the update, and not if it skips it.
+    # This is without torch's wrapper, which calls step hooks: the engine calls them around the update, and does not
+    # call them if it skips the update.
     method = types.MethodType(step, optimizer)
-    # Schedulers warn unless `step` carries their mark; the engine notes each step.
+    # Schedulers warn unless `step` carries their mark. The engine notes each step.
     mark_for_schedulers(step)
     optimizer.step = method  # type: ignore[method-assign]
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
@@ -288,7 +293,7 @@ def attach_optimizer(optimizer: Optimizer, target: Target) -> list[RemovableHand
 
 @contextlib.contextmanager
 def _replaced_zero_grad(clear: Callable[..., None]) -> Iterator[None]:
-    """Replace torch's own ``zero_grad`` by ``clear`` while that of a user's class runs, which may call it."""
+    """Replace torch's own ``zero_grad`` by ``clear`` while the method of a user's class runs, which may call it."""
     own = Optimizer.zero_grad
     Optimizer.zero_grad = clear  # type: ignore[method-assign]
     try:
@@ -298,7 +303,7 @@ def _replaced_zero_grad(clear: Callable[..., None]) -> Iterator[None]:
 
 
 def hide_state(optimizer: Optimizer) -> None:
-    """Replace ``optimizer.state`` by an empty one that notices what user code does with it."""
+    """Replace ``optimizer.state`` by an empty :class:`ShardedState`, which notices what user code does with it."""
     optimizer.state = ShardedState(optimizer)
 
 
@@ -309,7 +314,7 @@ def state_was_edited(optimizer: Optimizer) -> bool:
 
 
 def state_was_replaced(optimizer: Optimizer) -> bool:
-    """Tell whether user code has dropped the state that the shards hold, by clearing or replacing all of it."""
+    """Tell whether user code has dropped the state in the shards, by clearing or replacing ``optimizer.state``."""
     state = optimizer.state
     return not isinstance(state, ShardedState) or state.cleared
 
@@ -322,13 +327,13 @@ def detach_optimizer(optimizer: Optimizer) -> None:
 
 
 def attach_module(module: nn.Module, target: Target) -> None:
-    """Have the ``zero_grad`` of a module clear sharded gradients, too."""
+    """Replace the ``zero_grad`` of a module by one that clears sharded gradients, too."""
     engine = weakref.ref(target)
 
     own = _own_zero_grad(module)
 
-    # The name of the function makes the bound method picklable: unpickling looks it up on the module. The engine holds
-    # no parameters of a deep copy of the module, and clears nothing there.
+    # The function must have this name so that the bound method can be pickled: unpickling looks the name up on the
+    # module. The engine holds no parameters of a deep copy of the module, and so clears nothing there.
     def zero_grad(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if (alive := engine()) is not None:
             alive.zero_grad(module.parameters(), kwargs.get("set_to_none", args[0] if args else True))
@@ -338,12 +343,12 @@ def attach_module(module: nn.Module, target: Target) -> None:
             own(*args, **kwargs)
 
     zero_grad.replaced = own  # type: ignore[attr-defined]
-    # Not by assignment, which torch.compile's wrapper passes on to the module inside.
+    # An assignment would not do: torch.compile's wrapper passes it on to the module inside.
     vars(module)["zero_grad"] = types.MethodType(zero_grad, module)
 
 
 def detach_module(module: nn.Module) -> None:
-    """Give a module back the ``zero_grad`` that it had."""
+    """Give a module back the ``zero_grad`` that it had before :func:`attach_module`."""
     own = _own_zero_grad(module)
     vars(module).pop("zero_grad", None)
     if own is not None:
@@ -351,7 +356,7 @@ def detach_module(module: nn.Module) -> None:
 
 
 def _own_zero_grad(module: nn.Module) -> Callable[..., None] | None:
-    """The ``zero_grad`` that user code has set on this object itself, also where ours has replaced it."""
+    """The ``zero_grad`` that user code has set on this object itself, even if ours has replaced it since."""
     present: Callable[..., None] | None = vars(module).get("zero_grad")
     return getattr(getattr(present, "__func__", None), "replaced", present)
 

@@ -1,4 +1,4 @@
-"""Optimizer state of a bucket's segments in 8 bits per element, which everybody but the kernels reads as fp32."""
+"""Optimizer state of a bucket's segments in 8 bits per element. All code but the kernels reads it as fp32."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from lightning_zero.update.state import ShardState, State
 
 
 def count_scales(bucket: Bucket | BucketForm) -> int:
-    """The blocks that this rank's segments touch: one scale each, for every name of the state."""
+    """Counts the blocks that this rank's segments touch. Each has one scale for every name of the state."""
     return sum(ops.count_blocks(segment.param_start, segment.numel) for segment in bucket.segments)
 
 
 class ScalePiece(NamedTuple):
     """The scales of one segment of a bucket."""
 
-    rank: int  # of the shard group
-    first: int  # of all scales of the bucket: rank 0's, then rank 1's, ...
-    blocks: int  # one scale for each
-    param_start: int  # of the segment
+    rank: int  # the owner's rank in the shard group
+    first: int  # index of the first scale among all scales of the bucket: rank 0's, then rank 1's, ...
+    blocks: int  # number of blocks, each of which has one scale
+    param_start: int  # the segment's first element, counted in the parameter
 
 
 class ScaleLayout(NamedTuple):
-    """Places of a bucket's scales, of all ranks of the shard group."""
+    """The places of a bucket's scales among the scales of all ranks of the shard group."""
 
-    ranges: list[tuple[int, int]]  # of each rank's scales
+    ranges: list[tuple[int, int]]  # where each rank's scales begin and end
     pieces: dict[int, list[ScalePiece]]  # by index of the parameter, in ascending order
 
     @classmethod
     @lru_cache(maxsize=1024)
     def of(cls, layout: FlatLayout) -> ScaleLayout:
-        """The places for a layout of parameters."""
+        """Compute the places for a layout of parameters."""
         found, first = cls([], {}), 0
         for rank in range(layout.shards):
             begin = first
@@ -52,25 +52,25 @@ class ScaleLayout(NamedTuple):
         return found
 
     def place(self, param: int) -> tuple[int, int]:
-        """Where the scales of parameter ``param`` begin and end; those of adjacent segments are adjacent."""
+        """Where the scales of parameter ``param`` begin and end. Adjacent segments have adjacent scales."""
         pieces = self.pieces[param]
         return pieces[0].first, pieces[-1].first + pieces[-1].blocks
 
     def starts(self, param: int) -> tuple[int, ...]:
-        """Where parameter ``param`` begins and, inside of it, shard borders cut blocks."""
+        """Elements of parameter ``param`` at which blocks start anew: 0, and each shard border that cuts a block."""
         return (0, *(piece.param_start for piece in self.pieces[param] if piece.param_start % ops.BLOCK))
 
 
 class BlockShardState(ShardState):
     """State of one bucket's segments in blocks (:class:`lightning_zero.ops.Quantized`).
 
-    Blocks are counted from the beginning of a parameter, as it lies in memory. Where a segment begins or ends inside a
-    block, each of the two ranks keeps its part of it with a scale of its own. Where state rests on a disk, tiles end
-    where blocks do, and scales, one byte for a block, stay in memory.
+    Blocks are counted from the beginning of a parameter, in the order of its memory. Where a shard border cuts a block,
+    each of the two ranks keeps its part of the block with a scale of its own. If the state rests on a disk, tiles end
+    where blocks end. The scales, one byte per block, stay in memory.
 
     Args:
         bucket: the bucket.
-        signed: by name of the per-element state: in which format; see :class:`lightning_zero.ops.Quantized`.
+        signed: the format of each name of the per-element state; see :class:`lightning_zero.ops.Quantized`.
     """
 
     def __init__(self, bucket: Bucket, signed: Mapping[str, bool]) -> None:
@@ -88,15 +88,15 @@ class BlockShardState(ShardState):
 
     @property
     def signed(self) -> Mapping[str, bool]:
-        """By name of the per-element state, in which format it is."""
+        """The format of each name of the per-element state: True if its codes are signed."""
         return self._signed
 
     def read_codes(self, name: str, start: int, stop: int) -> Tensor:
-        """Codes of elements ``[start, stop)`` of the shard, int8; zeros where there are none yet."""
+        """Codes of elements ``[start, stop)`` of the shard: ``[stop - start]`` int8, zeros if there are none yet."""
         return super().read(name, torch.int8, start, stop)
 
     def read_scales(self, name: str, start: int, stop: int) -> Tensor:
-        """This rank's scales ``[start, stop)``, uint8, segment by segment; zeros where there are none yet."""
+        """This rank's scales ``[start, stop)``, segment by segment: uint8, zeros if there are none yet."""
         scales = self._scales.get(name)
         return torch.zeros(stop - start, dtype=torch.uint8) if scales is None else scales[start:stop]
 
@@ -118,7 +118,7 @@ class BlockShardState(ShardState):
     def read(self, name: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
         values = torch.zeros(stop - start, dtype=torch.float32)
         for segment in self._segments if name in self.flat else ():
-            # Of what rests elsewhere a tile at a time.
+            # State that rests outside of memory is read one tile at a time.
             for low, high in pieces(self.flat[name].tile, max(segment.start, start), min(segment.stop, stop)):
                 part = ops.Quantized(self.flat[name].read(low, high), self._scales_of(name, segment, low, high))
                 index = segment.param_start + low - segment.start
@@ -147,7 +147,7 @@ class BlockShardState(ShardState):
         return sum(scales.nbytes for scales in self._scales.values())
 
     def _scales_of(self, name: str, segment: Segment, start: int, stop: int) -> Tensor:
-        """Scales of elements ``[start, stop)`` of the shard, which lie in the segment; made on first use."""
+        """Scales of elements ``[start, stop)`` of the shard, all in the segment. Memory is allocated on first use."""
         if name not in self._scales:
             self._scales[name] = self._store.zeros(self._scale_count, torch.uint8, crosses=False)
         index = segment.param_start + start - segment.start

@@ -1,4 +1,4 @@
-"""The choice of an updater, and of what must lie whole for it."""
+"""The choice of an optimizer's updater, and of the parameters that it needs whole on one rank."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from lightning_zero.update.whole import WholeUpdater
 
 
 def kept_whole(optimizers: Iterable[Optimizer], device: torch.device) -> list[Parameter]:
-    """The parameters that must each lie whole on one rank: those of groups whose rule is not element-wise.
+    """The parameters that must each be whole on one rank, because the rule of their group is not element-wise.
 
     Args:
         optimizers: as the user configured them.
         device: where their state rests.
 
     Raises:
-        ValueError: one of them can run over shards in no way (see :func:`~lightning_zero.update.rules.examine`).
+        ValueError: one of the optimizers cannot run over shards (see :func:`~lightning_zero.update.rules.examine`).
     """
     whole: list[Parameter] = []
     for optimizer in optimizers:
@@ -59,15 +59,16 @@ def make_updater(optimizer: Optimizer, engine: HoldsBuckets, native: NativeOptim
     """Makes the updater for ``optimizer`` on the engine's shards.
 
     Args:
-        optimizer: any that updates each parameter by itself; the engine was made with what it needs :func:`kept_whole`.
-        engine: holds its parameters.
-        native: ``"auto"`` runs torch's Adam, AdamW, Adagrad and SGD, and the AdamW of
-            :class:`~lightning_zero.update.Muon`, by our kernels where state rests in host memory, ``"off"`` never. The
-            CPU optimizers always run by them.
+        optimizer: any optimizer that updates each parameter independently of the others. The engine must have been made
+            with the parameters that :func:`kept_whole` gives for it.
+        engine: holds the optimizer's parameters.
+        native: ``"auto"`` uses our kernels for torch's Adam, AdamW, Adagrad and SGD, and for the AdamW of
+            :class:`~lightning_zero.update.Muon`, where state rests in host memory. ``"off"`` uses them for none of
+            these. The CPU optimizers always use them.
 
     Raises:
-        ValueError: the optimizer can run over shards in no way (see :func:`~lightning_zero.update.rules.examine`), or
-            not over these as they are placed and laid out.
+        ValueError: the optimizer cannot run over shards (see :func:`~lightning_zero.update.rules.examine`), or not over
+            these shards because of their placement or layout.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     buckets = {id(b): b for p in parameters if (b := engine.bucket_of(p)) is not None}.values()
@@ -82,14 +83,20 @@ def choose_updater(
     masters: Sequence[Master | MasterForm],
     native: NativeOptimizer = "auto",
 ) -> ShardUpdater:
-    """As :func:`make_updater`, for shards with these masters, which need not exist yet: for a plan."""
+    """Makes an updater as :func:`make_updater` does, for shards with these masters.
+
+    The masters need not exist yet: planning gives their forms.
+
+    Raises:
+        ValueError: as :func:`make_updater`.
+    """
     return _choose(optimizer, placement, why_not_native(masters, placement), native)
 
 
 def _choose(
     optimizer: Optimizer, placement: BucketPlacement, unfit: str | None, native: NativeOptimizer
 ) -> ShardUpdater:
-    """See :func:`choose_updater`; ``unfit`` is why no kernel can update the shards, if so."""
+    """Does the work of :func:`choose_updater`. ``unfit``: why no kernel can update the shards, or None if one can."""
     store = placement.optimizer_store
     if isinstance(optimizer, CPUOptimizer):
         if unfit is not None:
@@ -132,7 +139,7 @@ def _choose(
 
 
 def _why_by_torch(rule: NativeRule | None, native: NativeOptimizer, differentiable: bool, unfit: str | None) -> str:
-    """Why no kernel runs a torch optimizer."""
+    """Says why no kernel runs a torch optimizer."""
     if rule is None:
         return "no kernel has its rule"
     if native != "auto":

@@ -1,8 +1,9 @@
 """Norm, overflow and clipping of the sharded gradients, between backward and step.
 
-What no rank knows alone is in one small all-reduce, which comes once after a backward, whatever is asked first: the
-norm, a clipping or a step. It also tells which gradients are left over, not reduced so far: then nothing is known until
-they are, and it comes again. And it tells whether a rank has changed buffers, which are rank 0's after it.
+All that the ranks must exchange is in one small all-reduce. It is done once after a backward, when user code first asks
+for the norm, a clipping or a step. It also tells which gradients are left over, which means that they have not been
+reduced yet. In that case its other results are dropped, the left-over gradients are reduced, and it is repeated. And it
+tells whether a rank has changed buffers; if so, all ranks get those of rank 0.
 """
 
 from __future__ import annotations
@@ -34,29 +35,30 @@ _NORM_TILE = 1 << 20  # elements converted to float64 at a time
 
 
 class GradientStats(NamedTuple):
-    """Measures of one optimizer's gradients, which all ranks know after the small all-reduce."""
+    """Measures of one optimizer's gradients. All ranks know them after the small all-reduce."""
 
-    norm: float  # global L2 norm of the unscaled gradients; inf or nan where a gradient is
-    found_inf: bool  # a non-finite value anywhere
+    norm: float  # global L2 norm of the unscaled gradients; inf or nan if an element of them is
+    found_inf: bool  # whether there is a non-finite value on any rank
     used: frozenset[int]  # ids of the parameters that received a gradient on any rank
 
 
 class GradientClipping:
     """Measures and clips the sharded gradients of optimizers, after a backward has been flushed.
 
-    :meth:`measure` comes before whatever else is asked.
+    Call :meth:`measure` before anything that needs the norm, overflow or used parameters.
 
     Attributes:
-        used: ids of the parameters that have a gradient, on any rank; ``None``: not known since the last backward.
-        shown: by id of the parameter: the gradient that user code has seen, as long as it is the parameter's.
-        version: another one after every change of gradients.
+        used: ids of the parameters that have a gradient on any rank; ``None`` if nobody has asked since the last
+            backward.
+        shown: by id of the parameter, the gradient that user code has been given, as long as it is the parameter's.
+        version: a number that grows with every change of gradients.
 
     Args:
-        bucket_map: of the module.
-        optimizers: whose gradients are measured and clipped.
-        scale: that the gradients have.
+        bucket_map: holds the module's parameters and gradients.
+        optimizers: the optimizers whose gradients are measured and clipped.
+        scale: the factor by which the gradients are scaled.
         placement: groups, device and stores.
-        buffers: of the module.
+        buffers: watches the module's buffers.
     """
 
     def __init__(
@@ -78,17 +80,17 @@ class GradientClipping:
         self.forget()
 
     def forget(self) -> None:
-        """Other gradients will follow: nothing is known of them, and no clipping was asked for."""
+        """Forget measures and requests for clipping, because other gradients will follow."""
         self.version += 1
         self.used: set[int] | None = None
         self.shown: dict[int, AveragedGradient] = {}
         self._stats: dict[int, GradientStats] | None = None
         self._norms: dict[int, float] = {}  # by id of the optimizer: the norm before anything was clipped
-        self._clip: dict[int, float] = {}  # by id of the optimizer: factor that clipping asked for
-        self._clamped = False  # gradients were changed since the norm in `_stats` was taken
+        self._clip: dict[int, float] = {}  # by id of the optimizer: the factor that clipping by norm asked for
+        self._clamped = False  # whether gradients were changed after the norm in `_stats` was measured
 
     def begin_backward(self) -> None:
-        """More will be added to them."""
+        """Prepare for a backward, which adds to the gradients that were not cleared."""
         for optimizer in self._optimizers:
             self._fold_clipping(optimizer)  # gradients that are not cleared stay clipped, as in torch
         self.forget()
@@ -109,14 +111,14 @@ class GradientClipping:
         emptied = False
         if set_to_none and self.used is not None:
             self.used -= cleared
-            emptied = not self.used  # one by one, as code does that clears what has a gradient
+            emptied = not self.used  # true also where code clears one by one the parameters that have a gradient
         for gradients in self._map.gradients:
             bucket = gradients.bucket
             indices = range(len(bucket.parameters)) if emptied else by_bucket.get(id(bucket))
             if indices:
                 gradients.clear(indices, keep_used=not set_to_none)
         for optimizer in self._optimizers:
-            # What is left of its gradients stays clipped.
+            # If only some of an optimizer's gradients were cleared, the others stay clipped.
             if emptied or cleared.issuperset(map(id, parameters_of(optimizer))):
                 self._clip.pop(id(optimizer), None)
                 self._norms.pop(id(optimizer), None)
@@ -125,14 +127,14 @@ class GradientClipping:
     # ---------------------------------------------------------------------------------------------------- measures
 
     def measure(self, clamped: bool = False) -> list[BucketGradients]:
-        """Make norm, overflow and used parameters known on all ranks. Collective, unless they are known.
+        """Make norm, overflow and used parameters known on all ranks. Collective, unless they are known already.
 
         Args:
-            clamped: measure again where gradients were clamped since.
+            clamped: measure again if gradients were clamped since the last time.
 
         Returns:
-            Gradients that have not been reduced on some rank, the same on all ranks. Where there are any, nothing is
-            known: reduce them, and call this again.
+            Gradients that some rank has not reduced; the same list on all ranks. If there are any, nothing has been
+            measured: reduce them, and call this again.
         """
         if clamped and self._clamped:
             self._stats = None
@@ -151,7 +153,8 @@ class GradientClipping:
     def stats(self, optimizer: Optimizer) -> GradientStats:
         """Norm, overflow and used parameters of the gradients of ``optimizer``.
 
-        With a loss scaler an overflow stays one, whatever user code makes of the gradients: the scale was too large.
+        With a loss scaler, an overflow stays one even if user code then makes the gradients finite: it shows that the
+        scale was too large.
         """
         stats = self._known[id(optimizer)]
         return stats._replace(found_inf=True) if id(optimizer) in self._overflowed else stats
@@ -163,12 +166,12 @@ class GradientClipping:
 
     @timed(Phase.OPTIMIZER)
     def _all_reduce(self) -> tuple[dict[int, GradientStats] | None, list[BucketGradients]]:
-        """The one small all-reduce of a step: norm² per optimizer, which parameters were used, what is left over.
+        """Do the one small all-reduce of a step: norm² per optimizer, used parameters, left-over gradients.
 
-        And whether some rank has changed buffers, which it ends by sharing.
+        It also tells whether some rank has changed buffers; if so, the buffers are shared at the end.
 
-        Left over are gradients that arrived after their bucket was reduced (a parameter's hook fires several times
-        under reentrant checkpointing) or that user code assigned. Any rank may have some, so all must reduce them.
+        Gradients are left over if they arrived after their bucket was reduced (a parameter's hook fires several times
+        under reentrant checkpointing), or if user code assigned them. Any rank may have some, so all must reduce them.
         """
         everything, mesh, device = self._map.gradients, self._placement.mesh, self._placement.device
         received = [float(received) for gradients in everything for received in gradients.received]
@@ -178,7 +181,7 @@ class GradientClipping:
         parts = [device_type(device).send(part, device) for part in (digests, squares, flags)]
         own = torch.cat(parts)
         with mesh.world.explaining(what := "sum up norms and flags"):
-            # The one wait of the host for the device in a step.
+            # This is the only place in a step at which the host waits for the device.
             sums = mesh.world.all_reduce_(own, what).cpu()
         sizes = [len(digests), len(squares), len(received), len(left), 1]
         all_digests, totals, users, leavers, (changes,) = (part.tolist() for part in sums.split(sizes))
@@ -196,9 +199,9 @@ class GradientClipping:
         return stats, []
 
     def _squares(self) -> Tensor:
-        """This rank's part of the squared gradient norm of each optimizer; float64.
+        """This rank's part of the squared gradient norm of each optimizer; ``[optimizers]`` float64.
 
-        They are added in forward order, in whichever memory gradients rest: where that is changes no bit.
+        The squares are added in forward order, so that the result has the same bits in whichever memory gradients rest.
         """
         owners: dict[int, tuple[int, ...]] = {}
         optimizers = 0
@@ -207,7 +210,7 @@ class GradientClipping:
             for parameter in parameters_of(optimizer):
                 owners[id(parameter)] = (*owners.get(id(parameter), ()), number)
         found: list[tuple[int, Tensor | float]] = []
-        # Replicas hold the same slices: one of them speaks for all.
+        # Replicas hold the same slices, so only one of them contributes.
         if self._placement.mesh.replica.rank == 0:
             for gradients in self._map.gradients:
                 if gradients.sharded.squares is not None:
@@ -217,7 +220,7 @@ class GradientClipping:
         return _add_up(found, optimizers, self._placement.device)
 
     def norm(self, optimizer: Optimizer) -> float:
-        """The global L2 norm of the gradients of ``optimizer``, clipped or not, as they were measured."""
+        """The global L2 norm of the gradients of ``optimizer`` that was measured, times the factor of clipping."""
         return self.stats(optimizer).norm * self._clip.get(id(optimizer), 1.0)
 
     def unclipped_norm(self, optimizer: Optimizer) -> float:
@@ -227,14 +230,14 @@ class GradientClipping:
     def nonfinite_names(self, optimizer: Optimizer, limit: int = 3) -> str:
         """Names of the first parameters, in forward order, with a gradient that is not finite on any rank. Collective.
 
-        It costs an all-reduce of one number per parameter, and only where a message is made of it.
+        It costs an all-reduce of one number per parameter. It is called only to make a message.
         """
         device, flags = self._placement.device, dict[torch.device, Tensor]()  # by where gradients rest
         numbers = {id(p): n for n, p in enumerate(p for bucket in self._map.buckets for p in bucket.parameters)}
         for bucket, segments in self._map.segments_of(parameters_of(optimizer)):
             sharded = self._map.gradients_of(bucket).sharded
             if not sharded.empty:
-                for s in segments:  # nobody waits for one answer before the next is asked for
+                for s in segments:  # without waiting for the result of one segment before the next is submitted
                     pieces = sharded.read_pieces(s.start, s.stop, _NORM_TILE)
                     finite = torch.stack([piece.isfinite().all() for piece in pieces]).all()
                     if finite.device not in flags:
@@ -253,23 +256,26 @@ class GradientClipping:
     # ----------------------------------------------------------------------------------------------------- clipping
 
     def clip_norm_(self, optimizer: Optimizer, max_norm: float) -> float:
-        """Scale the gradients of ``optimizer`` to a global norm of at most ``max_norm``; returns the norm before.
+        """Scale the gradients of ``optimizer`` to a global norm of at most ``max_norm``.
 
-        The factor is applied inside the update.
+        The factor is applied inside the update. Gradients whose norm is not finite stay as they are.
+
+        Returns:
+            The global L2 norm before.
         """
         norm = self.norm(optimizer)
-        # A norm that is not finite is the business of `skip_nonfinite`.
+        # `skip_nonfinite` deals with a norm that is not finite.
         factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
         self._clip[id(optimizer)] = factor * self._clip.get(id(optimizer), 1.0)
         if self._optimizers.shares_parameters(optimizer):
-            self._fold_clipping(optimizer)  # the others see them clipped
+            self._fold_clipping(optimizer)  # the other optimizers must find the shared gradients clipped
             self._clamped = True
         self.version += 1
         return norm
 
     @timed(Phase.OPTIMIZER)
     def clip_value_(self, optimizer: Optimizer, clip_value: float) -> None:
-        """Clamp every gradient of ``optimizer`` to ``[-clip_value, clip_value]``, where it is."""
+        """Clamp every gradient of ``optimizer`` to ``[-clip_value, clip_value]`` in place."""
         self._fold_clipping(optimizer)
 
         def clamp(gradients: Tensor) -> None:
@@ -281,15 +287,15 @@ class GradientClipping:
         self.version += 1
 
     def _fold_clipping(self, optimizer: Optimizer) -> None:
-        """Apply the factor of :meth:`clip_norm_` to the gradients, before more happens to them than a step."""
+        """Apply the factor of :meth:`clip_norm_` to the gradients, before anything but a step is done with them."""
         scale = self._clip.pop(id(optimizer), 1.0)
         if scale != 1.0:
             self._change(optimizer, lambda gradients: gradients.mul_(scale))
 
     def _change(self, optimizer: Optimizer, function: Callable[[Tensor], object]) -> None:
-        """Call a function that changes gradients of ``optimizer``'s parameters in place, with parts of them.
+        """Call ``function``, which changes gradients in place, with each part of the gradients of ``optimizer``.
 
-        In fp32 at least: 16 bits would round what is done to them, and the update itself does not.
+        16-bit gradients become fp32 before: 16 bits would round the change, which an update with a factor does not.
         """
         for bucket, segments in self._map.segments_of(parameters_of(optimizer)):
             sharded = self._map.gradients_of(bucket).sharded
@@ -301,10 +307,10 @@ class GradientClipping:
     # ----------------------------------------------------------------------------------------- changes by user code
 
     def note_change(self, used: Parameter | None = None) -> None:
-        """Gradients were changed: what was measured of them is out of date. The same call on all ranks.
+        """Note that gradients were changed, so that measures are out of date. All ranks must make the same call.
 
         Args:
-            used: one that had no gradient.
+            used: a parameter that has a gradient now and had none before.
         """
         self._stats = None
         self.version += 1
@@ -312,19 +318,19 @@ class GradientClipping:
             self.used |= {id(used)}
 
     def fold_clipping(self, parameter: Parameter) -> None:
-        """Apply what clipping asked for to the gradients of an optimizer that has ``parameter``."""
+        """Apply the factor of :meth:`clip_norm_` to the gradients of each optimizer that has ``parameter``."""
         for optimizer in self._optimizers.with_parameter(parameter) if self._clip else []:
             self._fold_clipping(optimizer)
 
     @property
     def scale(self) -> float:
-        """The scale of all gradients that are held."""
+        """The factor by which all gradients are scaled."""
         return self._scale.value
 
     # ------------------------------------------------------------------------------------------------------- values
 
     def factor_of(self, parameter: Parameter) -> float:
-        """The factor that clips and unscales the gradient of ``parameter``."""
+        """The factor which clips and unscales the gradient of ``parameter``."""
         clip = 1.0
         if self._clip:
             clip = math.prod(self._clip.get(id(o), 1.0) for o in self._optimizers.with_parameter(parameter))
@@ -332,16 +338,20 @@ class GradientClipping:
 
     def factor(self, optimizer: Optimizer) -> float:
         """The factor by which an update multiplies the gradients of ``optimizer``: clips and unscales them."""
-        # The scale of the gradients, whatever the scaler's is by now.
+        # This is the scale of the gradients; the scaler's may have changed since.
         return self._clip.get(id(optimizer), 1.0) / self._scale.value
 
     def full(self, parameter: Parameter) -> Tensor | None:
-        """The full gradient of one of the module's parameters, unscaled and clipped; see :func:`full_grad`."""
+        """The full gradient of one of the module's parameters, unscaled and clipped; see :func:`full_grad`.
+
+        Returns:
+            A tensor with the shape of the parameter, at least fp32; None if the parameter has no gradient on any rank.
+        """
         bucket = self._map[parameter]
         if not any(id(parameter) in stats.used for stats in self._known.values()):
             return None
         sharded, placement = self._map.gradients_of(bucket).sharded, bucket.placement
-        # Clipping has raised the precision of some ranks' slices only.
+        # Clipping may have raised the precision of the slices on some ranks only.
         dtype = placement.sum_dtype(sharded.dtype)
         full = bucket.gather_read(
             lambda start, stop: sharded.read(start, stop).to(dtype), dtype, placement.optimizer_store.memory
@@ -352,7 +362,7 @@ class GradientClipping:
 
 
 def _add_up(found: list[tuple[int, Tensor | float]], optimizers: int, device: torch.device) -> Tensor:
-    """The sums of numbers by optimizer, in their order; on the device if some of them are there."""
+    """The sum of the numbers of each optimizer, in their order; on ``device`` if some of the numbers are there."""
     here = torch.tensor([part for _, part in found if not isinstance(part, Tensor)], dtype=torch.float64)
     on_host = len(here) == len(found)
     totals = torch.zeros(optimizers, dtype=torch.float64, device="cpu" if on_host else device)
@@ -363,9 +373,9 @@ def _add_up(found: list[tuple[int, Tensor | float]], optimizers: int, device: to
 
 
 def _squares_of(gradients: BucketGradients, owners: dict[int, tuple[int, ...]]) -> Iterator[tuple[int, Tensor | float]]:
-    """The squares of a bucket's sharded gradient, each sum with the number of an optimizer that has the gradients.
+    """Sums of squares of a bucket's sharded gradient, each with the number of an optimizer that has these gradients.
 
-    A non-finite element makes the sum non-finite, and squares of finite fp32 elements cannot overflow float64.
+    A non-finite element makes its sum non-finite. The squares of finite fp32 elements cannot overflow float64.
     """
     bucket, sharded = gradients.bucket, gradients.sharded
     as_on_host = bucket.placement.optimizer_store.as_on_host
@@ -387,7 +397,7 @@ def _squares_of(gradients: BucketGradients, owners: dict[int, tuple[int, ...]]) 
 
 
 def squares_scratch(numel: int, store: TensorStore) -> int:
-    """Bytes that the sum of the squares of ``numel`` gradients in a store takes beside them, for a plan."""
+    """Bytes of temporary memory that the sum of the squares of ``numel`` gradients in a store needs, for a plan."""
     if ops.runs_on(store.device):
         return 0
     return formulas.squares_scratch(numel) if store.as_on_host else min(numel, _NORM_TILE) * torch.float64.itemsize
@@ -396,7 +406,7 @@ def squares_scratch(numel: int, store: TensorStore) -> int:
 def _known_squares(
     gradients: BucketGradients, squares: Tensor, owners: dict[int, tuple[int, ...]], optimizers: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """The sums over those segments of a bucket that an optimizer has, by its number."""
+    """The sum of ``squares`` over the segments of a bucket that an optimizer has, with the optimizer's number."""
     bucket = gradients.bucket
     owned = [owners.get(id(bucket.parameters[segment.param]), ()) for segment in bucket.segments]
     for number in range(optimizers):
@@ -409,7 +419,7 @@ def _known_squares(
 
 
 def _sum_of_squares(values: Tensor, as_on_host: bool) -> Tensor | float:
-    """A number, or 0-dim float64 on the device of the values."""
+    """The sum of squares as a number, or as a 0-dim float64 tensor on the device of the values."""
     if values.dtype != torch.float64 and ops.runs_on(values.device):
         return ops.sum_of_squares(values)
     if values.dtype != torch.float64 and as_on_host:

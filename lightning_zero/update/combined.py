@@ -1,4 +1,4 @@
-"""Optimizers that combine several of torch's: each parameter group is updated by one of them."""
+"""Optimizers that combine several of torch's optimizers: each parameter group is updated by one of them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class GroupRule(NamedTuple):
     """The optimizer that updates a parameter group, and its hyperparameters.
 
     Attributes:
-        optimizer: of the class that does it; its own groups and state are not used.
-        hyperparameters: for that class.
+        optimizer: an optimizer of the class that updates the group; its own groups and state are not used.
+        hyperparameters: the hyperparameters for that class.
     """
 
     optimizer: Optimizer
@@ -36,15 +36,15 @@ class GroupRule(NamedTuple):
 
 
 class CombinedOptimizer(Optimizer, ABC):
-    """Base of optimizers each of whose groups is updated by an optimizer of torch's."""
+    """Base class of optimizers that have one of torch's optimizers update each of their groups."""
 
     @abstractmethod
     def rule_of(self, group: Group) -> GroupRule:
-        """The optimizer that updates a group, and its hyperparameters: a function of ``group`` alone."""
+        """The optimizer that updates a group, and its hyperparameters. They must depend on ``group`` alone."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient; returns what ``closure`` does."""
+        """Update the parameters that have a gradient; returns what ``closure`` returns, or None without one."""
         loss = loss_by(closure)
         for group in self.param_groups:
             members = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -56,21 +56,22 @@ class CombinedOptimizer(Optimizer, ABC):
 
 
 def steps_by_rules(optimizer: Optimizer) -> TypeGuard[CombinedOptimizer]:
-    """Tell whether an optimizer's step is that of its groups' rules, and not one that a subclass has of its own."""
+    """Tell whether an optimizer steps by its groups' rules, and not by a ``step`` that a subclass defines."""
     own = inspect.unwrap(type(optimizer).step)
     return isinstance(optimizer, CombinedOptimizer) and own is inspect.unwrap(CombinedOptimizer.step)
 
 
 class CombinedUpdater(ShardUpdater):
-    """Updates each bucket as the rule of its parameters is updated elsewhere: AdamW by a kernel, where one fits.
+    """Updates each bucket by the updater that its parameters' rule has alone: for AdamW, a kernel where one fits.
 
-    A bucket whose parameters have several rules is updated by the optimizer's own step. That can only be where each of
-    them lies whole on one rank, since buckets hold parameters that are cut, or such that are not.
+    A bucket whose parameters have several rules is updated by the optimizer's own step. This happens only to buckets
+    that keep each parameter whole on one rank: a bucket holds either parameters that are cut, or parameters that are
+    not.
 
     Args:
         optimizer: as the user configured it.
         choose: gives the updater of one of torch's optimizers over the same buckets.
-        make_own: gives that of the optimizer itself.
+        make_own: gives the updater that runs the optimizer's own step.
     """
 
     optimizer: CombinedOptimizer
@@ -84,7 +85,7 @@ class CombinedUpdater(ShardUpdater):
         super().__init__(optimizer, Traits((), frozenset()))
         self._choose = choose
         self._make_own = make_own
-        self._groups: list[Group] = []  # the optimizer's, with their rules' hyperparameters
+        self._groups: list[Group] = []  # the optimizer's groups, with the hyperparameters of their rules
         self._by_rule: dict[type[Optimizer], ShardUpdater] = {}
         self._by_bucket: dict[int, ShardUpdater] = {}  # by id of the bucket
 
@@ -93,11 +94,11 @@ class CombinedUpdater(ShardUpdater):
         return self._make_own()
 
     def _follow_groups(self) -> list[type[Optimizer]]:
-        """Let the rules' updaters see the groups as they are now; returns the rule of each group."""
+        """Give the rules' updaters the groups as they are now; returns the class of each group's rule."""
         live = self.optimizer.param_groups
         rules = [self.optimizer.rule_of(group) for group in live]
         kinds = [type(rule.optimizer) for rule in rules]
-        # The same objects every time: updaters keep what they have found out about a group.
+        # These must be the same objects every time, since updaters keep what they have found out about a group.
         self._groups += [{} for _ in live[len(self._groups) :]]
         for mine, group, rule in zip(self._groups, live, rules, strict=True):
             mine.update(rule.hyperparameters, params=group["params"])
@@ -112,12 +113,12 @@ class CombinedUpdater(ShardUpdater):
         return kinds
 
     def _find(self, bucket: Bucket | BucketForm) -> ShardUpdater:
-        """The updater of a bucket with the parameters that the groups have now."""
+        """Choose the updater of a bucket, given the parameters that the groups have now."""
         members = set(map(id, bucket.parameters))
         kinds = self._follow_groups()
         groups = zip(self._groups, kinds, strict=True)
         found = {kind for group, kind in groups if not members.isdisjoint(map(id, group["params"]))}
-        # Where the optimizer has no parameter any will do: there is no state.
+        # If the optimizer has no parameter in the bucket, any updater will do, since there is no state.
         return self._own if len(found) > 1 else self._by_rule[found.pop() if found else kinds[0]]
 
     def _updater_of(self, bucket: Bucket) -> ShardUpdater:
@@ -152,7 +153,7 @@ class CombinedUpdater(ShardUpdater):
         updater.expect(own)
 
     def _by_rules(self, view: UpdateView) -> tuple[ShardUpdater, UpdateView]:
-        """The updater of a bucket, and the view as it takes it."""
+        """The updater of a bucket, and the view in the form that this updater takes."""
         rules = {id(group): self.optimizer.rule_of(group) for group in view.groups.values()}
         kinds = {type(rule.optimizer) for rule in rules.values()}
         if len(kinds) > 1:

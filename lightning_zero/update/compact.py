@@ -1,11 +1,11 @@
-"""The compact form of 8-bit state in checkpoints: codes and scales as they are kept, a quarter of the bytes of fp32.
+"""The compact form of 8-bit state in checkpoints: codes and scales as in memory, a quarter of the bytes of fp32.
 
-The state of a parameter is then::
+In this form the state of a parameter is::
 
     {"step": WARNING, "compact": {"exp_avg": {"codes": ..., "scales": ..., "blocks": {...}}, ..., "step": ...}}
 
-Who does not know the form must not take it for something else: torch's Adam and AdamW make a number of what is called
-"step" while they load, and their error quotes what it was.
+Code that does not know the form must not take it for something else. Therefore "step" holds a warning: torch's Adam and
+AdamW convert "step" to a number while they load, which fails here, and their error quotes the warning.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import Tensor
 from lightning_zero import ops
 from lightning_zero.sharding.memory_format import MemoryFormat
 
-COMPACT = "compact"  # what the state of a parameter in this form is under
-# Bytes, since torch copies the elements of what can be iterated on, and of text would leave a generator.
+COMPACT = "compact"  # the key under which a parameter's entry has its state in this form
+# This is bytes and not text because torch copies iterable values element by element: text would become a generator.
 WARNING = (
     b"The moments of this checkpoint are in 8 bits (checkpoint_state='compact'), which only lightning_zero reads. "
     b"Write them in fp32 first: `lightning-zero consolidate CHECKPOINT NEW_FILE`, and load that."
 )
 _CODES, _SCALES, _BLOCKS = "codes", "scales", "blocks"
-_TILE = 1 << 20  # elements that are decoded at a time
+_TILE = 1 << 20  # number of elements that are decoded at a time
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Blocks:
     """How the elements of a tensor lie in blocks (:class:`lightning_zero.ops.Quantized`).
 
     Attributes:
-        signed: which of the two formats.
-        form: shape and strides of the tensor; codes are 1-D, in the order of its memory.
-        starts: ascending; blocks are counted from element 0 on. Where a shard border cut a block, its second part has
-            a scale of its own: there is another start.
+        signed: which of the two formats the codes have.
+        form: shape and strides of the tensor. Its codes are 1-D, in the order of its memory.
+        starts: elements at which scales start anew, ascending, the first one 0. Blocks are counted from element 0 on.
+            Where a shard border has cut a block, the block's second part has a scale of its own, and so a start.
     """
 
     signed: bool
@@ -49,12 +49,12 @@ class Blocks:
 
     @classmethod
     def of(cls, description: Mapping[str, Any]) -> Blocks:
-        """Make them of what :meth:`describe` has given."""
+        """Make an object from the result of :meth:`describe`."""
         form = MemoryFormat(torch.Size(description["shape"]), tuple(description["strides"]))
         return cls(description["signed"], form, tuple(description["starts"]))
 
     def describe(self) -> dict[str, Any]:
-        """The same in numbers and lists, which any loader reads."""
+        """Describe the blocks by numbers and lists, which any loader can read."""
         form = {"shape": list(self.form.shape), "strides": list(self.form.strides)}
         return {"signed": self.signed, **form, "starts": list(self.starts)}
 
@@ -65,13 +65,17 @@ class Blocks:
 
     @cached_property
     def _first_scales(self) -> tuple[int, ...]:
-        """The first scale of the elements from each start on, and the number of all."""
+        """The index of the first scale of each start, and at the end the number of all scales."""
         ends = (*self.starts[1:], self.numel)
         counts = (ops.count_blocks(start, end - start) for start, end in zip(self.starts, ends, strict=True))
         return tuple(accumulate(counts, initial=0))
 
     def check(self, codes: Tensor, scales: Tensor) -> None:
-        """Raise a :class:`ValueError` unless there are as many codes and scales as there should be."""
+        """Check the numbers of codes and scales.
+
+        Raises:
+            ValueError: there are more or fewer than the form and the starts require.
+        """
         for what, found, expected in ((_CODES, codes, self.numel), (_SCALES, scales, self._first_scales[-1])):
             if found.shape != (expected,):
                 raise ValueError(
@@ -80,14 +84,14 @@ class Blocks:
                 )
 
     def decode(self, codes: Tensor, scales: Tensor, form: MemoryFormat, start: int, into: Tensor) -> None:
-        """Write values, exactly.
+        """Write the exact values of a range of elements.
 
         Args:
-            codes: [n] int8; in memory or a file, of which no more is read than is needed.
-            scales: [one for a block] uint8, likewise.
-            form: of the shape of :attr:`form`; says in which order elements are counted here.
-            start: the first one that is wanted.
-            into: filled; 1-D, of any dtype and device.
+            codes: ``[numel]`` int8, in memory or in a file. Of a file no more is read than is needed.
+            scales: ``[blocks]`` uint8, in memory or in a file, too.
+            form: the order in which elements are counted here; has the shape of :attr:`form`.
+            start: the first element to write.
+            into: is filled; 1-D, of any dtype and device.
         """
         if form.order != self.form.order:
             form.read(self.full(codes, scales), start, into)
@@ -105,7 +109,11 @@ class Blocks:
                 part.copy_(values)
 
     def full(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """The tensor, fp32."""
+        """The tensor that codes and scales stand for: fp32, in the shape and strides of :attr:`form`.
+
+        Raises:
+            ValueError: as :meth:`check`.
+        """
         self.check(codes, scales)
         values = torch.empty(self.numel, dtype=torch.float32)
         self.decode(codes, scales, self.form, 0, values)
@@ -119,17 +127,17 @@ def _read(tensor: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def in_blocks(blocks: Blocks, codes: Tensor, scales: Tensor) -> dict[str, Any]:
-    """A tensor in compact form."""
+    """The compact form of a tensor, which consists of ``codes`` (int8) and ``scales`` (uint8) in ``blocks``."""
     return {_CODES: codes, _SCALES: scales, _BLOCKS: blocks.describe()}
 
 
 def compacted(state: dict[str, Any]) -> dict[str, Any]:
-    """The entry of a parameter in a state dict, of its state, of which tensors are in compact form."""
+    """The entry of a parameter in a state dict, made from its state with tensors in compact form."""
     return {"step": WARNING, COMPACT: state}
 
 
 def state_as_kept(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A parameter's state by name, of any entry of a state dict: of what is in compact form codes and scales."""
+    """A parameter's state by name, from any entry of a state dict. Compact state is given as ``[codes, scales]``."""
     if not _is_compact(entry):
         return entry
     return {
@@ -139,11 +147,14 @@ def state_as_kept(entry: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def decoded(tree: Any, make: Callable[[Blocks, Tensor, Tensor], Tensor] = Blocks.full) -> Any:
-    """A checkpoint or a part of it, such as a state dict, without compact form; dictionaries and lists are new ones.
+    """Convert a checkpoint, or a part of it such as a state dict, so that nothing in it is in compact form.
 
     Args:
-        tree: is not changed.
+        tree: the checkpoint, which is not changed.
         make: gives the tensor that blocks, codes and scales stand for.
+
+    Returns:
+        The checkpoint with new dictionaries and lists.
 
     Raises:
         ValueError: as :meth:`Blocks.check`.
@@ -156,7 +167,7 @@ def decoded(tree: Any, make: Callable[[Blocks, Tensor, Tensor], Tensor] = Blocks
 
 
 def holds_compact(tree: Any) -> bool:
-    """Whether there is anything in compact form in a checkpoint."""
+    """Whether anything in a checkpoint is in compact form."""
     if type(tree) is dict:
         return _is_compact(tree) or any(map(holds_compact, tree.values()))
     return type(tree) is list and any(map(holds_compact, tree))
@@ -169,7 +180,7 @@ def _moment(value: Mapping[str, Any], make: Callable[[Blocks, Tensor, Tensor], T
 
 
 def _is_compact(tree: Any) -> bool:
-    # As `compacted` makes it: a parameter, or an entry of the user's, may have the same name.
+    # All that `compacted` makes is tested: a parameter, or an entry of the user's, may be called "compact", too.
     found = isinstance(tree, Mapping) and tree.keys() == {"step", COMPACT}
     return found and isinstance(tree["step"], type(WARNING)) and isinstance(tree[COMPACT], Mapping)
 

@@ -1,4 +1,4 @@
-"""Writes of an optimizer's step to its groups and attributes instead of its state: a count of steps, a flag."""
+"""Values such as a count of steps that an optimizer's step writes to its groups and attributes, not to its state."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Written:
     """Entries of a parameter group, and attributes of the optimizer, that a step has set to other values.
 
     Attributes:
-        group: by key.
-        attributes: by name.
+        group: the new values of the group's entries, by key.
+        attributes: the new values of the attributes, by name.
     """
 
     group: dict[str, Any]
@@ -26,13 +26,13 @@ class Written:
 
     @classmethod
     def by(cls, shell: Optimizer, group: dict[str, Any], attributes: dict[str, Any], index: int = 0) -> Written:
-        """Compares a shell after a step with what was before.
+        """Compares a shell after a step with the values from before the step.
 
         Args:
-            shell: after the step.
-            group: the hyperparameters before.
-            attributes: those before.
-            index: of the group.
+            shell: the shell after the step.
+            group: the hyperparameters of a group before the step.
+            attributes: the optimizer's attributes before the step.
+            index: number of the group.
         """
         return cls.between(group, attributes, shell.param_groups[index], attributes_of(shell))
 
@@ -44,7 +44,7 @@ class Written:
         new_group: dict[str, Any],
         new_attributes: dict[str, Any],
     ) -> Written:
-        """Gives the entries that differ between two times."""
+        """Gives the entries that differ between two times, with their new values."""
         return cls(
             _changed(group, {k: v for k, v in new_group.items() if k != "params"}), _changed(attributes, new_attributes)
         )
@@ -53,19 +53,20 @@ class Written:
         return bool(self.group or self.attributes)
 
     def same(self, other: Written) -> bool:
-        """Tell whether the other step wrote the same."""
+        """Tell whether the other step wrote the same values."""
         pairs = ((self.group, other.group), (self.attributes, other.attributes))
         return all(mine.keys() == theirs.keys() and not _changed(mine, theirs) for mine, theirs in pairs)
 
 
 def advance(optimizer: Optimizer, call: StepCall) -> None:
-    """Write to an optimizer's groups and attributes what a step writes there, whatever it updates.
+    """Write to an optimizer's groups and attributes the values that one step writes there.
 
-    The shells that update shards have copies of both, so that each tile finds them as they were before the step.
+    The shells that update shards have copies of groups and attributes, so that each tile finds them as they were before
+    the step.
 
     Args:
-        optimizer: one of which a trial has found that what it writes does not depend on what it updates.
-        call: of its ``step``.
+        optimizer: an optimizer for which a trial has found that these values do not depend on the updated parameters.
+        call: the call of its ``step``.
     """
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     attributes = attributes_of(optimizer)
@@ -76,7 +77,7 @@ def advance(optimizer: Optimizer, call: StepCall) -> None:
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """All that a class may count on the optimizer itself: numbers, as such or as tensors."""
+    """The attributes of an optimizer that its class may use to count: numbers, also in tensors of one element."""
     return {
         k: v
         for k, v in vars(optimizer).items()

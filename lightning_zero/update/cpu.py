@@ -1,7 +1,8 @@
-"""The base of the optimizers for parameters in host memory: a step by the native kernels, masters, state dicts.
+"""The base class of the optimizers for parameters in host memory: step by native kernels, masters, state dicts.
 
-A bf16 or fp16 parameter has an fp32 master, which is what is updated; the parameter is its rounded copy. bf16 copies
-round ties away from zero, so that both layouts of the master give the same bits (see `lightning_zero.ops.split_`).
+A bf16 or fp16 parameter has an fp32 master. The step updates the master, and the parameter is a rounded copy of it.
+bf16 copies round ties away from zero, so that both layouts of the master give the same bits (see
+`lightning_zero.ops.split_`).
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from lightning_zero.update.native import Group, NativeRule, Numbers, first_index
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-SCALES = "_scales"  # what the name of state in 8 bits is followed by where its blocks' scales are kept
+SCALES = "_scales"  # suffix: the scales of 8-bit state are kept under the name of the state and this
 
 K = TypeVar("K")
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
 class _Seen(NamedTuple):
-    """Marks of a parameter that change when someone else writes to it."""
+    """Properties of a parameter that change when other code writes to it."""
 
     version: int
     address: int
     dtype: torch.dtype
-    storage: UntypedStorage  # kept, so that no other tensor gets its address
+    storage: UntypedStorage  # kept alive, so that no other tensor gets its address
 
     @classmethod
     def of(cls, parameter: Tensor) -> _Seen:
@@ -49,28 +50,34 @@ class _Seen(NamedTuple):
 
 
 def block_of(optimizers: Iterable[Optimizer]) -> int:
-    """The elements whose state shares a scale in one of the optimizers: what shards should not cut; 1 in none."""
+    """The number of elements that shards should not cut, because their state shares a scale in one of the optimizers.
+
+    It is 1 if no optimizer has state in blocks.
+    """
     return math.lcm(*(o.numbers.block for o in optimizers if isinstance(o, CPUOptimizer)))
 
 
 class CPUOptimizer(Optimizer):
-    """Base of the CPU optimizers; construct one of them.
+    """Base class of the CPU optimizers; construct one of those.
 
-    A step updates the fp32, bf16 and fp16 parameters that have a gradient, in host memory, each in one pass. What user
-    code changes in a 16-bit parameter, in place or by assigning ``data``, reaches its master at the next step. In-place
-    changes through ``.data`` leave no trace, and do not.
+    A step updates the fp32, bf16 and fp16 parameters that have a gradient, in host memory, each in one pass. If user
+    code changes a 16-bit parameter in place or by assigning ``data``, the next step takes the change over into the
+    master. In-place changes through ``.data`` cannot be noticed and are not taken over.
 
     Args:
         params: as for any torch optimizer.
         defaults: hyperparameters.
         numbers: how masters and state are stored.
+
+    Raises:
+        ValueError: there is no kernel for state that is stored as ``numbers`` says.
     """
 
     rule: ClassVar[NativeRule]
 
     def __init__(self, params: Params, defaults: Group, numbers: Numbers) -> None:
         self.numbers = numbers
-        # By 16-bit parameter: what it was when its master was last up to date.
+        # For each 16-bit parameter, its properties when its master was last up to date.
         self._seen: dict[Tensor, _Seen] = {}
         self._loaded: dict[str, Any] | None = None  # the state dict that is being loaded
         super().__init__(params, defaults)
@@ -88,10 +95,10 @@ class CPUOptimizer(Optimizer):
             closure: evaluates the model again and returns the loss.
 
         Returns:
-            What ``closure`` returned.
+            The result of ``closure``; None without one.
 
         Raises:
-            TypeError: a parameter or gradient has a dtype or layout that kernels do not take.
+            TypeError: a parameter or gradient has a dtype or layout that the kernels do not take.
             ValueError: a parameter is not in host memory, or a hyperparameter is out of range.
         """
         result = None
@@ -112,7 +119,7 @@ class CPUOptimizer(Optimizer):
 
     def _update(self, parameter: Tensor, group: Group, number: int) -> None:
         state = self.state.get(parameter, {})
-        # A parameter of which only a permuted view is contiguous (channels_last) is updated in a copy.
+        # If only a permuted view of a parameter is contiguous (channels_last), a copy of it is updated.
         flat = parameter.detach().contiguous().view(-1)
         master = self._master(parameter, flat, state)
         names = self.rule.names(group)
@@ -138,7 +145,7 @@ class CPUOptimizer(Optimizer):
             index=first_index(number),
         )
         state.update(self.rule.scalars(step, self.numbers))
-        if state:  # plain SGD has none, and in torch's format then no entry either
+        if state:  # plain SGD has no state, and torch's format has no entry for a parameter without state
             self.state[parameter] = state
         if flat.data_ptr() != parameter.data_ptr():
             parameter.copy_(flat.view(parameter.shape))
@@ -146,7 +153,7 @@ class CPUOptimizer(Optimizer):
     def _master(self, parameter: Tensor, flat: Tensor, state: dict[str, Any]) -> KernelTensors:
         """Returns the tensors that the kernel updates for a parameter with the values ``flat``."""
         if parameter.dtype == torch.float32:
-            for name in ("master", "remainder"):  # of when the parameter had 16 bits
+            for name in ("master", "remainder"):  # left from a time when the parameter had 16 bits
                 state.pop(name, None)
             self._seen.pop(parameter, None)
             return KernelTensors(flat)
@@ -170,15 +177,15 @@ class CPUOptimizer(Optimizer):
     # --------------------------------------------------------------------------------------------------- state dicts
 
     def state_dict(self) -> dict[str, Any]:
-        """Gives the state as that of the torch optimizer of the same name; what is in 8 bits becomes fp32, exactly."""
+        """Gives the state in the format of the torch optimizer of the same name. 8-bit state becomes fp32, exactly."""
         state_dict = super().state_dict()
         return {**state_dict, "state": dict(self.portable(state_dict["state"].items()))}
 
     def portable(self, states: Iterable[tuple[K, dict[str, Any]]]) -> list[tuple[K, dict[str, Any]]]:
-        """Converts parameters' state, as it is kept here, to that of torch's optimizers.
+        """Converts the state of parameters from the format of this class to that of torch's optimizers.
 
         Args:
-            states: with a key each.
+            states: pairs of a key, which is kept, and a parameter's state.
         """
         return [(key, self._dequantized(state) if self.numbers.in_blocks else state) for key, state in states]
 
@@ -195,9 +202,12 @@ class CPUOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class or of the torch optimizer of the same name.
 
-        Moments, also those of a checkpoint with ``checkpoint_state="compact"``, are kept in this optimizer's
-        ``state_dtype``, masters in its ``master_layout``. Load the model before, where the saved layout is "split" and
-        this one's is not: a remainder means nothing without its parameter.
+        Moments are converted to this optimizer's ``state_dtype``, also those of a checkpoint with
+        ``checkpoint_state="compact"``, and masters to its ``master_layout``. If the saved layout is "split" and this
+        optimizer's is not, load the model before: a remainder means nothing without its parameter.
+
+        Raises:
+            ValueError: a tensor of the state has another shape than its parameter.
         """
 
         def note(_: Optimizer, loaded: dict[str, Any]) -> None:  # after the hooks of others, before anything is written
@@ -215,23 +225,23 @@ class CPUOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            for name, value in self.defaults.items():  # groups of another version, or of DeepSpeed's class
+            for name, value in self.defaults.items():  # groups of another version or of DeepSpeed may lack some
                 group.setdefault(name, value)
         if self._loaded is not None:
-            # torch casts state to the dtype of its parameter, which loses the digits of fp32 state of a 16-bit one.
+            # torch casts state to the dtype of its parameter, so that fp32 state of a 16-bit parameter loses digits.
             for parameter, saved in self._matched(self._loaded):
                 self.state[parameter] = self._adapted(parameter, saved)
 
     def _matched(self, state_dict: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
-        """Lists the parameters that a state dict has state of, with that state."""
+        """Lists the parameters for which a state dict has state, with that state."""
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
-        # torch refuses groups of other lengths.
+        # torch refuses groups of other lengths, so that this need not.
         return [(p, state_dict["state"][k]) for k, p in zip(keys, parameters, strict=False) if k in state_dict["state"]]
 
     @torch.no_grad()
     def _adapted(self, parameter: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
-        """Converts one parameter's state, of any origin, to how this optimizer stores it."""
+        """Converts one parameter's state, of any origin, to the form in which this optimizer stores it."""
         self._seen.pop(parameter, None)
         state: dict[str, Any] = {}
         for name, value in saved.items():
@@ -260,7 +270,7 @@ class CPUOptimizer(Optimizer):
         else:
             ops.join_(master.view(-1), flat, saved["remainder"].contiguous().view(-1))
         if split:
-            # The parameter is the model's business: that it is the master's high part shows when the model is loaded.
+            # The parameter is not written here. It becomes the master's high part when the model is loaded.
             state["remainder"] = _zeros(parameter.shape, torch.int16)
             ops.split_(master.view(-1), torch.empty_like(flat), state["remainder"].view(-1))
         else:
@@ -273,12 +283,12 @@ def _quantized(state: dict[str, Any], name: str) -> ops.Quantized:
 
 
 def _no_scales(parameter: Tensor) -> Tensor:
-    """The scales of a parameter's blocks, which are zero."""
+    """Makes zeros for the scales of a parameter's blocks: ``[blocks]`` uint8."""
     return torch.zeros(ops.count_blocks(0, parameter.numel()), dtype=torch.uint8)
 
 
 def _zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Allocates contiguous zeros in host memory; large ones on huge pages, taken when they are first written."""
+    """Allocates contiguous zeros in host memory. Large ones use huge pages, which are taken at the first write."""
     numel = shape.numel()
     if numel * dtype.itemsize < HUGE_PAGE:
         return torch.zeros(shape, dtype=dtype, device="cpu")
@@ -295,7 +305,7 @@ def _check_shapes(parameter: Tensor, state: dict[str, Any]) -> None:
 
 
 def _check(parameter: Tensor) -> None:
-    """Raises unless a kernel can take a parameter and its gradient."""
+    """Raises an error unless a kernel can take a parameter and its gradient."""
     shape, grad = tuple(parameter.shape), parameter.grad
     assert grad is not None
     if not ops.runs_on(parameter.device):

@@ -1,7 +1,7 @@
 """The native kernels as ordinary torch optimizers: Adam, AdamW, Adagrad, Lion and SGD for parameters in host memory.
 
-They take the arguments of the torch optimizer of the same name and exchange state dicts with it. In an offloading
-strategy the same classes update shards by the same kernels, also where the model itself is on a GPU.
+They take the arguments of the torch optimizer of the same name and exchange state dicts with it. In a strategy that
+offloads, the same classes update shards by the same kernels, even if the model itself is on a GPU.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ class CPUAdam(CPUOptimizer):
         lr: learning rate, >= 0.
         betas: decay rates of the moments, each in [0, 1).
         eps: added to the denominator, >= 0.
-        weight_decay: L2 term in the gradient, >= 0; decoupled in :class:`CPUAdamW`.
+        weight_decay: factor of an L2 term in the gradient, >= 0; decoupled in :class:`CPUAdamW`.
         amsgrad: use the maximum of the second moments.
         maximize: follow the gradient upwards.
-        decoupled_weight_decay: as :class:`CPUAdamW`.
-        master_layout: how a 16-bit parameter's fp32 master is kept, "fp32" (4 bytes more) or "split" (2 bytes more);
-            bf16 training gives the same bits with both, fp16 training where 2^-16 <= |p| < 65520.
+        decoupled_weight_decay: apply weight decay as :class:`CPUAdamW` does.
+        master_layout: how a 16-bit parameter's fp32 master is kept: "fp32" takes 4 bytes per element more, "split" 2.
+            Both give the same bits in bf16 training, and in fp16 training where 2^-16 <= |p| < 65520.
         state_dtype: dtype of the moments, or its name: ``torch.float32``; ``torch.bfloat16``, stochastically rounded;
-            ``torch.int8``, 8 bits in blocks of 256 elements (:class:`lightning_zero.ops.Quantized`), stochastically
-            rounded, not with ``amsgrad``. State dicts have these in fp32.
-        seed: of the stochastic rounding; a resumed run needs the same.
-        adamw_mode: DeepSpeed's name for ``decoupled_weight_decay``, which is True there unless it is given.
+            or ``torch.int8``, 8 bits in blocks of 256 elements (:class:`lightning_zero.ops.Quantized`), stochastically
+            rounded, not with ``amsgrad``. State dicts have 8-bit moments in fp32.
+        seed: seed of the stochastic rounding. A run that is resumed needs the same seed.
+        adamw_mode: DeepSpeed's name for ``decoupled_weight_decay``. DeepSpeed's default is True, the default here is
+            False.
 
     Raises:
         ValueError: an argument is out of range.
@@ -81,7 +82,7 @@ class CPUAdam(CPUOptimizer):
 class CPUAdamW(CPUAdam):
     """:class:`torch.optim.AdamW` for parameters in host memory: :class:`CPUAdam` with decoupled weight decay.
 
-    Arguments as there.
+    See :class:`CPUAdam` for the arguments.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class CPUAdamW(CPUAdam):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # a state dict of Adam brings its own
+        for group in self.param_groups:  # a state dict of Adam has False here
             group["decoupled_weight_decay"] = True
 
 
@@ -124,13 +125,13 @@ class CPUAdagrad(CPUOptimizer):
     Args:
         params: as for :class:`CPUAdam`.
         lr: learning rate, >= 0.
-        lr_decay: >= 0.
-        weight_decay: L2 term in the gradient, >= 0.
-        initial_accumulator_value: what the sums of squares start from, >= 0.
+        lr_decay: decay of the learning rate with the number of steps, >= 0.
+        weight_decay: factor of an L2 term in the gradient, >= 0.
+        initial_accumulator_value: initial value of the sums of squares, >= 0.
         eps: added to the denominator, >= 0.
         maximize: follow the gradient upwards.
         master_layout: as for :class:`CPUAdam`.
-        state_dtype: of the sums, as for :class:`CPUAdam`; not ``torch.int8``.
+        state_dtype: dtype of the sums, as for :class:`CPUAdam`, but not ``torch.int8``.
         seed: as for :class:`CPUAdam`.
 
     Raises:
@@ -169,7 +170,7 @@ class CPUAdagrad(CPUOptimizer):
             "maximize": maximize,
         }
         super().__init__(params, defaults, Numbers.of(master_layout, state_dtype, seed))
-        for group in self.param_groups:  # as torch's: its step takes a state dict only where there is state
+        for group in self.param_groups:  # as torch does, whose step takes a state dict only if it has this state
             for parameter in group["params"]:
                 total = self._filled(parameter, self.rule.initial(group))
                 self.state[parameter] = {"step": torch.tensor(0.0), "sum": total}
@@ -180,12 +181,12 @@ class CPULion(CPUOptimizer):
 
     Args:
         params: as for :class:`CPUAdam`.
-        lr: learning rate, >= 0; a third to a tenth of Adam's.
-        betas: of the step's direction and of the moving average, each in [0, 1).
-        weight_decay: decoupled, >= 0.
+        lr: learning rate, >= 0. A third to a tenth of Adam's is usual.
+        betas: weights of the moving average in the step's direction and in its own update, each in [0, 1).
+        weight_decay: decoupled weight decay, >= 0.
         maximize: follow the gradient upwards.
         master_layout: as for :class:`CPUAdam`.
-        state_dtype: of the moving average, as for :class:`CPUAdam`.
+        state_dtype: dtype of the moving average, as for :class:`CPUAdam`.
         seed: as for :class:`CPUAdam`.
 
     Raises:
@@ -218,13 +219,13 @@ class CPUSGD(CPUOptimizer):
     Args:
         params: as for :class:`CPUAdam`.
         lr: learning rate, >= 0.
-        momentum: >= 0.
-        dampening: of the gradient's part in the momentum.
-        weight_decay: L2 term in the gradient, >= 0.
-        nesterov: Nesterov's momentum; needs a momentum and no dampening.
+        momentum: factor of the momentum, >= 0.
+        dampening: the momentum takes ``1 - dampening`` times the gradient.
+        weight_decay: factor of an L2 term in the gradient, >= 0.
+        nesterov: use Nesterov's momentum, which needs ``momentum`` > 0 and no dampening.
         maximize: follow the gradient upwards.
         master_layout: as for :class:`CPUAdam`.
-        state_dtype: of the momentum, as for :class:`CPUAdam`; not ``torch.int8``.
+        state_dtype: dtype of the momentum, as for :class:`CPUAdam`, but not ``torch.int8``.
         seed: as for :class:`CPUAdam`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Memory that an updater takes for a bucket."""
+"""The memory that an updater needs for a bucket."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lightning_zero.torch_private import TorchDispatchMode, storage_number, tree
 from lightning_zero.update.rules import fresh_state, portable
 from lightning_zero.update.shell import ShellGroup, run_step, trial_call
 
-_SAMPLE, _STEPS = 64, 7  # elements and steps of a trial; RAdam has another rule from its sixth step on
+_SAMPLE, _STEPS = 64, 7  # elements and steps of a trial. RAdam uses another formula from its sixth step on
 
 
 class Apart(NamedTuple):
     """Memory and copies of the part of a step that is computed on the device while masters rest on the host.
 
     Attributes:
-        device: bytes there while an update is under way.
-        staged: bytes of host memory in passing that it holds meanwhile.
-        moved: bytes that are copied to the device, and as many back.
+        device: bytes of device memory that an update needs while it runs.
+        staged: bytes of buffers in host memory that an update holds while it runs.
+        moved: bytes that are copied to the device; as many are copied back.
     """
 
     device: int = 0
@@ -33,21 +33,22 @@ class Apart(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """Memory that an updater takes for a bucket. What it takes in passing is where the master is.
+    """The memory that an updater needs for a bucket. Temporary memory is where the master is.
 
     Attributes:
-        master: its master, as the updater lays it out.
+        master: the form of the bucket's master, as the updater lays it out.
         state: dtypes of the per-element state after the first update, by name.
-        gradients: bytes of the scaled or converted gradients that a tile is updated with.
-        passing: bytes that the rule takes while it updates a tile.
-        fresh: bytes of the state that the optimizer makes for a tile at the first update, from where it is copied.
-        one_tile: whether all is updated at once; the copies are the last thing that the first update takes then.
-        staged: bytes of parameters that pass through host memory on their way to the device.
-        published: elements of which they pass together; ``None``: all.
-        owned: bytes of the state of whole parameters, which the optimizer makes for each.
-        scales: bytes of the scales of state in 8 bits, which stay in memory wherever that rests.
-        window: elements that are fetched at once from where state rests, if that is more than a tile.
-        apart: of what is computed on the device, if that is not where the master is.
+        gradients: temporary bytes of the scaled or converted gradients of a tile.
+        passing: temporary bytes of the rule while it updates a tile.
+        fresh: bytes of the state that the optimizer makes for a tile at the first update, and that is copied from
+            there.
+        one_tile: whether the whole shard is updated at once. Then the first update allocates these copies last.
+        staged: bytes of parameters that go through buffers in host memory on their way to the device.
+        published: number of elements whose parameters go through a buffer together; ``None``: all.
+        owned: bytes of state that the optimizer makes and keeps for each whole parameter.
+        scales: bytes of the scales of 8-bit state, which stay in memory wherever the state rests.
+        window: number of elements that are fetched at once from where state rests, if that is more than a tile.
+        apart: memory and copies of what is computed on the device, if the master is not there.
     """
 
     master: MasterForm
@@ -65,21 +66,21 @@ class Footprint(NamedTuple):
 
     @property
     def scratch(self) -> int:
-        """The most that an update takes in passing, but for the first one."""
+        """The most bytes of temporary memory that an update needs, except for the first one."""
         return self.gradients + self.passing
 
     def state_bytes(self, shard_numel: int) -> int:
-        """Bytes of state of a shard with so many elements."""
+        """Bytes of the state of a shard with ``shard_numel`` elements."""
         return shard_numel * sum(dtype.itemsize for dtype in self.state.values()) + self.owned + self.scales
 
 
 def passing_bytes(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, foreach: bool) -> int:
-    """Bytes per element that a step takes beside parameter, gradient and state, from a trial on the host.
+    """Temporary bytes per element that a step needs beside parameter, gradient and state, from a trial on the host.
 
     Args:
-        optimizer: element-wise; it is not changed.
+        optimizer: an element-wise optimizer, which is not changed.
         group: one of its parameter groups.
-        dtype: of the parameter.
+        dtype: dtype of the parameter.
         foreach: whether torch updates several tensors at a time.
     """
     if group.get("fused"):
@@ -100,10 +101,10 @@ def passing_bytes(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.d
 
 
 class Passing(TorchDispatchMode):
-    """Counts the bytes of tensors that operators make, as long as they live; of numbers, none.
+    """Counts the bytes of tensors that operators make, as long as these are alive. Small tensors are not counted.
 
     Attributes:
-        most: at any moment.
+        most: the most bytes that were alive at one time.
 
     Args:
         known: tensors that are not counted.
@@ -125,7 +126,7 @@ class Passing(TorchDispatchMode):
         return result
 
     def _note(self, made: Tensor) -> None:
-        # Not by its address, which on the meta device all share.
+        # The address would not do: on the meta device all tensors share it.
         address, nbytes = storage_number(made.untyped_storage()), made.untyped_storage().nbytes()
         if address in self._known:
             return

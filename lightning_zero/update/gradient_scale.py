@@ -1,4 +1,4 @@
-"""The scale of the gradients at hand, between the loss that is multiplied by it and the update that divides by it."""
+"""The scale of the current gradients: the loss is multiplied by it before, the update divides by it afterwards."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lightning_zero.update.loss_scaler import LossScaler, StaticLossScaler
 
 
 class GradientScale:
-    """Knows which scale the gradients have, and tells the scaler what became of them.
+    """Keeps the scale that the gradients have, and tells the scaler whether they overflowed.
 
     Attributes:
-        value: that of all gradients that are held; the scaler's may already be the next one.
-        adapts: whether there is a scaler, which must learn of overflows.
+        value: the scale of all gradients that are held. The scaler may already have the next scale.
+        adapts: whether there is a scaler, which must be told of overflows.
 
     Args:
-        scaler: chooses the scales; ``None``: always 1.
+        scaler: chooses the scales; ``None``: the scale is always 1.
     """
 
     def __init__(self, scaler: LossScaler | None) -> None:
@@ -25,7 +25,7 @@ class GradientScale:
         self._scaler = StaticLossScaler(1.0) if scaler is None else scaler
         self.value = self._scaler.scale
         self._loss_scaled = False  # since the last `end_backward`
-        # Of the steps since the last backward: the scaler's state before them, and whether one overflowed.
+        # The scaler's state before the steps since the last backward, and whether one of them overflowed.
         self._verdict: tuple[dict[str, float], bool] | None = None
 
     @property
@@ -35,29 +35,33 @@ class GradientScale:
 
     @property
     def at_minimum(self) -> bool:
-        """Tells whether no lower scale will be tried."""
+        """Tells whether the scaler will try no lower scale."""
         return self._scaler.at_minimum
 
     def adopt(self) -> float:
-        """Before a backward: take the scaler's scale. Returns the factor that brings gradients that are held to it.
+        """Take over the scaler's scale, before a backward.
 
-        Gradients are held across a change where another optimizer stepped in between, or where they were not cleared.
+        Gradients may be held while the scale changes, if another optimizer stepped in between or if they were not
+        cleared.
+
+        Returns:
+            The factor by which the gradients that are held must be multiplied to have the new scale.
         """
         factor, self.value = self._scaler.scale / self.value, self._scaler.scale
         return factor
 
     def multiply(self, loss: Tensor) -> Tensor:
-        """The scaled loss; in fp32 at least: the product may exceed what fp16 holds."""
+        """The scaled loss. Unless the scale is 1 it is at least fp32: fp16 might overflow."""
         self._loss_scaled = True
         if self.value == 1.0:
             return loss
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.value
 
     def check_loss(self) -> None:
-        """For a backward that user code started.
+        """Check a backward that user code has started.
 
         Raises:
-            RuntimeError: its loss cannot have been scaled.
+            RuntimeError: the loss scale is not 1, and no loss was scaled since the last backward.
         """
         if self._scaler.scale != 1.0 and not self._loss_scaled:
             raise RuntimeError(
@@ -66,25 +70,28 @@ class GradientScale:
             )
 
     def begin_backward(self) -> None:
-        """Steps from now on are on other gradients."""
+        """Note that steps from now on use other gradients."""
         self._verdict = None
 
     def end_backward(self) -> None:
-        """The next loss is another one."""
+        """Note that the loss has been used: the next backward needs another scaled loss."""
         self._loss_scaled = False
 
     def judge(self, found_inf: bool) -> bool:
-        """Tell the scaler what became of a step.
+        """Tell the scaler whether the gradients of a step overflowed.
 
-        Steps of several optimizers on one backward are one verdict: an overflow of any of them counts, once.
+        Steps of several optimizers after one backward count as one: as an overflow if any of them overflowed.
+
+        Args:
+            found_inf: whether a gradient was not finite, on any rank.
 
         Returns:
-            Whether this made the scale fall.
+            Whether this call made the scale fall.
 
         Raises:
             LossScaleError: there is no lower scale.
         """
-        fallen = False  # by the step of another optimizer on the same backward
+        fallen = False  # whether the step of another optimizer after the same backward made the scale fall
         if self._verdict is not None:
             fallen = self._scaler.scale < self.value
             state, overflowed = self._verdict

@@ -1,8 +1,8 @@
 """Loss scalers: state machines that choose the factor by which an fp16 loss is multiplied before backward.
 
-fp16 gradients below 6e-8 vanish and above 65504 become infinite; a factor that is as large as it can be without
-overflow keeps most of them (https://arxiv.org/abs/1710.03740). They hold plain numbers, no tensors, so that every rank
-that sees the same sequence of overflows is in the same state.
+fp16 gradients below 6e-8 become zero, and gradients above 65504 infinite. The largest factor without overflow preserves
+most of them (https://arxiv.org/abs/1710.03740). Loss scalers hold plain numbers and no tensors, so that all ranks that
+see the same sequence of overflows are in the same state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OnMinScale = Literal["raise", "continue"]
 
 
 class LossScaleError(RuntimeError):
-    """Gradients overflow at the smallest scale: no lower one is left to try."""
+    """Raised when gradients overflow at the smallest scale, so that no lower scale can be tried."""
 
 
 @runtime_checkable
@@ -26,7 +26,7 @@ class LossScaler(Protocol):
 
     @property
     def scale(self) -> float:
-        """The factor of the next backward."""
+        """The factor for the loss of the next backward."""
         ...
 
     @property
@@ -35,30 +35,33 @@ class LossScaler(Protocol):
         ...
 
     def update(self, found_inf: bool) -> None:
-        """Take note of one step whose gradients were computed at :attr:`scale`.
+        """Take note of one step, which used gradients that were computed at :attr:`scale`.
 
         Args:
-            found_inf: a gradient was not finite, on any rank; the step was skipped.
+            found_inf: whether a gradient was not finite on any rank, so that the step was skipped.
+
+        Raises:
+            LossScaleError: the scale should fall and cannot.
         """
         ...
 
     def state_dict(self) -> dict[str, float]:
-        """All that changes during training, as plain numbers; nothing of the configuration."""
+        """All values that change during training, as plain numbers. The configuration is not among them."""
         ...
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from ``state``, with this object's own configuration."""
+        """Continue from ``state``, with this object's own configuration."""
         ...
 
 
 class StaticLossScaler(LossScaler):
-    """Always the same scale; an overflow skips the step and changes nothing.
+    """Always has the same scale. An overflow skips the step and does not change the scale.
 
     Args:
         scale: the factor, finite and greater than 0.
 
     Raises:
-        ValueError: for another one.
+        ValueError: ``scale`` is not finite or not greater than 0.
     """
 
     def __init__(self, scale: float) -> None:
@@ -77,7 +80,7 @@ class StaticLossScaler(LossScaler):
 
     @override
     def update(self, found_inf: bool) -> None:
-        """Nothing changes."""
+        """Do nothing: the scale is constant."""
 
     @override
     def state_dict(self) -> dict[str, float]:
@@ -85,33 +88,35 @@ class StaticLossScaler(LossScaler):
 
     @override
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Nothing is taken over: the scale is configuration."""
+        """Do nothing: the scale is part of the configuration."""
 
     def __repr__(self) -> str:
         return f"StaticLossScaler({self._scale:g})"
 
 
 class DynamicLossScaler(LossScaler):
-    """Lowers the scale when gradients overflow and raises it when they have not for a while.
+    """Lowers the scale when gradients overflow, and raises it when they have not overflowed for a while.
 
     The ``hysteresis``-th overflow since the last refill lowers the scale, and so does every later one until the next
-    refill. ``window`` steps without overflow after the last overflow or growth, the scale grows and hysteresis refills.
-    DeepSpeed's rules, but for its interval, which is one step longer: it counts from the step after an overflow.
+    refill. After ``window`` steps without overflow since the last overflow or growth, the scale grows and hysteresis is
+    refilled. These are DeepSpeed's rules, except that DeepSpeed's window is one step longer, because it counts from the
+    step after an overflow.
 
     Args:
         init_scale: the first scale.
-        growth_factor: multiplies the scale when it grows; > 1. Powers of two make scaling free of rounding.
-        backoff_factor: multiplies the scale when it falls; between 0 and 1.
-        window: steps without overflow until the scale grows; >= 1.
-        hysteresis: overflows until the scale falls; >= 1. Above 1 a single bad batch costs a step but not the scale.
-        min_scale: the scale never falls below it; > 0.
-        max_scale: the scale never grows above it, at most 2^127, which fp32 still holds; ``None``: that.
+        growth_factor: multiplies the scale when it grows; > 1. With powers of two, scaling causes no rounding.
+        backoff_factor: multiplies the scale when it falls; between 0 and 1, both excluded.
+        window: number of steps without overflow until the scale grows; >= 1.
+        hysteresis: number of overflows until the scale falls; >= 1. If it is above 1, a single bad batch costs a step
+            but does not lower the scale.
+        min_scale: lower bound of the scale; > 0.
+        max_scale: upper bound of the scale, at most 2^127, the largest power of two in fp32; ``None``: 2^127.
         consecutive_hysteresis: refill hysteresis at every step without overflow, so that only overflows in a row count.
-        on_min_scale: what happens when the scale should fall and is at ``min_scale``: ``"raise"`` an error, or
-            ``"continue"``, skipping steps until one does not overflow.
+        on_min_scale: what happens when the scale should fall and is at ``min_scale``: ``"raise"`` raises an error,
+            ``"continue"`` skips steps until one does not overflow.
 
     Raises:
-        ValueError: for an argument outside these bounds.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -173,11 +178,11 @@ class DynamicLossScaler(LossScaler):
 
     @override
     def update(self, found_inf: bool) -> None:
-        """See :class:`LossScaler`.
+        """Take note of one step; see :class:`LossScaler`.
 
         Raises:
-            LossScaleError: the scale should fall below ``min_scale``, unless ``on_min_scale="continue"``. The state
-                stays what it was.
+            LossScaleError: the scale should fall below ``min_scale``, and ``on_min_scale`` is ``"raise"``. The state is
+                not changed then.
         """
         if found_inf:
             self._overflow()
@@ -201,7 +206,7 @@ class DynamicLossScaler(LossScaler):
         self._clean_steps += 1
         if self.consecutive_hysteresis:
             self._overflows = 0
-        # Not "==": a resumed run may have a smaller window than the one that was saved.
+        # This is not "==" because a resumed run may have a smaller window than the run that saved the state.
         if self._clean_steps >= self.window:
             self._scale = min(self._scale * self.growth_factor, self.max_scale)
             self._clean_steps = 0
@@ -213,10 +218,13 @@ class DynamicLossScaler(LossScaler):
 
     @override
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from ``state``; what it lacks stays as it is. A scale outside the configured bounds is moved inside.
+        """Continue from ``state``. A scale outside the configured bounds is moved to the nearest bound.
+
+        Args:
+            state: the result of :meth:`state_dict`. Values that are missing there stay as they are.
 
         Raises:
-            ValueError: where a value is not a number that this state can have.
+            ValueError: a value is not a number, or not in the range that it must have.
         """
         scale = state.get("scale", self._scale)
         _check("the saved scale", scale, "a finite number > 0", _is_number(scale) and 0 < scale < math.inf)

@@ -18,35 +18,40 @@ _MUON = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps",
 
 
 class Muon(CombinedOptimizer):
-    """:class:`torch.optim.Muon` for matrices, :class:`torch.optim.AdamW` for everything else, to the bit.
+    """Combines :class:`torch.optim.Muon` for matrices and :class:`torch.optim.AdamW` for the rest, with the same bits.
 
     Muon orthogonalizes the momentum of each hidden matrix by a Newton-Schulz iteration
     (https://kellerjordan.github.io/posts/muon/). Embeddings, the output layer, vectors and convolutions are better
-    trained by AdamW: :meth:`groups_of` sorts a module's parameters so. A group without ``use_muon`` is divided by the
-    number of dimensions alone: two are a matrix.
+    trained by AdamW. :meth:`groups_of` sorts a module's parameters in this way. In a group without ``use_muon``, each
+    parameter with two dimensions counts as a matrix.
 
-    Over shards a matrix lies whole on one rank, which iterates on it; parameters of AdamW's groups are cut as always,
-    and where state rests in host memory the native kernel updates them, as :class:`CPUAdamW` does.
-    A rank iterates on its matrices of equal shape together (see ``batched``), as many as an update takes at a time.
+    When training is sharded, each matrix is whole on one rank, which runs its iteration. Parameters of AdamW's groups
+    are cut as usual; if state rests in host memory, the native kernel updates them as in :class:`CPUAdamW`. A rank
+    iterates on its matrices of equal shape together (see ``batched``), as far as one update has them.
 
     Args:
-        params: parameters or groups; a group may say ``use_muon``.
-        lr: learning rate of both.
-        weight_decay: decoupled, of both.
-        momentum: of Muon.
-        nesterov: Nesterov's momentum, of Muon.
-        ns_coefficients: of the Newton-Schulz iteration.
-        eps: added to the norm by which Muon's iteration divides.
-        ns_steps: iterations.
-        adjust_lr_fn: ``"match_rms_adamw"`` scales Muon's steps to the size of AdamW's, so that one learning rate serves
+        params: parameters or groups. A group may have an entry ``use_muon``, a bool.
+        lr: learning rate of Muon and AdamW.
+        weight_decay: decoupled weight decay of Muon and AdamW.
+        momentum: momentum of Muon.
+        nesterov: whether Muon uses Nesterov's momentum.
+        ns_coefficients: coefficients of the Newton-Schulz iteration.
+        eps: least norm by which a matrix is divided before Muon's iteration.
+        ns_steps: number of iterations.
+        adjust_lr_fn: ``"match_rms_adamw"`` scales Muon's steps to the size of AdamW's, so that one learning rate fits
             both (https://arxiv.org/abs/2502.16982); ``"original"`` is torch's default.
-        betas: of AdamW.
-        adamw_eps: of AdamW, added to the root of the second moment.
-        batched: where matrices of equal shape are iterated on together, by batched products: ``None`` in host memory,
-            small ones, where a trial finds that these have the bits of single ones; ``True`` on accelerators too, where
-            bits may then depend on how many matrices a rank has; ``False`` nowhere.
-        on_device: where momentum and masters rest in host memory or on a disk, and the model is on an accelerator, the
-            iteration runs there, and matrices go there and back in bf16; ``False``: on the host, whose bits may differ.
+        betas: decay rates of AdamW's moments.
+        adamw_eps: AdamW's addend to the root of the second moment.
+        batched: where matrices of equal shape are iterated on together, by batched products. ``None``: only small ones
+            in host memory, if a trial finds that they get the same bits as single ones. ``True``: also on accelerators,
+            where bits may then depend on the number of matrices that a rank has. ``False``: nowhere.
+        on_device: run the iteration on the model's accelerator if momentum and masters rest in host memory or on a
+            disk; matrices are copied there and back in bf16. ``False``: run it on the host. Bits may differ between
+            the two.
+
+    Raises:
+        ValueError: a hyperparameter is out of range, or a group with ``use_muon=True`` has a parameter that is not a
+            matrix.
     """
 
     def __init__(
@@ -79,17 +84,17 @@ class Muon(CombinedOptimizer):
             "batched": batched,
             "on_device": on_device,
         }
-        # They check what they are given, in torch's words.
+        # torch's classes check the hyperparameters, with torch's messages.
         torch.optim.Muon([torch.zeros(1, 1)], **{key: defaults[key] for key in _MUON})  # type: ignore[arg-type]
         torch.optim.AdamW([torch.zeros(1)], lr=lr, betas=betas, eps=adamw_eps, weight_decay=weight_decay)
         super().__init__(params, defaults)
 
     @staticmethod
     def groups_of(module: nn.Module) -> list[dict[str, Any]]:
-        """The parameters of a module in two groups: hidden matrices for Muon, everything else for AdamW.
+        """Sorts the parameters of a module into two groups: hidden matrices for Muon, everything else for AdamW.
 
-        Weights of embeddings, also where they are tied to an output layer, and of the last ``nn.Linear``, which is
-        taken for the output layer, are AdamW's.
+        The weights of embeddings go to AdamW, even if they are tied to an output layer. So does the weight of the last
+        ``nn.Linear``, which is assumed to be the output layer. A group without parameters is left out.
         """
         modules = list(module.modules())
         outer = {id(m.weight) for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
@@ -101,10 +106,10 @@ class Muon(CombinedOptimizer):
         return [group for group in groups if group["params"]]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, which becomes two where it has matrices and others and does not say ``use_muon``.
+        """Add a group. Without ``use_muon``, a group with matrices and other parameters becomes two groups.
 
         Raises:
-            ValueError: ``use_muon`` for a parameter that is no matrix.
+            ValueError: ``use_muon`` is true, and a parameter is not a matrix.
         """
         given = param_group["params"]
         members = [given] if isinstance(given, Tensor) else list(given)
@@ -127,14 +132,14 @@ class Muon(CombinedOptimizer):
             own |= {
                 "batched": group.get("batched"),
                 "on_device": group.get("on_device", True),
-            }  # old state dicts lack it
+            }  # state dicts of older versions lack them
             return GroupRule(_muon(), own)
         own = {key: group[key] for key in ("lr", "weight_decay", "betas")} | {"eps": group["adamw_eps"]}
         return GroupRule(_adamw(), {**_adamw().defaults, **own})
 
 
 def _parameter(member: Any) -> Tensor:
-    """A member of a group, which may come with its name."""
+    """The parameter of a group's member, which may be a pair of name and parameter."""
     parameter = member[1] if isinstance(member, tuple) else member
     assert isinstance(parameter, Tensor)
     return parameter
