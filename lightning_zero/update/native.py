@@ -1,6 +1,6 @@
-"""The rules that the native kernels compute: what joins a torch optimizer's groups and state to `lightning_zero.ops`.
+"""The rules that the native kernels compute: they pass a torch optimizer's groups and state to `lightning_zero.ops`.
 
-Both the CPU optimizers and the update over shards go through these objects, so that they give the same bits.
+Both the CPU optimizers and the update over shards use these objects, so that they give the same bits.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ _STATE_DTYPES: dict[Any, torch.dtype] = {
 
 @dataclass(frozen=True)
 class Numbers:
-    """Formats in which masters and state are stored.
+    """The formats in which masters and state are stored.
 
     Attributes:
-        master_layout: where a parameter is bf16 or fp16, its fp32 master is a tensor of its own ("fp32"), or the
-            parameter and an int16 remainder (:func:`lightning_zero.ops.split_`, "split").
-        state_dtype: fp32, or bf16 or int8 with stochastic rounding; int8 stands for 8 bits in blocks
-            (:class:`lightning_zero.ops.Quantized`).
-        seed: of the rounding, in [0, 2^64).
+        master_layout: how the fp32 master of a bf16 or fp16 parameter is stored: as a tensor of its own ("fp32"), or as
+            the parameter and an int16 remainder ("split", see :func:`lightning_zero.ops.split_`).
+        state_dtype: ``torch.float32``, or with stochastic rounding ``torch.bfloat16`` or ``torch.int8``. The latter
+            means 8 bits in blocks (:class:`lightning_zero.ops.Quantized`).
+        seed: seed of the stochastic rounding, in [0, 2^64).
+
+    Raises:
+        ValueError: a value is unknown or out of range.
     """
 
     master_layout: MasterLayout = "fp32"
@@ -56,55 +59,55 @@ class Numbers:
 
     @classmethod
     def of(cls, master_layout: MasterLayout, state_dtype: torch.dtype | StateDtypeName, seed: int) -> Numbers:
-        """With a dtype that may be given by its name, as in a YAML file."""
+        """Make the object from a dtype that may be given by its name, as in a YAML file."""
         dtype: Any = state_dtype
         return cls(master_layout, _STATE_DTYPES.get(dtype, dtype), seed)
 
     @property
     def rounds_randomly(self) -> bool:
-        """Whether an update depends on which elements it is given, by their indices."""
+        """Whether state is rounded stochastically, so that an update depends on the indices of its elements."""
         return self.state_dtype != torch.float32
 
     @property
     def in_blocks(self) -> bool:
-        """Whether elements of the state share scales, by block."""
+        """Whether the elements of a block of state share a scale."""
         return self.state_dtype == torch.int8
 
     @property
     def block(self) -> int:
-        """Elements of a block, counted from the beginning of a parameter."""
+        """Number of elements of a block, counted from the beginning of a parameter; 1 without blocks."""
         return ops.BLOCK if self.in_blocks else 1
 
 
 def first_index(parameter: int) -> int:
     """The index, for stochastic rounding, of the first element of an optimizer's ``parameter``-th parameter.
 
-    Parameters are counted as in a state dict, through the groups. Nothing else enters, so that sharding a parameter
-    otherwise rounds it alike; 2^40 elements are more than one has.
+    Parameters are counted through the groups, as in a state dict. The index depends on nothing else, so that rounding
+    does not depend on the sharding. No parameter has as many as 2^40 elements.
     """
     return parameter << 40
 
 
 class NativeRule(ABC):
-    """One kernel as the rule of a torch optimizer: names of its state, and a step on flat tensors."""
+    """One kernel as the rule of a torch optimizer: the names of its state, and a step on flat tensors."""
 
-    state: ClassVar[tuple[str, ...]]  # the per-element state of any group
-    signed: ClassVar[Mapping[str, bool]] = {}  # what of it may be stored in 8 bits, and whether it has a sign
+    state: ClassVar[tuple[str, ...]]  # names of all per-element state that a group may have
+    signed: ClassVar[Mapping[str, bool]] = {}  # names of the state that may be stored in 8 bits: whether it has a sign
 
     @abstractmethod
     def names(self, group: Group) -> tuple[str, ...]:
-        """The per-element state of a parameter in ``group``, in the order that :meth:`update` takes it."""
+        """The names of the per-element state of a parameter in ``group``, in the order that :meth:`update` takes."""
 
     def initial(self, group: Group) -> float:
-        """The value that per-element state is filled with before the first step."""
+        """The value with which per-element state is filled before the first step."""
         return 0.0
 
     def counts_steps(self, numbers: Numbers) -> bool:
-        """Whether the state has a ``step``."""
+        """Whether the state has an entry ``step``."""
         return True
 
     def scalars(self, step: int, numbers: Numbers) -> dict[str, Tensor]:
-        """The scalar state after ``step`` steps, as torch keeps it: 0-dim fp32 on the CPU."""
+        """The scalar state after ``step`` steps in torch's format: 0-dim fp32 tensors on the CPU."""
         return {"step": torch.tensor(float(step))} if self.counts_steps(numbers) else {}
 
     @abstractmethod
@@ -118,23 +121,24 @@ class NativeRule(ABC):
         fresh: bool,
         **options: Unpack[ops.Options],
     ) -> None:
-        """One step on flat tensors.
+        """Make one step on flat (1-D) tensors of equal length.
 
         Args:
-            param: see :mod:`lightning_zero.ops`.
-            states: the per-element state: tensors, or :class:`lightning_zero.ops.Quantized` each.
-            grad: gradient.
+            param: the values to update in place; see :mod:`lightning_zero.ops`.
+            states: the per-element state in the order of :meth:`names`, each a tensor or
+                :class:`lightning_zero.ops.Quantized`.
+            grad: the gradient.
             group: hyperparameters.
-            step: number of the step, from 1; 1 where steps are not counted.
-            fresh: whether the state is that of before the first step.
-            **options: what all kernels take.
+            step: number of the step, from 1; always 1 if steps are not counted.
+            fresh: whether this is the first step with the state.
+            **options: options that all kernels take.
         """
 
     def check_numbers(self, group: Group, numbers: Numbers) -> None:
-        """Raise unless there is a kernel for state that is stored so.
+        """Check that there is a kernel for state that is stored as ``numbers`` says.
 
         Raises:
-            ValueError: state in 8 bits of another rule than Adam without amsgrad, or Lion.
+            ValueError: 8-bit state of a rule other than Adam without amsgrad and Lion.
         """
         names = [name for name in self.names(group) or self.state if name not in self.signed]
         if numbers.in_blocks and names:
@@ -144,7 +148,7 @@ class NativeRule(ABC):
             )
 
     def check(self, group: Group, numbers: Numbers) -> None:
-        """Raise what :meth:`update` would raise for these hyperparameters, before anything is written.
+        """Raise the errors that :meth:`update` would raise for these hyperparameters, before anything is written.
 
         Raises:
             ValueError: a hyperparameter is out of range.
@@ -234,7 +238,7 @@ class AdagradRule(NativeRule):
 
 
 class LionRule(NativeRule):
-    """:class:`lightning_zero.CPULion`; torch has none."""
+    """:class:`lightning_zero.CPULion`; torch has no Lion."""
 
     state = ("exp_avg",)
     signed: ClassVar[Mapping[str, bool]] = {"exp_avg": True}
@@ -276,7 +280,8 @@ class SgdRule(NativeRule):
         return self.state if group["momentum"] else ()
 
     def counts_steps(self, numbers: Numbers) -> bool:
-        # torch's does not; rounding has to, so that a resumed run does not repeat itself.
+        # torch's SGD does not count steps. Stochastic rounding needs the count so that a resumed run does not repeat
+        # its random numbers.
         return numbers.rounds_randomly
 
     def update(
@@ -298,7 +303,7 @@ class SgdRule(NativeRule):
             weight_decay=float(group["weight_decay"]),
             momentum=float(group["momentum"]),
             dampening=float(group["dampening"]),
-            nesterov=bool(group["nesterov"] and group["momentum"]),  # torch ignores it without momentum
+            nesterov=bool(group["nesterov"] and group["momentum"]),  # torch ignores `nesterov` without momentum
             first=fresh,
             step=step,
             **options,
@@ -316,5 +321,5 @@ _OF_TORCH: dict[type[Optimizer], NativeRule] = {
 
 
 def rule_of_torch(optimizer: Optimizer) -> NativeRule | None:
-    """The rule that computes what one of torch's own optimizers does; ``None`` for any other, and for subclasses."""
+    """The rule that computes the step of one of torch's own optimizers; ``None`` for others, and for subclasses."""
     return _OF_TORCH.get(type(optimizer))

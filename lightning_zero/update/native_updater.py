@@ -1,4 +1,4 @@
-"""The update by the rules of the kernels, wherever a shard is."""
+"""The update by the rules of the native kernels, in host memory and on devices."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ from lightning_zero.update.updaters import ShardUpdater, staged_bytes
 from lightning_zero.update.view import UpdateView
 from lightning_zero.update.windows import expect_first, in_windows
 
-_SAMPLE = 64  # elements of a trial
-_BYTES_PER_ELEMENT: dict[tuple[NativeRule, torch.device, str], int] = {}  # of trials; the last are hyperparameters
+_SAMPLE = 64  # number of elements in a trial
+# Results of trials, by rule, device and hyperparameters.
+_BYTES_PER_ELEMENT: dict[tuple[NativeRule, torch.device, str], int] = {}
 
 
 class NativeUpdater(ShardUpdater):
     """Runs a rule's kernel on masters in host memory: torch's Adam, AdamW, Adagrad and SGD, and the CPU optimizers.
 
-    Scaling, decay, state, update and the 16-bit copy are one pass over memory. The state is torch's, name for name. Of
-    buckets that stay on a device while others are offloaded, torch's operations give the same bits there.
+    Scaling, decay, state, update and the 16-bit copy are done in one pass over memory. The state has the same names as
+    torch's. Buckets that stay on a device while others are offloaded are updated there by torch's operations, with the
+    same bits.
 
     Args:
         optimizer: as the user configured it.
-        rule: what it computes.
+        rule: the rule that the optimizer computes.
         numbers: how its masters and state are stored.
     """
 
@@ -58,14 +60,14 @@ class NativeUpdater(ShardUpdater):
         if (reason := why_not_native([bucket.master], bucket.placement)) is not None:
             raise ValueError(f"{type(self.optimizer).__name__} cannot update {bucket.name}: {reason}")
         if not isinstance(self.optimizer, CPUOptimizer) and self._numbers.master_layout == "fp32":
-            return None  # the masters that there are, with torch's rounding of their 16-bit copies
+            return None  # the masters stay as they are, and 16-bit copies are rounded as torch does
         return "split" if self._splits(bucket.master, bucket.dtype) else "fp32"
 
     def _splits(self, master: Master | MasterForm, dtype: torch.dtype) -> bool:
-        """Tell whether the masters of a 16-bit bucket are split: in host memory, where that was asked for.
+        """Tell whether the masters of a 16-bit bucket are split. They are if they are in host memory, on request.
 
         Raises:
-            ValueError: where other masters would be other numbers, or state would be rounded otherwise.
+            ValueError: masters on a device would have other values than split ones, or state other roundings.
         """
         split = self._numbers.master_layout == "split"
         if ops.runs_on(master.device):
@@ -91,7 +93,7 @@ class NativeUpdater(ShardUpdater):
         return frozenset(self._rule.names(group))
 
     def footprint(self, bucket: BucketForm) -> Footprint:
-        """The kernels update in place, and round what goes to a device on the way. See the base class."""
+        """The memory for a bucket; see the base class. Kernels update in place, and round parameters for a device."""
         master = bucket.master
         split = self._splits(master, bucket.dtype)
         if split and master.pieces and bucket.dtype.itemsize == 2:
@@ -100,14 +102,14 @@ class NativeUpdater(ShardUpdater):
         state = dict.fromkeys(sorted(names), self._numbers.state_dtype)
         scales = len(state) * count_scales(bucket) if self._numbers.in_blocks else 0
         staged = staged_bytes(bucket, bucket.master) if master.tile or not split else 0
-        # Not in tiles, where these would cut blocks: see `_tile`.
+        # If tiles would cut blocks, the shard is not updated in tiles: see `_tile`.
         whole = any((s.param_start - s.start) % self._numbers.block for s in bucket.segments)
         published = staged_tile(bucket.placement.executor, bucket.dtype) if staged and not whole else None
         passing = self._passing(bucket)
         return Footprint(master, state, passing=passing, staged=staged, published=published, scales=scales)
 
     def _passing(self, bucket: BucketForm) -> int:
-        """Bytes that an update takes in passing: none by kernels."""
+        """Temporary bytes of an update. Kernels need none; torch's operations on a device do."""
         device, members = bucket.master.device, self._members(bucket)
         if ops.runs_on(device) or not members:
             return 0
@@ -119,7 +121,7 @@ class NativeUpdater(ShardUpdater):
     def update(self, view: UpdateView) -> None:
         state = view.state
         assert isinstance(state, ShardState)
-        parts = list(self._parts(view, state))  # before any is updated: a segment may be in several
+        parts = list(self._parts(view, state))  # before any update, which changes the state of all parts of a segment
         for window in in_windows(view, state, parts, self._names):
             for part in window:
                 self._update_part(view, state, part)
@@ -133,7 +135,7 @@ class NativeUpdater(ShardUpdater):
         return self._rule.names(part.group)
 
     def _parts(self, view: UpdateView, state: ShardState) -> Iterator[_NativePart]:
-        """Cut segments into runs that a kernel updates at once."""
+        """Cut segments into runs that one call of a kernel updates."""
         groups = view.groups
 
         def key(segment: Segment) -> tuple[int, int, bool, int]:
@@ -142,7 +144,7 @@ class NativeUpdater(ShardUpdater):
             fresh = not set(self._rule.names(group)).issubset(state.names(segment))
             return id(group), step, fresh, segment.param if self._numbers.rounds_randomly else 0
 
-        # Padding between parameters is updated too: gradient and state are constant there.
+        # Padding between parameters is updated, too. This is harmless, since gradient and state are constant there.
         for run in runs(view.segments, key, gap=view.gap):
             _, step, fresh, _ = key(run.segments[0])
             group = groups[run.segments[0].param]
@@ -150,7 +152,10 @@ class NativeUpdater(ShardUpdater):
             yield from (_NativePart(part, group, step + 1, fresh) for part in pieces)
 
     def _tile(self, view: UpdateView, run: Run) -> int | None:
-        """Where a run is cut; ``None``: nowhere, since blocks of its state would be (see :class:`BlockShardState`)."""
+        """The multiples at which a run is cut. ``None``: nowhere, as cuts would divide blocks of its state.
+
+        See :class:`BlockShardState`.
+        """
         segment = run.segments[0]
         blocks_are_cut = (segment.param_start - segment.start) % self._numbers.block
         return None if blocks_are_cut else view.tile or view.master.published
@@ -161,7 +166,7 @@ class NativeUpdater(ShardUpdater):
         states = [own.parts(name, self._numbers.state_dtype, run) for name in names]
         if fresh and step == 1 and (initial := self._rule.initial(group)):
             for tensor in states:
-                assert isinstance(tensor, Tensor)  # no rule whose state begins otherwise than with zeros has blocks
+                assert isinstance(tensor, Tensor)  # rules with an initial value other than 0 have no blocks
                 tensor.fill_(initial)
         master = view.master.tensors(run.start, run.stop)
         self._rule.update(
@@ -179,9 +184,9 @@ class NativeUpdater(ShardUpdater):
             index=self._index(view, run) if self._numbers.rounds_randomly else 0,
         )
         master.finish()
-        # One scalar for all segments of the run: nobody changes it in place.
+        # All segments of the run may share the scalar, because nothing changes it in place.
         scalars = self._rule.scalars(step, self._numbers)
-        if names or scalars:  # else the state stays empty, as torch's
+        if names or scalars:  # otherwise the state stays empty, as torch's does
             for segment in run.segments:
                 own.put_scalars(segment, scalars, names)
 
@@ -189,32 +194,33 @@ class NativeUpdater(ShardUpdater):
         """The index of the first element of a run of one parameter, for stochastic rounding."""
         segment = run.segments[0]
         parameter = view.parameters[segment.param]
-        if id(parameter) not in self._ordinals:  # a group has joined
+        if id(parameter) not in self._ordinals:  # at the first call, and after a group was added
             parameters = (p for group in view.optimizer.param_groups for p in group["params"])
             self._ordinals = {id(p): number for number, p in enumerate(parameters)}
         return first_index(self._ordinals[id(parameter)]) + segment.param_start + run.start - segment.start
 
 
 class _NativePart(NamedTuple):
-    """A run that a kernel updates at once."""
+    """A run that one call of a kernel updates."""
 
     run: Run
     group: dict[str, Any]
     step: int
-    fresh: bool  # whether it has no state yet
+    fresh: bool  # whether the run has no state yet
 
 
 def _bytes_per_element(rule: NativeRule, group: dict[str, Any], device: torch.device) -> int:
-    """Bytes that an update on ``device`` takes beside parameter, gradient and state, from a trial.
+    """Temporary bytes per element that an update on ``device`` needs beside parameter, gradient and state.
 
-    A trial takes milliseconds, and who looks for the best setting plans thousands of buckets: results are kept.
+    They are found by a trial. A trial takes milliseconds, and a search for the best settings plans thousands of
+    buckets, so results are kept.
     """
     settings = repr(sorted((k, v) for k, v in group.items() if k not in ("params", "param_names")))
     key = rule, device, settings
     if key not in _BYTES_PER_ELEMENT:
-        # The gradient is copied to fp32, whatever it is.
+        # The gradient is copied to fp32 whatever its dtype is, so that fp32 stands for all dtypes.
         param, grad, *states = (torch.ones(_SAMPLE, device=device) for _ in range(2 + len(rule.names(group))))
-        formulas.fused_on(device)  # it tries the device, at the first time
+        formulas.fused_on(device)  # the first call tries the device, which must not be counted below
         with Passing([param, grad, *states]) as passing:
             rule.update(param, states, grad, group, 2, fresh=False)
         _BYTES_PER_ELEMENT[key] = -(-passing.most // _SAMPLE)
@@ -222,7 +228,7 @@ def _bytes_per_element(rule: NativeRule, group: dict[str, Any], device: torch.de
 
 
 def why_not_native(masters: Iterable[Master | MasterForm], placement: BucketPlacement) -> str | None:
-    """Why the rules of kernels cannot update shards with these masters; ``None`` if they can."""
+    """Says why the rules of the kernels cannot update shards with these masters; ``None`` if they can."""
     precision = placement.precision
     for master in masters:
         if not ops.runs_on(master.device) and not placement.optimizer_store.as_on_host:

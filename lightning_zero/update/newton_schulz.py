@@ -1,4 +1,4 @@
-"""torch's Muon, which orthogonalizes matrices of equal shape together."""
+"""A Muon that orthogonalizes matrices of equal shape together, and otherwise is torch's."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ from lightning_zero.update.native import Group
 from lightning_zero.update.shell import loss_by
 from lightning_zero.update.two_places import StepInParts
 
-# Elements that are iterated on at a time on the host. Small matrices gain most, for whom a call takes as long as its
-# arithmetic; larger batches leave the cache of a core between two products and are no faster than single matrices.
+# Number of elements that are iterated on together on the host. Small matrices gain most, because for them the overhead
+# of a call is as long as its arithmetic. Larger batches do not stay in the cache of a core between two products, so that
+# they are no faster than single matrices.
 _HOST_BATCH = 1 << 17
-# Of products of at most 16^3 multiply-adds torch computes single ones by another routine than batched ones.
+# For products of at most 16^3 multiply-adds, torch uses another routine for single ones than for batched ones.
 _HOST_LEAST = 17
 
 
 class BatchedMuon(torch.optim.Muon):
     """:class:`torch.optim.Muon` with one Newton-Schulz iteration for several matrices of equal shape.
 
-    A group's ``batched`` says where: ``None`` in host memory, matrices of more than 16 rows and columns, where a trial
-    finds that the processor's batched products have the bits of single ones; ``True`` on accelerators too, whose
-    libraries may choose another order of sums; ``False`` nowhere. All other matrices are updated by torch's own step.
+    A group's entry ``batched`` says where this is done. ``None``: for matrices of more than 16 rows and columns in host
+    memory, if a trial finds that the processor's batched products have the same bits as single ones. ``True``: also on
+    accelerators, whose libraries may sum in another order. ``False``: nowhere. All other matrices are updated by
+    torch's own step.
     """
 
     def at_once(self, group: Group, shape: torch.Size, device: torch.device) -> int:
-        """How many matrices of a shape are iterated on at once at most, on ``device``.
+        """The most matrices of a shape that are iterated on together on ``device``.
 
-        On the meta device all are, so that a trial of so many takes the memory that they take elsewhere.
+        On the meta device there is no limit, so that a trial with some number of matrices measures the memory which
+        that number takes elsewhere.
         """
         batched = group.get("batched")
         if batched is False or shape.numel() == 0:
@@ -46,7 +49,7 @@ class BatchedMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the matrices that have a gradient; returns what ``closure`` does."""
+        """Update the matrices that have a gradient; returns what ``closure`` returns, or None without one."""
         loss = loss_by(closure)
         groups, single = self.param_groups, list[Group]()
         for group in groups:
@@ -57,7 +60,7 @@ class BatchedMuon(torch.optim.Muon):
                 else:
                     alone += members
             single.append(group | {"params": alone})
-        self.param_groups = single  # for torch's step, without its hooks
+        self.param_groups = single  # for torch's step, which is called without its hooks
         try:
             inspect.unwrap(torch.optim.Muon.step)(self)
         finally:
@@ -65,16 +68,16 @@ class BatchedMuon(torch.optim.Muon):
         return loss
 
     def _batches(self, group: Group) -> list[list[Tensor]]:
-        """Sort the parameters with a gradient into batches, of one where torch has to look at it."""
+        """Sort the parameters with a gradient into batches. One that torch's step must update is a batch of its own."""
         batches: list[list[Tensor]] = []
-        by_shape: dict[Any, list[Tensor]] = {}  # the batches that are not full
+        by_shape: dict[Any, list[Tensor]] = {}  # for each shape and device the batch that parameters are added to
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
             key = parameter.shape, parameter.device
             batch = by_shape.get(key)
             plain = parameter.is_floating_point() and parameter.grad.layout == torch.strided
-            # Without Nesterov's momentum torch's step divides a bf16 momentum itself by its norm.
+            # Without Nesterov's momentum, torch's step divides a bf16 momentum by its norm in place.
             plain = plain and (group["nesterov"] or parameter.grad.dtype != torch.bfloat16)
             if batch is None or not plain or len(batch) >= self.at_once(group, *key):
                 batch = []
@@ -85,7 +88,7 @@ class BatchedMuon(torch.optim.Muon):
         return batches
 
     def _update(self, group: Group, members: Sequence[Tensor]) -> None:
-        """Update matrices of equal shape: the arithmetic of torch's step, element for element."""
+        """Update matrices of equal shape with the arithmetic of torch's step."""
         parts, first = MuonInParts(), members[0]
         updates = torch.empty(len(members), *first.shape, dtype=parts.dtype, device=first.device)
         for parameter, update in zip(members, updates, strict=True):
@@ -105,7 +108,7 @@ class MuonInParts:
     dtype = torch.bfloat16
 
     def fits(self, group: Group, shape: torch.Size, dtype: torch.dtype) -> bool:
-        # Of bf16 values torch adds a transposed update with other roundings than one in memory of its own.
+        # torch adds a transposed update to bf16 values with other roundings than a contiguous update.
         plain = dtype.is_floating_point and dtype != torch.bfloat16
         return plain and len(shape) == 2 and shape.numel() > 0 and bool(group.get("on_device", True))
 
@@ -126,7 +129,7 @@ class MuonInParts:
 
 
 def parts_of(optimizer: Optimizer) -> StepInParts | None:
-    """The step of ``optimizer`` in parts, where it is known to have them: that of torch's Muon itself."""
+    """The step of ``optimizer`` in parts, if it is torch's Muon itself or :class:`BatchedMuon`; otherwise ``None``."""
     return MuonInParts() if type(optimizer) in (torch.optim.Muon, BatchedMuon) else None
 
 
@@ -136,14 +139,18 @@ def orthogonalized(matrices: Tensor, coefficients: Sequence[float], steps: int, 
     See https://kellerjordan.github.io/posts/muon/.
 
     Args:
-        matrices: ``[batch, rows, columns]``, bf16; or one, ``[rows, columns]``, with the operators of torch's Muon.
-        coefficients: of x, x³ and x⁵ in the polynomial that every iteration applies to the singular values.
-        steps: iterations.
-        eps: the least Frobenius norm by which a matrix is divided before.
+        matrices: ``[batch, rows, columns]``, bf16; or one matrix, ``[rows, columns]``, for which the operators of
+            torch's Muon are used.
+        coefficients: those of x, x³ and x⁵ in the polynomial that every iteration applies to the singular values.
+        steps: number of iterations.
+        eps: the least Frobenius norm by which a matrix is divided before the iteration.
+
+    Returns:
+        The new matrices, with the shape and dtype of ``matrices``.
     """
     first, third, fifth = coefficients
     tall = matrices.size(-2) > matrices.size(-1)
-    found = matrices.mT if tall else matrices  # the smaller Gram matrix
+    found = matrices.mT if tall else matrices  # so that the Gram matrix is the smaller of the two
     alone = found.dim() == 2
     norm = found.norm() if alone else torch.linalg.vector_norm(found, dim=(-2, -1), keepdim=True)
     multiply, add = (torch.mm, torch.addmm) if alone else (torch.bmm, torch.baddbmm)
@@ -157,12 +164,12 @@ def orthogonalized(matrices: Tensor, coefficients: Sequence[float], steps: int, 
 
 @functools.cache
 def _has_bits_of_single(rows: int, columns: int, threads: int) -> bool:
-    """Tell whether the processor multiplies several matrices together as it does one after the other, to the bit.
+    """Tell whether batched products on this processor have the same bits as products of single matrices.
 
     Args:
-        rows: of each.
-        columns: of each.
-        threads: of torch, which may divide sums.
+        rows: number of rows of each matrix.
+        columns: number of columns of each matrix.
+        threads: number of torch's threads. They may divide sums, so that the answer depends on them.
     """
     drawn = torch.randn(3, rows, columns, generator=torch.Generator().manual_seed(0), device="cpu").bfloat16()
     found = drawn.mT if rows > columns else drawn
@@ -178,7 +185,7 @@ def _has_bits_of_single(rows: int, columns: int, threads: int) -> bool:
 
 
 def _scale(rule: str | None, rows: int, columns: int) -> float:
-    """By what the learning rate is multiplied; see :class:`lightning_zero.update.Muon`."""
+    """The factor of the learning rate; see :class:`lightning_zero.update.Muon`."""
     if rule == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns))

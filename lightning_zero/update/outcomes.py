@@ -1,4 +1,4 @@
-"""The outcomes of optimizer steps: taken, or skipped on all ranks because a gradient was not finite."""
+"""The outcomes of optimizer steps. A step is taken, or skipped on all ranks because a gradient is not finite."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from lightning_zero.update.loss_scaler import LossScaleError
 class StepOutcome(NamedTuple):
     """The outcome of an optimizer's last step."""
 
-    grad_norm: float  # global L2 norm of the unscaled, averaged gradients before clipping; inf or nan where one is
-    skipped: bool
+    grad_norm: float  # global L2 norm of the unscaled, averaged gradients before clipping; may be inf or nan
+    skipped: bool  # whether the step was skipped on all ranks
 
 
 class SkippedStepsError(RuntimeError):
-    """An optimizer's steps were skipped one after the other: nothing is trained any more."""
+    """Raised when too many steps of an optimizer in a row were skipped, so that nothing is trained any more."""
 
 
 class StepOutcomes:
-    """Notes the outcome of each step; lets the loss scaler judge skips, warns of them and ends a run of nothing else.
+    """Notes the outcome of each step. Reports skips to the loss scaler, warns of them, and raises after too many.
 
     All ranks note the same outcomes, so that they warn and raise together.
 
     Attributes:
-        skipped: number of skipped steps; a run that resumes goes on counting.
+        skipped: number of skipped steps. A run that is resumed continues the count.
 
     Args:
-        scale: of the gradients, with its scaler.
-        limit: raise at so many skips of one optimizer in a row; ``None``: never. Those by which the scaler looks for a
-            scale do not count: they end at its smallest.
+        scale: the scale of the gradients, with its scaler.
+        limit: number of skips of one optimizer in a row at which to raise an error; ``None``: never. Skips above the
+            scaler's smallest scale do not count, because the scaler then looks for a lower scale.
         warns: whether this rank is the one that warns.
     """
 
@@ -45,21 +45,21 @@ class StepOutcomes:
         self._limit = limit
         self._warns = warns
         self._last: dict[int, StepOutcome] = {}  # by id of the optimizer
-        self._in_a_row: Counter[int] = Counter()  # by id of the optimizer: skips that no lower scale could help
-        self._steps = self._skipped_before = 0  # since `forget`; then
+        self._in_a_row: Counter[int] = Counter()  # by id of the optimizer: skips that no lower scale could prevent
+        self._steps = self._skipped_before = 0  # steps since `forget`, and the value of `skipped` at that time
 
     def forget(self) -> None:
-        """Begin anew, with other optimizers; the number of skipped steps stays."""
+        """Begin anew with other optimizers. Only :attr:`skipped` is kept."""
         self._last.clear()
         self._in_a_row.clear()
         self._steps, self._skipped_before = 0, self.skipped
 
     def last(self, optimizer: Optimizer) -> StepOutcome | None:
-        """The outcome of the last step of ``optimizer``; ``None`` before the first one."""
+        """The outcome of the last step of ``optimizer``; ``None`` before its first step."""
         return self._last.get(id(optimizer))
 
     def counts(self) -> tuple[int, int]:
-        """Steps since :meth:`forget`, and how many of them were skipped."""
+        """The number of steps since :meth:`forget`, and the number of those that were skipped."""
         return self._steps, self.skipped - self._skipped_before
 
     def take(self, optimizer: Optimizer, grad_norm: float) -> None:
@@ -72,13 +72,14 @@ class StepOutcomes:
         """Note a step that is skipped, and tell the loss scaler.
 
         Args:
-            optimizer: whose step it is.
-            grad_norm: of its gradients.
-            nonfinite_names: says which are not finite; a collective, which is called on all ranks or on none.
+            optimizer: the optimizer whose step is skipped.
+            grad_norm: the norm of its gradients.
+            nonfinite_names: gives the names of the gradients that are not finite. It is collective, and is called on
+                all ranks or on none.
 
         Raises:
             LossScaleError: gradients overflow at the smallest loss scale.
-            SkippedStepsError: there were too many in a row.
+            SkippedStepsError: too many steps in a row were skipped.
         """
         self._steps += 1
         self._last[id(optimizer)] = StepOutcome(grad_norm, skipped=True)
@@ -92,7 +93,7 @@ class StepOutcomes:
                 f"gradients overflowed: the loss scale falls from {self._scale.value:g} to {self._scale.next:g} "
                 f"(steps skipped so far: {self.skipped})"
             )
-        elif self._scale.at_minimum:  # where no lower scale can help, the data or the model is at fault
+        elif self._scale.at_minimum:  # no lower scale can help, so the data or the model must be the cause
             self._in_a_row[id(optimizer)] += 1
             name = type(optimizer).__name__
             if self._in_a_row[id(optimizer)] == self._limit:
@@ -101,7 +102,7 @@ class StepOutcomes:
                     f"{nonfinite_names()}. Nothing is trained any more. Look at the data and the loss of these steps, "
                     "or lower the learning rate; max_consecutive_skips is the limit, None for no limit"
                 )
-            # Ever more rarely: it may be every step.
+            # Warnings become rarer, since every step may be skipped.
             if self.skipped & (self.skipped - 1) == 0:
                 self._warn(
                     f"skipped a step of {name} on all ranks: inf or nan in the gradient of {nonfinite_names()} "

@@ -1,7 +1,8 @@
-"""Trials of optimizers: whether the update of an element depends on that element alone, or on its whole parameter.
+"""Trials of optimizers, which find out whether the update of an element depends on that element alone.
 
-An *element-wise* rule updates parts of parameters, as shards cut them. Any other rule gets whole parameters (see
-:class:`~lightning_zero.sharding.WholeLayout`), if it updates each of them without the others.
+If it does, the rule is *element-wise* and can update the parts of parameters that shards have. Any other rule gets
+whole parameters (see :class:`~lightning_zero.sharding.WholeLayout`), provided that it updates each parameter
+independently of the others.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from lightning_zero.torch_private import tree_leaves
 from lightning_zero.update.counted import Written, attributes_of
 from lightning_zero.update.shell import ShellGroup, StepCall, run_step, snapshot, takes_closure
 
-# Their update of one element reads that element's parameter, gradient and state only.
+# These update an element from the parameter, gradient and state of that element only.
 ELEMENT_WISE = frozenset(
     getattr(torch.optim, name)
     for name in "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
 )
 
-# By class name, so that the same rule under another library's roof is recognized too.
+# The keys are names of classes, so that the same rule in another library is recognized, too.
 REFUSED = {
     "LBFGS": "it keeps one history over all parameters and evaluates the loss several times in a step",
     "SparseAdam": "it needs sparse gradients",
@@ -37,19 +38,19 @@ _STEPS = 3
 _MATRIX = (4, 6)
 _SHAPES = ((), (24,), _MATRIX, (2, 3, 4))  # by number of dimensions
 _LARGE = ((8192,), (64, 128))
-# Of a rule that cannot update what it is given.
+# The errors that a rule may raise if it cannot update the given tensors.
 _FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
 
 
 @dataclass(frozen=True)
 class Traits:
-    """The findings of trials of an optimizer.
+    """The results of trials of an optimizer.
 
     Attributes:
-        whole: by group, whether the update needs whole parameters.
+        whole: for each group, whether the update needs whole parameters.
         per_element: names of the state with one value per element.
         own_dtype: names of the floating-point state whose dtype is not the parameter's.
-        counts: whether a step writes to the groups or to attributes: the same, whatever it updates.
+        counts: whether a step writes to the groups or to attributes. The values do not depend on what it updates.
     """
 
     whole: tuple[bool, ...]
@@ -59,7 +60,7 @@ class Traits:
 
 
 class _Example(NamedTuple):
-    """A parameter to try a rule on, and its gradients in the steps."""
+    """A parameter for a trial of a rule, and its gradient in each step."""
 
     initial: Tensor
     gradients: list[Tensor]
@@ -71,12 +72,12 @@ class _Example(NamedTuple):
         return cls(made[0], made[1:])
 
     def part(self, part: slice) -> _Example:
-        """A part of it, 1-D, in memory of its own."""
+        """A 1-D part of the example. Its initial values have memory of their own."""
         return _Example(self.initial.reshape(-1)[part].clone(), [g.reshape(-1)[part] for g in self.gradients])
 
 
 class _Outcome(NamedTuple):
-    """The values and the state of parameters after the steps of a trial, and what each step wrote elsewhere."""
+    """The values and the state of parameters after the steps of a trial, and what each step wrote outside of them."""
 
     values: list[Tensor]
     states: list[dict[str, Any]]
@@ -86,21 +87,22 @@ class _Outcome(NamedTuple):
 def examine(optimizer: Optimizer, device: torch.device) -> Traits:
     """Find out by trial what the updates of an optimizer need.
 
-    torch's element-wise classes are known, and tried on the host: that must work when a device is out of memory. Any
-    other class takes three steps on small parameters of the numbers of dimensions that each group has, whole and split
-    in two as shards split them. Where values or kinds of state differ, or it fails on parts, it needs whole parameters;
-    then each must come out the same, bit for bit, alone and with the others. What a step writes to its group and to
-    attributes (a count of steps) must not depend on what it updates.
+    torch's element-wise classes are known. They are tried on the host, so that this works even if a device is out of
+    memory. An optimizer of any other class makes three steps on small parameters, with the numbers of dimensions that
+    occur in each group, both whole and split in two as shards split them. If the values or the kinds of state differ,
+    or if a step fails on parts, the optimizer needs whole parameters. Then the result for each parameter must have the
+    same bits alone and together with others. Values that a step writes to its group and to attributes (a count of
+    steps) must not depend on what it updates.
 
     Args:
         optimizer: as the user configured it; it is not changed.
-        device: where its shards will be updated; for the meta device it is tried on the host.
+        device: where its shards will be updated. For the meta device the trial is made on the host.
 
     Raises:
-        TypeError: not an optimizer.
-        ValueError: it can be run neither on parts of parameters nor on one whole parameter by itself, keeps more than
-            a count elsewhere than in ``state``, or state in tensors that are more than their values, or evaluates the
-            loss again.
+        TypeError: ``optimizer`` is not an optimizer.
+        ValueError: the optimizer can update neither parts of parameters nor single whole parameters; or it keeps more
+            than a count outside of ``state``; or its state has tensors of a class other than torch's plain one; or it
+            evaluates the loss more than once.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{optimizer!r} is not a torch.optim.Optimizer; {_remedy()}")
@@ -119,7 +121,7 @@ def examine(optimizer: Optimizer, device: torch.device) -> Traits:
             element_wise = known or trial.is_element_wise(small, outcome)
             if not element_wise:
                 trial.check_independent(small, outcome)
-            elif not known:  # some quantize what is large
+            elif not known:  # some optimizers quantize the state of large parameters only
                 large = [_Example.of(_shape(_LARGE, n - 1), trial.device) for n in sorted(dims - {0})]
                 element_wise = trial.is_element_wise(large, trial.run_each(large))
             whole.append(not element_wise)
@@ -134,7 +136,7 @@ def examine(optimizer: Optimizer, device: torch.device) -> Traits:
 
 
 def _shape(shapes: Sequence[tuple[int, ...]], number: int) -> tuple[int, ...]:
-    """A shape by its number; beyond the last one, that one with as many dimensions more."""
+    """The shape with a number; numbers beyond the last shape add as many dimensions to it."""
     return (*shapes[min(number, len(shapes) - 1)], *(2,) * (number - len(shapes) + 1))
 
 
@@ -151,7 +153,7 @@ class _Trial:
         return type(self.optimizer).__name__
 
     def run_each(self, examples: Sequence[_Example]) -> _Outcome:
-        """Update each example by itself.
+        """Update each example alone.
 
         Raises:
             ValueError: the optimizer fails.
@@ -170,15 +172,17 @@ class _Trial:
             outcome.values.extend(values)
             outcome.states.extend(states)
             outcome.written.extend(written)
-            if any(written) and type(self.optimizer) not in ELEMENT_WISE:  # torch's own change flags of no matter
+            if any(written) and type(self.optimizer) not in ELEMENT_WISE:  # torch's only change flags without effect
                 self._check_counts(written)
         return outcome
 
     def _check_counts(self, written: Sequence[Written]) -> None:
-        """Refuse what a step writes to its group or to attributes if it would not without parameters, in two groups.
+        """Refuse writes of a step to its group or to attributes that depend on the parameters.
+
+        A step on two groups without parameters must write the same values.
 
         Raises:
-            ValueError: it would write otherwise.
+            ValueError: it writes other values, or fails.
         """
         names = ", ".join(sorted({repr(key) for each in written for key in (*each.group, *each.attributes)}))
         try:
@@ -194,7 +198,7 @@ class _Trial:
             )
 
     def is_element_wise(self, examples: Sequence[_Example], whole: _Outcome) -> bool:
-        """Tell whether parts of the examples are updated as ``whole`` says that they are whole."""
+        """Tell whether parts of the examples are updated in the same way as the whole examples, given by ``whole``."""
         for example, value, state in zip(examples, whole.values, whole.states, strict=True):
             cut = example.initial.numel() // 2 - 1  # inside a row
             if cut < 1:
@@ -212,12 +216,12 @@ class _Trial:
         return True
 
     def check_independent(self, examples: Sequence[_Example], alone: _Outcome) -> None:
-        """Refuse a rule by which parameters depend on each other: they lie on different ranks.
+        """Refuse a rule by which parameters depend on each other, because these are on different ranks.
 
         Raises:
-            ValueError: it is one, or draws random numbers.
+            ValueError: the update of a parameter depends on others, or on random numbers.
         """
-        # Two of each, so that a group of one shape tells too.
+        # There are two parameters of each shape, so that a group with one shape can be tested, too.
         together = self._run([*examples, *(e._replace(initial=e.initial * 2) for e in examples)])
         for value, expected in zip(together.values, alone.values, strict=False):
             if not _equal(value, expected):
@@ -228,12 +232,12 @@ class _Trial:
                 )
 
     def run(self, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
-        """The state of a parameter after the steps."""
+        """The state of a parameter of this shape and dtype after the steps."""
         with torch.random.fork_rng(devices=[]):
             return self._run([_Example.of(shape, self.device, dtype)]).states[0]
 
     def _run(self, examples: Sequence[_Example], groups: int = 1) -> _Outcome:
-        """Update the examples in one call per step; of several groups, all but the first have none."""
+        """Update the examples with one call per step. All of them are in the first of the groups."""
         tensors = [example.initial.clone() for example in examples]
         states = {tensor: fresh_state(self.optimizer, tensor) for tensor in tensors}
         hyperparameters = {k: copy.deepcopy(v) for k, v in self.group.items() if k != "params"}
@@ -265,11 +269,11 @@ class _Trial:
 
 
 class _CannotRunError(ValueError):
-    """Raised where it is useless to try anything else."""
+    """Raised if the optimizer cannot run over shards at all, so that no other trial is worthwhile."""
 
 
 class _Closure:
-    """Stands for the evaluation of the loss, and counts how often it is asked for."""
+    """Stands for the evaluation of the loss, and counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -280,7 +284,7 @@ class _Closure:
 
 
 def _raise_if_of_others(error: Exception) -> None:
-    """Where the device is behind the host, it is the trial that hears what failed before."""
+    """Raise errors that are not the rule's: a device that lags behind the host may report earlier work's only now."""
     if is_communication_error(error) or isinstance(error, torch.OutOfMemoryError | _CannotRunError):
         raise error
 
@@ -290,9 +294,9 @@ def _equal(values: Tensor, others: Tensor) -> bool:
 
 
 def _kinds(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any] | None:
-    """The kind of value that each name has; ``None`` where one is more than numbers for every element, or one number.
+    """The kind of value of each name. ``None`` if a value is neither one number nor one number for every element.
 
-    Matrices, histories and objects may become part of the update later than a trial lasts.
+    Matrices, histories and objects may begin to influence the update only after a trial has ended.
     """
     kinds = {}
     for name, value in state.items():
@@ -305,7 +309,11 @@ def _kinds(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any] | None
 
 
 def check_plain(name: str, state: Mapping[str, Any]) -> None:
-    """Refuse tensors that are more than their values: in shards and checkpoints they would become plain, and large."""
+    """Refuse tensors of other classes than torch's plain one. Shards and checkpoints would make them plain and large.
+
+    Raises:
+        ValueError: ``state`` has such a tensor.
+    """
     for key, value in state.items():
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor) and type(leaf) not in (Tensor, Parameter):
@@ -319,38 +327,41 @@ def check_plain(name: str, state: Mapping[str, Any]) -> None:
 def state_dtypes(
     optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> dict[str, torch.dtype]:
-    """The state with one value per element that ``optimizer`` keeps of a parameter in ``group``, from a trial.
+    """The dtypes of the state with one value per element that ``optimizer`` keeps of a parameter, from a trial.
 
     Args:
-        optimizer: element-wise; it is not changed.
-        group: one of its parameter groups.
-        dtype: of the parameter.
-        device: of the parameter.
+        optimizer: an element-wise optimizer, which is not changed.
+        group: the parameter's group.
+        dtype: dtype of the parameter.
+        device: device of the parameter.
+
+    Returns:
+        The dtypes by name of the state.
     """
     state = _Trial(optimizer, *_place(optimizer, group, device)).run(_MATRIX, dtype)
     return {k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.shape == _MATRIX}
 
 
 def state_names(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> frozenset[str]:
-    """The tensors that ``optimizer``, which is element-wise, keeps of a parameter in ``group``, from a trial."""
+    """The names of the tensors that an element-wise ``optimizer`` keeps of a parameter in ``group``, from a trial."""
     state = _Trial(optimizer, *_place(optimizer, group, device)).run(_MATRIX, torch.float32)
     return frozenset(name for name, value in state.items() if isinstance(value, Tensor))
 
 
 def portable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters of a trial on the host, where not all forms of a rule run; they make the same state."""
+    """Hyperparameters for a trial on the host, where not all implementations of a rule run. The state is the same."""
     plain = {k: v.item() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in group.items() if k != "params"}
     return plain | {k: False for k in ("capturable", "differentiable", "fused") if k in plain}
 
 
 def _place(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> tuple[dict[str, Any], torch.device]:
-    """Hyperparameters and device of a trial: of a class of neither torch nor ours nobody knows where it runs."""
+    """Hyperparameters and device of a trial. Classes that are neither torch's nor ours may run on ``device`` only."""
     known = type(optimizer).__module__.startswith(("torch.optim.", "lightning_zero."))
     return (portable(group), torch.device("cpu")) if known or device.type == "meta" else (group, device)
 
 
 def fresh_state(optimizer: Optimizer, tensor: Tensor) -> dict[str, Any]:
-    """The state that the optimizer's constructor put in place for a parameter (Adagrad does), for another tensor."""
+    """State for ``tensor`` like that which the optimizer's constructor has made for its parameters, as Adagrad does."""
     made = next(((p, state) for p, state in optimizer.state.items() if p.dim() > 0), None)
     if made is None:
         return {}

@@ -1,8 +1,8 @@
-"""Shells: an optimizer's rule, applied to other tensors than those it was made for.
+"""Shells: objects that apply an optimizer's rule to tensors other than the optimizer's own.
 
-A shell is an object of the optimizer's own class with its attributes, but with groups and state of our making. Stepping
-it runs the class's ``step`` and nothing else: no hooks, no profiler record, no scheduler's mark, and never the live
-groups of the user's optimizer.
+A shell is an object of the optimizer's own class and has its attributes, but groups and state that we make. A step of
+it runs the class's ``step`` and nothing else: there are no hooks, no profiler record and no scheduler's mark, and the
+groups of the user's optimizer are never used.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ _REPLACED = ("state", "param_groups", "step", "zero_grad", *OPTIMIZER_HOOKS)
 
 
 def snapshot(optimizer: Optimizer) -> Optimizer:
-    """The optimizer's class, attributes and the parameters of its groups, as they are now; without state or hooks.
+    """Copies the optimizer's class, attributes and the parameters of its groups as they are now; no state, no hooks.
 
-    What its attributes refer to is not copied: what a step of the user's class keeps in a list there, say, stays.
+    Objects to which the attributes refer are not copied. For example, entries that a step of the user's class adds to a
+    list are kept.
     """
     taken = object.__new__(type(optimizer))
     taken.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in _REPLACED})
@@ -33,14 +34,14 @@ def snapshot(optimizer: Optimizer) -> Optimizer:
 
 
 class ShellGroup(NamedTuple):
-    """Tensors (with their ``grad`` set) and the hyperparameters to update them with."""
+    """Tensors, whose ``grad`` is set, and the hyperparameters with which they are updated."""
 
     tensors: list[Tensor]
     hyperparameters: dict[str, Any]
 
 
 def loss_by(closure: Callable[[], Any] | None) -> Any:
-    """The loss that the closure of a ``step`` computes, with gradients; ``None`` without one."""
+    """Runs the closure of a ``step`` with gradients enabled and returns its loss; ``None`` without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -48,12 +49,12 @@ def loss_by(closure: Callable[[], Any] | None) -> Any:
 
 
 class StepCall:
-    """A call of an optimizer's ``step``, with the arguments of whoever called it.
+    """A call of an optimizer's ``step``, with the arguments of its caller.
 
     Args:
-        optimizer: whose class says what its ``step`` takes.
-        args: of the call.
-        kwargs: of the call.
+        optimizer: the optimizer, whose class defines the parameters of ``step``.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
 
     Raises:
         TypeError: the class's ``step`` does not take these arguments.
@@ -65,7 +66,10 @@ class StepCall:
         self._place = _place_of_closure(optimizer)
 
     def run_closure(self) -> Any:
-        """Run the caller's closure, once; returns its loss. The class's ``step`` gets that from its closure then."""
+        """Run the caller's closure and return its loss.
+
+        The closure that the class's ``step`` gets afterwards only returns this loss.
+        """
         positional = self._place is not None and self._place < len(self._args)
         arguments: Any = self._args if positional else self._kwargs
         place = self._place if positional else "closure"
@@ -77,18 +81,18 @@ class StepCall:
         return loss
 
     def run(self, shell: Optimizer) -> None:
-        """Run the class's ``step`` on a shell of the optimizer, which may be one of many."""
+        """Run the class's ``step`` on a shell of the optimizer. One call may be run on many shells."""
         step = type(shell).step
-        # Torch's wrapper of hooks and profiler is around the class's own function.
+        # Torch wraps the class's own function to call hooks and the profiler. The function itself is wanted here.
         if inspect.isfunction(step) and getattr(step, "hooked", False):
             step = step.__wrapped__  # type: ignore[attr-defined]
         step(shell, *self._args, **self._kwargs)
 
 
 def _place_of_closure(optimizer: Optimizer) -> int | None:
-    """Where a closure is among the positional arguments of the optimizer's ``step``; ``None``: it has a name only.
+    """The index of the closure among the positional arguments of the optimizer's ``step``; ``None``: keyword only.
 
-    With ``*args`` it is the first, as of torch's own ``step``.
+    If ``step`` takes ``*args``, the first of these is the closure, as in torch's own ``step``.
     """
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     for place, parameter in enumerate(parameters):
@@ -98,13 +102,13 @@ def _place_of_closure(optimizer: Optimizer) -> int | None:
 
 
 def takes_closure(optimizer: Optimizer) -> bool:
-    """Tell whether the optimizer's ``step`` takes a closure by its name."""
+    """Tell whether the optimizer's ``step`` takes a closure as a keyword argument."""
     parameters = inspect.signature(type(optimizer).step).parameters
     return "closure" in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
 def trial_call(optimizer: Optimizer) -> StepCall:
-    """A call as Lightning makes it, where the optimizer's ``step`` takes a closure."""
+    """Makes a call of ``step`` for a trial: with a closure, as Lightning does, if ``step`` takes one."""
     call = StepCall(optimizer, **({"closure": lambda: torch.zeros(())} if takes_closure(optimizer) else {}))
     call.run_closure()
     return call
@@ -116,13 +120,13 @@ def run_step(
     state: dict[Tensor, dict[str, Any]],
     call: StepCall | None = None,
 ) -> Optimizer:
-    """Update the tensors of ``groups`` and their ``state`` in place, by ``optimizer``'s rule; returns the shell.
+    """Update the tensors of ``groups`` and their ``state`` in place by ``optimizer``'s rule; returns the shell.
 
     Args:
-        optimizer: is not changed.
-        groups: what to update.
-        state: by tensor.
-        call: of the optimizer's ``step``; ``None``: one without arguments.
+        optimizer: gives the class and the attributes; it is not changed.
+        groups: tensors to update, and hyperparameters.
+        state: the state of each tensor; new state is added to it.
+        call: the call of the optimizer's ``step``; ``None``: a call without arguments.
     """
     shell = object.__new__(type(optimizer))
     shell.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in _REPLACED})
@@ -137,11 +141,11 @@ def run_step(
 
 
 def steps_together(group: dict[str, Any], device: torch.device) -> bool:
-    """Tell whether torch updates all tensors of a group at once, and so takes room for all of them.
+    """Tell whether torch updates all tensors of a group at once, and so needs temporary memory for all of them.
 
     Args:
-        group: its hyperparameters.
-        device: that trains.
+        group: hyperparameters of the group.
+        device: the device that trains.
     """
     if (foreach := group.get("foreach")) is not None:
         return bool(foreach)
@@ -149,11 +153,12 @@ def steps_together(group: dict[str, Any], device: torch.device) -> bool:
 
 
 def in_form_for(device: torch.device, group: dict[str, Any]) -> dict[str, Any]:
-    """Hyperparameters by which torch takes that form of the rule which it takes for parameters on ``device``.
+    """Hyperparameters with which torch uses the implementation that it uses for parameters on ``device``.
 
-    Where state rests must not change a bit. Of NAdam and RAdam the form for many tensors, which torch takes on most
-    accelerators, rounds otherwise than that for one tensor, which it takes on the host.
+    The memory in which state rests must not change a bit of the result. Torch's NAdam and RAdam have an implementation
+    for many tensors, used on most accelerators, which rounds otherwise than the one for single tensors, used on the
+    host.
     """
-    tensors = any(isinstance(value, Tensor) for value in group.values())  # with these torch takes the latter everywhere
+    tensors = any(isinstance(value, Tensor) for value in group.values())  # with these, torch never uses the former
     free = "foreach" in group and group["foreach"] is None and not tensors
     return group | {"foreach": True} if free and steps_together(group, device) else group

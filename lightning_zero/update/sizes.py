@@ -1,4 +1,4 @@
-"""Sizes of what an optimizer keeps and takes for a parameter, from steps without values."""
+"""The memory that an optimizer needs for a parameter, measured by steps on tensors without values."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lightning_zero.update.rules import check_plain, fresh_state, portable
 from lightning_zero.update.shell import ShellGroup, run_step, trial_call
 
 _STEPS = 3
-_LARGEST = 1 << 20  # elements of a parameter that is made where a step needs values
+_LARGEST = 1 << 20  # most elements of a parameter that is allocated because a step needs values
 
 
 class Sizes(NamedTuple):
-    """Shapes and bytes of what an optimizer keeps and takes for one parameter.
+    """Shapes and bytes of the memory that an optimizer needs for one parameter.
 
     Attributes:
-        shapes: of the tensors of its state, by name.
-        state: bytes of those with several elements.
-        passing: bytes that a step takes beside parameter, gradient and state.
+        shapes: shapes of the tensors of its state, by name.
+        state: bytes of the state's tensors with several elements.
+        passing: temporary bytes that a step needs beside parameter, gradient and state.
     """
 
     shapes: Mapping[str, torch.Size]
@@ -36,25 +36,25 @@ class Sizes(NamedTuple):
 def sizes_of(
     optimizer: Optimizer, group: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype, count: int = 1
 ) -> Sizes:
-    """Sizes for a parameter, from a trial on the meta device, where numbers that a step asks for are 1.
+    """Measure the sizes for a parameter in a trial on the meta device. If a step reads a number there, it gets 1.
 
-    Of an optimizer that cannot run there, a parameter of at most 2^20 elements is tried on the host, and bytes are
-    multiplied by what is missing.
+    If the optimizer cannot run on the meta device, the trial is made on the host. A parameter of more than 2^20
+    elements is replaced by a smaller one there, and the bytes are scaled up.
 
     Args:
-        optimizer: it is not changed.
+        optimizer: the optimizer, which is not changed.
         group: hyperparameters of the parameter.
-        shape: of the parameter.
-        dtype: of the parameter.
-        count: of such parameters that are updated together: ``passing`` is what all of them take.
+        shape: shape of the parameter.
+        dtype: dtype of the parameter.
+        count: number of such parameters that are updated together; ``passing`` is for all of them.
 
     Raises:
-        ValueError: state in tensors that are more than their values.
+        ValueError: the state has tensors of a class other than torch's plain one.
     """
     try:
         with _Answers():  # type: ignore[no-untyped-call]
             return _measured(optimizer, group, torch.empty(shape, dtype=dtype, device="meta"), count)
-    except Exception:  # noqa: BLE001  (whatever it asks of a tensor without values; with values it is known to run)
+    except Exception:  # noqa: BLE001  (a step may need values in any way; with values it is known to run)
         numel = shape.numel()
         smaller = torch.Size(_shrunk(list(shape))) if numel > _LARGEST else shape
         with torch.random.fork_rng(devices=[]):
@@ -64,7 +64,7 @@ def sizes_of(
 
 
 def _shrunk(shape: list[int]) -> list[int]:
-    """A shape of at most 2^20 elements whose longest dimensions are shorter."""
+    """Halves the longest dimensions of a shape until it has at most 2^20 elements."""
     while math.prod(shape) > _LARGEST:
         longest = shape.index(max(shape))
         shape[longest] = -(-shape[longest] // 2)
@@ -84,7 +84,7 @@ def _measured(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor,
             run_step(optimizer, [ShellGroup(parameters, plain)], states, trial_call(optimizer))
         held = sum(t.nbytes for t in _large(states)) - sum(t.nbytes for t in made_before)
         most = max(most, passing.most - held)
-    check_plain(type(optimizer).__name__, states[parameter])  # what is small may be kept otherwise
+    check_plain(type(optimizer).__name__, states[parameter])  # large tensors may be of another class than small ones
     shapes = {k: v.shape for k, v in states[parameter].items() if isinstance(v, Tensor)}
     return Sizes(shapes, sum(t.nbytes for t in _large(states[parameter])), most)
 
@@ -94,7 +94,7 @@ def _large(state: Mapping[Any, Any]) -> list[Tensor]:
 
 
 class _Answers(TorchDispatchMode):
-    """Inside, the number in a tensor without values is 1."""
+    """A context in which a number that is read from a tensor without values is 1."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is READS_NUMBER and args[0].is_meta:

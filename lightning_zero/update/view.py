@@ -1,4 +1,4 @@
-"""Updaters, and views: all that one sees of a bucket that it updates."""
+"""Updaters, and the views through which an updater sees the bucket that it updates."""
 
 from __future__ import annotations
 
@@ -23,26 +23,30 @@ Groups = dict[int, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class UpdateView:
-    """All that one update of this rank's shard of a bucket reads and writes.
+    """Everything that one update of this rank's shard of a bucket reads and writes.
 
-    It may run beside the training: what user code can change meanwhile is as it was when ``step`` was called.
+    The update may run beside the training. What user code can change in the meantime has the values from the time when
+    ``step`` was called.
 
     Attributes:
-        optimizer: its class, attributes and groups, as :func:`~lightning_zero.update.shell.snapshot` took them.
-        segments: those to update, in ascending order; all belong to the updater's optimizer.
-        complete: whether they are all that there are in the shard.
+        optimizer: a copy of the optimizer's class, attributes and groups, made by
+            :func:`~lightning_zero.update.shell.snapshot`.
+        segments: the segments to update, in ascending order; all belong to the updater's optimizer.
+        complete: whether these are all segments of the shard.
         master: the values to update, by range of the shard.
         gradient: the averaged gradients, by range of the shard.
-        state: the optimizer's, of the segments.
-        groups: the hyperparameters of each parameter of the bucket that the optimizer has, by its index.
+        state: the optimizer's state of the bucket's segments.
+        groups: the hyperparameters of each of the optimizer's parameters in the bucket, by index of the parameter.
         grad_scale: factor to apply to the gradients.
-        gap: segments at most this far apart may be updated as one; what lies between them are zeros.
-        parameters: of the bucket, by index, to tell them apart; their values may be out of date.
-        placement: of the bucket: where it can be computed, and how what is computed with gets there.
-        tile: of the optimizer's store, or else of the master; see :class:`~lightning_zero.storage.rested.Rested`.
-        call: of the optimizer's ``step``, which an updater that runs the class's own passes on to it.
-        ahead: begins to fetch what the update that follows this one needs first; called while the last window of this
-            one is updated.
+        gap: segments at most this many elements apart may be updated as one; the elements between them are zeros.
+        parameters: the bucket's parameters by index, to identify them; their values may be out of date.
+        placement: the bucket's placement: where updates can be computed, and how data is copied there.
+        tile: number of elements of a tile of the optimizer's store, or else of the master; see
+            :class:`~lightning_zero.storage.rested.Rested`.
+        call: the call of the optimizer's ``step``. An updater that runs the class's own ``step`` passes its arguments
+            on.
+        ahead: begins to fetch the first data that the next update needs. It is called while the last window of this
+            update is computed.
     """
 
     optimizer: Optimizer
@@ -67,18 +71,18 @@ class Updater(Protocol):
     optimizer: Optimizer
 
     def master_layout(self, bucket: Bucket) -> MasterLayout | None:
-        """The layout that updates need of a 16-bit bucket's master; ``None``: any will do.
+        """The layout that a 16-bit bucket's master must have for updates; ``None``: any layout will do.
 
         Args:
-            bucket: in which the optimizer has parameters.
+            bucket: a bucket in which the optimizer has parameters.
 
         Raises:
-            ValueError: the bucket, as it is placed and laid out, cannot be updated.
+            ValueError: the bucket cannot be updated because of its placement or layout.
         """
         ...
 
     def check(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Raise what updates with these hyperparameters would raise, on all ranks and before anything is written.
+        """Raise the errors that updates with these hyperparameters would raise; on all ranks, before any writes.
 
         Raises:
             ValueError: a hyperparameter is out of range.
@@ -86,37 +90,41 @@ class Updater(Protocol):
         ...
 
     def update(self, view: UpdateView) -> None:
-        """Update the masters of ``view.segments`` from its gradients and publish them."""
+        """Update the masters of ``view.segments`` with ``view.gradient``, and publish them."""
         ...
 
     def expect(self, view: UpdateView) -> None:
-        """Begin to fetch what :meth:`update` of ``view``, which comes next, will need first."""
+        """Begin to fetch the first data that :meth:`update` of ``view``, which is the next update, will need."""
         ...
 
     def advance(self, call: StepCall) -> None:
-        """Write to the optimizer's groups and attributes what its step writes there: once, after updates have begun."""
+        """Write the values that a step writes to the optimizer's groups and attributes.
+
+        It is called once per step, after the updates have begun.
+        """
         ...
 
     def own_state(self, bucket: Bucket) -> OptimizerState:
-        """The state of this rank's segments of ``bucket``, to be written by an update; made on first use."""
+        """The state of this rank's segments of ``bucket``, for an update to write; it is made on first use."""
         ...
 
     def adopt(self, holder: Callable[[Tensor], Bucket | None]) -> None:
-        """Move state that lies in the optimizer itself into shards.
+        """Move state from the optimizer itself into shards.
 
         Args:
-            holder: gives the bucket that holds a parameter.
+            holder: gives the bucket that holds a parameter; ``None`` if there is none.
         """
         ...
 
     def gather_state(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
-        """The full state of a bucket's parameters, by their index in it. Collective.
+        """Gather the full state of a bucket's parameters. Collective.
 
         Args:
             bucket: holds the parameters.
 
         Returns:
-            Per parameter that has state, in torch's names: tensors in the parameter's shape, on the CPU, and scalars.
+            For each parameter that has state, by its index in the bucket: the state under torch's names, as tensors on
+            the CPU, those with one value per element in the parameter's shape, and scalars.
         """
         ...
 

@@ -1,8 +1,8 @@
-"""Windows: an update of state that rests elsewhere than where it is computed on, a few tiles at a time.
+"""Windows: if state rests outside of the memory in which it is computed, it is updated a few tiles at a time.
 
-While a window is updated the next one is fetched and the one before is put back; the one after a bucket's last is the
-first of the bucket that is updated next. A tile that two windows touch passes from one to the other in memory. Where
-state rests in memory all of the bucket is one window.
+While one window is updated, the next window is fetched and the previous one is put back. After the last window of a
+bucket comes the first window of the bucket that is updated next. If two windows share a tile, the second gets the tile
+from the first in memory. If state rests in memory, the whole bucket is one window.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from lightning_zero.update.view import UpdateView
 
 
 class Part(Protocol):
-    """A part of a shard that is updated at once."""
+    """A part of a shard that is updated by one call."""
 
     @property
     def run(self) -> Run: ...
 
 
 class WindowedState(Protocol):
-    """The state of a bucket's segments, as an update by windows uses it."""
+    """The interface through which an update by windows uses the state of a bucket's segments."""
 
     def expect(self, start: int, stop: int, names: Iterable[str]) -> None:
         """Begin to fetch the state called ``names`` that an update of ``[start, stop)`` needs."""
         ...
 
     def commit(self, start: int, stop: int) -> None:
-        """Begin to put back what an update of ``[start, stop)`` has changed."""
+        """Begin to put back the state that an update of ``[start, stop)`` has changed."""
         ...
 
 
@@ -38,7 +38,7 @@ P = TypeVar("P", bound=Part)
 
 
 class _Tiles(NamedTuple):
-    """The range of a shard from one border of a tile to another."""
+    """A range of a shard that begins and ends at borders of tiles."""
 
     start: int
     stop: int
@@ -60,15 +60,14 @@ def in_windows(
     names: Callable[[P], Iterable[str]],
     one_at_a_time: bool = False,
 ) -> Iterator[tuple[P, ...]]:
-    """Give the parts of an update by windows, each of which is fetched before, and put back after it was updated.
+    """Yield the parts of an update by windows. Each window is fetched before it is yielded, and put back afterwards.
 
     Args:
-        view: of the bucket.
-        state: its.
-        parts: what is updated, in ascending order. Those that lie inside a tile, or a number of whole tiles, are one
-            window at most.
-        names: the per-element state of a part, as far as it exists.
-        one_at_a_time: fetch a window only when the one before was put back: it takes less memory.
+        view: the view of the bucket that is updated.
+        state: the state of the bucket.
+        parts: the parts to update, in ascending order. A window consists of the parts in the tiles of its first part.
+        names: gives the names of a part's per-element state, as far as it exists.
+        one_at_a_time: fetch a window only when the previous one has been put back, which takes less memory.
     """
     windows = list(_windows(parts, view.tile))
     follows = view.placement.optimizer_store.tile is not None and not one_at_a_time
@@ -76,7 +75,7 @@ def in_windows(
         _expect(view, state, windows, number, names, follows)
         following = windows[number + 1 : number + 2]
         for others, _ in following:
-            # Else what both have is still to change, and nothing passes it on.
+            # Otherwise the tiles that both windows have will still change, and nothing passes the changes on.
             if follows or not (one_at_a_time or others.overlap(tiles)):
                 _expect(view, state, windows, number + 1, names, follows)
         if not following:
@@ -90,13 +89,13 @@ def in_windows(
 def expect_first(
     view: UpdateView, state: WindowedState, parts: Iterable[P], names: Callable[[P], Iterable[str]]
 ) -> None:
-    """Begin to fetch the first window that :func:`in_windows` will give for the same arguments."""
+    """Begin to fetch the first window that :func:`in_windows` will yield for the same arguments."""
     if windows := list(islice(_windows(parts, view.tile), 2)):
         _expect(view, state, windows, 0, names, view.placement.optimizer_store.tile is not None)
 
 
 def _windows(parts: Iterable[P], tile: int | None) -> Iterator[tuple[_Tiles, list[P]]]:
-    """Put parts in the tiles of the first of them together."""
+    """Group parts into windows: a window has those that lie in the tiles of its first part."""
     tiles, window = _Tiles(0, 0), list[P]()
     for part in parts:
         own = _Tiles.around(part.run, tile)
@@ -112,12 +111,12 @@ def _windows(parts: Iterable[P], tile: int | None) -> Iterator[tuple[_Tiles, lis
 
 
 def windows_of(parts: Iterable[P], tile: int | None) -> Iterator[Sequence[P]]:
-    """The parts of an update as :func:`in_windows` gives them."""
+    """The parts of an update, grouped as :func:`in_windows` does."""
     return (window for _, window in _windows(parts, tile))
 
 
 def largest_window(runs: Iterable[Run], tile: int | None) -> int:
-    """The most elements that are fetched at once for these runs; 0 where state rests in memory."""
+    """The most elements that are fetched at once for these runs; 0 if state rests in memory."""
     if tile is None:
         return 0
     return max((tiles.stop - tiles.start for tiles, _ in _windows(map(_Alone, runs), tile)), default=0)
@@ -135,10 +134,10 @@ def _expect(
     names: Callable[[P], Iterable[str]],
     follows: bool,
 ) -> None:
-    """Begin to fetch a window; ``follows``: what it has in common with the one before comes from there."""
+    """Begin to fetch a window. ``follows``: it gets tiles that it shares with the previous window from there."""
     tiles, window = windows[number]
     beside = (*windows[max(0, number - 1) : number], *windows[number + 1 : number + 2])
-    # Whatever is not padding in a tile that is updated by one window only is updated by that; of two, it is passed on.
+    # If one window alone has a tile, it updates all of the tile but padding. Two windows pass their common tile on.
     complete = view.complete and (follows or not any(others.overlap(tiles) for others, _ in beside))
     start, stop = _range(window)
     view.gradient.expect(start, stop)
