@@ -17,8 +17,8 @@ from lightning_zero.update.shell import loss_by
 from lightning_zero.update.two_places import StepInParts
 
 # Number of elements that are iterated on together on the host. Small matrices gain most, because for them the overhead
-# of a call is as long as its arithmetic. Larger batches do not stay in the cache of a core between two products, so that
-# they are no faster than single matrices.
+# of a call is as long as its arithmetic. Larger batches do not stay in the cache of a core between two products and are
+# no faster than single matrices.
 _HOST_BATCH = 1 << 17
 # For products of at most 16^3 multiply-adds, torch uses another routine for single ones than for batched ones.
 _HOST_LEAST = 17

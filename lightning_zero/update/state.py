@@ -25,12 +25,12 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class OwnedTensor:
-    """Stands for a tensor of a parameter's state that one rank of the shard group keeps.
+    """Describes a tensor of a parameter's state that one rank of the shard group keeps.
 
     Attributes:
-        number: of the tensor among the leaves of the parameter's state.
+        number: position of the tensor among the leaves of the parameter's state.
         form: its shape and strides, which need not be the parameter's.
-        dtype: of its elements.
+        dtype: dtype of its elements.
     """
 
     number: int
@@ -41,21 +41,21 @@ class OwnedTensor:
 class ParameterState(NamedTuple):
     """The state of one parameter, without the values of its tensors."""
 
-    names: tuple[str, ...]  # of state that has one value per element and lies in shards
-    rest: State  # numbers, small tensors, and what stands for others
+    names: tuple[str, ...]  # names of the state that has one value per element and is kept in shards
+    rest: State  # the other state: numbers, small tensors, and an OwnedTensor for each large tensor
 
 
 class OptimizerState(ABC):
-    """State of one bucket's segments under one optimizer. A segment has none before its first update."""
+    """The state of one bucket's segments for one optimizer. A segment has no state before its first update."""
 
     @property
     @abstractmethod
     def flat(self) -> dict[str, Rested]:
-        """By name, the state with one value per element of this rank's shard: 1-D, Ψ/S."""
+        """The state with one value per element of this rank's shard, by name: 1-D, Ψ/S elements each."""
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """By name, the dtypes in which the state with one value per element is read."""
+        """The dtypes in which the state with one value per element is read, by name."""
         return {name: tensor.dtype for name, tensor in self.flat.items()}
 
     @abstractmethod
@@ -63,17 +63,17 @@ class OptimizerState(ABC):
 
     @abstractmethod
     def describe(self, segment: Segment) -> ParameterState:
-        """The state of a segment's parameter, as far as it is this rank's."""
+        """Describe the part of the state of a segment's parameter that this rank has."""
 
     @abstractmethod
     def put_slice(self, segment: Segment, state: State, dtype: torch.dtype, own_dtype: frozenset[str]) -> None:
-        """Take over this segment's part of a full parameter's ``state`` (tensors in their full shapes).
+        """Take over a segment's part of the ``state`` of a full parameter.
 
         Args:
-            segment: of the bucket.
-            state: by name.
-            dtype: for floating-point state.
-            own_dtype: names of the state that keeps the dtype it has.
+            segment: a segment of the bucket.
+            state: values by name; tensors have their full shapes.
+            dtype: the dtype to which floating-point state is converted.
+            own_dtype: names of the state that keeps its dtype.
         """
 
     @abstractmethod
@@ -83,12 +83,12 @@ class OptimizerState(ABC):
     @property
     @abstractmethod
     def memory(self) -> Memory:
-        """The memory in which tensors with several elements are found when they are read."""
+        """The memory in which tensors with several elements are when they are read."""
 
     @property
     @abstractmethod
     def resting_memory(self) -> Memory:
-        """The memory in which they rest."""
+        """The memory in which tensors with several elements rest between updates."""
 
     @property
     @abstractmethod
@@ -97,20 +97,20 @@ class OptimizerState(ABC):
 
     @property
     def resident_nbytes(self) -> int:
-        """Those that stay in :attr:`memory` wherever the others rest."""
+        """Bytes of tensors with several elements that stay in :attr:`memory` wherever the others rest."""
         return 0
 
 
 class ShardState(OptimizerState):
     """State of segments that may be parts of parameters.
 
-    Per-element state (``exp_avg``, ...) lives in one 1-D tensor per name, laid out as the shard, in the bucket's
+    Per-element state (``exp_avg``, ...) is kept in one 1-D tensor per name, laid out as the shard, in the bucket's
     optimizer store. Scalar state (``step``, ...) is kept per segment.
 
     Args:
         bucket: the bucket.
         per_element: names of the state that has one value per element.
-        dtype: of all per-element state; ``None``: whatever the optimizer gives it.
+        dtype: dtype of all per-element state; ``None``: the one that the optimizer gives it.
     """
 
     def __init__(self, bucket: Bucket, per_element: frozenset[str], dtype: torch.dtype | None = None) -> None:
@@ -123,7 +123,7 @@ class ShardState(OptimizerState):
         self._dtype = dtype
         self._flat: dict[str, Rested] = {}  # by name; 1-D, Ψ/S
         self._scalars: dict[Segment, State] = {}
-        self._names: dict[Segment, tuple[str, ...]] = {}  # the per-element state that a segment has
+        self._names: dict[Segment, tuple[str, ...]] = {}  # names of the per-element state that a segment has
 
     @property
     def flat(self) -> dict[str, Rested]:
@@ -136,23 +136,24 @@ class ShardState(OptimizerState):
         return ParameterState(self.names(segment), self.scalars(segment))
 
     def key(self, segment: Segment) -> Hashable:
-        """Equal for segments that may be updated as one: all their state is equal, apart from per-element values."""
+        """A key that is equal for segments that may be updated as one, as all but their per-element values is equal."""
         scalars = self._scalars.get(segment, {})
         return self.names(segment), tuple((name, _comparable(value)) for name, value in scalars.items())
 
     def get(self, run: Run) -> State:
-        """State as the optimizer wants it for segments of one key, or a part of them, as if they were one.
+        """The state of a run whose segments have one :meth:`key`, in the optimizer's format, as if they were one.
 
-        Per-element state are views of the flat tensors. Scalars are copies, but for those of one whole segment.
+        Per-element state consists of views of the flat tensors. Scalars are copies, except for those of a run that is
+        one whole segment.
         """
         return self.views(run, self.names(run.segments[0])) | self.own_scalars(run)
 
     def views(self, run: Run, names: Iterable[str]) -> State:
-        """The per-element state called ``names``, as :meth:`get` has it."""
+        """The per-element state called ``names``, as in :meth:`get`."""
         return {name: self.flat[name].view(run.start, run.stop) for name in names}
 
     def own_scalars(self, run: Run) -> State:
-        """The scalar state, as :meth:`get` has it."""
+        """The scalar state, as in :meth:`get`; empty before the first update."""
         first = run.segments[0]
         if first not in self:
             return {}
@@ -160,7 +161,7 @@ class ShardState(OptimizerState):
         return scalars if run == Run.of(first) else _copies(scalars)
 
     def put(self, run: Run, state: State) -> None:
-        """Take over what an update left behind; tensors that are views from :meth:`get` stay where they are."""
+        """Take over the state after an update. Tensors that are views from :meth:`get` need not be copied."""
         names = tuple(name for name, value in state.items() if self._is_flat(name, value, run.numel))
         for name in names:
             view = self.ensure(name, state[name].dtype).view(run.start, run.stop)
@@ -169,8 +170,8 @@ class ShardState(OptimizerState):
         scalars = {name: value for name, value in state.items() if name not in names}
         first, *others = run.segments
         self.put_scalars(first, scalars, names)
-        for segment in others:  # each has its own, which the next update changes in place
-            # Equal names stay the objects that they are: the bytes of a pickle depend on which of them are one.
+        for segment in others:  # each needs its own scalars, since the next update changes them in place
+            # Names that are known keep their objects, because the bytes of a pickle depend on the identity of strings.
             known = {name: None for name in self._scalars.get(segment, ()) if name in scalars}
             same = self.names(segment) == names
             self.put_scalars(segment, known | _copies(scalars), self.names(segment) if same else names)
@@ -192,19 +193,19 @@ class ShardState(OptimizerState):
                 self._formats[segment.param].read(full, segment.param_start + low - segment.start, into)
 
     def read(self, name: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of the flat tensor called ``name``; zeros of ``dtype`` where there is none."""
+        """Elements ``[start, stop)`` of the flat tensor called ``name``, 1-D; zeros of ``dtype`` if there is none."""
         if name in self.flat:
             return self.flat[name].read(start, stop)
         return torch.zeros(stop - start, dtype=self._dtype or dtype, device=self._store.device)
 
     def ensure(self, name: str, dtype: torch.dtype) -> Rested:
-        """The flat tensor called ``name``, to be written; made on first use."""
+        """The flat tensor called ``name``, which may be written to; it is made on first use."""
         if name not in self.flat:
             self.flat[name] = self._store.rest(self._numel, self._dtype or dtype, f"{name} of {self._bucket}")
         return self.flat[name]
 
     def parts(self, name: str, dtype: torch.dtype, run: Run) -> Tensor | Quantized:
-        """The elements of a run, to be updated by a kernel; made on first use."""
+        """The elements of a run, which a kernel may update in place; they are made on first use."""
         return self.ensure(name, dtype).view(run.start, run.stop)
 
     def expect(self, start: int, stop: int, names: Iterable[str]) -> None:
@@ -214,7 +215,7 @@ class ShardState(OptimizerState):
                 self.flat[name].expect(start, stop)
 
     def commit(self, start: int, stop: int) -> None:
-        """Begin to put back what an update of ``[start, stop)`` has changed."""
+        """Begin to put back the per-element state that an update of ``[start, stop)`` has changed."""
         for tensor in self.flat.values():
             tensor.commit(start, stop)
 
@@ -223,11 +224,11 @@ class ShardState(OptimizerState):
         return self._scalars[segment]
 
     def names(self, segment: Segment) -> tuple[str, ...]:
-        """The per-element state that a segment has."""
+        """The names of the per-element state that a segment has."""
         return self._names.get(segment, ())
 
     def put_scalars(self, segment: Segment, scalars: State, names: tuple[str, ...]) -> None:
-        """Set the scalar state of a segment whose state called ``names`` was updated where it is."""
+        """Set the scalar state of a segment whose per-element state, called ``names``, was updated in place."""
         self._scalars[segment] = scalars
         self._names[segment] = names
 
@@ -236,7 +237,7 @@ class ShardState(OptimizerState):
 
     @property
     def memory(self) -> Memory:
-        """The memory in which :meth:`read` finds per-element state."""
+        """The memory of the tensors that :meth:`read` returns."""
         return self._store.memory
 
     @property
@@ -245,21 +246,21 @@ class ShardState(OptimizerState):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of per-element state, where it rests."""
+        """Bytes of per-element state in the memory where it rests."""
         return sum(map(nbytes_of, self.flat.values()))
 
     def _is_flat(self, name: str, value: Any, numel: int) -> bool:
-        # The names are known from a trial; a group that joins later may keep more than was tried.
+        # The names are known from a trial. A group that is added later may keep more state than the trial found.
         return isinstance(value, Tensor) and (name in self._per_element or value.numel() == numel > 1)
 
 
 @dataclass(frozen=True, eq=False)
 class _Resting:
-    """A tensor of a parameter's state that rests elsewhere than where it is computed on.
+    """A tensor of a parameter's state that rests outside of the memory in which it is computed.
 
     Attributes:
-        values: 1-D, in the order of ``form``.
-        form: shape and strides.
+        values: the elements, 1-D, in the memory order of ``form``.
+        form: shape and strides of the tensor.
     """
 
     values: Rested
@@ -271,26 +272,26 @@ class _Resting:
 
     @property
     def address(self) -> int | None:
-        """Of the memory to which it was fetched; ``None``: to none."""
+        """The address of the memory to which the tensor was fetched; ``None`` if it is not fetched."""
         return _address(self.values.view(0, 1)) if self.values.holds(0, self.values.numel) else None
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether it can hold the values of a tensor."""
+        """Whether its form and dtype are those of ``tensor``."""
         return (self.form, self.dtype) == (MemoryFormat.of(tensor), tensor.dtype)
 
 
 class WholeState(OptimizerState):
-    """State of parameters that each lie whole in one shard, as the optimizer itself keeps it.
+    """State of parameters that are each whole in one shard, in the form in which the optimizer itself keeps it.
 
-    Where the bucket's store has tiles, tensors with several elements rest there between updates, each by itself. An
-    update fetches those of a few parameters before (:meth:`expect`), and puts them back after (:meth:`commit`).
+    If the bucket's store has tiles, each tensor with several elements rests there between updates. An update fetches
+    the tensors of a few parameters before (:meth:`expect`), and puts them back afterwards (:meth:`commit`).
 
     Attributes:
         bucket: the name of the bucket.
-        formats: of the bucket's parameters.
+        formats: the memory formats of the bucket's parameters.
 
     Args:
-        bucket: whose layout keeps parameters whole.
+        bucket: a bucket whose layout keeps parameters whole.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -307,11 +308,11 @@ class WholeState(OptimizerState):
         return segment.param in self._states
 
     def get(self, segment: Segment) -> State:
-        """The state of a segment's parameter, to be changed by its update; empty before the first."""
+        """The state of a segment's parameter, for an update to change in place; empty before the first update."""
         state = self._states.get(segment.param, {})
         if self._store.tile is None:
             return state
-        loaded: dict[int, Tensor] = {}  # a tensor with two names stays one
+        loaded: dict[int, Tensor] = {}  # so that a tensor with two names stays one tensor
 
         def load(leaf: Any) -> Any:
             if not isinstance(leaf, _Resting):
@@ -324,30 +325,38 @@ class WholeState(OptimizerState):
         return loaded_state
 
     def resting(self, segments: Iterable[Segment]) -> list[Rested]:
-        """The tensors of these segments' parameters that rest elsewhere than where they are computed on."""
+        """The tensors of these segments' state that rest outside of the memory in which they are computed."""
         leaves = tree_leaves([self._states.get(segment.param, {}) for segment in segments])
         return [leaf.values for leaf in leaves if isinstance(leaf, _Resting)]
 
     def expect(self, segments: Iterable[Segment]) -> None:
-        """Begin to fetch what :meth:`get` will be asked for, of these segments, up to :meth:`commit`."""
+        """Begin to fetch the state of these segments, for :meth:`get`. It is kept in memory until :meth:`commit`."""
         for values in self.resting(segments):
             values.expect(0, values.numel)
 
     def commit(self, segments: Iterable[Segment]) -> list[Rested]:
-        """Begin to put back the state of these segments; returns the tensors that :meth:`Rested.settle` waits for."""
+        """Begin to put back the state of these segments.
+
+        Returns:
+            The tensors that are put back; :meth:`Rested.settle` of each waits until it is done.
+        """
         kept = self.resting(segments)
         for values in kept:
             values.commit(0, values.numel)
         return kept
 
     def put(self, segment: Segment, state: State) -> None:
-        """Keep what an update has left in place of :meth:`get`."""
+        """Set the state after an update, in place of that from :meth:`get`."""
         self._states[segment.param] = state if self._store.tile is None else self._rested(segment.param, state)
 
     def _rested(self, param: int, state: State) -> State:
-        """``state``, whose large tensors rest in the store; in the places of those that they follow, where they fit."""
+        """Move the large tensors of ``state`` to the store.
+
+        Each is stored in place of the tensor that was at its position in the state before, if form and dtype are equal.
+        """
         before, number, rested = tree_leaves(self._states.get(param, {})), itertools.count(), dict[int, _Resting]()
-        # Optimizers may exchange tensors: what one of them is, in memory, is not overwritten by another one before.
+        # Optimizers may exchange tensors of their state. Therefore a resting tensor whose fetched memory is still used
+        # anywhere in the new state must not be overwritten by another tensor.
         shown = {known.address: known for known in before if isinstance(known, _Resting) and known.address}
         in_use = {_address(leaf) for leaf in tree_leaves(state) if _is_large(leaf)} & shown.keys()
 
@@ -386,12 +395,19 @@ class WholeState(OptimizerState):
                 return OwnedTensor(own, leaf.form, leaf.dtype)
             if _is_large(leaf):
                 return OwnedTensor(own, MemoryFormat.of(leaf), leaf.dtype)
-            return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf  # who reads it need not have the device
+            return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf  # readers need not have the device
 
         return ParameterState((), tree_map(described, self._states[segment.param]))
 
     def read_owned(self, param: int, tensor: OwnedTensor, start: int, stop: int | None) -> Tensor:
-        """Elements ``[start, stop)``, up to the last by default, of a tensor of a parameter's state, as its memory."""
+        """Elements of a tensor of a parameter's state: 1-D, in the order of its memory.
+
+        Args:
+            param: index of the parameter.
+            tensor: the tensor.
+            start: first element.
+            stop: the one after the last; ``None``: all up to the last.
+        """
         leaf = tree_leaves(self._states[param])[tensor.number]
         if isinstance(leaf, _Resting):
             return leaf.values.read(start, leaf.values.numel if stop is None else stop)
@@ -404,7 +420,7 @@ class WholeState(OptimizerState):
                 return copy.deepcopy(leaf)
             if leaf.dim() == 0 or leaf.numel() == 0:  # counters stay where optimizers keep them
                 return leaf.detach().clone()
-            # Not of the tensor itself, whose values a file may have.
+            # The form is taken from a meta tensor, because the values of the tensor itself may still be in a file.
             form = MemoryFormat.of(torch.empty_strided(leaf.shape, leaf.stride(), device="meta"))
             kind = kind if kind is not None and leaf.is_floating_point() else leaf.dtype
             values = torch.empty(leaf.numel(), dtype=kind, device=self._store.device)
@@ -438,12 +454,12 @@ class WholeState(OptimizerState):
 
 
 def _address(tensor: Tensor) -> int:
-    """Of the memory that it is in."""
+    """The address of the memory in which a tensor is."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _is_large(leaf: Any) -> TypeGuard[Tensor]:
-    """Whether a part of the state is not passed between ranks together with its description."""
+    """Whether a part of the state is too large to be passed between ranks in the description of the state."""
     return isinstance(leaf, Tensor) and leaf.numel() > 1
 
 

@@ -1,9 +1,10 @@
-"""Updates in two places: masters and state rest on the host, and the device computes what is costly in between.
+"""Updates in two places: masters and state rest on the host, and the device computes the costly part of the step.
 
-Of an optimizer whose step has such a part (:class:`StepInParts`), matrices in 16 bits go to the device, a batch of
-equal shapes at a time, and come back: 4 bytes of copies per element, beside those of gradients and parameters. State
-stays where it is; to move fp32 momentum too would take 8 more. While the device computes on a batch, the host prepares
-the next one in other memory; it adds a batch to the masters when that has come back.
+The optimizer's step must have such a part (:class:`StepInParts`). Its input, matrices in 16 bits, is copied to the
+device in batches of equal shapes, and the result is copied back. These copies take 4 bytes per element, in addition to
+those of gradients and parameters. State stays where it is; to copy fp32 momentum as well would take 8 bytes more. While
+the device computes one batch, the host prepares the next one in other memory. When a batch has come back, the host adds
+it to the masters.
 """
 
 from __future__ import annotations
@@ -31,50 +32,58 @@ from lightning_zero.update.view import UpdateView
 from lightning_zero.update.whole import WholeUpdater, settle_before
 from lightning_zero.update.windows import largest_window
 
-_BATCH = 1 << 22  # elements that go to the device together, but for larger matrices: copies of some MiB are fast
+# Number of elements that go to the device together, except for larger matrices. Copies of some MiB are fast.
+_BATCH = 1 << 22
 
 _TO_DEVICE: tuple[Memory, Memory] = ("host", "device")
 _TO_HOST: tuple[Memory, Memory] = ("device", "host")
 
 
 class StepInParts(Protocol):
-    """An optimizer's step of one parameter in three parts, the second of which needs neither values nor state.
+    """An optimizer's step of one parameter in three parts. The second part needs neither values nor state.
 
-    Together they have the bits of the step, where the second one is computed by the same routines.
+    The parts give the same bits as the step if the second part is computed by the same routines.
 
     Attributes:
-        dtype: of what the second part takes and leaves.
+        dtype: dtype of the input and the result of the second part.
     """
 
     dtype: torch.dtype
 
     def fits(self, group: Group, shape: torch.Size, dtype: torch.dtype) -> bool:
-        """Whether a parameter of this shape, with masters of ``dtype``, is updated by these parts."""
+        """Whether these parts can update a parameter of this shape with masters of ``dtype``."""
         ...
 
     def prepare(self, group: Group, gradient: Tensor, state: dict[str, Any], into: Tensor) -> None:
-        """Update the state, which is made where there is none; write what is to be computed on to ``into``."""
+        """Do the first part: update the state, and write the input of the second part to ``into``.
+
+        Args:
+            group: hyperparameters.
+            gradient: the scaled gradient, in the shape and the masters' dtype of the parameter.
+            state: the parameter's state, which is updated in place, and made if it is empty.
+            into: receives the input of the second part, in the shape of the parameter and :attr:`dtype`.
+        """
         ...
 
     def compute(self, group: Group, batch: Tensor) -> None:
-        """Replace each of the tensors that were prepared, ``[batch, *shape]``, by its update."""
+        """Do the second part: replace each input in ``batch``, ``[batch, *shape]``, by its update."""
         ...
 
     def apply(self, group: Group, parameter: Tensor, update: Tensor) -> None:
-        """Update the values."""
+        """Do the third part: change the values of ``parameter`` in place by ``update``, which has its shape."""
         ...
 
 
 class TwoPlacesUpdater(WholeUpdater):
     """Runs an optimizer's step in parts: on the host, on the device, and on the host again.
 
-    Buckets whose masters are on the device, and parameters that the parts do not fit, are updated as by the base class.
+    Buckets with masters on the device, and parameters that the parts do not fit, are updated by the base class.
 
     Args:
         optimizer: see the base class.
-        traits: see there.
-        device: see there.
-        parts: of the optimizer's step.
+        traits: see the base class.
+        device: see the base class.
+        parts: the parts of the optimizer's step.
     """
 
     def __init__(self, optimizer: Optimizer, traits: Traits, device: torch.device, parts: StepInParts) -> None:
@@ -89,13 +98,13 @@ class TwoPlacesUpdater(WholeUpdater):
         apart = self._apart(view.segments, view.groups, view.parameters, view.master.dtype)
         if len(apart) < len(view.segments):
             here = [segment for segment in view.segments if segment not in apart]
-            ahead = _nothing if apart else view.ahead  # what follows is fetched by the last window of all
+            ahead = _nothing if apart else view.ahead  # only the last window of all fetches for the next update
             super().update(replace(view, segments=here, complete=not apart and view.complete, ahead=ahead))
         if apart:
             _Rounds(view, view.state, self._step, _batches(apart, view.groups), self._leaving).run()
 
     def expect(self, view: UpdateView) -> None:
-        # Else batches are read where they are prepared.
+        # Otherwise the data of a batch is fetched when the batch is prepared.
         if not isinstance(view.state, WholeState) or not view.placement.updates_apart:
             super().expect(view)
 
@@ -107,7 +116,10 @@ class TwoPlacesUpdater(WholeUpdater):
         return {s: shape for s, shape in shapes.items() if self._step.fits(groups[s.param], shape, dtype)}
 
     def footprint(self, bucket: BucketForm) -> Footprint:
-        """See the base class; matrices are prepared on the host one at a time, and computed with on the device."""
+        """The memory for a bucket; see the base class.
+
+        Matrices are prepared one at a time on the host, and computed in batches on the device.
+        """
         if not bucket.layout.keeps_whole or not bucket.placement.updates_apart:
             return super().footprint(bucket)
         members, dtype = self._members(bucket), bucket.master.dtype
@@ -122,7 +134,8 @@ class TwoPlacesUpdater(WholeUpdater):
         for segment, shape in apart.items():
             group, values = groups[segment.param], shape.numel() * dtype.itemsize
             state = self._sizes_of(group, shape, dtype).state
-            passing = self._taken_by(group, shape, dtype, 1)[0] + 2 * state * on_disk  # one is put back
+            # Two parameters' state is in memory: that of one is used while that of another is put back.
+            passing = self._taken_by(group, shape, dtype, 1)[0] + 2 * state * on_disk
             scratch = max(scratch, here._replace(gradients=values, passing=passing), key=lambda each: each.scratch)
             owned, fresh = owned + state, max(fresh, state * on_disk)
         batches = _batches(apart, groups)
@@ -139,7 +152,7 @@ class TwoPlacesUpdater(WholeUpdater):
         )
 
     def _taken_by(self, group: Group, shape: torch.Size, dtype: torch.dtype, count: int) -> tuple[int, int]:
-        """Bytes in passing on the host, for one parameter, and on the device, for so many; without values."""
+        """Temporary bytes on the host for one parameter, and on the device for ``count``, from a trial on meta."""
         key = shape, dtype, count, repr({name: value for name, value in group.items() if name != "params"})
         if key not in self._taken:
             gradient = torch.empty(shape, dtype=dtype, device="meta")
@@ -157,11 +170,14 @@ class TwoPlacesUpdater(WholeUpdater):
 
 
 def _nothing() -> None:
-    """Fetch nothing."""
+    """Do nothing, where nothing is to be fetched."""
 
 
 def _batches(shapes: Mapping[Segment, torch.Size], groups: Mapping[int, Group]) -> list[list[Segment]]:
-    """Segments whose parameters go to the device together: of one shape and group, and no more than fit a batch."""
+    """Sort segments into batches that go to the device together. Those of a batch have one shape and one group.
+
+    A batch has at most ``_BATCH`` elements, or is one larger parameter.
+    """
     alike: dict[tuple[int, torch.Size], list[Segment]] = {}
     for segment, shape in shapes.items():
         alike.setdefault((id(groups[segment.param]), shape), []).append(segment)
@@ -173,9 +189,10 @@ def _batches(shapes: Mapping[Segment, torch.Size], groups: Mapping[int, Group]) 
 
 
 class _SlotForm(NamedTuple):
-    """How many batches are on their way at a time, and the bytes of the largest.
+    """The number of batches that are under way at a time, and the bytes of the largest batch.
 
-    Two, so that the host and the device work at the same time, where memory in passing has room for both.
+    The number is 2, so that the host and the device work at the same time, if buffers in host memory may have that
+    size.
     """
 
     number: int
@@ -196,14 +213,14 @@ class _SlotForm(NamedTuple):
 
 @dataclass(eq=False)
 class _Slot:
-    """Memory of a batch on both sides, and the last work on it."""
+    """The memory of a batch on the host and on the device, and the ticket of the last work on it."""
 
     staged: Staged
     on_device: Tensor  # 1-D
     work: Ticket
 
     def tensors(self, count: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """``[count, *shape]`` on the host and on the device."""
+        """The batch as tensors of shape ``[count, *shape]``, on the host and on the device."""
         numel = count * shape.numel()
         on_host, on_device = (flat[:numel].view(count, *shape) for flat in (self.staged.tensor, self.on_device))
         return on_host, on_device
@@ -213,11 +230,11 @@ class _Rounds:
     """One update of some of a bucket's parameters, batch by batch.
 
     Args:
-        view: of the bucket.
-        own: its state.
-        step: of the optimizer, in parts.
-        batches: segments, by batch.
-        leaving: the tensors that are being put back, by the parameter whose state they are.
+        view: the view of the bucket.
+        own: the state of the bucket.
+        step: the optimizer's step in parts.
+        batches: the segments of each batch.
+        leaving: for each parameter whose state is being put back, the tensors of this state.
     """
 
     def __init__(
@@ -236,7 +253,7 @@ class _Rounds:
         self._what = f"the matrices of {own.bucket}"
 
     def run(self) -> None:
-        """Update all of them; when this returns, nothing is under way but what publishes the values."""
+        """Update all batches. When this returns, only the work that publishes the values may still be under way."""
         free = self._take_slots()
         slots, under_way = tuple(free), deque[tuple[Sequence[Segment], _Slot]]()
         try:
@@ -258,11 +275,11 @@ class _Rounds:
         form = _SlotForm.of(placement, dtype, self._batches, shapes)
         numel, on_device = form.nbytes // dtype.itemsize, list[Tensor]()
 
-        def take() -> None:  # on the stream on which it is computed with
+        def take() -> None:  # allocates on the stream that uses the memory
             on_device.extend(torch.empty(numel, dtype=dtype, device=placement.device) for _ in range(form.number))
 
         taken = placement.executor.submit(take, Lane.SIDE, self._what)
-        # Memory of a stream is free for another one only once the stream has come to where it was given out.
+        # Other streams may use the memory only when the stream has come to the point at which it was allocated.
         return [_Slot(placement.executor.take(numel, dtype), tensor, taken) for tensor in on_device]
 
     def _begin(self, batch: Sequence[Segment], slot: _Slot) -> None:

@@ -1,4 +1,4 @@
-"""The update over shards: what an attached optimizer does when the engine has reduced gradients."""
+"""The update over shards, by which an attached optimizer steps when the engine has reduced the gradients."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from lightning_zero.update.windows import expect_first, in_windows, largest_wind
 
 NativeOptimizer = Literal["auto", "off"]
 
-# Elements whose gradients are converted and scaled at a time, by where that is. On the host no more are updated at a
-# time: temporary tensors stay in the processor's caches then, and in memory that the C allocator keeps.
+# Number of elements whose gradients are converted and scaled at a time, on the host and on devices. On the host no more
+# elements than that are updated at a time, so that temporary tensors stay in the processor's caches, and in memory that
+# the C allocator keeps.
 _HOST_TILE, _DEVICE_TILE = 1 << 19, 1 << 22
 
 V = TypeVar("V")
@@ -37,17 +38,17 @@ V = TypeVar("V")
 class StateForm(NamedTuple):
     """The state that one optimizer keeps for a bucket, without the values of its tensors."""
 
-    dtypes: dict[str, torch.dtype]  # by name of per-element state
-    own: dict[int, ParameterState]  # by index of the parameter; those that have none are missing
+    dtypes: dict[str, torch.dtype]  # of the per-element state, by name
+    own: dict[int, ParameterState]  # by index of the parameter; parameters without state are missing
 
 
 class ShardUpdater(ABC):
     """Applies an optimizer's rule to segments and keeps their state.
 
     Args:
-        optimizer: as the user configured it. State that its constructor made (Adagrad) is taken over and freed there.
-        traits: of the optimizer; ``whole`` is ignored.
-        dtype: of state with one value per element; ``None``: whatever the optimizer gives it.
+        optimizer: as the user configured it. If its constructor has made state (as Adagrad's does), that is moved here.
+        traits: the optimizer's traits; ``whole`` is ignored.
+        dtype: dtype of the state with one value per element; ``None``: the one that the optimizer gives it.
     """
 
     def __init__(self, optimizer: Optimizer, traits: Traits, dtype: torch.dtype | None = None) -> None:
@@ -62,7 +63,7 @@ class ShardUpdater(ABC):
         return self._traits.per_element
 
     def state_of(self, bucket: Bucket) -> OptimizerState:
-        """The state of this rank's segments of ``bucket``, to be read; one without entries where there is none."""
+        """The state of this rank's segments of ``bucket``, for reading. If there is none, it has no entries."""
         bucket.await_update()
         return self._states.get(id(bucket)) or self._new_state(bucket)
 
@@ -96,24 +97,24 @@ class ShardUpdater(ABC):
         }
 
     def read_flat(self, bucket: Bucket, name: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of this rank's shard of per-element state; zeros where there is none yet."""
+        """Elements ``[start, stop)`` of this rank's shard of per-element state, 1-D; zeros if there is none yet."""
         state = self.state_of(bucket)
         assert isinstance(state, ShardState)
         return state.read(name, dtype, start, stop)
 
     def gather_flat(self, bucket: Bucket, name: str, dtype: torch.dtype) -> Tensor:
-        """Per-element state of a bucket, laid out as its flat buffer; 1-D, on the device. Collective."""
+        """Gather the per-element state of a bucket, laid out as its flat buffer: 1-D, on the device. Collective."""
         read = partial(self.read_flat, bucket, name, dtype)
         return bucket.gather_read(read, dtype, self.state_of(bucket).memory)
 
     def owned(self, bucket: Bucket, index: int, tensor: OwnedTensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """A tensor of the state of a parameter that lies on this rank, or a part: 1-D, in the order of its memory."""
+        """A tensor of the state of a parameter on this rank, or a part of it: 1-D, in the order of its memory."""
         state = self.state_of(bucket)
         assert isinstance(state, WholeState)
         return state.read_owned(index, tensor, start, stop)
 
     def gather_owned(self, bucket: Bucket, index: int, tensor: OwnedTensor) -> Tensor:
-        """A tensor of a parameter's state, 1-D, in the order of its memory, on the device. Collective."""
+        """Gather a tensor of a parameter's state: 1-D, in the order of its memory, on the device. Collective."""
         placement, owner = bucket.placement, bucket.layout.owner(index)
         values = torch.empty(tensor.form.shape.numel(), dtype=tensor.dtype, device=placement.device)
         if placement.mesh.shard.rank == owner:
@@ -123,7 +124,7 @@ class ShardUpdater(ABC):
 
     def describe_state(self, buckets: Sequence[Bucket]) -> list[StateForm]:
         """Describe the state of the parameters of each bucket, over all ranks. Collective."""
-        # A rank may own no segment of a parameter, or none at all: ask what the others have.
+        # A rank may own no segment of a parameter or of the bucket, so it must ask what the others have.
         mine = []
         for bucket in buckets:
             state = self.state_of(bucket)
@@ -147,7 +148,7 @@ class ShardUpdater(ABC):
         self.optimizer.state.clear()
 
     def _portable_state(self) -> Iterable[tuple[Tensor, dict[str, Any]]]:
-        """Gives what the optimizer itself keeps of each parameter, as torch's state dicts have it."""
+        """Gives the state that the optimizer itself keeps of each parameter, in the format of torch's state dicts."""
         return self.optimizer.state.items()
 
     @abstractmethod
@@ -159,13 +160,19 @@ class ShardUpdater(ABC):
         """See :class:`lightning_zero.update.Updater`."""
 
     def load(self, bucket: Bucket, index: int, state: dict[str, Any]) -> None:
-        """Overwrite the state of one parameter from a full one (tensors in the parameter's shape)."""
-        # A CPU optimizer that was used alone has masters in its state; here they come with the weights.
+        """Overwrite this rank's state of one parameter.
+
+        Args:
+            bucket: holds the parameter.
+            index: index of the parameter in the bucket.
+            state: the parameter's full state. Tensors with one value per element have the parameter's shape.
+        """
+        # A CPU optimizer that was used alone has masters in its state. Here masters are set together with the weights.
         state = {k: v for k, v in state.items() if k not in ("master", "remainder")}
         bucket.await_update()
         for segment in bucket.segments:
             if segment.param == index:
-                # Of another dtype, it becomes what torch's `load_state_dict` would make it.
+                # State of another dtype is converted as torch's `load_state_dict` would convert it.
                 own = self.own_state(bucket)
                 own.put_slice(segment, state, self._dtype or bucket.master.dtype, self._traits.own_dtype)
 
@@ -177,22 +184,22 @@ class ShardUpdater(ABC):
 
     @abstractmethod
     def state_names(self, group: dict[str, Any], parameter: Tensor) -> frozenset[str]:
-        """The tensors that the optimizer keeps of ``parameter`` in a group with these hyperparameters."""
+        """The names of the tensors that the optimizer keeps of ``parameter`` with the hyperparameters of ``group``."""
 
     def state_shapes(self, group: dict[str, Any], parameter: Tensor) -> dict[str, torch.Size]:
-        """The shapes of such tensors, where they are known."""
+        """The shapes of these tensors by name, as far as they are known."""
         return dict.fromkeys(self.per_element, parameter.shape)
 
     @abstractmethod
     def footprint(self, bucket: BucketForm) -> Footprint:
-        """See :class:`lightning_zero.update.footprint.Footprint`."""
+        """The memory that the update of ``bucket`` needs; see :class:`lightning_zero.update.footprint.Footprint`."""
 
     def clear(self) -> None:
         """Forget all state, as before the first step."""
         for state in self._states.values():
             state.clear()
 
-    def advance(self, call: StepCall) -> None:  # noqa: B027  (most write nothing)
+    def advance(self, call: StepCall) -> None:  # noqa: B027  (most optimizers write nothing)
         """See :class:`lightning_zero.update.Updater`."""
 
     @abstractmethod
@@ -205,41 +212,41 @@ class ShardUpdater(ABC):
 
 
 def _sorted_by_key(parts: Iterable[Mapping[Any, V]]) -> dict[Any, V]:
-    """All entries; of those that several parts have, the last."""
+    """Merge the parts, sorted by key. If several parts have a key, the value of the last one is used."""
     merged = {key: value for part in parts for key, value in part.items()}
     return {key: merged[key] for key in sorted(merged)}
 
 
 class TorchUpdater(ShardUpdater):
-    """Runs any element-wise torch optimizer through a shell of it, a tile at a time.
+    """Runs any element-wise torch optimizer by means of a shell, a tile at a time.
 
-    Where it changes no bit, adjacent segments of equal state become one tensor, and long ones several.
+    If this changes no bit, adjacent segments of equal state are updated as one tensor, and long segments as several.
     """
 
     def __init__(self, optimizer: Optimizer, traits: Traits) -> None:
         super().__init__(optimizer, traits)
-        self._has_state_at_once = bool(optimizer.state)  # its constructor made it (Adagrad)
+        self._has_state_at_once = bool(optimizer.state)  # whether its constructor makes state, as Adagrad's does
         self._passing: dict[tuple[int, torch.dtype, bool], int] = {}
 
     def master_layout(self, bucket: Bucket) -> MasterLayout | None:
         return None
 
     def check(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Nothing: torch's optimizers check what they take."""
+        """Do nothing, because torch's optimizers check their hyperparameters."""
 
     def state_names(self, group: dict[str, Any], parameter: Tensor) -> frozenset[str]:
-        if self._has_state_at_once:  # a trial would need it, and it was taken over since
+        if self._has_state_at_once:  # a trial would need this state, which has been moved to shards since
             return self.per_element
         return state_names(self.optimizer, group, torch.device("cpu"))
 
     def footprint(self, bucket: BucketForm) -> Footprint:
-        """The optimizer's state, as it makes it for a parameter of the master's dtype; see the base class."""
+        """The memory for a bucket; see the base class. State is as for a parameter of the master's dtype."""
         members, master = self._members(bucket), bucket.master
         groups, state = {segment.param: group for segment, group in members}, dict[str, torch.dtype]()
         distinct = {id(group): group for group in groups.values()}.values()
         for group in distinct:
             state |= state_dtypes(self.optimizer, group, master.dtype, master.device)
-        # All segments have the same state: that of no step, or of as many.
+        # All segments are assumed to have the same state, as they have made the same number of steps.
         segments, disk_tile = [segment for segment, _ in members], bucket.placement.optimizer_store.tile
         parts = [*self._parts(segments, groups, master, lambda _: None, disk_tile)]
         found = [sum(part.numel for part in tile) for tile in tiles(parts, tile_numel(master))]
@@ -260,7 +267,7 @@ class TorchUpdater(ShardUpdater):
         )
 
     def _passing_bytes(self, group: dict[str, Any], dtype: torch.dtype, foreach: bool) -> int:
-        """See :func:`passing_bytes`; all buckets ask the same."""
+        """As :func:`passing_bytes`. Results are kept, because all buckets ask for the same ones."""
         key = id(group), dtype, foreach
         if key not in self._passing:
             self._passing[key] = passing_bytes(self.optimizer, group, dtype, foreach)
@@ -277,11 +284,11 @@ class TorchUpdater(ShardUpdater):
         """Cut segments into runs that torch updates as one tensor each.
 
         Args:
-            segments: to update, in ascending order.
-            groups: by index of the parameter.
-            master: of the bucket.
+            segments: the segments to update, in ascending order.
+            groups: hyperparameters by index of the parameter.
+            master: the bucket's master.
             state_key: see :meth:`ShardState.key`.
-            tile: of the optimizer's store.
+            tile: number of elements of a tile of the optimizer's store; ``None``: it has none.
         """
         numel = tile_numel(master)
 
@@ -296,11 +303,11 @@ class TorchUpdater(ShardUpdater):
                 yield from run.cut(numel) if tile is None else run.cut_at(min(numel, tile))
 
     def _divides(self, group: dict[str, Any], master: Master | MasterForm) -> bool:
-        """Tell whether an element becomes the same, to the bit, in whatever tensor torch updates it.
+        """Tell whether the updated value of an element has the same bits in whatever tensor torch updates it.
 
-        Of 16-bit values, and in fused kernels, the loop over vectors rounds otherwise than the one over what is left at
-        the end of a tensor; of a class that is not torch's nobody knows. On a device it does not matter: torch updates
-        many tensors by one kernel there.
+        With 16-bit values and in fused kernels it does not: the loop over vectors rounds otherwise than the loop over
+        the elements that are left at the end of a tensor. For classes that are not torch's it is unknown. On a device
+        there is no need to join or cut segments, since one kernel of torch updates many tensors there.
         """
         known = type(self.optimizer) in ELEMENT_WISE and not group.get("fused")
         return known and master.device.type == "cpu" and master.dtype.itemsize >= torch.float32.itemsize
@@ -308,7 +315,7 @@ class TorchUpdater(ShardUpdater):
     def update(self, view: UpdateView) -> None:
         state = view.state
         assert isinstance(state, ShardState)
-        # The state of all of them before any is updated: a segment may be in several.
+        # The parts take their state before any is updated, because a segment may be in several parts.
         parts = list(self._parts_of(view, state))
         for window in in_windows(view, state, parts, lambda part: part.names):
             for tile in tiles(window, tile_numel(view.master)):
@@ -346,27 +353,27 @@ class TorchUpdater(ShardUpdater):
 
 
 def scaled_gradient(view: UpdateView, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """The gradients by which elements ``[start, stop)`` of the shard are updated; 1-D, in ``dtype``."""
+    """The gradients with which elements ``[start, stop)`` of the shard are updated: 1-D, scaled, in ``dtype``."""
     gradient = view.gradient.read(start, stop)
     if view.grad_scale != 1.0:
-        # Out of place: the averaged gradient is kept until zero_grad. In the wider dtype: a scaled fp32
-        # gradient may exceed what fp16 holds, an unscaled fp16 gradient may fall below it.
+        # This is out of place because the averaged gradient is kept until zero_grad. It uses the wider dtype because a
+        # scaled fp32 gradient may be too large for fp16, and an unscaled fp16 gradient too small.
         wide = gradient.to(torch.promote_types(gradient.dtype, dtype))
         gradient = wide * view.grad_scale if wide is gradient else wide.mul_(view.grad_scale)
     return gradient.to(dtype)
 
 
 def staged_bytes(bucket: BucketForm, master: MasterForm) -> int:
-    """Bytes of a shard on the device that are rounded on the host, where its master is."""
+    """Bytes of a shard on the device whose values are rounded on the host, because the master is there; else 0."""
     rounded = ops.runs_on(master.device) and not ops.runs_on(bucket.placement.shard_device)
     return bucket.layout.shard_numel * bucket.dtype.itemsize if rounded and master.dtype != bucket.dtype else 0
 
 
 class _Part(NamedTuple):
-    """A run that torch updates as one tensor, and the state that it has before."""
+    """A run that torch updates as one tensor, and the run's state before the update."""
 
     run: Run
-    names: tuple[str, ...]  # of per-element state
+    names: tuple[str, ...]  # names of the per-element state
     scalars: dict[str, Any]
 
     @property
@@ -375,5 +382,5 @@ class _Part(NamedTuple):
 
 
 def tile_numel(master: Master | MasterForm) -> int:
-    """Elements that are updated at a time, but for larger parameters."""
+    """The number of elements that are updated at a time, except for larger parameters."""
     return _HOST_TILE if master.device.type == "cpu" else _DEVICE_TILE

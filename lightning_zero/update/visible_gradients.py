@@ -1,12 +1,12 @@
-"""The ``grad`` that user code sees of parameters that the engine holds: the averaged gradient, wherever it looks.
+"""The value of ``parameter.grad`` that user code sees for parameters that the engine holds.
 
     when                                      stages 0, 1                    stages 2, 3
     in hooks that autograd calls              the local gradient of one micro-batch
     after a micro-batch before the last one   this rank's sum                the averaged sum, where it was measured
     after the last one, until it is cleared   the averaged gradient
 
-After the flush of the last micro-batch all ranks know which parameters were used on any of them: whether a ``grad`` is
-``None`` is the same everywhere, and asking for it is not collective.
+After the flush of the last micro-batch, all ranks know which parameters were used on any of them. Therefore either all
+ranks or none see ``None``, and reading ``grad`` is not collective.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from lightning_zero.update.clipping import GradientClipping
 
 
 class VisibleGradients:
-    """Answers for ``parameter.grad``; see the module's docstring.
+    """Computes ``parameter.grad``, and takes over assignments to it; see the module's docstring.
 
     Args:
-        bucket_map: of the module.
-        reducer: knows whether gradients are being reduced.
-        clipping: knows which parameters have gradients, and what factors are still to be applied to them.
-        clear: forgets the gradients of parameters.
+        bucket_map: holds the module's parameters and gradients.
+        reducer: tells whether gradients are being reduced.
+        clipping: tells which parameters have gradients, and which factors must still be applied to them.
+        clear: clears the gradients of parameters.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class VisibleGradients:
         self._reducer = reducer
         self._clipping = clipping
         self._clear = clear
-        self._norms: dict[float, dict[int, float]] = {}  # by order, by id of the parameter
-        self._norms_version = 0  # of the gradients that they are of
+        self._norms: dict[float, dict[int, float]] = {}  # by order, then by id of the parameter
+        self._norms_version = 0  # version of the gradients for which these norms were measured
 
     # --------------------------------------------------------------------------------------------------------- read
 
@@ -103,7 +103,7 @@ class VisibleGradients:
         return bucket.names[bucket.index[id(parameter)]]
 
     def _show(self, parameter: Parameter) -> AveragedGradient:
-        """The averaged gradient; the same object until it is cleared."""
+        """The averaged gradient; the same object at every call until the gradient is cleared."""
         if (shown := self._clipping.shown.get(id(parameter))) is None:
             place, segment = self._place(parameter)
             gradients = self._map.gradients_of(self._map[parameter])
@@ -150,7 +150,7 @@ class VisibleGradients:
                 "parameter is divided into other slices, or its own gradient is not averaged yet. Assign a whole "
                 "tensor, the same on all ranks, such as lightning_zero.full_grad(parameter)"
             )
-        if value.held is not shown.held:  # `parameter.grad *= 2` assigns what was changed in place
+        if value.held is not shown.held:  # they are equal for `parameter.grad *= 2`, which has changed it in place
             self._take_over(parameter, value)
 
     def _assign_full(self, parameter: Parameter, value: Tensor) -> None:
@@ -173,7 +173,7 @@ class VisibleGradients:
             self._refuse_early(parameter)
 
     def _take_over(self, parameter: Parameter, value: Tensor) -> None:
-        """Make ``value`` the averaged gradient."""
+        """Make ``value`` the averaged gradient of ``parameter``."""
         bucket = self._map[parameter]
         with torch.no_grad():
             self._show(parameter).copy_(value)
@@ -181,8 +181,8 @@ class VisibleGradients:
         self._clipping.note_change(used=parameter)
 
     def _assign_local(self, parameter: Parameter, value: Tensor) -> None:
-        """Make ``value`` what autograd has brought so far, with the loss scale: it is reduced, and then unscaled."""
-        if local_grad(parameter) is None and self._clipping.scale != 1.0:  # of nothing could it be made that has it
+        """Make ``value`` the local gradient, which will be reduced, and then unscaled. It must have the loss scale."""
+        if local_grad(parameter) is None and self._clipping.scale != 1.0:  # there is no scaled gradient to make it from
             raise RuntimeError(
                 f"{self._name(parameter)}.grad = a tensor, before its gradient is averaged: gradients have the loss "
                 f"scale {self._clipping.scale:g} until then. Assign it after the last backward of the step"
@@ -193,7 +193,7 @@ class VisibleGradients:
     # -------------------------------------------------------------------------------------------------------- norms
 
     def norm(self, parameter: Parameter, order: float) -> float:
-        """The norm of the averaged gradient of ``parameter``. Collective, and then known of all parameters."""
+        """The norm of the averaged gradient of ``parameter``. Collective, unless the norms of this order are known."""
         if self._norms_version != self._clipping.version:
             self._norms, self._norms_version = {}, self._clipping.version
         if order not in self._norms:
@@ -201,7 +201,7 @@ class VisibleGradients:
         return self._norms[order][id(parameter)] * abs(self._clipping.factor_of(parameter) if order else 1.0)
 
     def _measure(self, order: float) -> dict[int, float]:
-        """The norms of all gradients as they are held, by id of the parameter. Collective."""
+        """The norms of all gradients as they are held, with the loss scale, by id of the parameter. Collective."""
         buckets = [bucket for bucket in self._map.buckets if bucket.optimized]
         totals: dict[int, float] = {}
         parts: list[Tensor] = []
@@ -219,10 +219,10 @@ class VisibleGradients:
         return totals
 
     def check(self, parameter: Parameter, held: _SharedSlice) -> None:
-        """Raise where ``held`` is not what the gradient of ``parameter`` is now.
+        """Check that ``held`` is still the gradient of ``parameter``.
 
         Raises:
-            RuntimeError: it was cleared, or more was added to it.
+            RuntimeError: the gradient was cleared, or another backward has added to it.
         """
         shown = self._clipping.shown.get(id(parameter))
         if shown is None or shown.held is not held:
@@ -234,9 +234,10 @@ class VisibleGradients:
 
 
 class _SharedSlice:
-    """The elements of a parameter's gradient in the sharded gradient: an update will use what is written here.
+    """This rank's elements of a parameter's gradient in the sharded gradient. Updates use the values written here.
 
-    They lie there scaled, and clipping may be due; user code sees them unscaled and clipped.
+    The sharded gradient has the loss scale, and clipping may still have to be applied to it. User code sees the
+    elements unscaled and clipped.
     """
 
     def __init__(

@@ -24,42 +24,42 @@ from lightning_zero.update.updaters import TorchUpdater, scaled_gradient, staged
 from lightning_zero.update.view import UpdateView
 from lightning_zero.update.windows import expect_first, in_windows, largest_window, windows_of
 
-_IN_FLIGHT = 3  # windows whose state is in memory at a time: of one it is fetched, of one updated, of one put back
+_IN_FLIGHT = 3  # number of windows with state in memory: one is fetched, one is updated, and one is put back
 
 
 @runtime_checkable
 class Batches(Protocol):
-    """An optimizer that updates several parameters of equal shape together, and takes memory for all of them."""
+    """An optimizer that updates several parameters of equal shape together, and needs memory for all of them."""
 
     def at_once(self, group: dict[str, Any], shape: torch.Size, device: torch.device) -> int: ...
 
 
 class _Call(NamedTuple):
-    """Parameters that are updated by one call of the optimizer's step."""
+    """The parameters that one call of the optimizer's step updates."""
 
     run: Run
 
     @classmethod
     def all_of(cls, segments: Iterable[Segment], numel: int) -> list[_Call]:
-        """Calls for segments in ascending order, of at most ``numel`` elements, or for one segment alone."""
+        """Calls for segments in ascending order. Each has at most ``numel`` elements, or is one larger segment."""
         found = [[run.segments[0] for run in tile] for tile in tiles(map(Run.of, segments), numel)]
         return [cls(Run(some[0].start, some[-1].stop, tuple(some))) for some in found]
 
     @staticmethod
     def most_at_once(calls: Iterable[_Call], tile: int | None, nbytes: Callable[[Segment], int]) -> int:
-        """The most bytes of state that are fetched together."""
+        """The most bytes of state that are fetched together for one window."""
         fetched = (sum(nbytes(s) for call in window for s in call.run.segments) for window in windows_of(calls, tile))
         return max(fetched, default=0)
 
 
 class _Fetched:
-    """The state of whole parameters as an update by windows uses it; see ``WindowedState``.
+    """The state of whole parameters, with the interface ``WindowedState`` for an update by windows.
 
     Args:
-        own: of the bucket.
-        segments: that are updated.
-        leaving: the tensors that are being put back, by the window that they were fetched for.
-        kept: windows whose state may still be on its way when that of another is fetched: the last ones.
+        own: the state of the bucket.
+        segments: the segments that are updated.
+        leaving: for each window that is being put back, the tensors of its state.
+        kept: number of windows, the last ones, that may still be on their way back when another one is fetched.
     """
 
     def __init__(self, own: WholeState, segments: Sequence[Segment], leaving: list[list[Rested]], kept: int) -> None:
@@ -69,32 +69,33 @@ class _Fetched:
         return [segment for segment in self._segments if start <= segment.start < stop]
 
     def expect(self, start: int, stop: int, names: Iterable[str]) -> None:
-        """Begin to fetch all the state of what lies in ``[start, stop)``, whatever its names."""
+        """Begin to fetch all state of the segments in ``[start, stop)``. ``names`` is ignored."""
         settle_before(self._leaving, self._kept)
         self._own.expect(self._within(start, stop))
 
     def commit(self, start: int, stop: int) -> None:
-        """Begin to put it back."""
+        """Begin to put back the state of the segments in ``[start, stop)``."""
         self._leaving.append(self._own.commit(self._within(start, stop)))
 
 
 class WholeUpdater(TorchUpdater):
-    """Runs any torch optimizer that updates each parameter by itself, whatever it reads of that.
+    """Runs any torch optimizer that updates each parameter independently of the others.
 
-    Where parameters lie whole it sees them in their own shapes, with their gradients and all state that it keeps of
-    them, which stays what it made. Where they are split, its rule is element-wise for them, and it runs as others do.
+    If a bucket keeps parameters whole, the optimizer sees them in their own shapes, with their gradients and with the
+    state that it has made, unchanged. If parameters are split, its rule must be element-wise for them, and they are
+    updated as by the base class.
 
     Args:
         optimizer: as the user configured it.
-        traits: of the optimizer.
-        device: on which it was tried, and groups that join later are.
+        traits: the optimizer's traits.
+        device: the device on which it was tried, and on which groups that are added later are tried.
     """
 
     def __init__(self, optimizer: Optimizer, traits: Traits, device: torch.device) -> None:
         super().__init__(optimizer, traits)
         self._device = device
         self._sizes: dict[Any, Sizes] = {}
-        self._leaving: list[list[Rested]] = []  # state on its way to a disk
+        self._leaving: list[list[Rested]] = []  # state that is being put back on a disk, by window
 
     def master_layout(self, bucket: Bucket) -> MasterLayout | None:
         if not bucket.layout.keeps_whole:
@@ -102,12 +103,12 @@ class WholeUpdater(TorchUpdater):
         return None
 
     def _check_split(self, bucket: Bucket) -> None:
-        """Refuse parameters that are cut and must not be.
+        """Refuse a bucket in which parameters are cut that must be whole.
 
         Raises:
-            ValueError: names one.
+            ValueError: it has such a parameter, which the message names.
         """
-        traits = examine(self.optimizer, self._device)  # of the groups as they are now
+        traits = examine(self.optimizer, self._device)  # with the groups as they are now
         for group, whole in zip(self.optimizer.param_groups, traits.whole, strict=True):
             for parameter in group["params"] if whole else ():
                 if (index := bucket.index.get(id(parameter))) is not None:
@@ -140,23 +141,23 @@ class WholeUpdater(TorchUpdater):
             expect_first(view, self._fetched(view, view.state, alone), calls, lambda _: ())
 
     def clear(self) -> None:
-        settle_before(self._leaving, 0)  # their places on the disk are free then
+        settle_before(self._leaving, 0)  # afterwards the places on the disk may be freed
         super().clear()
 
     def _fetched(self, view: UpdateView, own: WholeState, alone: bool) -> _Fetched:
         return _Fetched(own, view.segments, self._leaving, 0 if alone else _IN_FLIGHT - 2)
 
     def _calls(self, view: UpdateView, own: WholeState) -> tuple[list[_Call], bool]:
-        """The calls of an update, and whether a window is fetched only when the one before was put back."""
+        """The calls of an update, and whether a window is fetched only when the previous one has been put back."""
         calls, store = _Call.all_of(view.segments, tile_numel(view.master)), view.placement.optimizer_store
         state = _Call.most_at_once(calls, store.tile, lambda segment: sum(map(nbytes_of, own.resting([segment]))))
         return calls, not _reads_ahead(store, state)
 
     def _update_whole(self, view: UpdateView, own: WholeState, segments: Sequence[Segment]) -> None:
-        """One call of the optimizer's step for some parameters."""
+        """Update some parameters by one call of the optimizer's step."""
         groups: dict[int, ShellGroup] = {}
-        values: list[Tensor] = []  # 1-D, as they lie in the shard
-        tensors: list[Tensor] = []  # the same in their own shapes
+        values: list[Tensor] = []  # 1-D, as in the shard
+        tensors: list[Tensor] = []  # the same values in the parameters' shapes
         for segment in segments:
             form = own.formats[segment.param]
             values.append(view.master.read(segment.start, segment.stop))
@@ -168,7 +169,7 @@ class WholeUpdater(TorchUpdater):
         state = {tensor: own.get(segment) for tensor, segment in zip(tensors, segments, strict=True)}
         run_step(view.optimizer, list(groups.values()), state, view.call)
         for segment, flat, tensor in zip(segments, values, tensors, strict=True):
-            if tensor.data_ptr() != flat.data_ptr():  # `data` was assigned
+            if tensor.data_ptr() != flat.data_ptr():  # the step has assigned `data`
                 own.formats[segment.param].view(flat).copy_(tensor)
             view.master.keep(segment.start, flat)
             own.put(segment, state[tensor])
@@ -184,13 +185,13 @@ class WholeUpdater(TorchUpdater):
         return dict(self._sizes_of(group, parameter.shape, torch.float32).shapes)
 
     def footprint(self, bucket: BucketForm) -> Footprint:
-        """The state of this rank's parameters as the optimizer makes it; see the base class."""
+        """The memory for a bucket; see the base class. State is what the optimizer makes for this rank's parameters."""
         if not bucket.layout.keeps_whole:
             return super().footprint(bucket)
         return self._footprint(bucket, self._members(bucket))
 
     def _footprint(self, bucket: BucketForm, members: Sequence[tuple[Segment, dict[str, Any]]]) -> Footprint:
-        """As :meth:`footprint`, of some segments of a bucket that keeps parameters whole, with their groups."""
+        """As :meth:`footprint`, for some segments, with their groups, of a bucket that keeps parameters whole."""
         master = bucket.master
         sizes = {
             segment: self._sizes_of(group, bucket.parameters[segment.param].shape, master.dtype)
@@ -199,13 +200,13 @@ class WholeUpdater(TorchUpdater):
         calls, store = _Call.all_of(sizes, tile_numel(master)), bucket.placement.optimizer_store
         found = [call.run.segments for call in calls]
         gradients = max((sum(s.numel for s in tile) for tile in found), default=0) * master.dtype.itemsize
-        # One parameter or batch after the other: what a step takes for one is gone before the next.
+        # A step updates one parameter or batch after the other, and frees the memory of one before the next.
         groups = dict(members)
         passing = max((self._passing_of(bucket, {s: groups[s] for s in tile}) for tile in found), default=0)
         fresh = 0
         if store.tile is not None:
             fresh = state = _Call.most_at_once(calls, store.tile, lambda segment: sizes[segment].state)
-            # Others may be on their way of a bucket before, whose state is smaller.
+            # Windows of a previous bucket, with smaller state, may still be on their way back.
             passing += state + min((_IN_FLIGHT - 1) * state, store.passing_bytes * (_IN_FLIGHT - 1) // _IN_FLIGHT)
         return Footprint(
             master,
@@ -219,7 +220,7 @@ class WholeUpdater(TorchUpdater):
         )
 
     def _passing_of(self, bucket: BucketForm, tile: Mapping[Segment, dict[str, Any]]) -> int:
-        """The most bytes that a step takes in passing for parameters that it updates in one call."""
+        """The most temporary bytes that a step needs for parameters that it updates in one call."""
         alike: dict[tuple[int, torch.Size], list[dict[str, Any]]] = {}
         for segment, group in tile.items():
             alike.setdefault((id(group), bucket.parameters[segment.param].shape), []).append(group)
@@ -231,7 +232,7 @@ class WholeUpdater(TorchUpdater):
         return most
 
     def _sizes_of(self, group: dict[str, Any], shape: torch.Size, dtype: torch.dtype, count: int = 1) -> Sizes:
-        """See :func:`sizes_of`; parameters of one shape ask the same."""
+        """As :func:`sizes_of`. Results are kept, because all parameters of one shape ask for the same ones."""
         plain = {k: v for k, v in group.items() if k != "params"}
         key = shape, dtype, repr(plain), count
         if key not in self._sizes:
@@ -240,12 +241,12 @@ class WholeUpdater(TorchUpdater):
 
 
 def settle_before(leaving: list[list[Rested]], kept: int) -> None:
-    """Wait until all but the last ones of these are where they rest: their memory is free then."""
+    """Wait until all tensors but those of the last ``kept`` lists are where they rest, so that their memory is free."""
     while len(leaving) > kept:
         for values in leaving.pop(0):
             values.settle()
 
 
 def _reads_ahead(store: TensorStore, state: int) -> bool:
-    """Whether one window is fetched while another one is updated, where each has at most so many bytes of state."""
+    """Whether one window is fetched while another is updated, if each has at most ``state`` bytes of state."""
     return _IN_FLIGHT * state <= store.passing_bytes
