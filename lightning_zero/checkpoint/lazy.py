@@ -1,6 +1,7 @@
-"""Tensors whose values are looked up when someone reads them, of which a checkpoint consists before it is written.
+"""Tensors that fetch their values only when someone reads them. A checkpoint consists of them before it is written.
 
-Hooks of user code see an ordinary tensor: its shape and dtype cost nothing, anything else fetches the values first.
+For hooks of user code they are ordinary tensors. Reading the shape or dtype costs nothing; any operation that needs
+values fetches them first.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from lightning_zero.torch_private import (
 
 
 class Source(Protocol):
-    """Holds, or knows who holds, the values of many lazy tensors.
+    """Gives the values of many lazy tensors.
 
     Attributes:
-        key: tells it from all others.
+        key: identifies the source among all others.
     """
 
     @property
@@ -35,33 +36,45 @@ class Source(Protocol):
 
     @property
     def live(self) -> bool:
-        """Whether :meth:`fetch` gives the tensors that someone else uses, not copies."""
+        """Whether :meth:`fetch` returns tensors that are in use elsewhere, and not copies of them."""
         ...
 
     def fetch(self, param: int) -> Tensor:
-        """All values of its tensor ``param``; perhaps from other ranks, which must fetch them too."""
+        """Return all values of tensor ``param`` of this source.
+
+        They may come from other ranks. Then all ranks must make the same call.
+        """
         ...
 
 
 @runtime_checkable
 class StoredSource(Source, Protocol):
-    """A checkpoint on the disk."""
+    """A source that reads from a checkpoint in files."""
 
     def read_slice(self, param: int, form: MemoryFormat, start: int, into: Tensor) -> None:
-        """Fill ``into`` (1-D) with the elements of its tensor ``param`` from ``start`` on, in the order of ``form``."""
+        """Fill ``into`` with a range of the elements of tensor ``param`` of this source.
+
+        Args:
+            param: index of the tensor.
+            form: the order in which elements are counted; has the shape of the tensor.
+            start: first element of the range.
+            into: is filled; 1-D, with as many elements as the range, of any dtype and device.
+        """
         ...
 
 
 class LazyTensor(Tensor):
-    """A tensor with the shape, strides, dtype and device of the values that ``source`` will give.
+    """A tensor with the shape, strides, dtype and device of values that ``source`` will give.
 
-    Once fetched a copy stays, so that changes in place do: the file gets it as it is then.
+    A copy that was fetched is kept, so that changes in place persist: the file that is written has the changed values.
+    If the source is live, nothing is kept, because :meth:`fetch` returns the tensor in use.
 
     Args:
-        source: has the values.
-        param: which of its tensors this is.
-        like: shape, strides, dtype and device, and no more than that.
-        device: of the values that ``source`` gives; default: that of ``like``, or the CPU where that is a meta tensor.
+        source: gives the values.
+        param: index of this tensor in the source.
+        like: gives shape, strides, dtype and device; its values are not used.
+        device: device of the values that ``source`` gives; default: that of ``like``, or the CPU if ``like`` is a meta
+            tensor.
     """
 
     source: Source
@@ -75,10 +88,10 @@ class LazyTensor(Tensor):
         return tensor
 
     def __init__(self, source: Source, param: int, like: Tensor, device: torch.device | None = None) -> None:
-        """Everything is done by ``__new__``, as for every tensor."""
+        """Do nothing: ``__new__`` does everything, as for every tensor."""
 
     def fetch(self) -> Tensor:
-        """The values: an ordinary tensor, which shares its memory at every call."""
+        """The values as an ordinary tensor. All calls return tensors with the same memory."""
         if self.fetched is not None:
             return self.fetched
         values = self.source.fetch(self.param)
@@ -101,7 +114,7 @@ class LazyTensor(Tensor):
         placeholders = _PLACEHOLDERS.get()
         if placeholders is not None and self.fetched is None:
             return placeholders.reduce(self)
-        # Live tensors are cut out of a larger storage, which is not to be pickled with them.
+        # Live tensors are parts of a larger storage, which must not be pickled with them.
         values = self.fetch().clone() if self.source.live else self.fetch()
         return values.__reduce_ex__(protocol)
 
@@ -117,7 +130,7 @@ _ATTRIBUTES = "shape dtype device layout ndim is_meta requires_grad is_leaf grad
 _METHODS = (
     "size stride dim numel nelement element_size is_contiguous is_floating_point is_complex __len__ __hash__ __repr__"
 ).split()
-# Attributes and functions that need no values.
+# The attributes and functions that need no values.
 _METADATA = frozenset(
     [
         *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
@@ -130,7 +143,7 @@ _METADATA = frozenset(
 
 
 class StoredTensor(LazyTensor):
-    """A lazy tensor of a checkpoint that is loaded: the engine reads its slices, and nothing of them stays here."""
+    """A lazy tensor of a checkpoint that is being loaded. The engine reads slices of it, which are not kept here."""
 
     def read_slice(self, form: MemoryFormat, start: int, into: Tensor) -> None:
         """See :class:`~lightning_zero.sharding.memory_format.ReadableInSlices`."""
@@ -141,7 +154,10 @@ class StoredTensor(LazyTensor):
             self.source.read_slice(self.param, form, start, into)
 
     def tiles(self, nbytes: int) -> Iterator[Tensor]:
-        """The values in the order of memory, 1-D, so many bytes at a time."""
+        """Yield the values in the order of memory, as 1-D tensors on the CPU of at most ``nbytes`` bytes.
+
+        A tensor has at least one element.
+        """
         form, size = MemoryFormat(self.shape, self.stride()), max(1, nbytes // self.element_size())
         for start in range(0, self.numel(), size):
             tile = torch.empty(min(size, self.numel() - start), dtype=self.dtype, device="cpu")
@@ -149,26 +165,26 @@ class StoredTensor(LazyTensor):
             yield tile
 
     def full(self) -> Tensor:
-        """All values, of which nothing stays here."""
+        """All values. Unlike :meth:`fetch`, this does not keep them here."""
         return self.source.fetch(self.param) if self.fetched is None else self.fetched
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.copy_ and isinstance(args[1], StoredTensor):
-            # A module loads this way: all of its values would stay, one tensor after the other.
+            # Modules load parameters in this way. If values were kept, memory would fill with the whole checkpoint.
             args = (args[0], args[1].full(), *args[2:])
         return super().__torch_function__(func, types, args, kwargs)
 
 
 class Placeholders:
-    """Storages without memory, with which lazy tensors are pickled, and the tensors that they stand for."""
+    """Storages without memory that stand for the values of lazy tensors when these are pickled."""
 
     def __init__(self) -> None:
         self._storages: dict[tuple[Hashable, int], torch.UntypedStorage] = {}
-        self._tensors: dict[int, LazyTensor] = {}  # by the storage
+        self._tensors: dict[int, LazyTensor] = {}  # by the number of the storage
 
     def reduce(self, tensor: LazyTensor) -> Any:
-        """Reduce ``tensor`` as an ordinary tensor on the CPU reduces itself."""
+        """Return what pickle needs for ``tensor``, in the form of an ordinary tensor on the CPU."""
         key = (tensor.source.key, tensor.param)
         if key not in self._storages:
             self._storages[key] = torch.UntypedStorage(tensor.nbytes, device="meta")
@@ -176,11 +192,11 @@ class Placeholders:
         return pickled_tensor(self._storages[key], tensor)
 
     def tensors(self) -> list[LazyTensor]:
-        """All lazy tensors that were pickled, each once."""
+        """All lazy tensors that were pickled, without repetition."""
         return list(self._tensors.values())
 
     def tensor(self, storage: torch.UntypedStorage) -> LazyTensor | None:
-        """The tensor that ``storage`` stands for; ``None``: it is an ordinary storage."""
+        """The tensor for which ``storage`` stands; ``None`` for an ordinary storage."""
         return self._tensors.get(storage_number(storage))
 
 
@@ -189,7 +205,7 @@ _PLACEHOLDERS: ContextVar[Placeholders | None] = ContextVar("placeholders", defa
 
 @contextmanager
 def placeholders() -> Iterator[Placeholders]:
-    """Inside, lazy tensors that nobody has fetched are pickled without their values."""
+    """Inside this context, lazy tensors that were not fetched are pickled without their values."""
     token = _PLACEHOLDERS.set(Placeholders())
     try:
         found = _PLACEHOLDERS.get()

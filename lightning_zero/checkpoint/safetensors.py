@@ -1,6 +1,7 @@
-"""Files of safetensors (https://huggingface.co/docs/safetensors), of which each rank reads the slices that it owns.
+"""Files in the safetensors format (https://huggingface.co/docs/safetensors). Each rank reads only the slices it owns.
 
-Eight bytes of the header's length, a JSON header by name of the tensor, and the values, all little-endian.
+A file consists of the length of the header in eight bytes, the header, which is JSON with an entry for each tensor's
+name, and the values. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ _DTYPES = {
 
 
 class SafetensorsFile:
-    """The tensors of a file, none of which is read before somebody needs it.
+    """The tensors of a file. Only the header is read at once; values are read when they are needed.
 
     Attributes:
-        digest: the same for files with the same header and size.
+        digest: a checksum of the header and the size of the file in bytes, to tell files apart.
+
+    Args:
+        path: the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +55,11 @@ class SafetensorsFile:
         self._entries: dict[str, Any] = json.loads(header)
 
     def tensor(self, name: str) -> StoredTensor | None:
-        """A tensor of the file on the CPU; ``None`` where torch has no such numbers."""
+        """A tensor of the file, on the CPU and in the file's shape and dtype; ``None`` if its dtype is not supported.
+
+        Raises:
+            KeyError: the file has no tensor with this name.
+        """
         entry = self._entries[name]
         if entry["dtype"] not in _DTYPES:
             return None
@@ -65,12 +73,12 @@ class _Values:
     """The values of one tensor; a :class:`~lightning_zero.checkpoint.lazy.StoredSource`.
 
     Attributes:
-        file: has them.
-        offset: in bytes, of the first value.
-        shape: of the tensor, row by row.
-        dtype: in the file.
-        cast: to which values are cast.
-        device: on which the tensor is to be.
+        file: the file that has the values.
+        offset: position of the first value in the file, in bytes.
+        shape: shape of the tensor. The values are in row-major order.
+        dtype: dtype of the values in the file.
+        cast: the dtype to which values are cast.
+        device: the device to which :meth:`fetch` moves the tensor.
     """
 
     file: Readable
@@ -86,12 +94,12 @@ class _Values:
         return self
 
     def fetch(self, param: int) -> Tensor:
-        full = torch.empty(self.shape, dtype=self.cast, device="cpu")  # whatever the default device is
+        full = torch.empty(self.shape, dtype=self.cast, device="cpu")  # user code may have set another default device
         self.read_slice(param, MemoryFormat.of(full), 0, full.view(-1))
         return full.to(self.device)
 
     def read_slice(self, param: int, form: MemoryFormat, start: int, into: Tensor) -> None:
-        if form.order != tuple(range(len(self.shape))):  # another order than the file's
+        if form.order != tuple(range(len(self.shape))):  # the file has another order
             into.copy_(form.flatten(self.fetch(param))[start : start + into.numel()])
             return
         straight = into.device.type == "cpu" and into.is_contiguous() and into.dtype == self.dtype == self.cast
@@ -103,7 +111,7 @@ class _Values:
 
 
 class _SafetensorsTensor(StoredTensor):
-    """A tensor that ``to`` casts, and moves to a device, without reading it."""
+    """A tensor of a file. ``to`` casts it and changes its device without reading its values."""
 
     source: _Values
 
@@ -117,7 +125,7 @@ class _SafetensorsTensor(StoredTensor):
 
 
 def _moved(values: _Values, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Values | None:
-    """The values as a call of ``Tensor.to`` with these arguments wants them; ``None``: it wants what needs them."""
+    """The values after a call of ``Tensor.to`` with these arguments; ``None`` if the call needs the values now."""
     device, dtype = kwargs.get("device"), kwargs.get("dtype")
     if kwargs.keys() - {"device", "dtype", "non_blocking"}:
         return None
@@ -129,7 +137,7 @@ def _moved(values: _Values, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _V
         else:
             return None
     if device is not None:
-        device = torch.empty(0, device=device).device  # as tensors name it: with its index
+        device = torch.empty(0, device=device).device  # with its index, as in the attribute of tensors
         if device.type == "meta":
             return None
     return replace(values, cast=dtype or values.cast, device=device or values.device)

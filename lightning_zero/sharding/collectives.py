@@ -1,15 +1,16 @@
 """The only module that calls ``torch.distributed``.
 
-A :class:`Group` is a process group of the package's own, so that its collectives never interleave with Lightning's. How
-its ranks pass data on depends on its backend for the device. In host memory, with a backend that matches messages by
-tag, every rank sends to every other directly, and sums are made in rank order: the result is the same on every rank and
-in every run, equal bit for bit to one process that adds the ranks' values in order. Elsewhere the backend's own
-collectives do it. Bytes are counted where they are sent.
+A :class:`Group` has a process group of its own, so that its collectives never interleave with Lightning's. How its
+ranks exchange data depends on its backend for the device. In host memory, with a backend that matches messages by tag,
+every rank sends to every other rank directly, and sums are made in rank order. Then the result is the same on every
+rank and in every run, with the same bits as if one process added the ranks' values in order. In all other cases the
+backend's own collectives are used. Bytes are counted on the rank that sends them.
 
-Ranks that do not issue the same collectives would hang, mix up their data, or (gloo, where sizes differ) abort. Each
-group keeps a *digest* of what was asked of it. While :attr:`Group.checked` is set, ranks compare digests before every
-collective. Afterwards messages carry the digest as their tag, so that only what belongs together is ever matched and
-the rest ends by the timeout; with a backend's own collectives ``Mesh.check_digests`` finds out once a step.
+If ranks do not issue the same collectives, they hang, mix up their data, or abort (gloo, if sizes differ). To prevent
+this, each group keeps a *digest* of the collectives that were issued. While :attr:`Group.checked` is set, ranks compare
+their digests before every collective. Afterwards, messages carry the digest as their tag, so that only messages of the
+same collective are matched, and all others end by the timeout. With a backend's own collectives,
+``Mesh.check_digests`` compares the digests once a step.
 """
 
 from __future__ import annotations
@@ -34,44 +35,50 @@ from lightning_zero.storage.streams import in_lane
 from lightning_zero.storage.timers import Phase, Timers
 from lightning_zero.storage.work_log import named
 
-# torch 2.13 renamed the flat collectives; 2.10 to 2.12 have the old names only.
+# torch 2.13 renamed the flat collectives. Versions 2.10 to 2.12 have the old names only.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # of (size - 1) / size of the data
+_ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # each sends (size - 1) / size of the data
 
 _TAGGED = frozenset({"gloo", "mpi"})  # backends that match messages by tag
-_HEADER = 128  # bytes: a digest and the beginning of what the collective is for
-_DATA_TAG = 1 << 30  # tags below it are those of headers
-_RECENT = 5  # collectives that an error lists
+_HEADER = 128  # bytes: a digest, and the beginning of the text that says what the collective is for
+_DATA_TAG = 1 << 30  # tags below this value are those of headers
+_RECENT = 5  # number of collectives that an error lists
 
 
 class CollectiveError(RuntimeError):
-    """Ranks did not issue the same collectives, or one of them never came."""
+    """Raised when ranks did not issue the same collectives, or when a rank is missing."""
 
 
 @dataclass
 class _Waiting:
-    """For which rank of a group this one waits; ``None``: for all."""
+    """The rank of a group for which this rank waits; ``None``: for all ranks."""
 
     rank: int | None = None
 
 
 class Group:
-    """A set of ranks that communicate; a group of one rank needs no process group and sends nothing.
+    """A set of ranks that communicate. A group of one rank needs no process group and sends nothing.
 
-    Every collective says ``what`` it is for, the same on all ranks: it is compared, and messages name it.
+    The argument ``what`` of a collective says in words what it is for. It must be the same on all ranks, because checks
+    compare it, and error messages contain it. Collectives raise :class:`CollectiveError` if ranks issue different ones,
+    or if a rank is missing.
 
     Attributes:
         size: number of ranks.
         rank: this process's rank inside the group.
         checked: compare with the other ranks before each collective, which costs a small exchange.
-        digest: a 32-bit checksum of all collectives issued so far, by what they are for.
-        sent: bytes that this rank has sent, by collective, for a ring or direct exchange; without those of checks.
+        digest: a 32-bit checksum of the ``what`` of all collectives issued so far.
+        sent: bytes that this rank has sent, by collective, in a ring or a direct exchange; checks are not counted.
         calls: number of collectives issued, by collective.
-        timers: of what waits for other ranks.
-        board: notes of all ranks, for errors.
-        before: what comes before the next collective, on all ranks; see :meth:`Mesh.before_next`.
-        issuing: collectives that a lane issues, before the next one of the thread that trains; see :meth:`Mesh.submit`.
+        timers: measure the time spent waiting for other ranks.
+        board: notes of all ranks, for error messages.
+        before: a function that runs before the next collective, on all ranks; see :meth:`Mesh.before_next`.
+        issuing: ticket of the collectives that a lane issues before the next one of the thread that trains; see
+            :meth:`Mesh.submit`.
+
+    Args:
+        process_group: the ranks; ``None``: this process alone.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -98,9 +105,13 @@ class Group:
 
     @classmethod
     def create(cls, partition: Sequence[list[int]], timeout: timedelta | None = None) -> Group:
-        """Create one process group per list of ranks and return the one that holds this rank.
+        """Create one process group for each list of ranks, and return the group that has this rank.
 
-        Collective: all ranks of the world must give the same lists, all of one length, in the same order.
+        Collective: all ranks of the world must pass the same lists, of equal lengths, in the same order.
+
+        Args:
+            partition: lists of world ranks.
+            timeout: how long a collective may wait for other ranks; ``None``: torch's default.
         """
         if len(partition[0]) == 1:
             return cls()
@@ -109,20 +120,20 @@ class Group:
 
     @classmethod
     def for_thread(cls, timeout: timedelta | None = None) -> Group:
-        """All ranks once more, to exchange objects from another thread than the one that trains. Collective."""
+        """Create a further group of all ranks, for exchanges of objects outside of the training thread. Collective."""
         return cls(dist.new_group(backend="gloo", timeout=timeout)) if dist.get_world_size() > 1 else cls()
 
     @classmethod
     def imagined(cls, size: int, rank: int = 0) -> Group:
-        """A group to plan with: it has a size and cannot communicate."""
+        """A group for planning, which has a size and cannot communicate."""
         group = cls()
         group.size, group.rank = size, rank
         return group
 
     def count(self, collective: str, nbytes: int) -> None:
-        """Counts an ``all_gather``, ``reduce_scatter`` or ``all_reduce`` of ``nbytes``, padded.
+        """Counts an ``all_gather``, ``reduce_scatter`` or ``all_reduce`` of ``nbytes``, padding included.
 
-        The collectives below do so themselves; a plan counts here those that it imagines.
+        The collectives below call this themselves. Planning calls it for collectives that it does not issue.
         """
         if self.size > 1:
             self._count(collective, _ROUNDS[collective] * nbytes * (self.size - 1) // self.size)
@@ -132,16 +143,16 @@ class Group:
         self.sent[collective] += sent
 
     def _transport(self, device: torch.device) -> _Transport:
-        """How data in the memory of a device is passed on."""
+        """The transport for data in the memory of a device."""
         tagged = self._backends.get(device.type) in _TAGGED
         return _Messages(self) if tagged and device_type(device).shares_host_memory else _Collectives(self)
 
     def padding(self, numel: int, device: torch.device) -> int:
-        """Elements that :meth:`all_reduce_` adds to ``numel``."""
+        """The number of elements by which :meth:`all_reduce_` pads a tensor of ``numel`` elements."""
         return self._transport(device).padding(numel)
 
     def scratch(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> int:
-        """Bytes that :meth:`reduce_scatter` of ``nbytes`` takes while it runs, its result included."""
+        """Bytes that :meth:`reduce_scatter` of ``nbytes`` allocates while it runs, including its result."""
         return 0 if self.size == 1 else self._transport(device).scratch(nbytes // self.size, dtype)
 
     def reset_counters(self) -> None:
@@ -151,11 +162,11 @@ class Group:
     # ------------------------------------------------------------------------------------------------- collectives
 
     def all_gather_(self, flat: Tensor, what: str) -> None:
-        """Fill ``flat`` (1-D, a multiple of ``size``) from every rank's own slice of it, in place."""
+        """Fill ``flat`` (1-D, of any dtype, a multiple of ``size`` elements) with every rank's own slice, in place."""
         self.begin_all_gather_(flat, what)()
 
     def begin_all_gather_(self, flat: Tensor, what: str) -> Callable[[], None]:
-        """Begin :meth:`all_gather_`; what is returned waits for its end, and must be called.
+        """Begin :meth:`all_gather_`; returns a function that waits for its end, and that must be called.
 
         Until then nobody may touch ``flat`` or free its memory.
         """
@@ -163,14 +174,14 @@ class Group:
             return _nothing
         self._announce(what, flat.device)
         self.count("all_gather", flat.nbytes)
-        data = flat.view(torch.uint8)  # backends do not know every dtype
+        data = flat.view(torch.uint8)  # backends do not support every dtype
         return self._transport(flat.device).begin_all_gather(data, what)
 
     def reduce_scatter(self, flat: Tensor, what: str) -> Tensor:
-        """Sum ``flat`` (1-D, a multiple of ``size``) over the ranks and return this rank's slice of the sum.
+        """Sum ``flat`` (1-D, a multiple of ``size`` elements) over the ranks; returns this rank's slice of the sum.
 
-        The result has the dtype of ``flat``; messages add 16-bit values in fp32 and round once. ``flat`` may be
-        overwritten, and the result may share its memory.
+        The result is 1-D and has the dtype of ``flat``. A direct exchange adds 16-bit values in fp32 and rounds once.
+        ``flat`` may be overwritten, and the result may share its memory.
         """
         if self.size == 1:
             return flat
@@ -179,7 +190,7 @@ class Group:
         return self._transport(flat.device).reduce_scatter(flat, what)
 
     def all_reduce_(self, flat: Tensor, what: str) -> Tensor:
-        """Sum ``flat`` (1-D) over the ranks, in place; every rank gets the same bits."""
+        """Sum ``flat`` (1-D, of any length) over the ranks, in place. Every rank gets the same bits."""
         if self.size == 1:
             return flat
         self._announce(what, flat.device)
@@ -193,7 +204,7 @@ class Group:
         return flat
 
     def broadcast_(self, tensor: Tensor, what: str, src: int = 0) -> Tensor:
-        """Overwrite ``tensor`` (contiguous) with that of the group's rank ``src``."""
+        """Overwrite ``tensor`` (contiguous, of any dtype) with the tensor of the group's rank ``src``."""
         if self.size > 1 and tensor.numel():
             self._announce(what, tensor.device)
             with self._explained(what):
@@ -202,7 +213,7 @@ class Group:
         return tensor
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        """Every rank's small picklable ``value``, in rank order."""
+        """Gather every rank's ``value``, in rank order. Values must be small and picklable."""
         if self.size == 1:
             return [value]
         self._come()
@@ -212,7 +223,7 @@ class Group:
         return values
 
     def broadcast_object(self, value: Any, what: str) -> Any:
-        """Rank 0's picklable ``value``; of the others it is ignored."""
+        """Return rank 0's ``value``, which must be picklable. The values of other ranks are ignored."""
         if self.size == 1:
             return value
         self._come()
@@ -226,14 +237,14 @@ class Group:
     def _exchange(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], what: str, tag: int | None = None
     ) -> Callable[[], None]:
-        """Send ``outgoing[r]`` to every other rank r and receive ``incoming[r]`` from it, in host memory.
+        """Begin to send ``outgoing[r]`` to every other rank r, and to receive ``incoming[r]`` from it, in host memory.
 
-        Returns what waits for the end of both; neither list may be touched or freed before.
+        Returns a function that waits for the end of both. Until then no tensor of the lists may be touched or freed.
         """
         group = self.process_group
         assert group is not None
         tag = _DATA_TAG | (self.digest & (_DATA_TAG - 1)) if tag is None else tag
-        # Beginning at the next rank, so that not all ranks send to the same one first.
+        # Each rank begins with the one after it, so that not all ranks send to the same rank first.
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
         works = []
         with self._explained(what) as waiting:
@@ -244,23 +255,26 @@ class Group:
         return lambda: self._wait(works, what)
 
     def _wait(self, works: Sequence[tuple[int | None, dist.Work]], what: str) -> None:
-        """Wait for works, each with the group's rank that it depends on; ``None``: on all."""
+        """Wait for works. Each comes with the group's rank that it depends on; ``None``: on all ranks."""
         with self._explained(what) as waiting:
             for waiting.rank, work in works:
                 work.wait()
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[_Waiting]:
-        """Let calls of the backend count as waiting for other ranks, and explain their errors."""
+        """Count the time of calls of the backend as waiting for other ranks, and explain their errors."""
         with self.explaining(what) as waiting, self.timers.phase(Phase.WAIT), named(what):
             yield waiting
 
     @contextmanager
     def explaining(self, what: str) -> Iterator[_Waiting]:
-        """Say in errors of the backend what this rank was about to do, for whom it waited, and what it had done.
+        """Replace errors of the backend by ones that say what this rank was doing, had done before, and waited for.
 
-        Whoever reads what a collective has left does so inside: that it has failed on a device the host learns when it
-        waits for it.
+        Results of a collective must be read inside this context, too: if it fails on a device, the host learns of that
+        only when it waits for the device.
+
+        Raises:
+            CollectiveError: the backend has raised an error.
         """
         waiting = _Waiting()
         try:
@@ -273,12 +287,12 @@ class Group:
             raise CollectiveError(self._explanation(what, waiting.rank, str(error))) from error
 
     def _explanation(self, what: str, awaited: int | None, error: str) -> str:
-        """The message where the backend failed; the cause comes last, where it is known.
+        """The message for an error of the backend. If the cause is known, it comes last.
 
         Args:
-            what: this rank was about to do.
-            awaited: the group's rank that it waited for, if one.
-            error: of the backend.
+            what: what this rank was about to do.
+            awaited: the group's rank for which it waited; ``None``: for no rank in particular.
+            error: the message of the backend.
         """
         ranks, board = self._world_ranks, self.board
         own = ranks[self.rank]
@@ -287,10 +301,10 @@ class Group:
         if not cause:
             waited = None if awaited is None else ranks[awaited]
             missing = board.describe(board.find_missing(waited, tells_an_end(error)))
-            cause = board.explain()  # noted meanwhile
+            cause = board.explain()  # a rank may have noted it in the meantime
         if cause:
             return f"{failed}, because {cause}"
-        if tells_an_end(error) and missing:  # where none is, all have waited: one that gave up has closed connections
+        if tells_an_end(error) and missing:  # if none is missing, a rank that gave up waiting has closed connections
             return (
                 f"{failed}, because {missing} has ended without a Python error: it was killed, say, or its node is "
                 f"down ({error})"
@@ -304,12 +318,12 @@ class Group:
     # -------------------------------------------------------------------------------------------------- consistency
 
     def note(self, what: str) -> None:
-        """Let the next collective find out whether all ranks have done something that needs no communication."""
+        """Note an action without communication, so that the next collective checks that all ranks have done it."""
         self._noted = what
 
     def _come(self) -> None:
-        """Issue all that comes before the next collective of the thread that trains, or wait until a lane has."""
-        if in_lane():  # which keeps its own order
+        """Before a collective of the thread that trains, issue those that must come first, or wait until a lane has."""
+        if in_lane():  # a lane keeps its own order
             return
         if self.before is not None:
             self.before()
@@ -317,7 +331,7 @@ class Group:
         issuing.wait()
 
     def _announce(self, what: str, device: torch.device) -> None:
-        """Before a collective: note it, and find out whether all ranks are about to do the same."""
+        """Note a collective that is about to be issued, and check whether all ranks are about to issue the same."""
         self._come()
         if self._noted:
             what, self._noted = f"{what}, after {self._noted}", ""
@@ -333,23 +347,23 @@ class Group:
         table = header.new_empty(self.size, _HEADER)
         self._transport(device).gather_headers(table, header, what, self._headers % _DATA_TAG)
         with self.explaining(what):
-            headers = [bytes(row) for row in table.tolist()]  # where a device has them, one wait for it
+            headers = [bytes(row) for row in table.tolist()]  # all at once, to wait for a device only once
         if any(header[:4] != own[:4] for header in headers):
             wants = [header[4:].decode(errors="replace").rstrip() for header in headers]
             raise CollectiveError(disagreement(dict(zip(self._world_ranks, wants, strict=True)), self.board))
 
 
 class _Transport(Protocol):
-    """How the ranks of a group, of several, pass data on in one kind of memory."""
+    """Exchanges data between the ranks of a group of several ranks, in one kind of memory."""
 
     def padding(self, numel: int) -> int:
-        """Elements that must be added to ``numel`` for :meth:`all_reduce_`."""
+        """The number of elements by which ``numel`` elements must be padded for :meth:`all_reduce_`."""
 
     def scratch(self, part: int, dtype: torch.dtype) -> int:
-        """Bytes that :meth:`reduce_scatter` takes where a rank's part has ``part`` bytes, its result included."""
+        """Bytes that :meth:`reduce_scatter` allocates, including its result, if a rank's part has ``part`` bytes."""
 
     def begin_all_gather(self, data: Tensor, what: str) -> Callable[[], None]:
-        """See :meth:`Group.begin_all_gather_`; of bytes."""
+        """See :meth:`Group.begin_all_gather_`; ``data`` is uint8."""
 
     def reduce_scatter(self, flat: Tensor, what: str) -> Tensor:
         """See :meth:`Group.reduce_scatter`."""
@@ -358,11 +372,11 @@ class _Transport(Protocol):
         """See :meth:`Group.all_reduce_`."""
 
     def gather_headers(self, table: Tensor, header: Tensor, what: str, tag: int) -> None:
-        """Fill ``table`` ([size, n], bytes) with every rank's ``header`` ([n])."""
+        """Fill ``table`` (``[size, n]`` uint8) with every rank's ``header`` (``[n]`` uint8)."""
 
 
 class _Messages:
-    """Every rank sends to every other, in host memory, and sums in rank order."""
+    """A direct exchange in host memory: every rank sends to every other rank, and sums are made in rank order."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -371,7 +385,7 @@ class _Messages:
         return -numel % self._group.size
 
     def scratch(self, part: int, dtype: torch.dtype) -> int:
-        # What the others send, and the sum; 16-bit summands are widened one by one.
+        # The parts from other ranks, and the sum. 16-bit parts are converted to fp32 one at a time.
         others = part * (self._group.size - 1)
         return others + part * (2 * (4 // dtype.itemsize) if dtype.itemsize < 4 else 1)
 
@@ -381,10 +395,10 @@ class _Messages:
 
     def reduce_scatter(self, flat: Tensor, what: str) -> Tensor:
         group, parts = self._group, list(flat.chunk(self._group.size))
-        # The own part is not received; without it, memory for one part less.
+        # A rank's own part is not received, so no memory is needed for it.
         received = [part if rank == group.rank else torch.empty_like(part) for rank, part in enumerate(parts)]
         group._exchange(parts, received, what)()
-        # A part of its own: a view would keep all of `flat` alive for as long as the gradient is.
+        # The sum is a copy: a view would keep all of `flat` alive for as long as the gradient lives.
         total = received[0].to(torch.float32 if flat.dtype.itemsize < 4 else flat.dtype, copy=True)
         for other in received[1:]:
             total += other
@@ -435,7 +449,7 @@ class _Collectives:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether a collective has failed, of this package or of anyone who uses ``torch.distributed``."""
+    """Whether an error comes from a collective, of this package or of other code that uses ``torch.distributed``."""
     return isinstance(error, CollectiveError | dist.DistError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_GLOO)
     )
@@ -446,7 +460,8 @@ def tells_an_end(error: str) -> bool:
     return any(words in error for words in _CLOSED)
 
 
-# Its errors are plain `RuntimeError`s. The second is of those whose connection another one's timeout has closed.
+# Words in errors of gloo, which are plain `RuntimeError`s. The second occurs if the timeout of another operation has
+# closed the connection.
 _OF_GLOO = ("/gloo/", "Application timeout caused pair closure")
 _CLOSED = ("closed by peer", "reset by peer", "Broken pipe")  # in errors of gloo
 
@@ -459,7 +474,7 @@ def _expectation() -> str:
 
 
 def disagreement(wants: Mapping[int, str], board: Board) -> str:
-    """The message where ranks are about to do, or did, different things; what each does, by its number in the world."""
+    """The message for ranks that do, or have done, different things. ``wants``: what each does, by world rank."""
     ranks: dict[str, list[int]] = {}
     for rank, want in wants.items():
         ranks.setdefault(want, []).append(rank)
@@ -469,4 +484,4 @@ def disagreement(wants: Mapping[int, str], board: Board) -> str:
 
 
 def _nothing() -> None:
-    """The end of a collective that had nothing to do."""
+    """Do nothing, to wait for a collective of a single rank."""
