@@ -274,7 +274,7 @@ class Group:
         only when it waits for the device.
 
         Raises:
-            CollectiveError: the backend has raised an error.
+            CollectiveError: the backend has raised an error in a group of several ranks.
         """
         waiting = _Waiting()
         try:

@@ -158,7 +158,7 @@ class AttachedOptimizers:
         return any(not set(ids).isdisjoint(self._attached[id(optimizer)].admitted) for ids in others)
 
     def begin_step(self, optimizer: Optimizer, grad_scale: float, call: StepCall) -> StepUpdates:
-        """Copy the hyperparameters with which ``optimizer`` updates, before anything is updated.
+        """Copy the hyperparameters and attributes with which ``optimizer`` updates, before anything is updated.
 
         Args:
             optimizer: the optimizer that makes the step.
@@ -167,6 +167,9 @@ class AttachedOptimizers:
 
         Returns:
             The updates of the step, of which none has begun; see :class:`StepUpdates`.
+
+        Raises:
+            ValueError: a hyperparameter is out of range; nothing has been written then.
         """
         if state_was_edited(optimizer):
             self.adopt_state(optimizer)
@@ -187,7 +190,7 @@ class AttachedOptimizers:
         Args:
             optimizer: the optimizer that makes the step.
             used: the parameters to update.
-            updates: the updates of the step. Some may have begun in backward, and other ones on other ranks.
+            updates: the updates of the step. Some may have begun in backward; which ones may differ between ranks.
         """
         used_ids = set(map(id, used))
         updates.begin([(b, segments) for b, segments in self._in_order(used) if id(b) not in updates.begun])

@@ -57,7 +57,7 @@ class ScaleLayout(NamedTuple):
         return pieces[0].first, pieces[-1].first + pieces[-1].blocks
 
     def starts(self, param: int) -> tuple[int, ...]:
-        """Elements of parameter ``param`` at which blocks start anew: 0, and each shard border that cuts a block."""
+        """Elements of parameter ``param`` at which scales start anew: 0, and each shard border that cuts a block."""
         return (0, *(piece.param_start for piece in self.pieces[param] if piece.param_start % ops.BLOCK))
 
 

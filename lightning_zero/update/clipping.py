@@ -1,9 +1,9 @@
 """Norm, overflow and clipping of the sharded gradients, between backward and step.
 
-All that the ranks must exchange is in one small all-reduce. It is done once after a backward, when user code first asks
-for the norm, a clipping or a step. It also tells which gradients are left over, which means that they have not been
-reduced yet. In that case its other results are dropped, the left-over gradients are reduced, and it is repeated. And it
-tells whether a rank has changed buffers; if so, all ranks get those of rank 0.
+All values that no rank knows alone are exchanged in one small all-reduce. It is done once after a backward, as soon as
+the norm, a clipping or a step is asked for. It also tells which gradients are left over, that is, not reduced yet. If
+there are any, its other results are dropped, these gradients are reduced, and it is repeated. And it tells whether a
+rank has changed buffers; if so, all ranks get the buffers of rank 0.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class GradientClipping:
     Call :meth:`measure` before anything that needs the norm, overflow or used parameters.
 
     Attributes:
-        used: ids of the parameters that have a gradient on any rank; ``None`` if nobody has asked since the last
+        used: ids of the parameters that have a gradient on any rank; ``None`` if they are not known yet after the last
             backward.
         shown: by id of the parameter, the gradient that user code has been given, as long as it is the parameter's.
         version: a number that grows with every change of gradients.
@@ -56,7 +56,7 @@ class GradientClipping:
     Args:
         bucket_map: holds the module's parameters and gradients.
         optimizers: the optimizers whose gradients are measured and clipped.
-        scale: the factor by which the gradients are scaled.
+        scale: keeps the factor by which the gradients are scaled.
         placement: groups, device and stores.
         buffers: watches the module's buffers.
     """
@@ -330,7 +330,7 @@ class GradientClipping:
     # ------------------------------------------------------------------------------------------------------- values
 
     def factor_of(self, parameter: Parameter) -> float:
-        """The factor which clips and unscales the gradient of ``parameter``."""
+        """The factor that clips and unscales the gradient of ``parameter``."""
         clip = 1.0
         if self._clip:
             clip = math.prod(self._clip.get(id(o), 1.0) for o in self._optimizers.with_parameter(parameter))

@@ -62,7 +62,9 @@ def steps_by_rules(optimizer: Optimizer) -> TypeGuard[CombinedOptimizer]:
 
 
 class CombinedUpdater(ShardUpdater):
-    """Updates each bucket by the updater that its parameters' rule has alone: for AdamW, a kernel where one fits.
+    """Updates each bucket with the updater that the rule of its parameters has when used alone.
+
+    For AdamW this is the updater of a native kernel, where one fits.
 
     A bucket whose parameters have several rules is updated by the optimizer's own step. This happens only to buckets
     that keep each parameter whole on one rank: a bucket holds either parameters that are cut, or parameters that are

@@ -1,4 +1,4 @@
-"""Values such as a count of steps that an optimizer's step writes to its groups and attributes, not to its state."""
+"""Values that an optimizer's step writes to its groups and attributes, not its state: a count of steps, a flag."""
 
 from __future__ import annotations
 

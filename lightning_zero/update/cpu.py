@@ -236,7 +236,7 @@ class CPUOptimizer(Optimizer):
         """Lists the parameters for which a state dict has state, with that state."""
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
-        # torch refuses groups of other lengths, so that this need not.
+        # Lengths need not be checked here, because torch refuses groups of other lengths.
         return [(p, state_dict["state"][k]) for k, p in zip(keys, parameters, strict=False) if k in state_dict["state"]]
 
     @torch.no_grad()

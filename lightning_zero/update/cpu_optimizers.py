@@ -34,8 +34,8 @@ class CPUAdam(CPUOptimizer):
             or ``torch.int8``, 8 bits in blocks of 256 elements (:class:`lightning_zero.ops.Quantized`), stochastically
             rounded, not with ``amsgrad``. State dicts have 8-bit moments in fp32.
         seed: seed of the stochastic rounding. A run that is resumed needs the same seed.
-        adamw_mode: DeepSpeed's name for ``decoupled_weight_decay``. DeepSpeed's default is True, the default here is
-            False.
+        adamw_mode: DeepSpeed's name for ``decoupled_weight_decay``, which it replaces if it is given. DeepSpeed's
+            default is True.
 
     Raises:
         ValueError: an argument is out of range.

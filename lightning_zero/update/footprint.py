@@ -40,9 +40,10 @@ class Footprint(NamedTuple):
         state: dtypes of the per-element state after the first update, by name.
         gradients: temporary bytes of the scaled or converted gradients of a tile.
         passing: temporary bytes of the rule while it updates a tile.
-        fresh: bytes of the state that the optimizer makes for a tile at the first update, and that is copied from
-            there.
-        one_tile: whether the whole shard is updated at once. Then the first update allocates these copies last.
+        fresh: bytes of the new state that the optimizer makes for a tile at the first update. It is then copied to
+            where state rests.
+        one_tile: whether the whole shard is updated at once. Then these copies are the last memory that the first
+            update allocates.
         staged: bytes of parameters that go through buffers in host memory on their way to the device.
         published: number of elements whose parameters go through a buffer together; ``None``: all.
         owned: bytes of state that the optimizer makes and keeps for each whole parameter.

@@ -1,8 +1,8 @@
 """Loss scalers: state machines that choose the factor by which an fp16 loss is multiplied before backward.
 
-fp16 gradients below 6e-8 become zero, and gradients above 65504 infinite. The largest factor without overflow preserves
-most of them (https://arxiv.org/abs/1710.03740). Loss scalers hold plain numbers and no tensors, so that all ranks that
-see the same sequence of overflows are in the same state.
+fp16 gradients below 6e-8 become zero, and those above 65504 become infinite. The largest factor without overflow
+preserves most of them (https://arxiv.org/abs/1710.03740). Loss scalers hold plain numbers and no tensors, so that all
+ranks that see the same sequence of overflows are in the same state.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _MUON = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps",
 
 
 class Muon(CombinedOptimizer):
-    """Combines :class:`torch.optim.Muon` for matrices and :class:`torch.optim.AdamW` for the rest, with the same bits.
+    """Updates matrices as :class:`torch.optim.Muon` and all else as :class:`torch.optim.AdamW`, with the same bits.
 
     Muon orthogonalizes the momentum of each hidden matrix by a Newton-Schulz iteration
     (https://kellerjordan.github.io/posts/muon/). Embeddings, the output layer, vectors and convolutions are better
