@@ -92,7 +92,14 @@ class Reading(Lit):
 
 
 @ranks(2)
-@main_names_and("precision", "bf16-mixed", "32-true", "bf16-true")
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("zero2_offload", "bf16-true"),
+        pytest.param("zero2_offload", "32-true", marks=pytest.mark.slow),
+        pytest.param("zero3", "bf16-mixed", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:.*keeps a full copy")
 def test_weight_averaging(pool: RankPool, name: str, precision: str) -> None:
     """Validation after every step swaps the average in and out again; training must not notice, nor the average.
