@@ -189,11 +189,14 @@ def test_edits_before_the_backward_are_taken_over() -> None:
 
 def test_what_a_context_holds_gathered_waits_for_the_step() -> None:
     """User code may read it after backward."""
-    session = start(3)
-    with session.engine.gathered(session.model.parameters()):
-        session.optimizer.step(
-            closure_of(session, lambda: [parameter.sum() for parameter in session.model.parameters()])
-        )
+    session, seen = start(3), list[Tensor]()
+    parameters = [*session.model.parameters()]
+    before = [session.engine.full_param(parameter) for parameter in parameters]
+    with session.engine.gathered(parameters):
+        session.optimizer.step(closure_of(session, lambda: seen.extend(p.detach().clone() for p in parameters)))
+    assert all(map(torch.equal, seen, before))
+    assert len(seen) == len(before)
+    assert not any(map(torch.equal, map(session.engine.full_param, parameters), before))
 
 
 def test_autograd_refuses_what_it_has_saved_of_an_updated_parameter() -> None:
