@@ -27,6 +27,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 CALL_LIMIT = 5.0 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 UNTIMED = ("slow", "launch", "gpu")
 MAX_LAUNCH = 18
+SIMULATED = "simulated"  # the plugin
 # Node ids without parameters that the limit does not apply to.
 MAY_BE_SLOW = frozenset(
     # It imports lightning in a process of its own, and so torchmetrics, and so transformers where that is installed.
@@ -39,6 +40,14 @@ class TooSlowError(pytest.fail.Exception):
 
 
 AGAIN = pytest.mark.flaky(reruns=1, only_rerun=TooSlowError)  # whoever else used the machine may be gone by then
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--simulated",
+        metavar="SCHEDULE",
+        help="run tests/engine and tests/strategy on the simulated device: lazy, eager, or random with a seed: random3",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,6 +63,10 @@ def pytest_configure(config: pytest.Config) -> None:
     slow = [hypothesis.HealthCheck.too_slow]
     hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=slow)
     hypothesis.settings.load_profile("untimed")
+    if schedule := config.getoption("simulated"):
+        from device.simulated import Simulated
+
+        config.pluginmanager.register(Simulated(schedule), SIMULATED)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -74,6 +87,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def is_limited(item: pytest.Item) -> bool:
+    if item.config.getoption("simulated"):
+        return False
     return item.nodeid.split("[")[0] not in MAY_BE_SLOW and not any(map(item.get_closest_marker, UNTIMED))
 
 
@@ -104,18 +119,20 @@ def _loggers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def rank_pools() -> Iterator[Callable[..., RankPool]]:
+def rank_pools(pytestconfig: pytest.Config) -> Iterator[Callable[..., RankPool]]:
     """Running pools by world size and the type of device that their ranks have, which all tests share."""
     from device import where
 
-    server = ForkServer()
+    server, plugin = ForkServer(), pytestconfig.pluginmanager.get_plugin(SIMULATED)
     pools: dict[tuple[int, str], RankPool] = {}
 
     def running(world_size: int, device: str = "") -> RankPool:
         key = (world_size, device)
         if key not in pools:
-            options = where.rank_options(device, world_size) if device else {}
-            pools[key] = RankPool(world_size, server, **options)
+            if device:
+                pools[key] = RankPool(world_size, server, **where.rank_options(device, world_size))
+            else:
+                pools[key] = (RankPool if plugin is None else plugin.make_pool)(world_size, server)
         pools[key].start()
         return pools[key]
 

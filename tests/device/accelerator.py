@@ -1,4 +1,4 @@
-"""The simulated device as an accelerator of Lightning: `Trainer(accelerator="sim", devices=2)`."""
+"""The simulated device as an accelerator of Lightning: `Trainer(accelerator="sim", devices=2)`, and `Fabric(...)`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from device import sim
+from lightning.fabric.accelerators import ACCELERATOR_REGISTRY as FABRIC_REGISTRY
 from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
 
 from lightning_zero.storage import accelerators, register_device_type
@@ -61,7 +62,8 @@ class SimDevices(accelerators.Accelerator):
 
 
 def register() -> None:
-    """Lets Lightning and the package know it, once per process."""
+    """Lets Trainer, Fabric and the package know it, once per process."""
     register_device_type(sim.DEVICE, SimDevices(sim.DEVICE))
-    if sim.DEVICE not in AcceleratorRegistry:
-        AcceleratorRegistry.register(sim.DEVICE, SimAccelerator)
+    for registry in (AcceleratorRegistry, FABRIC_REGISTRY):
+        if sim.DEVICE not in registry:
+            registry.register(sim.DEVICE, SimAccelerator)

@@ -48,8 +48,12 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """ "eager", "lazy" or "random3"."""
-        return cls("random", int(text[6:])) if text.startswith("random") else cls(text)
+        """ "eager", "lazy" or "random3"; anything else is a `ValueError`."""
+        if text.startswith("random") and text[6:].isdecimal():
+            return cls("random", int(text[6:]))
+        if text not in ("eager", "lazy"):
+            raise ValueError(f"the schedule {text!r} is none of 'eager', 'lazy' and 'random' with a seed, as 'random3'")
+        return cls(text)
 
 
 LAZY = Schedule()

@@ -109,7 +109,7 @@ class Case:
 
 
 def autocast_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(batch.device.type, dtype=torch.bfloat16):
         return models.next_token_loss(model, batch)
 
 

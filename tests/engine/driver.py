@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import models
+from helpers import models, place
 from helpers.reference import LossFunction, OptimizerFactory, Trained
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -113,17 +113,18 @@ class Session(NamedTuple):
 
 def make_placement(setup: Setup, mesh: Mesh | None = None) -> BucketPlacement:
     """`mesh` is a new one by default: a collective call."""
-    mesh, executor = mesh or Meshes().of(setup), make_executor(CPU, setup.overlap)
-    host: TensorStore = HostStore() if setup.offload else DeviceStore(CPU)
+    device, mesh = place.device(), mesh or Meshes().of(setup)
+    executor, on_device = make_executor(device, setup.overlap), DeviceStore(device)
+    host: TensorStore = HostStore(pin_for=device) if setup.offload else on_device
     optimizer_store = host if setup.disk is None else make_disk_store(setup, mesh.world.rank, executor)
     shared = setup.stage == 3 and setup.offload_params
     return BucketPlacement(
         mesh,
         ShardingPolicy.from_stage(setup.stage),
         setup.precision,
-        CPU,
+        device,
         optimizer_store,
-        DeviceStore(CPU) if not shared else optimizer_store if setup.disk_params else host,
+        on_device if not shared else optimizer_store if setup.disk_params else host,
         executor,
         whole=setup.whole,
         gradients_rest=setup.disk_gradients,
@@ -134,7 +135,9 @@ def make_disk_store(setup: Setup, rank: int, executor: Executor) -> DiskStore:
     """With tiles of 4096 elements, the smallest there are."""
     assert setup.disk is not None
     folder = RunFolder(Path(setup.disk), f"{os.getpid()}-{next(_RUNS)}", rank)
-    store = DiskStore.in_folder(folder, executor, DISK_BUFFER, direct=setup.direct, way=setup.way)
+    store = DiskStore.in_folder(
+        folder, executor, DISK_BUFFER, direct=setup.direct, way=setup.way, pin_for=place.device()
+    )
     assert store.tile == 4096
     return store
 
@@ -163,7 +166,7 @@ def make_engine(
         detect_data_edits=setup.detect_data_edits,
         scaler=scaler,
         skip_nonfinite=skip_nonfinite,
-        whole=kept_whole(optimizers, CPU),
+        whole=kept_whole(optimizers, place.device()),
     )
 
 
@@ -268,14 +271,14 @@ def finish(session: Session, norms: Sequence[float] = ()) -> RankResult:
     seen = copy_of_parameters(engine)
     pieces = state_pieces(engine, session.updater)
     engine.release()
-    weights = {name: value.detach().clone() for name, value in session.model.state_dict().items()}
+    weights = {name: value.detach().to("cpu", copy=True) for name, value in session.model.state_dict().items()}
     return RankResult(seen, weights, pieces, list(norms))
 
 
 def copy_of_parameters(engine: Engine) -> dict[str, Tensor]:
     """Whole parameters by name, as user code sees them; tied ones under each name."""
     with engine.gathered(engine.module.parameters()):
-        return {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+        return {name: value.detach().to("cpu", copy=True) for name, value in engine.module.state_dict().items()}
 
 
 def state_pieces(engine: Engine, updater: ShardUpdater) -> list[Piece]:
@@ -287,12 +290,13 @@ def state_pieces(engine: Engine, updater: ShardUpdater) -> list[Piece]:
             if segment not in state:
                 continue
             if isinstance(state, WholeState):
-                owned = copy.deepcopy(state.get(segment))
+                owned = place.moved(copy.deepcopy(state.get(segment)), "cpu")
                 pieces.append(Piece(bucket.names[segment.param], bucket.formats[segment.param], 0, {}, owned))
             else:
                 assert isinstance(state, ShardState)
                 kept = {name: state.dtypes[name] for name in state.names(segment)}
-                elements = {k: state.read(k, dtype, segment.start, segment.stop).clone() for k, dtype in kept.items()}
+                read = {k: state.read(k, dtype, segment.start, segment.stop) for k, dtype in kept.items()}
+                elements = {k: values.to("cpu", copy=True) for k, values in read.items()}
                 scalars = state.scalars(segment)
                 name, layout = bucket.names[segment.param], bucket.formats[segment.param]
                 pieces.append(Piece(name, layout, segment.param_start, elements, scalars))
@@ -341,6 +345,7 @@ Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
 
 def assert_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     assert actual.keys() == expected.keys()
+    actual, expected = place.moved(dict(actual), "cpu"), place.moved(dict(expected), "cpu")
     wrong = [name for name in actual if not torch.equal(actual[name], expected[name])]
     assert {name: (actual[name] - expected[name]).abs().max().item() for name in wrong} == {}
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from engine import driver
 from engine.cases import cast, describe, every_stage, stages_on
 from engine.driver import Meshes, RankResult, Session, Setup, assert_close, assert_equal, assert_trained
-from helpers import models
+from helpers import models, place
 from helpers.ranks import RankPool, ranks
 from helpers.reference import (
     Batches,
@@ -101,9 +101,9 @@ PLANTED = "blocks.1.down.bias"
 def fp16_loss(model: Any, batch: Tensor, *, autocast: bool = False, bad: float = math.inf) -> Tensor:
     """The next token's cross entropy, in fp32; a flagged batch plants `bad`."""
     model.blocks[1].down.bad = bad if models.is_flagged(batch) else None
-    with torch.autocast("cpu", dtype=torch.float16, enabled=autocast):
+    with torch.autocast(place.device().type, dtype=torch.float16, enabled=autocast):
         logits = model(batch[:, :-1])
-    return functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+    return functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten().to(logits.device))
 
 
 class Place(NamedTuple):
@@ -195,6 +195,7 @@ def train_case(case: Case, meshes: Meshes) -> Ran:
 def snapshot(session: Session) -> dict[str, Tensor]:
     """Everything that a step may change on this rank, without a collective: parameters, masters, state."""
     values: dict[str, Tensor] = {}
+    session.engine.await_updates()
     for bucket in session.engine.buckets:
         values[f"{bucket.names}.shard"] = bucket.shard.read(0, bucket.shard.numel).clone()
         values[f"{bucket.names}.master"] = bucket.master.read(0, bucket.layout.shard_numel).clone()

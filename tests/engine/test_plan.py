@@ -60,7 +60,9 @@ class Deep(nn.Module):
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=model.get_parameter("head.weight").dtype != torch.float32):
+    with torch.autocast(
+        batch.device.type, dtype=torch.bfloat16, enabled=model.get_parameter("head.weight").dtype != torch.float32
+    ):
         return model(batch).float().square().mean()
 
 

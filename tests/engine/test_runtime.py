@@ -16,7 +16,7 @@ import torch.distributed as dist
 from engine import driver
 from engine.cases import every_stage, every_stage_and_rank, make_model
 from engine.driver import Meshes, Session, Setup, assert_close, assert_equal
-from helpers import models
+from helpers import models, place
 from helpers.ranks import RankPool, ranks
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -75,7 +75,7 @@ def is_freed(bucket: Bucket) -> bool:
 @pytest.mark.parametrize(("stage", "precision"), [(1, BF16), (2, driver.UNCHANGED)])
 def test_whole_gradients_are_freed_once_reduced(stage: int, precision: MixedPrecisionPolicy) -> None:
     session = alone(Setup(stage, precision=precision))
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is BF16):
+    with torch.autocast(place.device().type, dtype=torch.bfloat16, enabled=precision is BF16):
         forward_backward(session, last=False)
         kept = [p for p in session.model.parameters() if local_grad(p) is not None]
         forward_backward(session)

@@ -179,7 +179,7 @@ def rank_batches(batches: Sequence[Sequence[Sequence[Tensor]]], rank: int) -> li
 def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
     """The mean cross entropy of the predictions of the next tokens."""
     logits = model(batch[:, :-1])
-    return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten().to(logits.device))
 
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

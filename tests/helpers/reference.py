@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from helpers import place
+
 Batches = Sequence[Sequence[Sequence[Tensor]]]  # [step][micro-batch][rank]
 LossFunction = Callable[[nn.Module, Tensor], Tensor]
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
@@ -103,8 +105,8 @@ def train_reference(
     clipping. `skip_nonfinite=True` skips optimizer and scheduler if a gradient is not finite; the step's norm is then
     not finite either. Groups of `shard_size` ranks (default: all) are summed first, and then their sums.
     """
-    master = copy.deepcopy(model)
-    working = master if cast is None else cast(copy.deepcopy(model))
+    master = copy.deepcopy(model).to(place.device())
+    working = master if cast is None else cast(copy.deepcopy(master))
     optimizer = make_optimizer(master)
     scheduler = make_scheduler(optimizer) if make_scheduler else None
     buffers = RankBuffers(working, len(batches[0][0]))
@@ -129,12 +131,12 @@ def train_reference(
         if scheduler is not None:
             scheduler.step()
         follow(working, master)
-    named = buffers.by_name()
+    named = [place.moved(each, "cpu") for each in buffers.by_name()]
     buffers.load(0)
     for module, trained in zip(master.modules(), working.modules(), strict=True):
         module._buffers = trained._buffers
     weights = {name: value.clone() for name, value in master.state_dict().items()}
-    return Trained(weights, state_by_name(master, optimizer), norms, named)
+    return Trained(place.moved(weights, "cpu"), place.moved(state_by_name(master, optimizer), "cpu"), norms, named)
 
 
 def rank_gradients(

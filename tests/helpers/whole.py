@@ -64,7 +64,8 @@ class Shampoo(Ruled):
     def rule(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["factors"] = [1e-3 * torch.eye(n, dtype=gradient.dtype) for n in gradient.shape]
+            like = {"dtype": gradient.dtype, "device": gradient.device}
+            state["factors"] = [1e-3 * torch.eye(n, **like) for n in gradient.shape]
         state["step"] += 1
         for dim, factor in enumerate(state["factors"]):
             rows = gradient.movedim(dim, 0).reshape(gradient.shape[dim], -1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import models
+from helpers import models, place
 from helpers.ranks import RankPool, ranks
 from lightning.fabric import Fabric
 from strategy.fits import (
@@ -42,7 +42,7 @@ def make_fabric(name: str, **flags: Any) -> Fabric:
     """A Fabric on the pool's ranks; small parameters are sharded too."""
     options = STRATEGIES[name] | ({"persistence_numel": 0} if name.startswith("zero3") else {})
     strategy = ZeroFabricStrategy(**options) if "3" in name else name
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **flags)
+    fabric = Fabric(accelerator=place.accelerator(), devices=dist.get_world_size(), strategy=strategy, **flags)
     fabric.launch()
     return fabric
 
