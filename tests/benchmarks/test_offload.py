@@ -46,6 +46,7 @@ def attempt(job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.device
 def test_a_contestant_that_runs_out_of_memory_ends_nothing(
     device_pool1: DevicePool, benchmark: Any, run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch

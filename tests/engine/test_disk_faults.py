@@ -55,6 +55,7 @@ def wrong(outcome: Outcome) -> bool:
     return given != (code or getattr(errno, outcome.fault)) or re.search(where + reason, text) is None
 
 
+@pytest.mark.slow
 def test_a_transfer_of_a_gradient_that_fails_is_named_or_survived(outcomes: list[Outcome]) -> None:
     tried = {(outcome.fault, outcome.direction, outcome.number) for outcome in outcomes}
     for fault in FAULTS:

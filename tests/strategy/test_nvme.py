@@ -218,6 +218,7 @@ def fit_and_load(path: Path) -> list[Any]:
     return [(each.weights, each.optimizer_states) for each in found]
 
 
+@pytest.mark.slow  # the other rank hangs until its pool ends it
 def test_a_disk_that_fills_up_ends_the_run(pool2: RankPool, tmp_path: Path) -> None:
     """The checkpoint before loads."""
     with pytest.raises(RankError) as caught:
