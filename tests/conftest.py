@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from helpers import rank_worker
 from helpers.processes import Stopwatch
 from helpers.ranks import REPRODUCIBLE, ForkServer, RankPool
 
@@ -105,6 +106,11 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
             pytrace=False,
         )
     return result
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    rank_worker.seed()
 
 
 @pytest.fixture(autouse=True)

@@ -267,7 +267,6 @@ class Engine:
 
     def begin_training(self) -> None:
         """Make the masters that were left out, of what was not cast or is loaded next. The same call on all ranks."""
-        self.settle()
         self.placement = self._map.begin_to_train()
 
     @property
@@ -460,7 +459,6 @@ class Engine:
     def release(self) -> None:
         """Undo everything: ordinary parameters at full precision, no hooks, optimizers of their own. Collective."""
         self.in_backward.give_up()
-        self.settle()
         self.outcomes.forget()
         self._clipping.forget()
         self._optimizers.detach()

@@ -214,7 +214,7 @@ def test_elements_are_counted_in_any_order_of_memory() -> None:
         part = ops.Quantized(codes[low:high], scales[first : first + ops.count_blocks(low, high - low)])
         ops.quantize_(form.flatten(stored)[low:high].contiguous(), part, signed=True, index=low)
     full = blocks.full(codes, scales)
-    assert (full - values).abs().max() < 0.1
+    assert (full - values).abs().max() < 0.05 * values.abs().max()
     for order in (form, other):
         into = torch.empty(500, dtype=torch.bfloat16)
         blocks.decode(codes, scales, order, 200, into)

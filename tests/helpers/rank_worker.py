@@ -278,7 +278,6 @@ def clean_state(spec: RankSpec) -> Iterator[None]:
 
 def reset_libraries(spec: RankSpec) -> None:
     """Reset process-wide settings that tests change."""
-    import numpy as np
     import torch
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -286,10 +285,18 @@ def reset_libraries(spec: RankSpec) -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
-    seeds: tuple[Callable[[int], Any], ...] = (torch.manual_seed, np.random.seed, random.seed)
-    for seed in seeds:
-        seed(0)
+    seed()
     rank_zero_only.rank = spec.rank
+
+
+def seed() -> None:
+    """Seed the global generators: each test, and each job of a rank, draws the same numbers whatever ran before it."""
+    import numpy as np
+    import torch
+
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
 
 
 def make_tests_importable() -> None:

@@ -23,7 +23,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
 from lightning_zero import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion
-from lightning_zero.checkpoint.state import load_module_state_dict, load_optimizer_state_dict, module_state_dict
+from lightning_zero.checkpoint.state import (
+    FullPrecision,
+    load_module_state_dict,
+    load_optimizer_state_dict,
+    module_state_dict,
+)
 from lightning_zero.checkpoint.state import optimizer_state_dict as saved_optimizer
 from lightning_zero.engine import Engine
 from lightning_zero.ops import BLOCK, join_
@@ -517,6 +522,32 @@ def test_amsgrad_that_comes_with_the_checkpoint_keeps_every_maximum() -> None:
     one, other = (saved_optimizer(s.engine, s.updater)["state"] for s in (first, second))
     for name in one:
         assert_equal(other[name], one[name])
+
+
+def load_halfway() -> list[float]:
+    """The values of all ranks' shards, as this rank sees them."""
+    model = nn.Linear(4, 4, bias=False).bfloat16()
+    with FullPrecision() as loaded:
+        model.load_state_dict({"weight": torch.full((4, 4), 1 + 2.0**-8)})
+    setup = Setup(1, offload=True, precision=POLICIES[BF16])
+    session = driver.start(model, lambda m: CPUSGD(m.parameters(), lr=0.0), setup, Mesh.create())
+    loaded.give_to(session.engine)
+    return model.weight.detach().float().unique().tolist()  # type: ignore[no-any-return]
+
+
+@ranks(2)
+def test_all_ranks_see_how_a_loaded_halfway_value_is_rounded(pool: RankPool) -> None:
+    """By the optimizer's rule, and not as the copy rounded it that filled the parameters before there were masters."""
+    assert pool.run(load_halfway) == [[1 + 2.0**-7]] * 2
+
+
+def test_an_edit_just_before_other_parameters_are_loaded_stays() -> None:
+    setup = Setup(2, precision=POLICIES[BF16])
+    session = driver.start(nn.Linear(2, 2), lambda m: torch.optim.SGD(m.parameters(), lr=0.1), setup, Mesh.single())
+    with torch.no_grad():
+        session.model.get_parameter("bias").fill_(3.0)
+    load_module_state_dict(session.engine, {"weight": torch.ones(2, 2)}, strict=False)
+    assert_equal(driver.finish(session).weights, {"weight": torch.ones(2, 2), "bias": torch.full((2,), 3.0)})
 
 
 def test_cleared_sums_are_those_of_a_new_optimizer() -> None:
