@@ -26,7 +26,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
