@@ -4,6 +4,10 @@
     python benchmarks/covered.py --out after.json
     cd ../before && .venv/bin/python ../after/benchmarks/covered.py --out before.json
     cd ../after && python benchmarks/covered.py --read after.json --against ../before/before.json
+    python benchmarks/covered.py --out slow.json -- -m "slow and not gpu" -n 2 --dist worksteal
+    python benchmarks/covered.py --read after.json slow.json
+
+Several files count together: what one of these runs has covered.
 
 It measures the package and the tests of the working folder, with the interpreter that runs this file. So a revision
 without this file can be measured, too. Arguments after `--` are passed to pytest instead of those for the fast tests.
@@ -78,15 +82,14 @@ class Counts(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("covered.json"), help="file to write (covered.json)")
-    parser.add_argument("--read", type=Path, help="print what such a file has, and measure nothing")
-    parser.add_argument("--against", type=Path, help="such a file of another revision, to compare with")
+    parser.add_argument("--read", type=Path, nargs="+", help="print what such files have, and measure nothing")
+    parser.add_argument("--against", type=Path, nargs="+", help="such files of another revision, to compare with")
     parser.add_argument("tests", nargs="*", help="pytest's arguments, after `--`")
     options = parser.parse_args(arguments)
     if options.read is None:
         options.out.write_text(json.dumps(measure(options.tests or TESTS)))
-    report = json.loads((options.read or options.out).read_text())
-    before = json.loads(options.against.read_text()) if options.against else None
-    print("\n".join(table(report, before)))
+    before = by_folder(options.against) if options.against else {}
+    print("\n".join(table(by_folder(options.read or [options.out]), before)))
 
 
 def measure(tests: Sequence[str]) -> dict[str, Any]:
@@ -106,9 +109,8 @@ def measure(tests: Sequence[str]) -> dict[str, Any]:
         return report
 
 
-def table(report: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[str]:
+def table(now: Mapping[str, Counts], then: Mapping[str, Counts]) -> list[str]:
     """The lines of a table: percentages of lines and branches by folder of the package, and their changes."""
-    now, then = by_folder(report), {} if before is None else by_folder(before)
     lines = [f"{'':<16} {'lines %':>9} {'branches %':>11}" + (f" {'before':>18} {'change':>14}" if then else "")]
     for folder in sorted(now.keys() | then.keys(), key=lambda each: (each == "all", each)):
         shares, old = (counts.get(folder, Counts()).shares() for counts in (now, then))
@@ -119,18 +121,27 @@ def table(report: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[s
     return lines
 
 
-def by_folder(report: Mapping[str, Any]) -> dict[str, Counts]:
-    """The counts of each folder of the package, and of the whole package."""
+def by_folder(paths: Sequence[Path]) -> dict[str, Counts]:
+    """The counts of each folder of the package, and of the whole package, in all runs of one revision together."""
+    reports = [json.loads(path.read_text())["files"] for path in paths]
     folders: dict[str, Counts] = {}
-    for path, of_file in report["files"].items():
+    for path in sorted(set().union(*reports)):
         inside = Path(path.partition(f"{PACKAGE}/")[2])
-        summary = of_file["summary"]
-        counts = Counts(
-            summary["num_statements"], summary["covered_lines"], summary["num_branches"], summary["covered_branches"]
+        lines, branches = (
+            union([each[path] for each in reports if path in each], kind) for kind in ("lines", "branches")
         )
         for folder in (inside.parts[0] if len(inside.parts) > 1 else ".", "all"):
-            folders[folder] = folders.get(folder, Counts()).plus(counts)
+            folders[folder] = folders.get(folder, Counts()).plus(Counts(*lines, *branches))
     return folders
+
+
+def union(of_file: Sequence[Mapping[str, Any]], kind: str) -> tuple[int, int]:
+    """How many lines or branches a file has, and how many of them any of the runs has executed."""
+    executed, missing = (
+        {item if isinstance(item, int) else tuple(item) for each in of_file for item in each[f"{word}_{kind}"]}
+        for word in ("executed", "missing")
+    )
+    return len(executed | missing), len(executed)
 
 
 if __name__ == "__main__":
