@@ -18,20 +18,28 @@ def covered() -> Any:
     return load("covered")
 
 
-def report(**covered_lines: int) -> dict[str, Any]:
-    """A report of files of ten statements and four branches."""
+def write(path: Path, **covered_lines: range) -> Path:
+    """A report of files of ten statements and four branches, of which the first was taken."""
     files = {
-        f"/any/lightning_zero/{path.replace('_in_', '/')}.py": {
-            "summary": {"num_statements": 10, "covered_lines": lines, "num_branches": 4, "covered_branches": 1}
+        f"/any/lightning_zero/{name.replace('_in_', '/')}.py": {
+            "executed_lines": [*lines],
+            "missing_lines": sorted({*range(10)} - {*lines}),
+            "executed_branches": [[1, 2]],
+            "missing_branches": [[1, 3], [4, 5], [4, -1]],
         }
-        for path, lines in covered_lines.items()
+        for name, lines in covered_lines.items()
     }
-    return {"files": files}
+    path.write_text(json.dumps({"files": files}))
+    return path
 
 
-def test_folders_are_compared(covered: Any) -> None:
-    lines = covered.table(report(engine_in_a=5, engine_in_b=10, version=10), report(engine_in_a=10))
-    assert [line.split() for line in lines[1:]] == [
+def test_folders_are_compared(covered: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What either of two runs covers counts, and once."""
+    fast = write(tmp_path / "fast.json", engine_in_a=range(4), engine_in_b=range(10), version=range(10))
+    slow = write(tmp_path / "slow.json", engine_in_a=range(2, 5))
+    before = write(tmp_path / "before.json", engine_in_a=range(10))
+    covered.main(["--read", str(fast), str(slow), "--against", str(before)])
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
         [".", "100.00", "25.00", "0.00", "0.00", "+100.00", "+25.00"],
         ["engine", "75.00", "25.00", "100.00", "25.00", "-25.00", "+0.00"],
         ["all", "83.33", "25.00", "100.00", "25.00", "-16.67", "+0.00"],
