@@ -424,7 +424,6 @@ class Bucket:
 
     def await_moves(self) -> None:
         """Let the host wait for all work on the bucket's tensors in host memory, before the host changes them."""
-        self.await_update()
         self.placement.await_host(self.moving)
         self.placement.await_host(self.reading)
         self.moving = self.reading = DONE

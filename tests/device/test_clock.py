@@ -11,6 +11,8 @@ import pytest
 import torch
 from device import sim
 
+from lightning_zero.storage.accelerators import device_type
+
 MIB = 2**20
 
 
@@ -44,6 +46,14 @@ def test_virtual_time_knows_overlap_and_no_schedule(device: torch.device) -> Non
     set_rates(c)
     assert overlapped(device, overlap=False) == pytest.approx(1.8)
     assert overlapped(device, overlap=True) == pytest.approx(1.0)
+
+
+@pytest.mark.device
+def test_the_packages_clock_waits_for_the_end_of_a_span(device: torch.device) -> None:
+    clock, x = device_type(device).clock(device), torch.zeros(MIB, device=device)
+    start = clock.now()
+    x.add_(1)
+    assert clock.between(start, clock.now()) > 0.0
 
 
 @pytest.mark.device
