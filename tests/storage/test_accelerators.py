@@ -15,6 +15,7 @@ from lightning_zero.checkpoint import rng
 from lightning_zero.sharding import Group
 from lightning_zero.storage import HostStore, RandomState, Timers, accelerators, device_type, register_device_type
 from lightning_zero.storage.host import pinned_bytes
+from lightning_zero.storage.work_log import WorkLog
 
 DEVICE = torch.device("privateuseone", 1)
 
@@ -28,7 +29,7 @@ class Recorded(accelerators.Accelerator):
         super().__init__(DEVICE.type)
         self.calls: list[tuple[Any, ...]] = []
         self.generator = torch.Generator()
-        self.time = 0.0
+        self.time = self.busy = 0.0
 
     def pin(self, address: int, nbytes: int) -> None:
         self.calls.append(("pin", address, nbytes))
@@ -38,6 +39,7 @@ class Recorded(accelerators.Accelerator):
 
     def synchronize(self, device: torch.device) -> None:
         self.calls.append(("synchronize", device))
+        self.busy = 0.0
 
     def random_state(self, device: torch.device) -> RandomState | None:
         return RandomState(self.generator.get_state, self.generator.set_state, self.generator.manual_seed)
@@ -47,7 +49,7 @@ class Recorded(accelerators.Accelerator):
 
     def now(self) -> float:
         self.time += 1.0
-        return self.time
+        return self.time + self.busy
 
     def reached(self, mark: float) -> bool:
         return False
@@ -129,6 +131,15 @@ def test_steps_are_timed_by_the_clock_of_the_device(recorded: Recorded) -> None:
     timers.end_step()
     assert timers.take() == []  # the device is not there yet
     assert sum(timers.take(wait=True)[0].values()) == 1.0
+
+
+def test_a_log_begins_when_the_device_has_nothing_to_do(recorded: Recorded) -> None:
+    """So that its clock and the host's begin together."""
+    log, recorded.busy = WorkLog(), 10.0
+    log.start(DEVICE, "forward")
+    recorded.synchronize(DEVICE)
+    (span,) = log.stop()
+    assert (span.name, span.start, span.end) == ("forward", 0.0, 1.0)
 
 
 def test_cpu_ranks_hold_no_memory_but_the_hosts(recorded: Recorded) -> None:
