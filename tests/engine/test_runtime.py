@@ -267,7 +267,7 @@ def test_the_class_of_a_parameter_comes_back() -> None:
 
 
 def check_gathered() -> None:
-    expected = make_model("transformer").state_dict()
+    expected = place.placed(make_model("transformer")).state_dict()
     session = started(Setup(3))
     engine, model = session.engine, session.model
     weight, other = model.blocks[0].up.weight, model.blocks[1].up.weight
@@ -982,7 +982,7 @@ def test_the_norm_is_the_same_on_all_ranks_and_at_all_stages(pool: RankPool) -> 
 def check_direct_call(with_gradient: bool) -> None:
     """As `module.net.generate()` in a callback: parts of the model work by themselves."""
     session = started(Setup(3))
-    model, plain = session.model, make_model("transformer")
+    model, plain = session.model, place.placed(make_model("transformer"))
     x = torch.ones(1, 2, models.WIDTH)
     with torch.set_grad_enabled(with_gradient):
         for name in ("blocks.1", "blocks.1.up", "norm", "head"):
