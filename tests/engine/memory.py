@@ -6,12 +6,13 @@ import gc
 import mmap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any, Self
 from unittest import mock
 
 import torch
+from helpers import place
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,6 +86,20 @@ def await_that(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     until = time.monotonic() + seconds
     while not condition() and time.monotonic() < until:
         time.sleep(0.01)
+
+
+def peak(mappings: type[Mapping]) -> AbstractContextManager[SimpleNamespace | Peak]:
+    """The most of both kinds of memory together: `nbytes`, after the context."""
+    return Peak() if place.device().type == "cpu" else _device_peak(mappings)
+
+
+@contextmanager
+def _device_peak(mappings: type[Mapping]) -> Iterator[SimpleNamespace]:
+    """As a device and its host are two, threads fill them, and each has the most at another time."""
+    torch.accelerator.reset_peak_memory_stats()
+    found = SimpleNamespace(nbytes=0)
+    yield found
+    found.nbytes = torch.accelerator.max_memory_allocated() + mappings.most
 
 
 class Peak(TorchDispatchMode):

@@ -98,7 +98,7 @@ def measure(setup: Setup, optimizer: str, micro_batches: int, mesh: Mesh) -> Mem
     gc.collect()  # earlier cases
     with memory.counted_mappings() as mappings:
         session = driver.start(Deep(), make, setup, mesh)
-        with memory.Peak() as peak:
+        with memory.peak(mappings) as peak:
             for _ in range(2):
                 driver.run_step(session, batches, loss_of)
             session.optimizer.zero_grad()
@@ -168,7 +168,7 @@ def evaluate(setup: Setup, mesh: Mesh) -> tuple[Memory, Counter[str], Plan]:
         model = Deep()
         engine = Engine(model, placement, bucket_size_mb=setup.bucket_size_mb, check_steps=0)
         memory.await_release(1.01 * expected.held.total)
-        with memory.Peak() as peak:
+        with memory.peak(mappings) as peak:
             for _ in range(2):
                 mesh.shard.reset_counters()
                 with engine.forward_context():
