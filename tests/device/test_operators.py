@@ -61,6 +61,8 @@ class Recurrent(nn.Module):
         self.layers = nn.ModuleList([nn.LSTM(16, 16, batch_first=True), nn.GRU(16, 16, bias=False, batch_first=True)])
         self.norm = nn.BatchNorm1d(16)
         self.encoder = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+        self.norm.weight.requires_grad_(False)
+        self.encoder.norm1.weight.requires_grad_(False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.bag(tokens)[None]
@@ -70,7 +72,7 @@ class Recurrent(nn.Module):
 
 
 def results(device: torch.device | str) -> list[Tensor]:
-    """Of training, of evaluation, and with frozen statistics."""
+    """Of training, of evaluation, and with frozen statistics; two parameters are frozen."""
     torch.manual_seed(1)
     network, found = Recurrent().to(device, torch.float64), []
     for training in (True, False):
@@ -80,7 +82,7 @@ def results(device: torch.device | str) -> list[Tensor]:
         with torch.no_grad():
             found.append(network(tokens))
         network(tokens).square().sum().backward()
-        found += [parameter.grad.clone() for parameter in network.parameters() if parameter.grad is not None]
+        found += [parameter.grad for parameter in network.parameters() if parameter.requires_grad]
     return [value.cpu() for value in found]
 
 

@@ -48,7 +48,7 @@ void correct(const c10::FunctionSchema& schema, const std::vector<c10::IValue>& 
   if (schema.arguments().back().name() == "output_mask") {
     const auto mask = arguments.back().toBoolList();
     for (size_t i = 0; i < mask.size(); i++)
-      if (!mask[i]) found.values[i] = c10::IValue();
+      if (!mask[i]) found.values[i] = at::Tensor();
   }
 }
 
