@@ -122,11 +122,7 @@ class BucketMap:
         """Hold ``parameters`` unsharded inside the context; see :meth:`lightning_zero.engine.Engine.gathered`."""
         chosen = set(self.holders(parameters))
         buckets = [bucket for bucket in self.buckets if bucket in chosen]
-        for bucket in buckets:
-            bucket.pins += 1
-            if not full_precision:
-                bucket.unshard()
-        masters_shown = [bucket for bucket in buckets if full_precision and bucket.unshard_full_precision()]
+        masters_shown = self._hold(buckets, full_precision)
         try:
             yield
         finally:
@@ -141,6 +137,31 @@ class BucketMap:
                         self.placement.mesh.world.broadcast_(bucket.flat, f"write back {bucket.name}")
                         bucket.absorb_edits(everything=True)
                 bucket.reshard()
+
+    def _hold(self, buckets: Sequence[Bucket], full_precision: bool) -> list[Bucket]:
+        """Unshard buckets and keep them so. If that fails, as where memory runs out, none of them stays held.
+
+        Returns:
+            Those that show masters in another tensor.
+        """
+        masters_shown: list[Bucket] = []
+        held = 0
+        try:
+            for held, bucket in enumerate(buckets, start=1):
+                bucket.pins += 1
+                if not full_precision:
+                    bucket.unshard()
+                elif bucket.unshard_full_precision():
+                    masters_shown.append(bucket)
+        except BaseException:
+            for bucket in masters_shown:
+                bucket.end_full_precision(writeback=False)
+            for bucket in buckets[:held]:
+                bucket.pins -= 1
+            for bucket in buckets[:held]:
+                bucket.reshard()
+            raise
+        return masters_shown
 
     def begin_to_train(self) -> BucketPlacement:
         """Make the masters of buckets that were made for evaluation only. The same call on all ranks.

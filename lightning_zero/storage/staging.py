@@ -74,12 +74,16 @@ class Staging:
         What is chosen is no longer in the list, so that nobody else chooses it.
         """
         with self._lock:
+            room = self.nbytes + nbytes <= self.limit
             fitting = [given for given in self._given if given.buffer.nbytes >= nbytes]
-            if done := [given for given in fitting if given.work.done()]:
+            # While there is room, a larger one is left to what needs it: what passes in a step takes no more than its
+            # sizes add up to.
+            usable = [given for given in fitting if given.buffer.nbytes == nbytes or not room]
+            if done := [given for given in usable if given.work.done()]:
                 smallest = min(done, key=lambda given: given.buffer.nbytes)
                 self._given.remove(smallest)
                 return smallest.buffer
-            if self.nbytes + nbytes <= self.limit or not self._given:
+            if room or not self._given:
                 self.nbytes += nbytes
                 return None
             # Wait for one that is large enough; where none is, give up the oldest to make room.

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+MIXED_UP = "gloo, which moves the data there, ends a process that gets another size than it has asked for"
+BESIDE = "an update beside the training fails where it is waited for, at every wait: test_update_under_forward.py"
+
 # By the beginning of node ids.
-REASONS: dict[str, str] = {}
+REASONS: dict[str, str] = {
+    "tests/engine/test_consistency.py::test_later_it_is_an_error_after_the_timeout": MIXED_UP,
+    "tests/engine/test_consistency.py::test_a_backward_that_only_one_rank_makes[0-2": MIXED_UP,
+    "tests/engine/test_disk.py::test_parameters_of_an_update_that_fails_are_of_before_or_after": BESIDE,
+    "tests/engine/test_disk.py::test_gradients_of_a_bucket_of_two_optimizers_are_not_read_for_its_norms": (
+        "a device sums their squares before they leave it, so that they are not read in the first step either"
+    ),
+    "tests/engine/test_plan.py::test_a_device_that_is_not_there": "compares the plan of a CPU with that of a device",
+    "tests/engine/test_update_in_backward.py::test_an_update_that_fails_tears_the_weights": BESIDE,
+}
 
 
 def reason(nodeid: str) -> str | None:

@@ -95,6 +95,7 @@ def reset() -> None:
     c.clocked(False)
     c.reset_clock()
     c.reset_streams()
+    c.set_device(0)
     for device in range(c.devices):
         c.set_limit(device, EVERY_DEVICE_BYTES)
 

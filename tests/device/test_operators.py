@@ -52,6 +52,45 @@ def test_training_gives_the_hosts_bits(device: torch.device, dtype: torch.dtype)
         torch.testing.assert_close(ours, hosts, rtol=0, atol=0)
 
 
+class Recurrent(nn.Module):
+    """What torch computes otherwise on a device, or in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(11, 16)
+        self.layers = nn.ModuleList([nn.LSTM(16, 16, batch_first=True), nn.GRU(16, 16, bias=False, batch_first=True)])
+        self.norm = nn.BatchNorm1d(16)
+        self.encoder = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+        self.norm.weight.requires_grad_(False)
+        self.encoder.norm1.weight.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.bag(tokens)[None]
+        for layer in self.layers:
+            x = layer(x)[0]
+        return self.encoder(self.norm(x[0])[None])
+
+
+def results(device: torch.device | str) -> list[Tensor]:
+    """Of training, of evaluation, and with frozen statistics; two parameters are frozen."""
+    torch.manual_seed(1)
+    network, found = Recurrent().to(device, torch.float64), []
+    for training in (True, False):
+        network.train(training)
+        network.zero_grad()
+        tokens = torch.arange(24).reshape(3, 8).remainder(11).to(device)
+        with torch.no_grad():
+            found.append(network(tokens))
+        network(tokens).square().sum().backward()
+        found += [parameter.grad for parameter in network.parameters() if parameter.requires_grad]
+    return [value.cpu() for value in found]
+
+
+@pytest.mark.device
+def test_recurrent_networks_and_evaluation(device: torch.device) -> None:
+    torch.testing.assert_close(results(device), results("cpu"), rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.device
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_autocast_casts_as_on_cuda(device: torch.device, dtype: torch.dtype) -> None:

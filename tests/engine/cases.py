@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from engine import driver
 from engine.driver import Compare, Meshes, RankResult, Setup, assert_equal
-from helpers import models
+from helpers import models, place
 from helpers.ranks import RankPool
 from helpers.reference import Batches, Trained, train_reference
 from torch import Tensor, nn
@@ -109,7 +109,7 @@ class Case:
 
 
 def autocast_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    with torch.autocast(batch.device.type, dtype=torch.bfloat16):
+    with torch.autocast(place.device().type, dtype=torch.bfloat16):
         return models.next_token_loss(model, batch)
 
 

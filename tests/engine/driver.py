@@ -353,7 +353,8 @@ def assert_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
 def assert_close(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float = 1e-9, atol: float = 1e-12
 ) -> None:
-    torch.testing.assert_close(dict(actual), dict(expected), rtol=rtol, atol=atol)
+    actual, expected = place.moved(dict(actual), "cpu"), place.moved(dict(expected), "cpu")
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
 
 
 def assert_trained(actual: Trained, expected: Trained, compare: Compare = assert_equal) -> None:

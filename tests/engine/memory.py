@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import mmap
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any, Self
 from unittest import mock
 
 import torch
+from helpers import place
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,13 +35,20 @@ class Mapping(mmap.mmap):
 
     def __del__(self) -> None:
         Mapping.live -= len(self)
+        getattr(super(), "__del__", lambda: None)()
+
+
+class PinnedMapping(Mapping, host._PinnedMapping):
+    """One that is pinned, where there is a device."""
 
 
 @contextmanager
 def counted_mappings() -> Iterator[type[Mapping]]:
-    """Host stores map memory through `Mapping` inside."""
+    """Host stores map memory through `Mapping` inside; nothing is mapped at the beginning."""
+    await_that(lambda: not Mapping.live)  # threads let go of earlier ones late
+    Mapping.most = Mapping.live
     counting = SimpleNamespace(**{**vars(mmap), "mmap": Mapping})
-    with mock.patch.object(host, "mmap", counting):
+    with mock.patch.multiple(host, mmap=counting, _PinnedMapping=PinnedMapping):
         yield Mapping
 
 
@@ -56,9 +64,9 @@ def only_new_objects() -> Iterator[None]:
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
-    """Those of all tensors alive, by address of the storage object."""
+    """Those of all tensors alive but on `meta`, by address of the storage object."""
     gc.collect()
-    tensors = [o for o in gc.get_objects() if isinstance(o, Tensor)]
+    tensors = [o for o in gc.get_objects() if isinstance(o, Tensor) and o.device.type != "meta"]
     with torch._C.DisableTorchFunctionSubclass():
         return {s._cdata: s for s in (t.untyped_storage() for t in tensors if t.layout is torch.strided)}
 
@@ -70,9 +78,28 @@ def storage_bytes() -> int:
 
 def await_release(most: float, seconds: float = 30.0) -> None:
     """Wait until no more than so many bytes are alive: gloo's threads let go of a collective's tensors late."""
+    await_that(lambda: storage_bytes() <= most, seconds)
+
+
+def await_that(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Look again and again whether something is so, for some time at most."""
     until = time.monotonic() + seconds
-    while storage_bytes() > most and time.monotonic() < until:
+    while not condition() and time.monotonic() < until:
         time.sleep(0.01)
+
+
+def peak(mappings: type[Mapping]) -> AbstractContextManager[SimpleNamespace | Peak]:
+    """The most of both kinds of memory together: `nbytes`, after the context."""
+    return Peak() if place.device().type == "cpu" else _device_peak(mappings)
+
+
+@contextmanager
+def _device_peak(mappings: type[Mapping]) -> Iterator[SimpleNamespace]:
+    """As a device and its host are two, threads fill them, and each has the most at another time."""
+    torch.accelerator.reset_peak_memory_stats()
+    found = SimpleNamespace(nbytes=0)
+    yield found
+    found.nbytes = torch.accelerator.max_memory_allocated() + mappings.most
 
 
 class Peak(TorchDispatchMode):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from engine import driver
 from engine.cases import describe, make_model
 from engine.driver import Meshes, Setup
-from helpers import models
+from helpers import models, place
 from helpers.ranks import RankPool, ranks
 from helpers.reference import clip_gradients, rank_gradients, reduce_then_sum, set_gradients, sum_then_reduce
 from torch import Tensor, nn
@@ -118,7 +118,7 @@ def started(setup: Setup) -> driver.Session:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_parameters_of_16_bits_are_seen_at_full_precision(stage: int) -> None:
-    weights = {name: value.clone() for name, value in make_model("mlp").state_dict().items()}
+    weights = place.placed(make_model("mlp")).state_dict()
     session = started(Setup(stage, precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
     for name, parameter in session.model.named_parameters():
         assert parameter.dtype == torch.bfloat16

@@ -116,6 +116,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "split": lambda m: CPUAdamW(two_groups(m), lr=0.01, master_layout="split", state_dtype=torch.bfloat16),
     "blocks": lambda m: CPUAdamW(two_groups(m), lr=0.01, master_layout="split", state_dtype=torch.int8),
     "muon": lambda m: Muon(Muon.groups_of(m), lr=0.02),
+    "muon_on_host": lambda m: Muon(Muon.groups_of(m), lr=0.02, on_device=False),
     "exchanges": lambda m: Exchanges(m.parameters()),
     "copy": lambda m: CPUSGD(m.parameters(), lr=0.1, momentum=0.9, state_dtype=torch.bfloat16),
 }
@@ -177,6 +178,12 @@ def run_steps(session: driver.Session, case: Case, steps: Sequence[int]) -> None
         if case.overflow and step == 2:
             batches[0][0, 0] = 2.0
         driver.run_step(session, batches, loss_of, clip_norm=case.clip)
+
+
+def await_writes(session: driver.Session) -> None:
+    """Until a step has written what it has changed."""
+    session.engine.await_updates()
+    session.engine.placement.executor.submit(lambda: None, Lane.WRITE, "the end of a step").synchronize()
 
 
 def train(case: Case, mesh: Mesh) -> driver.RankResult:
@@ -312,7 +319,7 @@ def test_a_plan_knows_the_traffic_of_gradients(tmp_path: Path, touched: Counter[
     for _ in range(2):
         touched.clear()
         run_steps(session, case, [0])
-        session.engine.placement.executor.submit(lambda: None, Lane.WRITE, "the end").synchronize()
+        await_writes(session)
     planned, pages = planned_for(case, session.engine.placement), 4096 * 2 * (micro + 1) * len(session.engine.buckets)
     moved = sum(nbytes for what, nbytes in touched.items() if "the gradients of" in what)
     assert planned.summed <= moved <= planned.summed + pages
@@ -399,8 +406,8 @@ def test_the_next_bucket_comes_while_the_last_tiles_of_one_are_updated(
         (PURE_BF16, "copy", 0),
         (PURE_BF16, "split", 1),
         (PURE_BF16, "sgd", 0),
-        (None, "muon", 1),
-        (PURE_BF16, "muon", 0),
+        (None, "muon_on_host", 1),
+        (PURE_BF16, "muon_on_host", 0),
     ],
 )
 def test_parameters_are_read_by_each_pass_and_their_update(
@@ -414,11 +421,10 @@ def test_parameters_are_read_by_each_pass_and_their_update(
     setup = STAGE3 if precision is None else dataclasses.replace(STAGE3, precision=precision)
     case = Case(setup, optimizer)
     session = start(case.on_disk(str(tmp_path)), Mesh.single())
-    executor = session.engine.placement.executor
     for _ in range(2):
         touched.clear()
         run_steps(session, case, [0])
-        executor.submit(lambda: None, Lane.WRITE, "the end of a step").synchronize()  # behind all writes
+        await_writes(session)
     read_by_passes = 0
     for bucket in session.engine.buckets:
         what, nbytes = f"the parameters of {bucket.name}", aligned(nbytes_of(bucket.shard))
@@ -638,7 +644,7 @@ def test_state_of_whole_parameters_takes_what_is_planned_however_slow_the_disk_i
         lambda setup, rank, executor: DiskStore.in_folder(RunFolder(tmp_path, "run", rank), executor, buffer),
     )
     monkeypatch.setattr(DiskStore, "copy_for", copy_for)
-    case = Case(STAGE3, "muon").on_disk(str(tmp_path))
+    case = Case(STAGE3, "muon_on_host").on_disk(str(tmp_path))
     session = start(case, Mesh.single())
     run_steps(session, case, [0])  # makes the state
     for _ in range(2):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from engine import driver, zoo
 from engine.driver import Meshes, RankResult, Setup, assert_close, assert_equal
-from helpers import models
+from helpers import models, place
 from helpers.ranks import RankPool, ranks
 from helpers.reference import Batches, Trained, train_reference
 from torch import Tensor, nn
@@ -167,9 +167,9 @@ def ragged(training: Training) -> None:
     for step in range(3):
         training.step(step)
         with training.gathered(), torch.inference_mode():
-            x = PROBE
+            x = probe = place.placed(PROBE)
             for _ in range(1 + 2 * training.rank):
-                x = torch.cat([training.model(x), PROBE[:, zoo.WIDTH :]], dim=1)
+                x = torch.cat([training.model(x), probe[:, zoo.WIDTH :]], dim=1)
             training.seen.append(training.model(PROBE).clone())
 
 
@@ -234,14 +234,14 @@ def play(script: Callable[[Training], None], name: str, setups: Sequence[Setup])
 
 
 def check_script(pool: RankPool, script: Callable[[Training], None], name: str, stages: Sequence[int]) -> None:
-    model = zoo.make(name).double()
+    model = place.placed(zoo.make(name).double())
     plain = Training(model, models.make_optimizer("momentum", model), pool.world_size)
     script(plain)
     setups = [Setup(stage, units=zoo.KINDS[name].units) for stage in stages]
     for results in pool.run_within(20, play, script, name, setups):
         for trained, seen in results:
             assert_close(trained.weights, model.state_dict())
-            torch.testing.assert_close(seen, plain.seen, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(seen, place.moved(plain.seen, "cpu"), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

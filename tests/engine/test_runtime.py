@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -267,7 +268,7 @@ def test_the_class_of_a_parameter_comes_back() -> None:
 
 
 def check_gathered() -> None:
-    expected = make_model("transformer").state_dict()
+    expected = place.placed(make_model("transformer")).state_dict()
     session = started(Setup(3))
     engine, model = session.engine, session.model
     weight, other = model.blocks[0].up.weight, model.blocks[1].up.weight
@@ -292,6 +293,26 @@ def check_gathered() -> None:
 
 def test_gathered_parameters_are_unsharded_inside_the_context(pool2: RankPool) -> None:
     pool2.run(check_gathered)
+
+
+def check_a_gather_that_fails(full_precision: bool) -> None:
+    session = started(Setup(3, precision=BF16))
+    engine, gather = session.engine, "unshard_full_precision" if full_precision else "unshard"
+    third = engine.buckets[2]
+    with mock.patch.object(third, gather, side_effect=MemoryError("no room")), pytest.raises(MemoryError):
+        engine.gathered(session.model.parameters(), full_precision=full_precision).__enter__()
+    assert all(map(is_freed, engine.buckets))
+    assert all(isinstance(parameter, FreedParameter) for parameter in session.model.parameters())
+    with gathered_parameters(session.model):
+        assert not any(map(is_freed, engine.buckets))
+    assert all(map(is_freed, engine.buckets))
+
+
+@ranks(2)
+@pytest.mark.parametrize("full_precision", [False, True])
+def test_where_memory_runs_out_nothing_stays_gathered(pool: RankPool, full_precision: bool) -> None:
+    """User code may catch the error and train on."""
+    pool.run(check_a_gather_that_fails, full_precision)
 
 
 def check_edits(setup: Setup) -> None:
@@ -982,7 +1003,7 @@ def test_the_norm_is_the_same_on_all_ranks_and_at_all_stages(pool: RankPool) -> 
 def check_direct_call(with_gradient: bool) -> None:
     """As `module.net.generate()` in a callback: parts of the model work by themselves."""
     session = started(Setup(3))
-    model, plain = session.model, make_model("transformer")
+    model, plain = session.model, place.placed(make_model("transformer"))
     x = torch.ones(1, 2, models.WIDTH)
     with torch.set_grad_enabled(with_gradient):
         for name in ("blocks.1", "blocks.1.up", "norm", "head"):

@@ -76,6 +76,7 @@ def follow(setup: Setup) -> Followed:
     engine = session.engine
     with memory.only_new_objects():
         shadow = engine.make_shadow()
+        assert shadow.shards  # the copies have been made
         held = memory.storage_bytes()
     expected, calls = weights_of(engine), Counter[str]()
     groups = list({id(group): group for group in (mesh.world, mesh.shard, mesh.replica)}.values())
@@ -130,7 +131,7 @@ def test_an_average_of_shards_of_replicas(pool4: RankPool, stage: int) -> None:
 
 
 def bits(*tensors: Tensor) -> list[bytes]:
-    return [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors]
+    return [tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes() for tensor in tensors]
 
 
 PURE = {dtype: MixedPrecisionPolicy(param_dtype=dtype, keep_norms=False) for dtype in (torch.bfloat16, torch.float16)}

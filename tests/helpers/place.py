@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
 T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
 
 _types = ["cpu"]
 
@@ -32,6 +34,17 @@ def trainings_on(type_of_device: str) -> Iterator[None]:
         yield
     finally:
         _types.pop()
+
+
+def placed(value: T) -> T:
+    """The same on the device; what a module holds twice stays one, which `Module.to` forgets of buffers."""
+    return _move(value) if isinstance(value, nn.Module) else moved(value, device())
+
+
+def _move(module: M) -> M:
+    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id, with what has it: another one must not get it
+    module._apply(lambda tensor: kept.setdefault(id(tensor), (tensor, tensor.to(device())))[1])
+    return module
 
 
 def moved(value: T, to: torch.device | str) -> T:

@@ -105,7 +105,7 @@ def train_reference(
     clipping. `skip_nonfinite=True` skips optimizer and scheduler if a gradient is not finite; the step's norm is then
     not finite either. Groups of `shard_size` ranks (default: all) are summed first, and then their sums.
     """
-    master = copy.deepcopy(model).to(place.device())
+    master = place.placed(copy.deepcopy(model))
     working = master if cast is None else cast(copy.deepcopy(master))
     optimizer = make_optimizer(master)
     scheduler = make_scheduler(optimizer) if make_scheduler else None

@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 
@@ -26,7 +27,36 @@ at::Tensor outline(const at::Tensor& t) {
                                         c10::Device(c10::kMeta), std::nullopt);
 }
 
+// What the meta device says of these is not what the host's kernels return.
+void correct(const c10::FunctionSchema& schema, const std::vector<c10::IValue>& arguments, Results& found) {
+  const std::string& name = schema.name();
+  // Normalizations: these kernels keep statistics in the input's dtype where CUDA's have fp32.
+  static const std::map<std::string, size_t> norms = {
+      {"aten::native_layer_norm", 2}, {"aten::native_batch_norm", 1}, {"aten::native_group_norm", 1}};
+  if (const auto norm = norms.find(name); norm != norms.end()) {
+    const auto dtype = arguments[0].toTensor().scalar_type();
+    const auto& weight = arguments[norm->second];
+    const bool mixed = weight.isTensor() && weight.toTensor().scalar_type() != dtype;
+    for (size_t i : {1, 2}) found.values[i] = found.values[i].toTensor().to(mixed ? at::kFloat : dtype);
+  }
+  if (name == "aten::native_batch_norm" && !arguments[5].toBool()) {  // no statistics but the running ones
+    for (size_t i : {1, 2}) {
+      const auto dtype = found.values[i].toTensor().scalar_type();
+      found.values[i] = at::detail::empty_meta({0}, dtype);
+    }
+  }
+  if (schema.arguments().back().name() == "output_mask") {
+    const auto mask = arguments.back().toBoolList();
+    for (size_t i = 0; i < mask.size(); i++)
+      if (!mask[i]) found.values[i] = at::Tensor();
+  }
+}
+
 Results ask(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments) {
+  // They return other sizes, or nothing, by their options.
+  static const std::set<std::string> unlike_meta = {"aten::_native_multi_head_attention",
+                                                    "aten::_embedding_bag"};
+  if (unlike_meta.count(op.schema().name())) return {};
   torch::jit::Stack shapes;
   for (const auto& argument : arguments)
     shapes.push_back(argument.isDevice() ? c10::IValue(c10::Device(c10::kMeta)) : mapped(argument, outline));
@@ -37,15 +67,7 @@ Results ask(const c10::OperatorHandle& op, const std::vector<c10::IValue>& argum
     return {};
   }
   Results found{true, torch::jit::last(shapes, op.schema().returns().size()).vec()};
-  // Normalizations: these kernels keep statistics in the input's dtype where CUDA's have fp32.
-  static const std::map<std::string, size_t> norms = {
-      {"aten::native_layer_norm", 2}, {"aten::native_batch_norm", 1}, {"aten::native_group_norm", 1}};
-  if (const auto norm = norms.find(op.schema().name()); norm != norms.end()) {
-    const auto dtype = arguments[0].toTensor().scalar_type();
-    const auto& weight = arguments[norm->second];
-    const bool mixed = weight.isTensor() && weight.toTensor().scalar_type() != dtype;
-    for (size_t i : {1, 2}) found.values[i] = found.values[i].toTensor().to(mixed ? at::kFloat : dtype);
-  }
+  correct(op.schema(), arguments, found);
   for (const auto& result : found.values)
     found.known &= result.isTensor() || result.isTensorList() || result.isNone();
   return found;

@@ -1,6 +1,7 @@
 #include "kernels.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -355,6 +356,10 @@ at::Tensor native_dropout_backward(const at::Tensor& gradient, const at::Tensor&
   return gradient.mul(mask).mul(scale);
 }
 
+at::Tensor biased(const at::Tensor& x, const std::optional<at::Tensor>& bias) {
+  return bias && bias->defined() ? x + *bias : x;
+}
+
 at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                      const std::optional<at::Tensor>& mask, double dropout, bool causal,
                      std::optional<double> scale, bool grouped) {
@@ -367,6 +372,30 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
   }
   return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, mask, dropout, causal,
                                                             std::nullopt, scale, grouped));
+}
+
+// Cells of recurrent networks have kernels of their own on devices. Their last result is for the kernel's
+// backward; here autograd goes through the parts.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(const at::Tensor& input, const at::Tensor& hidden,
+                                                         const at::Tensor& cell,
+                                                         const std::optional<at::Tensor>& input_bias,
+                                                         const std::optional<at::Tensor>& hidden_bias) {
+  const auto gates = biased(hidden, hidden_bias) + biased(input, input_bias);
+  const auto parts = gates.chunk(4, 1);
+  const auto next = parts[1].sigmoid() * cell + parts[0].sigmoid() * parts[2].tanh();
+  return {parts[3].sigmoid() * next.tanh(), next, gates};
+}
+
+std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& input, const at::Tensor& hidden,
+                                            const at::Tensor& before,
+                                            const std::optional<at::Tensor>& input_bias,
+                                            const std::optional<at::Tensor>& hidden_bias) {
+  const auto from_input = biased(input, input_bias).chunk(3, 1);
+  const auto from_hidden = biased(hidden, hidden_bias).chunk(3, 1);
+  const auto reset = (from_hidden[0] + from_input[0]).sigmoid();
+  const auto keep = (from_hidden[1] + from_input[1]).sigmoid();
+  const auto next = (from_input[2] + from_hidden[2] * reset).tanh();
+  return {(before - next) * keep + next, before};
 }
 
 // Convolutions have an entry of their own for devices that torch does not know: made on the host's side of a
@@ -416,11 +445,19 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_dropout", native_dropout);
   m.impl("native_dropout_backward", native_dropout_backward);
   m.impl("scaled_dot_product_attention", attention);
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
   m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&kernel>());  // as on CUDA one kernel
 }
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("scaled_dot_product_attention", attention); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("scaled_dot_product_attention", attention);
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
+  // On CUDA it has no entry for a device: subclasses of tensors that see operators do not see it.
+  m.impl("_has_compatible_shallow_copy_type", same_kind_of_tensor);
+}
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&kernel>()); }
 
 }  // namespace sim
