@@ -144,11 +144,11 @@ class BucketMap:
         Returns:
             Those that show masters in another tensor.
         """
-        masters_shown: list[Bucket] = []
-        held = 0
+        held, masters_shown = list[Bucket](), list[Bucket]()
         try:
-            for held, bucket in enumerate(buckets, start=1):
+            for bucket in buckets:
                 bucket.pins += 1
+                held.append(bucket)
                 if not full_precision:
                     bucket.unshard()
                 elif bucket.unshard_full_precision():
@@ -156,9 +156,9 @@ class BucketMap:
         except BaseException:
             for bucket in masters_shown:
                 bucket.end_full_precision(writeback=False)
-            for bucket in buckets[:held]:
+            for bucket in held:
                 bucket.pins -= 1
-            for bucket in buckets[:held]:
+            for bucket in held:
                 bucket.reshard()
             raise
         return masters_shown
