@@ -66,7 +66,7 @@ def evaluate_around_fit(name: str, recipe: Recipe) -> tuple[list[float], list[bo
         losses.append(trainer.test(lit, verbose=False)[0]["test_loss"])
         predictions = trainer.predict(lit)
         with gathered_parameters(lit), torch.no_grad():
-            expected = [lit.model(batch[:, :-1]) for batch in lit.loader()]
+            expected = [lit.model(batch[:, :-1]).cpu() for batch in lit.loader()]
         same.append(all(map(torch.equal, predictions, expected)))
 
     evaluate()
