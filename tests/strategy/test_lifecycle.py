@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import models
+from helpers import models, place
 from helpers.ranks import RankError, RankPool, ranks
 from helpers.reference import Trained, train_reference
 from lightning import Callback, Trainer
@@ -332,7 +332,7 @@ def fit_twice_then_test_with_the_first() -> tuple[list[torch.dtype], bool]:
     module = BoringModel()
     first, second = (
         Trainer(
-            accelerator="cpu",
+            accelerator=place.accelerator(),
             devices=dist.get_world_size(),
             strategy="zero3",
             precision="bf16-true",
