@@ -80,9 +80,9 @@ def expected(kind: str, **options: Any) -> Seen:
     batches = make_batches(KINDS[kind], options.get("steps", STEPS), WORLD, options.get("dtype", torch.float32))
     there = copy.deepcopy(model).eval().to(place.device())
     with torch.no_grad():
-        outputs = place.moved([there(**place.moved(batch, place.device())) for (step,) in batches for batch in step], "cpu")
+        outputs = [there(**place.moved(batch, place.device())) for step in batches for batch in step[0]]
     test_loss = torch.stack([output["loss"] for output in outputs]).double().mean().item()
-    predictions = [output["logits"] for output in outputs]
+    predictions = [output["logits"].cpu() for output in outputs]
     _, again = next(runs)
     return Seen(trained.weights, trained.optimizer_state, test_loss, predictions, again.weights)
 
