@@ -4,6 +4,7 @@ from __future__ import annotations
 
 MIXED_UP = "gloo, which moves the data there, ends a process that gets another size than it has asked for"
 BESIDE = "an update beside the training fails where it is waited for, at every wait: test_update_under_forward.py"
+APART = "memory of the host is apart from that of the device: what fits into the latter is in tests/device/test_auto.py"
 
 # By the beginning of node ids.
 REASONS: dict[str, str] = {
@@ -15,6 +16,16 @@ REASONS: dict[str, str] = {
     ),
     "tests/engine/test_plan.py::test_a_device_that_is_not_there": "compares the plan of a CPU with that of a device",
     "tests/engine/test_update_in_backward.py::test_an_update_that_fails_tears_the_weights": BESIDE,
+    "tests/strategy/test_auto.py::test_it_is_what_it_chose": APART,
+    "tests/strategy/test_auto.py::test_a_container_gets_what_fits_into_it": APART,
+    "tests/strategy/test_auto.py::test_a_run_under_a_limit_of_the_kernel_takes_the_smaller_plan": APART,
+    "tests/strategy/test_auto.py::test_layers_of_configure_model_go_where_the_choice_says": APART,
+    "tests/strategy/test_compile.py::test_inductor": "inductor makes no code for the device",
+    "tests/strategy/test_consistency.py::test_another_branch_on_one_rank_is_an_error_on_all[late": MIXED_UP,
+    "tests/strategy/test_cpu_optimizers.py::test_without_offloading_the_cpu_is_the_device": "it is not the CPU",
+    "tests/strategy/test_master_layout.py::test_what_no_kernel_runs_is_refused[options2": (
+        "what is not offloaded is not in host memory, and refused for that"
+    ),
 }
 
 

@@ -88,6 +88,7 @@ def reset() -> None:
         c.schedule("eager", 0)
     for defect in defects():
         setattr(c.defects(), defect, False)
+    c.draws_as_host(False)
     c.pageable_is_error(False)
     c.hang_limit(60.0)
     c.reset_counters()

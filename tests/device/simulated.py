@@ -12,13 +12,16 @@ import io
 import pickle
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from device import build, not_simulated, sim, where
 from helpers import place
 from helpers.ranks import RankPool
-from torch import nn
+from lightning.fabric.utilities import distributed
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 PATIENCE = 4.0  # a task for each operator takes longer than a call
@@ -71,9 +74,12 @@ class SimulatedPool(RankPool):
 def training_there(schedule: sim.Schedule) -> Iterator[None]:
     """Inside, trainings of this process run on the device, by a schedule; modules take inputs from host memory, too.
 
-    A Trainer moves batches to its device. Tests of the engine call models themselves.
+    A Trainer moves batches to its device. Tests of the engine call models themselves. Random numbers are the host's:
+    the references of tests begin with the weights that a seed gives there.
     """
-    with sim.scheduled(schedule), place.trainings_on(sim.DEVICE):
+    averages = mock.patch.object(distributed, "_sync_ddp", average)
+    with sim.scheduled(schedule) as c, place.trainings_on(sim.DEVICE), averages:
+        c.draws_as_host(True)
         handle = register_module_forward_pre_hook(inputs_there)
         try:
             yield
@@ -82,9 +88,18 @@ def training_there(schedule: sim.Schedule) -> Iterator[None]:
 
 
 def inputs_there(module: nn.Module, inputs: Any) -> Any:
-    """The inputs of a module that has parameters on the device."""
+    """The inputs of a module that has parameters on the device; in a graph there is nothing to see of it."""
+    if torch.compiler.is_compiling():
+        return inputs
     own = next(module.parameters(), None)
     return place.moved(inputs, own.device) if own is not None and own.device.type == sim.DEVICE else inputs
+
+
+def average(result: Tensor, *args: Any, sync: Callable[..., Tensor] = distributed._sync_ddp, **options: Any) -> Tensor:
+    """Of Lightning, which takes whatever group is not gloo's for one that averages integers of the host."""
+    gloo = mock.patch.object(dist, "get_backend", return_value="gloo")
+    with gloo if result.device.type == "cpu" else contextlib.nullcontext():
+        return sync(result, *args, **options)
 
 
 def run_there(schedule: sim.Schedule, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -137,6 +137,11 @@ def test_results_of_unlike_calls_are_not_mixed_up(device: torch.device) -> None:
         lambda x, i: torch.arange(0, 1.5, device=x.device),
         lambda x, i: i / 2,
         lambda x, i: i * 2,
+        lambda x, i: F.mse_loss(x, x + 2),
+        lambda x, i: F.mse_loss(x, 2 * x, reduction="sum"),
+        lambda x, i: F.mse_loss(x, 2 * x, reduction="none"),
+        lambda x, i: x.histc(3),
+        lambda x, i: i.double().histc(3, 0, 2).long() if i.is_cpu else i.histc(3, 0, 2),  # which the host has not
     ]
     for number, case in enumerate(cases):
         result, expected = case(x.to(device), index.to(device)), case(x, index)

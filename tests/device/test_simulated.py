@@ -15,9 +15,10 @@ from device.test_planted_races import TRAININGS, Race, planted
 from engine import cases, driver
 from engine.cases import Case
 from engine.driver import RankResult, Setup
-from helpers import models
+from helpers import models, place
 from helpers.ranks import ForkServer
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[2]
 RACE = next(race for race in TRAININGS if race.what == "a slice is used before it is reduced")
@@ -58,6 +59,22 @@ def test_a_race_fails_a_test_of_cpu_ranks(simulated_pool: SimulatedPool) -> None
             except AssertionError:
                 differ.append(True)
         assert any(differ) == (race is not None)
+
+
+def drawn() -> list[Tensor]:
+    """Random numbers of every kind, of which one operator reads values."""
+    torch.manual_seed(5)
+    with place.device():
+        weight, strided = nn.Linear(7, 5).weight.detach(), torch.rand(4, 6).t().exponential_()
+        numbers = [weight, strided, torch.randn(50), torch.randperm(9), F.dropout(torch.ones(50))]
+        return [*numbers, torch.full((50,), 0.5).bernoulli()]
+
+
+def test_random_numbers_are_those_of_a_cpu_rank(simulated_pool: SimulatedPool) -> None:
+    *expected, _ = drawn()
+    for *numbers, of_the_device in simulated_pool.run(drawn):
+        assert all(map(torch.equal, numbers, expected))
+        assert sorted(of_the_device.unique().tolist()) == [0.0, 1.0]
 
 
 def test_what_is_skipped_there_exists() -> None:

@@ -239,8 +239,9 @@ NATIVE_ATOL = 1e-6
 
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], *, native: bool = False) -> None:
-    """Equal bit for bit, or within the bound of the native kernel."""
+    """Equal bit for bit, or within the bound of the native kernel, wherever they are."""
     assert list(actual) == list(expected)
+    actual, expected = place.moved(dict(actual), "cpu"), place.moved(dict(expected), "cpu")
     if native:
         torch.testing.assert_close(actual, expected, rtol=NATIVE_RTOL, atol=NATIVE_ATOL)
         return

@@ -258,7 +258,7 @@ def release_compiled(module: type[Lit], recipe: Recipe) -> list[Tensor]:
     assert [vars(block).get("_compiled_call_impl") for block in blocks] != calls or module is CompiledBlocks
     trainer.strategy.release()  # type: ignore[attr-defined]
     assert [vars(block).get("_compiled_call_impl") for block in blocks] == calls
-    batch = next(iter(lit.loader()))
+    batch = next(iter(lit.loader())).to(lit.device)
     with torch.no_grad():
         return [lit.model(batch[:, :-1]), copy.deepcopy(lit).model(batch[:, :-1])]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine import driver
+from helpers import place
 from helpers.ranks import RankError, RankPool, ranks
 from lightning.fabric.plugins.environments import LightningEnvironment
 from strategy.fits import Lit, Recipe, fit
@@ -91,7 +92,8 @@ def error_of(module: type[Lit]) -> str:
     with pytest.raises((CollectiveError, LookupError)) as caught:
         fit({"stage": 2}, Recipe(steps=3), module)
     if module is Uneven and dist.get_rank() == 1:
-        dist.broadcast(torch.tensor([0]), 0)  # Lightning's, which has no timeout here: rank 0 goes on to its last batch
+        # Lightning's, which has no timeout here: rank 0 goes on to its last batch.
+        dist.broadcast(torch.tensor([0], device=place.device()), 0)
     return str(caught.value)
 
 

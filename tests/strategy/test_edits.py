@@ -43,6 +43,9 @@ class Edited(Lit):
         self.other = [OTHER.make_model()]  # in a list: no submodule
         self.edits, self.hooks = edits, hooks
 
+    def on_train_start(self) -> None:
+        self.other[0].to(self.device)
+
     def on_train_batch_start(self, batch: Tensor, index: int) -> None:
         self.reach("on_train_batch_start", index)
 

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import models
+from helpers import models, place
 from helpers.ranks import RankError, RankPool, ranks
 from helpers.reference import Trained, train_reference
 from lightning import Callback, Trainer
@@ -66,7 +66,7 @@ def evaluate_around_fit(name: str, recipe: Recipe) -> tuple[list[float], list[bo
         losses.append(trainer.test(lit, verbose=False)[0]["test_loss"])
         predictions = trainer.predict(lit)
         with gathered_parameters(lit), torch.no_grad():
-            expected = [lit.model(batch[:, :-1]) for batch in lit.loader()]
+            expected = [lit.model(batch[:, :-1]).cpu() for batch in lit.loader()]
         same.append(all(map(torch.equal, predictions, expected)))
 
     evaluate()
@@ -332,7 +332,7 @@ def fit_twice_then_test_with_the_first() -> tuple[list[torch.dtype], bool]:
     module = BoringModel()
     first, second = (
         Trainer(
-            accelerator="cpu",
+            accelerator=place.accelerator(),
             devices=dist.get_world_size(),
             strategy="zero3",
             precision="bf16-true",

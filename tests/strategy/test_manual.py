@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import models
+from helpers import models, place
 from helpers.ranks import RankPool, ranks
 from helpers.reference import reduce_ranks
 from lightning import LightningModule
@@ -274,17 +274,17 @@ def plain_scaled_gan(world: int, fp16: bool) -> tuple[dict[str, Tensor], list[tu
 
     A rank's gradient is divided by the number of ranks in the dtype that it has, and ranks are added in order.
     """
-    master = Gan(toggle=False)
+    master = Gan(toggle=False).to(place.device())
     working = copy.deepcopy(master).half() if fp16 else master
     optimizers = make_optimizers(master)
     schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, halve) for optimizer in optimizers]
     scale, notes = PlainScale(), []
-    for index, step in enumerate(gan_batches(world, ROUNDS)):
+    for index, step in enumerate(place.moved(gan_batches(world, ROUNDS), place.device())):
         for network, (optimizer, scheduler) in enumerate(zip(optimizers, schedulers, strict=True)):
             used, per_rank = scale.value, []
             for rank, batch in enumerate(step):
                 working.zero_grad()
-                with torch.autocast("cpu", torch.float16, enabled=fp16):
+                with torch.autocast(place.device().type, torch.float16, enabled=fp16):
                     overflows = (index, network) in OVERFLOWS and rank == world - 1
                     loss = scaled_gan_loss(working, network, batch, overflows)
                 (loss.float() * used).backward()

@@ -185,7 +185,8 @@ def test_a_plan_knows_the_bytes_on_the_disk(
         assert 0 < held["staging"].host <= planned["staging"].host <= BUFFER_GB * 2**30
         disk = sum(part.disk for part in planned.values())
         assert disk <= size <= disk + 4096 * 100  # extents end with pages
-        assert report.splitlines()[0].split() == ["MiB", "device", "host", "disk"]
+        pinned = ["pinned"] if any(part.pinned for part in planned.values()) else []
+        assert report.splitlines()[0].split() == ["MiB", "device", "host", "disk", *pinned]
         assert re.fullmatch(rf"lightning_zero-[\w-]+/rank{rank}", folder)
     assert not [*tmp_path.iterdir()]
 

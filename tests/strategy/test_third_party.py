@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import place
 from helpers.ranks import RankPool, slow_unless
 from helpers.reference import train_reference
 from helpers.third_party import KINDS, VOCAB, Batch, gpt2, make_batches
@@ -76,11 +78,11 @@ def expected(kind: str, **options: Any) -> Seen:
     runs = fits(kind, WORLD, **options)
     model, trained = next(runs)
     batches = make_batches(KINDS[kind], options.get("steps", STEPS), WORLD, options.get("dtype", torch.float32))
+    there = copy.deepcopy(model).eval().to(place.device())
     with torch.no_grad():
-        outputs = [model.eval()(**batch) for step in batches for batch in step[0]]
-    model.train()
+        outputs = [there(**place.moved(batch, place.device())) for step in batches for batch in step[0]]
     test_loss = torch.stack([output["loss"] for output in outputs]).double().mean().item()
-    predictions = [output["logits"] for output in outputs]
+    predictions = [output["logits"].cpu() for output in outputs]
     _, again = next(runs)
     return Seen(trained.weights, trained.optimizer_state, test_loss, predictions, again.weights)
 

@@ -336,7 +336,7 @@ def export(name: str, precision: str) -> tuple[bool, bool, set[torch.dtype]]:
     trainer = make_trainer(name, precision=precision)
     trainer.fit(lit)
     trainer.strategy.release(lit)  # by its name, as one that no Trainer has run
-    tokens = torch.arange(1, 6).view(1, -1)
+    tokens = torch.arange(1, 6, device=lit.device).view(1, -1)
     expected = lit.model(tokens)
     exported = torch.export.export(lit.model, (tokens,)).module()(tokens)
     traced = torch.jit.trace(lit.model, (tokens,))(tokens)

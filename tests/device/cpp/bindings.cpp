@@ -102,6 +102,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("default_generator", [](int device) {
     return py::reinterpret_steal<py::object>(THPGenerator_Wrap(default_generator(c10::DeviceIndex(device))));
   });
+  m.def("draws_as_host", [](bool as_host) { draws_as_host() = as_host; });
   m.def("make_simccl", [](const py::object& inner) {
     auto* backend = inner.cast<c10d::Backend*>();
     return make_simccl(c10::intrusive_ptr<c10d::Backend>::unsafe_reclaim_from_nonowning(backend));

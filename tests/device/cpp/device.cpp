@@ -125,6 +125,11 @@ at::Generator generator_of_task(const at::Generator& of_device) {
   return at::detail::createCPUGenerator(mixed ^ (mixed >> 31));
 }
 
+bool& draws_as_host() {
+  static bool as_host = false;
+  return as_host;
+}
+
 const at::Generator& default_generator(c10::DeviceIndex device) {
   static auto* all = [] {
     auto* made = new std::vector<at::Generator>;

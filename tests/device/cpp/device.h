@@ -46,6 +46,9 @@ void wait_for_stream(int stream, const std::string& why);
 // whenever it runs.
 at::Generator generator_of_task(const at::Generator& of_device);
 const at::Generator& default_generator(c10::DeviceIndex device);
+// Whether the default generators draw what the host's would draw in their place, where values of the device
+// do not decide about it: parameters that are made on the device are then those that are made on the host.
+bool& draws_as_host();
 
 void install_device();
 

@@ -1,27 +1,21 @@
 #include "kernels.h"
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
-#include <ATen/ops/_scaled_dot_product_attention_math.h>
-#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/as_strided_native.h>
-#include <ATen/ops/bernoulli.h>
-#include <ATen/ops/convolution.h>
-#include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/mul.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include <cmath>
+#include <map>
 
 #include "device.h"
 #include "inference.h"
@@ -157,6 +151,7 @@ class Call {
   std::vector<c10::IValue> run() {
     c10::DeviceGuard guard(*device_);
     check_devices();
+    if (draws_as_host() && is_draw()) return draw();
     infer_results();
     make_inputs();
     return known_ ? enqueue() : run_now();
@@ -195,8 +190,11 @@ class Call {
 
   // The arguments as the kernel sees them; scalars of the host are read now, and random numbers drawn.
   void make_inputs() {
+    std::map<const c10::TensorImpl*, at::Tensor> made;  // what is given twice is one: attention asks for that
     auto as_seen = [&](const at::Tensor& t) {
-      return on_device(t) ? seen(t) : as_number(t.detach().clone(), t);
+      auto& one = made[t.unsafeGetTensorImpl()];
+      if (!one.defined()) one = on_device(t) ? seen(t) : as_number(t.detach().clone(), t);
+      return one;
     };
     for (size_t i = 0; i < count_; i++) {
       const auto& argument = arguments_[i];
@@ -215,6 +213,29 @@ class Call {
 
   bool takes_generator(size_t i) const {
     return schema_.arguments()[i].type()->str().find("Generator") != std::string::npos;
+  }
+
+  // Whether it only fills what it returns with random numbers of the default generator.
+  bool is_draw() const {
+    bool draws = false;
+    for (size_t i = 0; i < count_; i++) {
+      const bool reads = arguments_[i].isTensor() && !schema_.arguments()[i].alias_info();
+      if (reads || (takes_generator(i) && !arguments_[i].isNone())) return false;
+      draws |= takes_generator(i);
+    }
+    return draws && returns_ == 1 && schema_.returns()[0].alias_info();
+  }
+
+  // With the host's generator, now; a task copies the numbers.
+  std::vector<c10::IValue> draw() {
+    auto drawn = [](const at::Tensor& t) { return at::empty_like(t, at::kCPU); };
+    for (const auto& argument : arguments_) inputs_.push_back(mapped(argument, drawn));
+    Plain plain;
+    op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &inputs_);
+    const auto filled = arguments_[*returned_argument(0)];
+    launch(name(), Resource::compute, seconds({filled}),
+           [from = inputs_.back().toTensor(), to = seen(filled.toTensor())] { to.copy_(from); });
+    return {filled};
   }
 
   // Which argument a return is, where it is one.
@@ -336,96 +357,13 @@ class Call {
   torch::jit::Stack inputs_;
 };
 
+}  // namespace
+
 void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto outputs = Call(op, stack).run();
   torch::jit::drop(*stack, op.schema().arguments().size());
   for (auto& output : outputs) stack->push_back(std::move(output));
 }
-
-// ----------------------------------------------------- operators that torch composes for other devices
-
-std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p,
-                                                  std::optional<bool> train) {
-  auto mask = at::empty_like(input, input.options().dtype(at::kBool));
-  if (!train.value_or(true) || p == 0) return {input.clone(), mask.fill_(true)};
-  mask.bernoulli_(1 - p);
-  return {input.mul(mask).mul(p == 1 ? 0.0 : 1 / (1 - p)), mask};
-}
-
-at::Tensor native_dropout_backward(const at::Tensor& gradient, const at::Tensor& mask, double scale) {
-  return gradient.mul(mask).mul(scale);
-}
-
-at::Tensor biased(const at::Tensor& x, const std::optional<at::Tensor>& bias) {
-  return bias && bias->defined() ? x + *bias : x;
-}
-
-at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                     const std::optional<at::Tensor>& mask, double dropout, bool causal,
-                     std::optional<double> scale, bool grouped) {
-  const bool fused =
-      dropout == 0 && !grouped && query.dim() == 4 && query.size(-1) == value.size(-1) &&
-      (!mask || !mask->defined() || (!mask->requires_grad() && mask->scalar_type() != at::kBool));
-  if (fused) {  // the host's kernel: the same bits
-    return std::get<0>(
-        at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, mask, scale));
-  }
-  return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, mask, dropout, causal,
-                                                            std::nullopt, scale, grouped));
-}
-
-// Cells of recurrent networks have kernels of their own on devices. Their last result is for the kernel's
-// backward; here autograd goes through the parts.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(const at::Tensor& input, const at::Tensor& hidden,
-                                                         const at::Tensor& cell,
-                                                         const std::optional<at::Tensor>& input_bias,
-                                                         const std::optional<at::Tensor>& hidden_bias) {
-  const auto gates = biased(hidden, hidden_bias) + biased(input, input_bias);
-  const auto parts = gates.chunk(4, 1);
-  const auto next = parts[1].sigmoid() * cell + parts[0].sigmoid() * parts[2].tanh();
-  return {parts[3].sigmoid() * next.tanh(), next, gates};
-}
-
-std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& input, const at::Tensor& hidden,
-                                            const at::Tensor& before,
-                                            const std::optional<at::Tensor>& input_bias,
-                                            const std::optional<at::Tensor>& hidden_bias) {
-  const auto from_input = biased(input, input_bias).chunk(3, 1);
-  const auto from_hidden = biased(hidden, hidden_bias).chunk(3, 1);
-  const auto reset = (from_hidden[0] + from_input[0]).sigmoid();
-  const auto keep = (from_hidden[1] + from_input[1]).sigmoid();
-  const auto next = (from_input[2] + from_hidden[2] * reset).tanh();
-  return {(before - next) * keep + next, before};
-}
-
-// Convolutions have an entry of their own for devices that torch does not know: made on the host's side of a
-// task.
-at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight,
-                       const std::optional<at::Tensor>& bias, c10::SymIntArrayRef stride,
-                       c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed,
-                       c10::SymIntArrayRef output_padding, c10::SymInt groups) {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
-  torch::jit::Stack stack{input, weight, bias, stride, padding, dilation, transposed, output_padding, groups};
-  kernel(op, &stack);
-  return stack.back().toTensor();
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
-    const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, c10::SymIntArrayRef stride,
-    c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed,
-    c10::SymIntArrayRef output_padding, c10::SymInt groups, std::array<bool, 3> mask) {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", "");
-  const auto channels = transposed ? weight.sym_size(1) * groups : weight.sym_size(0);
-  const std::array<c10::SymInt, 1> bias{channels};
-  torch::jit::Stack stack{gradient,       input,   weight,   c10::SymIntArrayRef(bias),
-                          stride,         padding, dilation, transposed,
-                          output_padding, groups,  mask};
-  kernel(op, &stack);
-  auto tensor = [](const c10::IValue& value) { return value.isTensor() ? value.toTensor() : at::Tensor(); };
-  return {tensor(stack[0]), tensor(stack[1]), tensor(stack[2])};
-}
-
-}  // namespace
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", make_empty);
@@ -442,19 +380,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", set_part);
   m.impl("record_stream", record_stream);
   m.impl("_has_compatible_shallow_copy_type", same_kind_of_tensor);
-  m.impl("native_dropout", native_dropout);
-  m.impl("native_dropout_backward", native_dropout_backward);
-  m.impl("scaled_dot_product_attention", attention);
-  m.impl("_thnn_fused_lstm_cell", lstm_cell);
-  m.impl("_thnn_fused_gru_cell", gru_cell);
-  m.impl("convolution_overrideable", convolution);
-  m.impl("convolution_backward_overrideable", convolution_backward);
   m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&kernel>());  // as on CUDA one kernel
 }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
-  m.impl("scaled_dot_product_attention", attention);
-  m.impl("_thnn_fused_lstm_cell", lstm_cell);
-  m.impl("_thnn_fused_gru_cell", gru_cell);
   // On CUDA it has no entry for a device: subclasses of tensors that see operators do not see it.
   m.impl("_has_compatible_shallow_copy_type", same_kind_of_tensor);
 }

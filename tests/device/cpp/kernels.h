@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 
 #include <functional>
 #include <string>
@@ -29,5 +30,8 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, c10::Sc
 
 // `copy_`, where one of the two is on the device.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking);
+
+// Any operator: a task in which the host's kernel runs.
+void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 }  // namespace sim
