@@ -70,11 +70,10 @@ test: simulated-device
 test-slow: simulated-device test-cpp-tsan
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "slow and not gpu" $(ARGS) || [ $$? -eq 5 ]
 
-# Tests of CPU ranks on the simulated device, whose schedule shows a missing wait as other numbers or an error. ARGS goes to
-# pytest: `-m "not gpu"` adds the slow tests. TESTS are those that are known to pass there; of the other files of tests/engine
-# and tests/strategy some tests still take for granted that tensors are in host memory.
+# Tests of CPU ranks on the simulated device, whose schedule shows a missing wait as other numbers or an error. ARGS goes
+# to pytest: `-m "not gpu"` adds the slow tests.
 SCHEDULE ?= lazy
-TESTS ?= tests/engine/test_parity.py tests/strategy/test_fit.py
+TESTS ?= tests/engine tests/strategy
 test-simulated: simulated-device
 	$(BIN)/pytest $(SIDE_BY_SIDE) --simulated $(SCHEDULE) -m "not slow and not gpu" $(TESTS) $(ARGS)
 
