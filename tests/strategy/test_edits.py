@@ -43,9 +43,6 @@ class Edited(Lit):
         self.other = [OTHER.make_model()]  # in a list: no submodule
         self.edits, self.hooks = edits, hooks
 
-    def on_train_start(self) -> None:
-        self.other[0].to(self.device)
-
     def on_train_batch_start(self, batch: Tensor, index: int) -> None:
         self.reach("on_train_batch_start", index)
 
@@ -94,7 +91,7 @@ def load_part(lit: Edited) -> None:
 @torch.no_grad()
 def copy_some(lit: Edited) -> None:
     for mine, theirs in zip(lit.model.blocks.parameters(), lit.other[0].blocks.parameters(), strict=True):
-        mine.lerp_(theirs, 0.25)
+        mine.lerp_(theirs.to(mine.device), 0.25)
     lit.model.head.weight[1:3] = 0.5
 
 
