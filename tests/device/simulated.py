@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 PATIENCE = 4.0  # a task for each operator takes longer than a call
+OWN_HOOK = "ignore:Using .torch.compile.module.. when there are global hooks"  # that of `training_there`
 FOLDERS = ("tests/engine/", "tests/strategy/")
 
 
@@ -48,6 +49,7 @@ class Simulated:
                 raise pytest.UsageError(f"--simulated runs tests of {' and '.join(FOLDERS)} alone, not {item.nodeid}")
             if (reason := not_simulated.reason(item.nodeid)) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+            item.add_marker(pytest.mark.filterwarnings(OWN_HOOK))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self) -> Generator[None, object, object]:

@@ -146,14 +146,16 @@ def test_memory_follows_the_plan(pool: RankPool, stage: int, precision: str, off
     whole = WHOLE if precision == "fp32" and not offload and pool.world_size == 2 else ()
     for result in itertools.chain(*pool.run(measure_all, setup, (*ELEMENT_WISE, *whole))):
         held, peak, staging = result.planned.held, result.planned.peak, result.planned.staging
-        assert result.staged <= 1.01 * staging.host
-        held_on_host = held.host - (staging.host - result.staged)  # buffers are made where none can be used again
+        # Buffers are made where none can be used again. One may still be waited for that has been copied.
+        unplanned = result.staged - staging.host
+        assert unplanned <= 0.01 * staging.host
+        held_on_host = held.host + unplanned
         figures = {
             # Scalar state and checksums are some bytes per parameter: nothing, beside 1% of the whole.
             "device": 1 + (result.device - held.device) / held.total,
             "host": 1 + (result.host - held_on_host) / held.total,
             "peak": (result.peak - ACTIVATIONS) / peak.total,
-            "host peak": result.host_peak / peak.host if peak.host else 1.0,
+            "host peak": (result.host_peak - max(0, unplanned)) / peak.host if peak.host else 1.0,
         }
         print(result.case, {name: round(figure, 3) for name, figure in figures.items()})
         exact = all(abs(figures[name] - 1) < 0.01 for name in ("device", "host"))
