@@ -45,7 +45,7 @@ class PinnedMapping(Mapping, host._PinnedMapping):
 @contextmanager
 def counted_mappings() -> Iterator[type[Mapping]]:
     """Host stores map memory through `Mapping` inside; nothing is mapped at the beginning."""
-    await_that(lambda: not Mapping.live)  # threads let go of earlier ones late
+    await_that(nothing_is_mapped)  # threads let go of earlier ones late
     Mapping.most = Mapping.live
     counting = SimpleNamespace(**{**vars(mmap), "mmap": Mapping})
     with mock.patch.multiple(host, mmap=counting, _PinnedMapping=PinnedMapping):
@@ -79,6 +79,12 @@ def storage_bytes() -> int:
 def await_release(most: float, seconds: float = 30.0) -> None:
     """Wait until no more than so many bytes are alive: gloo's threads let go of a collective's tensors late."""
     await_that(lambda: storage_bytes() <= most, seconds)
+
+
+def nothing_is_mapped() -> bool:
+    """By stores; garbage is collected."""
+    gc.collect()
+    return not Mapping.live
 
 
 def await_that(condition: Callable[[], bool], seconds: float = 30.0) -> None:

@@ -144,7 +144,7 @@ def rank_gradients(
 ) -> Gradients:
     """One rank's gradients of one micro-batch's loss times `scale`."""
     model.zero_grad(set_to_none=True)
-    loss = loss_fn(model, place.moved(batch, place.device())) / divisor
+    loss = loss_fn(model, place.moved(batch, next(model.parameters()).device)) / divisor
     if scale != 1.0:
         # In fp32 at least, since in 16 bits the product may overflow.
         loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
