@@ -109,6 +109,7 @@ def device_of_rank(device: str) -> torch.device:
 
 def run_scheduled(schedule: sim.Schedule, function: Callable[..., T], args: Any, kwargs: Any) -> T:
     with sim.scheduled(schedule):
+        device_of_rank(sim.DEVICE)  # what a function measures before a fit is of the device that the fit takes
         result: T = tree_map(to_host, function(*args, **kwargs))
     return result
 
