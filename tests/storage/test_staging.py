@@ -28,8 +28,22 @@ def test_what_passes_in_a_step_takes_what_its_sizes_add_up_to() -> None:
     assert {len(pool.take(of_size(nbytes)).buffer) for nbytes in SIZES} == set(map(staged_size, SIZES))
 
 
-def test_without_room_a_larger_buffer_is_used() -> None:
-    pool = Staging(CPU, staged_size(200))
-    pool.give(large := pool.take(of_size(200)), DONE)
-    assert pool.take(of_size(64)).buffer is large.buffer
-    assert pool.nbytes == staged_size(200)
+class UnderWay:
+    """A ticket of work that does not end."""
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None: ...
+
+    def synchronize(self) -> None:
+        raise AssertionError("nobody needs to wait for it")
+
+
+def test_without_room_a_larger_buffer_that_is_free_is_used() -> None:
+    pool = Staging(CPU, 2 * staged_size(200))
+    busy, free = pool.take(of_size(200)), pool.take(of_size(200))
+    pool.give(busy, UnderWay())
+    pool.give(free, DONE)
+    assert pool.take(of_size(64)).buffer is free.buffer
+    assert pool.nbytes == 2 * staged_size(200)
