@@ -56,6 +56,25 @@ TEST_P(BlocksTest, ConversionsHaveTheBitsOfTheScalarTarget) {
   }
 }
 
+TEST_P(BlocksTest, ParallelConversionsDoNotDependOnTheThreads) {
+  constexpr std::size_t lead = 100, count = (std::size_t{2} << 18) + 77;  // three pieces
+  for (const bool is_signed : {true, false}) {
+    Converted expected(lead, count);
+    fill_with_samples(expected.whole, DType::float32, 1);
+    kernels().quantize(expected.view(is_signed, lead));
+    kernels().dequantize(expected.view(is_signed, lead));
+    for (const std::size_t threads : {1, 2, 3}) {
+      Converted actual(lead, count);
+      fill_with_samples(actual.whole, DType::float32, 1);
+      convert_blocks_parallel(kernels().quantize, actual.view(is_signed, lead), threads);
+      ASSERT_TRUE(same_bytes(expected.codes, actual.codes)) << threads;
+      ASSERT_TRUE(same_bytes(expected.scales, actual.scales)) << threads;
+      convert_blocks_parallel(kernels().dequantize, actual.view(is_signed, lead), threads);
+      ASSERT_TRUE(same_numbers(DType::float32, expected.whole, actual.whole)) << threads;
+    }
+  }
+}
+
 // The value of a code in double, according to the documentation of the format.
 double value_of(std::uint8_t code, std::uint8_t scale, bool is_signed) {
   if (scale == 0) return 0.0;
