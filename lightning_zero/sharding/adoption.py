@@ -131,8 +131,8 @@ def begin_to_optimize(bucket: Bucket) -> None:
 def begin_to_train(bucket: Bucket) -> None:
     """Makes the master of a bucket that was made for evaluation only, from the values of the shard.
 
-    ``Bucket.rounded`` lists the parameters whose values were rounded. Edits of gathered parameters by user code must be
-    taken over before. The same call on all ranks.
+    ``Bucket.rounded`` lists the parameters whose values were rounded. Edits of gathered parameters by user code that
+    the shard does not have yet may be taken over later: they derive the master anew. The same call on all ranks.
     """
     bucket.placement = bucket.placement._replace(trains=True)
     _complete_master(bucket)

@@ -14,7 +14,13 @@ REASONS: dict[str, str] = {
     "tests/engine/test_disk.py::test_gradients_of_a_bucket_of_two_optimizers_are_not_read_for_its_norms": (
         "a device sums their squares before they leave it, so that they are not read in the first step either"
     ),
+    "tests/engine/test_loss_scale.py::test_optimizers_of_whole_parameters_skip_an_overflow_in_fp16": (
+        "Muon's batches of matrices are rounded by their members there: test_two_places.py"
+    ),
     "tests/engine/test_plan.py::test_a_device_that_is_not_there": "compares the plan of a CPU with that of a device",
+    "tests/engine/test_update_in_backward.py::test_a_late_gradient_of_another_rank_is_an_error_on_all": (
+        "the update of the first unit has not begun there when the error comes"
+    ),
     "tests/engine/test_update_in_backward.py::test_an_update_that_fails_tears_the_weights": BESIDE,
     "tests/strategy/test_auto.py::test_it_is_what_it_chose": APART,
     "tests/strategy/test_auto.py::test_a_container_gets_what_fits_into_it": APART,

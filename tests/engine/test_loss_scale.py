@@ -345,7 +345,7 @@ def test_optimizers_of_whole_parameters_skip_an_overflow_in_fp16(pool: RankPool)
             planted=Place(1, 0, last),
         )
         for stage in STAGES
-        for index, optimizer in enumerate(("muon_one_by_one", "adafactor", "lamb", "shampoo"))
+        for index, optimizer in enumerate(("muon_and_adamw", "adafactor", "lamb", "shampoo"))
     ]
     check_cases(pool, cases)
 

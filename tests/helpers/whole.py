@@ -94,7 +94,6 @@ def _named(module: str, name: str) -> Callable[..., Optimizer]:
 WHOLE: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     "muon": (torch.optim.Muon, {"lr": 2e-2}),
     "muon_and_adamw": (Muon, {"lr": 2e-2, "batched": True}),  # on accelerators, too
-    "muon_one_by_one": (Muon, {"lr": 2e-2, "batched": False}),  # the same bits in whatever company
     "adafactor": (torch.optim.Adafactor, {"lr": 1e-1}),
     "lamb": (Lamb, {"lr": 1e-2}),
     "shampoo": (Shampoo, {"lr": 1e-2}),
@@ -121,7 +120,7 @@ def groups_of(name: str, model: nn.Module) -> list[dict[str, Any]]:
         for parameter in rest:
             parameter.requires_grad_(False)
         return [{"params": matrices[::2], "weight_decay": 0.1}, {"params": matrices[1::2], "weight_decay": 0.0}]
-    if name in ("muon_and_adamw", "muon_one_by_one"):
+    if name == "muon_and_adamw":
         return Muon.groups_of(model)
     return [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
 

@@ -251,7 +251,7 @@ def test_torchs_own_that_cannot_be_sharded_are_refused_by_name(name: str) -> Non
 @pytest.mark.parametrize("name", whole.WHOLE)
 def test_optimizers_of_whole_parameters_are_found_by_trial(name: str) -> None:
     found = examine(whole.make(name, models.make_model("mlp")), CPU).whole
-    assert found == ((True, False) if name.startswith("muon_") else (True, True))  # its other group is AdamW's
+    assert found == ((True, False) if name == "muon_and_adamw" else (True, True))
 
 
 def test_numbers_are_parameters_too() -> None:
