@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from lightning_zero import ops
 from lightning_zero.storage.disk_file import DiskFile, aligned
@@ -18,6 +19,9 @@ from lightning_zero.storage.host import HostStore
 _REGION = 1 << 30  # the most bytes of a file that are written and read again and again
 _GAIN = 1.1  # another way must be so much faster than the usual one: less may be chance
 _LEAST_TILES = 4  # tiles that a measurement moves at least: fewer tell nothing
+# Tiles in memory, about as many as an update by Adam has there. Transfers from and to fewer tiles, which stay in the
+# caches of the processor, are up to an eighth faster on a virtual disk.
+_IN_MEMORY = 12
 
 
 class Way(NamedTuple):
@@ -91,26 +95,27 @@ class _Region:
 
     def __init__(self, file: DiskFile, tile: int, limit: int, seconds: float) -> None:
         self.file, self.tile = file, aligned(tile)
-        self._memory = HostStore().zeros(self.tile, torch.uint8)
-        self._memory.random_(generator=torch.Generator().manual_seed(0))
-        self._other = HostStore().zeros(self.tile, torch.uint8)
+        self._memory = [HostStore().zeros(self.tile, torch.uint8) for _ in range(_IN_MEMORY)]
+        self._memory[0].random_(generator=torch.Generator().manual_seed(0))
+        for other in self._memory[1:]:
+            other.copy_(self._memory[0])
         fitting = max(1, min(limit, _REGION) // self.tile)
         file.reserve(fitting * self.tile, "a measurement of its speed")
         start = time.perf_counter()
         for filled in range(fitting):
-            self.write(filled * self.tile)
+            self.write(self._memory[0], filled * self.tile)
             self._tiles = filled + 1
             if time.perf_counter() - start > seconds and self._tiles >= _LEAST_TILES:
                 break
         file.settle()
 
-    def write(self, offset: int) -> None:
-        self.file.write(self._memory, offset, "a measurement")
+    def write(self, memory: Tensor, offset: int) -> None:
+        self.file.write(memory, offset, "a measurement")
 
-    def read(self, offset: int) -> None:
-        self.file.read(self._other, offset, "a measurement")
+    def read(self, memory: Tensor, offset: int) -> None:
+        self.file.read(memory, offset, "a measurement")
 
-    def rate(self, seconds: float, *transfers: Callable[[int], None]) -> float:
+    def rate(self, seconds: float, *transfers: Callable[[Tensor, int], None]) -> float:
         """Bytes per second of these transfers, all at the same time, measured for about ``seconds``.
 
         Where transfers use the page cache, the time to write it to the disk counts, and it is empty before reads.
@@ -118,9 +123,9 @@ class _Region:
         self.file.settle()
         start = time.perf_counter()
         with ThreadPoolExecutor(len(transfers)) as threads:
-            apart = self._tiles // len(transfers)  # tiles between the one that is read and the one that is written
+            # The first tiles that are read and written are far from each other, in the file and in memory.
             moving = [
-                threads.submit(self._move, transfer, number * apart, start + seconds)
+                threads.submit(self._move, transfer, number / len(transfers), start + seconds)
                 for number, transfer in enumerate(transfers)
             ]
             moved = sum(each.result() for each in moving)
@@ -128,12 +133,20 @@ class _Region:
             self.file.settle()
         return moved / (time.perf_counter() - start)
 
-    def _move(self, transfer: Callable[[int], None], first: int, end: float) -> int:
-        """Transfers one tile after the other, again and again, until ``end``; returns the bytes."""
+    def _move(self, transfer: Callable[[Tensor, int], None], begin: float, end: float) -> int:
+        """Transfers one tile after the other, again and again, until ``end``; returns the bytes.
+
+        Args:
+            transfer: transfers a tile between memory and an offset in the file.
+            begin: where it begins, as a fraction of the tiles.
+            end: see above, as a time.
+        """
+        in_file, in_memory = int(begin * self._tiles), int(begin * _IN_MEMORY)
         for number in itertools.count():
             if time.perf_counter() >= end and number >= _LEAST_TILES:
                 break
-            transfer((first + number) % self._tiles * self.tile)
+            memory = self._memory[(in_memory + number) % _IN_MEMORY]
+            transfer(memory, (in_file + number) % self._tiles * self.tile)
             if not self.file.direct and (number + 1) % self._tiles == 0:
                 self.file.settle()
         return number * self.tile

@@ -34,12 +34,13 @@ class Lane(Enum):
     D2H = auto()  # copies from the device to host memory
     HOST = auto()  # computations on host memory
     READ = auto()  # reads of files
+    CHECK = auto()  # checks of what was read, so that the next read need not wait for them
     WRITE = auto()  # writes of files, and sums of what is written
     COMM = auto()  # collectives that wait for other lanes, beside the training
     SIDE = auto()  # computations on the device beside the training, on a stream of their own
 
 
-_ON_HOST = frozenset({Lane.HOST, Lane.READ, Lane.WRITE})
+_ON_HOST = frozenset({Lane.HOST, Lane.READ, Lane.CHECK, Lane.WRITE})
 
 
 class Ticket(Protocol):

@@ -4,9 +4,9 @@ Work on such a tensor goes tile by tile: a tile is fetched into a buffer in host
 after it was changed. Reads and writes are jobs in two lanes, so that one tile can be read while another is written. A
 read waits for earlier writes of the same tile, and a write waits for the tile's read.
 
-The CRC-32 of a tile is recorded when the tile is written, and compared when it is read. A tile in which all bytes are
-zero is neither written nor read. Such tiles are those of new tensors, of gradients of parameters that no rank has used,
-and of state that no step has changed.
+The CRC-32 of a tile is recorded when the tile is written, and compared when it was read. A third lane compares, while
+the disk already reads the next tile. A tile in which all bytes are zero is neither written nor read. Such tiles are
+those of new tensors, of gradients of parameters that no rank has used, and of state that no step has changed.
 """
 
 from __future__ import annotations
@@ -225,7 +225,8 @@ class DiskStore:
     def load(self, tensor: DiskTensor, first: int, memory: Tensor, after: Sequence[Ticket]) -> Ticket:
         """Begin to read tiles into ``memory``, the first of which is ``first``; ``after``: writes of these tiles."""
         self.check()
-        return self._executor.submit(partial(self._load, tensor, first, memory), Lane.READ, tensor.what, after)
+        read = self._executor.submit(partial(self._load, tensor, first, memory), Lane.READ, tensor.what, after)
+        return self._executor.submit(partial(self._verify, tensor, first, memory), Lane.CHECK, tensor.what, [read])
 
     def keep(self, tensor: DiskTensor, first: int, memory: Tensor, after: Sequence[Ticket]) -> Ticket:
         """Begin to write tiles from ``memory``, the first of which is ``first``; ``after``: work that changes it."""
@@ -234,12 +235,13 @@ class DiskStore:
 
     def _load(self, tensor: DiskTensor, first: int, memory: Tensor) -> None:
         self.check()  # again: writes may have failed while this waited
-        tiles = list(tensor.tiles_in(first, memory))
-        for start, stop in _runs_of(tensor.sums, first, len(tiles)):
-            begin, end = tensor.offset_of(first + start), start * tensor.tile_bytes
-            part = memory[end : stop * tensor.tile_bytes]
-            self.opened.read(part, begin, tensor.what)
-        for number, tile in enumerate(tiles, first):
+        count = len([*tensor.tiles_in(first, memory)])
+        for start, stop in _runs_of(tensor.sums, first, count):
+            part = memory[start * tensor.tile_bytes : stop * tensor.tile_bytes]
+            self.opened.read(part, tensor.offset_of(first + start), tensor.what)
+
+    def _verify(self, tensor: DiskTensor, first: int, memory: Tensor) -> None:
+        for number, tile in enumerate(tensor.tiles_in(first, memory), first):
             expected = tensor.sums.get(number)
             if expected is None:
                 tile.zero_()

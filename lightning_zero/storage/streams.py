@@ -34,7 +34,7 @@ from lightning_zero.storage.work_log import WORK_LOG
 
 DEFAULT_BYTES = 64 << 20  # for gradients on their way to the host, and for staging memory
 _STREAMS = frozenset({Lane.H2D, Lane.D2H, Lane.SIDE})
-_THREADS = frozenset({Lane.HOST, Lane.READ, Lane.WRITE, Lane.COMM})
+_THREADS = frozenset({Lane.HOST, Lane.READ, Lane.CHECK, Lane.WRITE, Lane.COMM})
 
 
 class _Job:

@@ -17,7 +17,7 @@ from lightning_zero.storage.executor import InlineExecutor, Lane, Ticket
 from lightning_zero.storage.work_log import WORK_LOG
 
 Jobs = queue.SimpleQueue[Callable[[], None] | None]
-_THREADS = frozenset({Lane.READ, Lane.WRITE})
+_THREADS = frozenset({Lane.READ, Lane.CHECK, Lane.WRITE})
 _EXIT_SECONDS = 5.0  # how long the exit of the process waits for jobs of lanes, one of which may hang
 _lanes: weakref.WeakKeyDictionary[threading.Thread, Jobs] = weakref.WeakKeyDictionary()
 

@@ -574,7 +574,7 @@ class SlowDisk(InlineExecutor):
         self._last: dict[Lane, Ticket] = {}
 
     def submit(self, job: Callable[[], object], lane: Lane, what: str, after: Sequence[Ticket] = ()) -> Ticket:
-        if lane not in (Lane.READ, Lane.WRITE):
+        if lane not in (Lane.READ, Lane.CHECK, Lane.WRITE):
             return super().submit(job, lane, what, after)
         before = [self._last[lane]] if lane in self._last else []
         self._last[lane] = _Late(functools.partial(super().submit, job, lane, what), [*before, *after])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ def test_a_measurement_moves_tiles_within_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:
     moved: Counter[str] = Counter()
+    last: dict[str, deque[int]] = {name: deque(maxlen=8) for name in ("read", "write")}
     for name in ("read", "write"):
         real = getattr(DiskFile, name)
 
@@ -32,6 +33,7 @@ def test_a_measurement_moves_tiles_within_its_limit(
             assert memory.nbytes == TILE
             assert offset + TILE <= LIMIT
             moved[name] += 1
+            last[name].append(memory.data_ptr())
             real(file, memory, offset, what)
 
         monkeypatch.setattr(DiskFile, name, noted)
@@ -40,6 +42,8 @@ def test_a_measurement_moves_tiles_within_its_limit(
     assert all(0 < rate < math.inf for rate in speed)
     assert min(moved["read"], moved["write"]) >= 8
     assert file.nbytes == LIMIT
+    for name, memory in last.items():
+        assert len(set(memory)) == 8, f"each {name} has the memory of the last one, which the processor's caches hold"
 
 
 @pytest.mark.parametrize(

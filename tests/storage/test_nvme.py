@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero import ops
-from lightning_zero.storage import DiskError, DiskStore, Executor, HostStore, InlineExecutor, ThreadExecutor
+from lightning_zero.storage import DiskError, DiskStore, Executor, HostStore, InlineExecutor, ThreadExecutor, nvme
 from lightning_zero.storage.disk_file import ALIGNMENT, DiskFile
 from lightning_zero.storage.nvme import DiskTensor, tile_numel
 from lightning_zero.storage.rested import changing, keep, pieces
@@ -157,6 +157,36 @@ def test_a_tile_is_written_after_its_fetch(tmp_path: Path, monkeypatch: pytest.M
         tensor.commit(0, TILE)
         assert torch.equal(contents(tensor), values)
     assert held.came[0] is False
+
+
+def test_a_tile_is_compared_with_its_checksum_when_it_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the next tile is read."""
+    store = make_store(tmp_path)
+    tensor, values = filled(store)
+    contents(tensor)
+    compares, next_has_come = threading.Event(), threading.Event()
+    early, beside = list[bool](), list[bool]()
+    real_read, real_sum = DiskFile.read, nvme.crc32
+
+    def read(file: DiskFile, *transfer: Any) -> None:
+        if not early:
+            early.append(compares.wait(0.2))
+        else:
+            next_has_come.set()
+        real_read(file, *transfer)
+
+    def compared(data: memoryview) -> int:
+        compares.set()
+        beside.append(next_has_come.wait(60.0))
+        return real_sum(data)
+
+    monkeypatch.setattr(DiskFile, "read", read)
+    monkeypatch.setattr(nvme, "crc32", compared)
+    for start in (0, TILE):
+        tensor.expect(start, start + TILE)
+    for start in (0, TILE):
+        assert torch.equal(tensor.view(start, start + TILE), values[start : start + TILE])
+    assert (early, beside) == ([False], [True, True])
 
 
 def test_memory_that_was_let_go_is_given_out_when_what_was_on_its_way_has_come(
