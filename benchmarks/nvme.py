@@ -54,6 +54,7 @@ from lightning_zero.storage.nvme import transfer_bytes
 from lightning_zero.storage.run_folder import RunFolder, file_system
 
 WIDTH = 2048
+_REST_SECONDS = 1.0
 PEER = Way(16, 1 << 20)  # DeepSpeed's depth and block, those that are often the fastest here
 PATTERNS = {"read": "read", "write": "write", "mixed": "rw"}  # the patterns, and fio's names of them
 
@@ -123,8 +124,15 @@ def ratios(ones: dict[str, list[float]] | None, others: dict[str, list[float]] |
     return {name: statistics.median(one / other for one, other in found) for name, found in pairs.items()}
 
 
+def let_disk_rest() -> None:
+    """Waits until the disk has freed the blocks of files that were removed, so that nothing is measured meanwhile."""
+    os.sync()
+    time.sleep(_REST_SECONDS)
+
+
 def measured(options: argparse.Namespace) -> DiskSpeed:
     """The current speed of the disk, in the way that a run would choose."""
+    let_disk_rest()
     folder, tile = RunFolder(options.path, f"benchmark-{secrets.token_hex(4)}", 0), transfer_bytes(1 << 28)
     limit = int(options.size_gb * 2**30)
     try:
@@ -177,6 +185,7 @@ class Updates(Callback):
 
 def update_time(options: argparse.Namespace, **strategy: Any) -> Updates:
     """Measures a few updates in a separate training; the first one makes the state."""
+    let_disk_rest()
     updates = Updates()
     trainer = Trainer(
         accelerator="cpu",
