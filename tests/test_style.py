@@ -11,6 +11,7 @@ MOST_LINES = 500
 MOST_METHODS = 25
 # Classes with more public methods than that; the docstring of each says why, in a sentence on its "public methods".
 LARGE_CLASSES = frozenset({"Engine"})
+FACTORIES = ("arange", "as_tensor", "empty", "full", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros")
 
 
 def files() -> list[str]:
@@ -34,6 +35,20 @@ def vague_docstrings(source: str) -> list[str]:
     documented = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds) and ast.get_docstring(node)]
     vague = [node for node in documented if str(ast.get_docstring(node)).startswith("What")]
     return [getattr(node, "name", "the module") for node in vague]
+
+
+def tensors_anywhere(source: str) -> list[int]:
+    """Lines with new tensors that would be on the user's default device: `torch.zeros(3)`."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    new = [call for call in calls if any(ast.unparse(call.func) == f"torch.{name}" for name in FACTORIES)]
+    return [call.lineno for call in new if not {"device", None} & {argument.arg for argument in call.keywords}]
+
+
+def test_memory_is_on_a_stated_device() -> None:
+    """A command is a process of its own, and an imagined model belongs where it is made."""
+    own = [path for path in files() if not path.startswith("cli/") and path != "planning/transformer.py"]
+    assert {path: lines for path in own if (lines := tensors_anywhere((PACKAGE / path).read_text()))} == {}
+    assert tensors_anywhere('torch.zeros(3)\ntorch.ones(3, device="cpu")\ntorch.tensor(1.0)') == [1, 3]
 
 
 def test_a_file_has_one_subject() -> None:

@@ -200,7 +200,9 @@ class _AverageOnShards:
 
     def state_dict(self) -> dict[str, Any]:
         average = _checkpoint.module_state_dict(self._engine, self.shadow)
-        return {"n_averaged": torch.tensor(self.n_averaged)} | {f"module.{k}": v for k, v in average.items()}
+        return {"n_averaged": torch.tensor(self.n_averaged, device="cpu")} | {
+            f"module.{k}": v for k, v in average.items()
+        }
 
     def load(self, saved: Mapping[str, Any], strict: bool) -> None:
         _checkpoint.load_shadow_state_dict(self._engine, self.shadow, saved["state_dict"], strict)

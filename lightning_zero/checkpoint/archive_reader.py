@@ -218,7 +218,9 @@ class _MappedTensors(_Tensors):
         if (offset, dtype) not in self._records:
             # `frombuffer` refuses an empty buffer.
             data = torch.frombuffer(self._file, dtype=torch.uint8, offset=offset, count=nbytes) if nbytes else None
-            self._records[offset, dtype] = torch.empty(0, dtype=dtype) if data is None else data.view(dtype)
+            self._records[offset, dtype] = (
+                torch.empty(0, dtype=dtype, device="cpu") if data is None else data.view(dtype)
+            )
         return self._records[offset, dtype]
 
 
@@ -278,7 +280,7 @@ class _RangedTensors(_Tensors):
         """See :class:`~lightning_zero.checkpoint.lazy.Source`."""
         offset, form = self._ranges[param]
         last = sum((size - 1) * stride for size, stride in zip(form.shape, form.stride(), strict=True))
-        memory = torch.empty(1 + last if form.numel() else 0, dtype=form.dtype)
+        memory = torch.empty(1 + last if form.numel() else 0, dtype=form.dtype, device="cpu")
         read_at(self._file, bytes_of(memory), offset + int(form.storage_offset()) * form.itemsize)
         return memory.as_strided(form.size(), form.stride())
 
@@ -289,7 +291,7 @@ class _RangedTensors(_Tensors):
             form.read(self.fetch(param), start, into)
             return
         straight = into.device.type == "cpu" and into.dtype == stored.dtype and into.is_contiguous()
-        values = into if straight else torch.empty(into.numel(), dtype=stored.dtype)
+        values = into if straight else torch.empty(into.numel(), dtype=stored.dtype, device="cpu")
         read_at(self._file, bytes_of(values), offset + (int(stored.storage_offset()) + start) * stored.itemsize)
         if values is not into:
             into.copy_(values)

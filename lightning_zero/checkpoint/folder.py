@@ -212,7 +212,7 @@ class _Contents:
                 elif leaf.fetched is not None:
                     self.entries[name] = leaf.fetched
                 elif not leaf.numel():  # no rank has a slice of it
-                    self.entries[name] = torch.empty(leaf.shape, dtype=leaf.dtype)
+                    self.entries[name] = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
                 else:
                     sharded.append((name, across_ranks(source_of(leaf, engines)), leaf.param))
             elif isinstance(leaf, Tensor) and not _is_plain(leaf):

@@ -238,7 +238,7 @@ class Folder:
 
     def fetch(self, param: int) -> Tensor:
         stored = self._stored[param]
-        full = torch.empty(stored.shape, dtype=stored.dtype)
+        full = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         self.read_slice(param, MemoryFormat.of(full), 0, full.view(-1))
         return full
 
@@ -247,7 +247,7 @@ class Folder:
         stored = self._stored[param]
         # Read directly into `into` if it can hold the bytes without conversion.
         straight = into.device.type == "cpu" and into.dtype == stored.dtype and into.is_contiguous()
-        values, position = into if straight else torch.empty(into.numel(), dtype=stored.dtype), 0
+        values, position = into if straight else torch.empty(into.numel(), dtype=stored.dtype, device="cpu"), 0
         for box in boxes_of_slice(form, start, start + into.numel()):
             wanted = view_as_box(values[position : position + box.numel], box, form)
             position += box.numel
@@ -263,7 +263,7 @@ class Folder:
         first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
         span = 1 + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
         in_order = torch.empty_strided(box.sizes, strides, device="meta").is_contiguous() and into.is_contiguous()
-        values = into.view(-1) if in_order else torch.empty(span, dtype=into.dtype)
+        values = into.view(-1) if in_order else torch.empty(span, dtype=into.dtype, device="cpu")
         read_at(self._file(info), bytes_of(values), start + first * into.itemsize)
         if not in_order:
             into.copy_(values.as_strided(box.sizes, strides))

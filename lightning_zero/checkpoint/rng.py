@@ -101,7 +101,7 @@ def _set_python(state: Tensor) -> None:
 
 
 def _packed(words: Iterable[int], gauss: float | None) -> Tensor:
-    return torch.tensor([*words, gauss is not None, gauss or 0.0], dtype=torch.float64)
+    return torch.tensor([*words, gauss is not None, gauss or 0.0], dtype=torch.float64, device="cpu")
 
 
 def _unpacked(state: Tensor) -> tuple[list[int], float | None]:

@@ -301,7 +301,7 @@ def _judge_memory(report: Report) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "machine",
-            "transparent huge pages are off, which slows updates of large state in host memory, and transfers of a disk",
+            "transparent huge pages are off, which slows updates of large state in host memory and transfers of a disk",
             "As root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
         )
     limit, cuda = machine.memlock_bytes, report.accelerators is not None and report.accelerators.available

@@ -179,7 +179,7 @@ def lock_limit_holds(device: torch.device, limit: int) -> bool:
     nbytes = limit + mmap.PAGESIZE
     if nbytes > _TRIAL:
         return False
-    block = torch.zeros(nbytes, dtype=torch.uint8)
+    block = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     kind = device_type(device)
     try:
         kind.pin(block.data_ptr(), nbytes)

@@ -255,7 +255,7 @@ class _CountedCopies:
 
     def fetch(self, copy: Any) -> tuple[Tensor, Ticket]:
         self.copied["h2d"] += copy.nbytes
-        return torch.empty(copy.nbytes, dtype=torch.uint8), DONE
+        return torch.empty(copy.nbytes, dtype=torch.uint8, device="cpu"), DONE
 
 
 class _Live(TorchDispatchMode):

@@ -370,7 +370,7 @@ def finish_norm(order: float, total: float) -> float:
     if order in (0.0, torch.inf):
         return total
     # As a tensor: a total of 0 with a negative order gives infinity, where Python raises.
-    return float(torch.tensor(total, dtype=torch.float64) ** (1.0 / order))
+    return float(torch.tensor(total, dtype=torch.float64, device="cpu") ** (1.0 / order))
 
 
 def reduce_parts(parts: list[Tensor], order: float, place: Place) -> list[float]:

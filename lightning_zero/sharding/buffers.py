@@ -116,7 +116,7 @@ class BufferWatch:
     def share(self) -> None:
         """Broadcast rank 0's values of the buffers that some rank has changed. Collective."""
         buffers = self._watched()
-        changed = torch.tensor(self._changed(buffers), dtype=torch.float64)
+        changed = torch.tensor(self._changed(buffers), dtype=torch.float64, device="cpu")
         device = buffers[0][1].device
         sent = device_type(device).send(changed, device)
         with self._world.explaining(what := "tell which buffers changed"):

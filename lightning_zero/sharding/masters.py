@@ -413,7 +413,7 @@ class SplitMaster(_RestedMaster):
         return self._own_high is None
 
     def read(self, start: int, stop: int) -> Tensor:
-        values = torch.empty(stop - start, dtype=torch.float32)
+        values = torch.empty(stop - start, dtype=torch.float32, device="cpu")
         for low, high in pieces(self.tile, start, stop):
             part = values[low - start : high - start]
             ops.join_(part, self._high.read(low, high), self._remainder.read(low, high))

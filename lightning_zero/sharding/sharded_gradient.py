@@ -229,7 +229,7 @@ class ShardedGradient:
         if held.tile is None:
             yield from held.read(start, stop).split(numel)
             return
-        piece, filled = torch.empty(min(numel, stop - start), dtype=held.dtype), 0
+        piece, filled = torch.empty(min(numel, stop - start), dtype=held.dtype, device="cpu"), 0
         for low, high in self._in_turn(held, start, stop):
             rest = held.view(low, high)
             while rest.numel():

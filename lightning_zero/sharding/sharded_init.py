@@ -346,7 +346,7 @@ class ShardedInit:
         collected.
         """
         world = self._mesh.world
-        own = device_type(self.device).send(torch.tensor(flags), self.device)
+        own = device_type(self.device).send(torch.tensor(flags, device="cpu"), self.device)
         votes = own.new_zeros(world.size, *own.shape)
         votes[world.rank] = own
         with world.explaining(what := "see who uses parameters"):

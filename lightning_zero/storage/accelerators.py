@@ -206,7 +206,7 @@ class Accelerator:
     def _allocates_pinned(self) -> bool:
         """Whether torch can allocate pinned memory for this type, which it only shows when it is tried."""
         try:
-            return torch.empty(1, pin_memory=True).is_pinned()
+            return torch.empty(1, pin_memory=True, device="cpu").is_pinned()
         except RuntimeError:
             return False
 

@@ -203,7 +203,7 @@ class InlineExecutor:
         self.fetch(target, filled, what)
 
     def take(self, numel: int, dtype: torch.dtype) -> Staged:
-        buffer = torch.empty(numel * dtype.itemsize, dtype=torch.uint8)
+        buffer = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device="cpu")
         return Staged(buffer, buffer.view(dtype))
 
     def give(self, staged: Staged, work: Ticket) -> None:

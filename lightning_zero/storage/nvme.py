@@ -343,7 +343,7 @@ class DiskTensor(Windowed):
 
     def read(self, start: int, stop: int) -> Tensor:
         if start == stop:
-            return torch.empty(0, dtype=self.dtype)
+            return torch.empty(0, dtype=self.dtype, device="cpu")
         if self.holds(start, stop):
             return self.view(start, stop)
         self._forget_unseen(start, stop)

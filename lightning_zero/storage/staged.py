@@ -85,7 +85,7 @@ class StagedTensor(Windowed):
         if self.holds(start, stop):
             return self.view(start, stop)
         self.commit(start, stop)  # windows that overlap it; the copies wait for theirs
-        values = torch.empty(stop - start, dtype=self.dtype)
+        values = torch.empty(stop - start, dtype=self.dtype, device="cpu")
         for low, high in pieces(self.tile, start, stop):
             window = self._fetch(low, high)
             window.arrived.synchronize()

@@ -96,6 +96,6 @@ class _Cast:
         return cast(self.name, self.source.fetch(param), self.dtype)
 
     def read_slice(self, param: int, form: MemoryFormat, start: int, into: Tensor) -> None:
-        values = torch.empty(into.numel(), dtype=self.stored)
+        values = torch.empty(into.numel(), dtype=self.stored, device="cpu")
         self.source.read_slice(param, form, start, values)
         into.copy_(cast(self.name, values, self.dtype))

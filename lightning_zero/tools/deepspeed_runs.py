@@ -448,7 +448,7 @@ class SlicedSource:
 
     def fetch(self, param: int) -> Tensor:
         """Join the slices: a contiguous tensor on the CPU."""
-        full = torch.empty(self.form.shape, dtype=self.form.dtype)
+        full = torch.empty(self.form.shape, dtype=self.form.dtype, device="cpu")
         self._read(0, full.view(-1))
         return full
 

@@ -98,7 +98,7 @@ class BlockShardState(ShardState):
     def read_scales(self, name: str, start: int, stop: int) -> Tensor:
         """This rank's scales ``[start, stop)``, segment by segment: uint8, zeros if there are none yet."""
         scales = self._scales.get(name)
-        return torch.zeros(stop - start, dtype=torch.uint8) if scales is None else scales[start:stop]
+        return torch.zeros(stop - start, dtype=torch.uint8, device="cpu") if scales is None else scales[start:stop]
 
     def parts(self, name: str, dtype: torch.dtype, run: Run) -> ops.Quantized:
         (segment,) = run.segments
@@ -116,7 +116,7 @@ class BlockShardState(ShardState):
         self.put_scalars(segment, scalars, tuple(names))
 
     def read(self, name: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        values = torch.zeros(stop - start, dtype=torch.float32)
+        values = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
         for segment in self._segments if name in self.flat else ():
             # State that rests outside of memory is read one tile at a time.
             for low, high in pieces(self.flat[name].tile, max(segment.start, start), min(segment.stop, stop)):
@@ -128,7 +128,10 @@ class BlockShardState(ShardState):
     def _fill_blocks(self, name: str, segment: Segment, full: Tensor) -> None:
         codes = self.ensure(name, torch.int8)
         for low, high in pieces(codes.tile, segment.start, segment.stop):
-            index, values = segment.param_start + low - segment.start, torch.empty(high - low, dtype=torch.float32)
+            index, values = (
+                segment.param_start + low - segment.start,
+                torch.empty(high - low, dtype=torch.float32, device="cpu"),
+            )
             self._formats[segment.param].read(full, index, values)
             with changing(codes, low, high) as changed:
                 part = ops.Quantized(changed, self._scales_of(name, segment, low, high))

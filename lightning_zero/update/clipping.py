@@ -176,7 +176,7 @@ class GradientClipping:
         everything, mesh, device = self._map.gradients, self._placement.mesh, self._placement.device
         received = [float(received) for gradients in everything for received in gradients.received]
         left = [float(gradients.left_over) for gradients in everything]
-        flags = torch.tensor([*received, *left, self._buffer_watch.has_changed()], dtype=torch.float64)
+        flags = torch.tensor([*received, *left, self._buffer_watch.has_changed()], dtype=torch.float64, device="cpu")
         digests, squares = mesh.digests(), self._squares()
         parts = [device_type(device).send(part, device) for part in (digests, squares, flags)]
         own = torch.cat(parts)
@@ -363,7 +363,7 @@ class GradientClipping:
 
 def _add_up(found: list[tuple[int, Tensor | float]], optimizers: int, device: torch.device) -> Tensor:
     """The sum of the numbers of each optimizer, in their order; on ``device`` if some of the numbers are there."""
-    here = torch.tensor([part for _, part in found if not isinstance(part, Tensor)], dtype=torch.float64)
+    here = torch.tensor([part for _, part in found if not isinstance(part, Tensor)], dtype=torch.float64, device="cpu")
     on_host = len(here) == len(found)
     totals = torch.zeros(optimizers, dtype=torch.float64, device="cpu" if on_host else device)
     arrived = iter(here if on_host or not len(here) else device_type(device).send(here, device))
@@ -414,7 +414,7 @@ def _known_squares(
         if all(chosen):
             yield number, squares.sum()
         elif any(chosen):
-            mask = device_type(squares.device).send(torch.tensor(chosen), squares.device)
+            mask = device_type(squares.device).send(torch.tensor(chosen, device="cpu"), squares.device)
             yield number, squares.where(mask, 0.0).sum()  # not a product: 0 times inf is nan
 
 

@@ -104,7 +104,7 @@ class Blocks:
                 scale = first_scale + first // ops.BLOCK - begin // ops.BLOCK
                 own_scales = _read(scales, scale, ops.count_blocks(first, part.numel()), torch.uint8)
                 quantized = ops.Quantized(_read(codes, first, part.numel(), torch.int8), own_scales)
-                values = torch.empty(part.numel(), dtype=torch.float32)
+                values = torch.empty(part.numel(), dtype=torch.float32, device="cpu")
                 ops.dequantize_(values, quantized, signed=self.signed, index=first)
                 part.copy_(values)
 
@@ -115,13 +115,13 @@ class Blocks:
             ValueError: as :meth:`check`.
         """
         self.check(codes, scales)
-        values = torch.empty(self.numel, dtype=torch.float32)
+        values = torch.empty(self.numel, dtype=torch.float32, device="cpu")
         self.decode(codes, scales, self.form, 0, values)
         return self.form.view(values)
 
 
 def _read(tensor: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
-    part = torch.empty(count, dtype=dtype)
+    part = torch.empty(count, dtype=dtype, device="cpu")
     MemoryFormat(tensor.shape, (1,)).read(tensor, start, part)
     return part
 

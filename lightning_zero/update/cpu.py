@@ -246,7 +246,7 @@ class CPUOptimizer(Optimizer):
         state: dict[str, Any] = {}
         for name, value in saved.items():
             if name == "step":
-                state[name] = torch.tensor(float(value))
+                state[name] = torch.tensor(float(value), device="cpu")
             elif name not in ("master", "remainder") and value is not None:
                 in_blocks = self.numbers.in_blocks and name in self.rule.signed
                 dtype = torch.float32 if self.numbers.in_blocks and not in_blocks else self.numbers.state_dtype
@@ -284,7 +284,7 @@ def _quantized(state: dict[str, Any], name: str) -> ops.Quantized:
 
 def _no_scales(parameter: Tensor) -> Tensor:
     """Makes zeros for the scales of a parameter's blocks: ``[blocks]`` uint8."""
-    return torch.zeros(ops.count_blocks(0, parameter.numel()), dtype=torch.uint8)
+    return torch.zeros(ops.count_blocks(0, parameter.numel()), dtype=torch.uint8, device="cpu")
 
 
 def _zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -89,7 +89,7 @@ def passing_bytes(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.d
     plain = portable(group)
     if "foreach" in plain:
         plain["foreach"] = foreach
-    parameter = torch.ones(_SAMPLE, dtype=dtype)
+    parameter = torch.ones(_SAMPLE, dtype=dtype, device="cpu")
     parameter.grad = torch.ones_like(parameter)
     states = {parameter: fresh_state(optimizer, parameter)}
     run_step(optimizer, [ShellGroup([parameter], plain)], states, trial_call(optimizer))  # makes the state

@@ -68,7 +68,9 @@ class _Example(NamedTuple):
     @classmethod
     def of(cls, shape: Sequence[int], device: torch.device, dtype: torch.dtype = torch.float32) -> _Example:
         generator = torch.Generator().manual_seed(len(shape))
-        made = [torch.randn(tuple(shape), generator=generator).to(device, dtype) for _ in range(_STEPS + 1)]
+        made = [
+            torch.randn(tuple(shape), generator=generator, device="cpu").to(device, dtype) for _ in range(_STEPS + 1)
+        ]
         return cls(made[0], made[1:])
 
     def part(self, part: slice) -> _Example:
@@ -280,7 +282,7 @@ class _Closure:
 
     def __call__(self) -> Tensor:
         self.calls += 1
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
 
 
 def _raise_if_of_others(error: Exception) -> None:

@@ -109,7 +109,9 @@ def takes_closure(optimizer: Optimizer) -> bool:
 
 def trial_call(optimizer: Optimizer) -> StepCall:
     """Makes a call of ``step`` for a trial: with a closure, as Lightning does, if ``step`` takes one."""
-    call = StepCall(optimizer, **({"closure": lambda: torch.zeros(())} if takes_closure(optimizer) else {}))
+    call = StepCall(
+        optimizer, **({"closure": lambda: torch.zeros((), device="cpu")} if takes_closure(optimizer) else {})
+    )
     call.run_closure()
     return call
 

@@ -58,7 +58,7 @@ def sizes_of(
         numel = shape.numel()
         smaller = torch.Size(_shrunk(list(shape))) if numel > _LARGEST else shape
         with torch.random.fork_rng(devices=[]):
-            found = _measured(optimizer, group, torch.ones(smaller, dtype=dtype), count)
+            found = _measured(optimizer, group, torch.ones(smaller, dtype=dtype, device="cpu"), count)
         factor = numel / max(smaller.numel(), 1)
         return found._replace(state=math.ceil(found.state * factor), passing=math.ceil(found.passing * factor))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,12 @@ from device import sim
 from device.sim import Schedule
 from device.where import DevicePool
 from helpers.ranks import RankPool
-from strategy.fits import NAMES, Fitted, Recipe, fit
+from lightning import Callback, Trainer
+from strategy.fits import NAMES, Fitted, Lit, Recipe, fit
 from torch import Tensor
 
-from lightning_zero import ZeroPrecision
+from lightning_zero import ZeroPrecision, ZeroStrategy
+from lightning_zero.integration.names import STRATEGIES
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
 # Autocast keeps other operators in 16 bits on the device than on the host. Without it operators are the same code.
@@ -119,6 +123,46 @@ def test_training_gives_the_bits_of_cpu_ranks(
         else:
             wrong += differences(training, dict(zip(map(str, schedules), found, strict=True)), digests(here), "the CPU")
     assert not wrong, "\n".join(wrong)
+
+
+def train_on(device: str, default: str, name: str, path: Path) -> Digests:
+    """By a device, with another or the same one for new tensors; goes on from a checkpoint in each container."""
+
+    def module(recipe: Recipe) -> Lit:
+        lit = Lit(recipe)  # with the host's random numbers
+        torch.set_default_device(default)
+        return lit
+
+    flags: dict[str, Any] = {"accelerator": device, "gradient_clip_val": 0.3}
+    options = STRATEGIES[name] | ({"nvme_path": str(path)} if "nvme" in name else {})
+    checkpoint = None
+    try:
+        for epochs, container in enumerate(("full", "sharded", "full"), 1):
+            strategy, saved = ZeroStrategy(**options, checkpoint_format=container), path / f"{epochs}.ckpt"
+            flags |= {"max_epochs": epochs, "callbacks": [SaveAtEnd(saved)]}
+            fitted = fit(strategy, Recipe(steps=2, micro=2), module, ckpt_path=checkpoint, **flags)
+            checkpoint = str(saved)
+        assert fitted.steps == 6
+        return digests(fitted)
+    finally:
+        torch.set_default_device(None)
+
+
+class SaveAtEnd(Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("name", ["zero2_offload", "zero3", "zero3_nvme"])
+def test_a_default_device_changes_nothing(device_pool1: DevicePool, tmp_path: Path, name: str) -> None:
+    """`torch.set_default_device` moves what users make, and nothing of the engine's."""
+    device = device_pool1.where.type
+    there, here = (device_pool1.run(train_on, device, default, name, tmp_path)[0] for default in (device, "cpu"))
+    assert there == here
 
 
 @pytest.mark.slow

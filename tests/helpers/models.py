@@ -163,7 +163,7 @@ def make_batches(
     generator = torch.Generator().manual_seed(seed)
 
     def batch(step: int, index: int, rank: int) -> Tensor:
-        tokens = torch.randint(1, VOCAB, (size, LENGTH + 1), generator=generator)
+        tokens = torch.randint(1, VOCAB, (size, LENGTH + 1), generator=generator, device="cpu")
         if flagged(step, index, rank):
             tokens[0, 0] = FLAG
         return tokens
