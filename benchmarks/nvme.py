@@ -7,7 +7,8 @@ There are two measurements, each in interleaved rounds:
 - throughput: tiles are read, written, and both at the same time, as the engine moves them by threads and by io_uring,
   each in its fastest way (`lightning_zero.storage.disk_speed`). If fio is installed, it transfers the same part of the
   same file, with the same number of threads, or an io_uring of the same depth, and with blocks of the same size and
-  `O_DIRECT`.
+  `O_DIRECT`. Transfers from and to huge pages are faster. The engine has such buffers, and fio does not. So both are
+  measured in small pages, too.
 - step: the update of AdamW in fp32 on one CPU rank, with state in host memory (`zero2_offload`) and on the disk
   (`zero2_nvme`, by either backend), compared with the time that the disk needs for the bytes of that state at the rate
   measured in the same round. The update includes the last writes. If an interpreter has DeepSpeed and its libaio
@@ -23,6 +24,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
+import itertools
 import json
 import os
 import secrets
@@ -56,12 +59,24 @@ from lightning_zero.storage.run_folder import RunFolder, file_system
 WIDTH = 2048
 _REST_SECONDS = 1.0
 PEER = Way(16, 1 << 20)  # DeepSpeed's depth and block, those that are often the fastest here
+SMALL_PAGES = ", small pages"
 PATTERNS = {"read": "read", "write": "write", "mixed": "rw"}  # the patterns, and fio's names of them
 
 
 def backends() -> dict[ops.DiskBackend, Sequence[Way]]:
     """The available backends, each with the ways to use it."""
     return {"threads": THREADS} if ops.io_uring_refusal() else {"threads": THREADS, "io_uring": RINGS}
+
+
+@contextlib.contextmanager
+def small_pages() -> Iterator[None]:
+    """A context in which memory of this process and of those that it starts is not in huge pages, if it is Linux's."""
+    set_pages = partial(ctypes.CDLL(None).prctl, 41)  # PR_SET_THP_DISABLE
+    set_pages(1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        set_pages(0, 0, 0, 0)
 
 
 def fio(file: Path, nbytes: int, way: Way, pattern: str, seconds: float, direct: bool) -> float:
@@ -89,19 +104,21 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
         file = DiskFile(folder.path / "measured.bin", Way().pool())
         ways = {backend: choose_way(file, tile, limit, among=among) for backend, among in backends().items()}
         for _ in range(options.rounds):
-            for backend, way in ways.items():
-                file.pool = way.pool()
-                start, busy = time.perf_counter(), time.process_time()
-                for name, rate in measure(file, tile, options.seconds, limit)._asdict().items():
-                    rounds[backend][name].append(rate)
-                cores = (time.process_time() - busy) / (time.perf_counter() - start)
-                rounds[backend]["cores"].append(cores)  # number of busy cores, in user code and in the system
-                for pattern in PATTERNS if shutil.which("fio") else ():
-                    rate = fio(file.path, file.nbytes, way, pattern, options.seconds, file.direct)
-                    rounds[f"fio, {backend}"][pattern].append(rate)
+            for (backend, way), pages in itertools.product(ways.items(), ("", SMALL_PAGES)):
+                file.pool, who = way.pool(), backend + pages
+                with small_pages() if pages else contextlib.nullcontext():
+                    start, busy = time.perf_counter(), time.process_time()
+                    for name, rate in measure(file, tile, options.seconds, limit)._asdict().items():
+                        rounds[who][name].append(rate)
+                    cores = (time.process_time() - busy) / (time.perf_counter() - start)
+                    rounds[who]["cores"].append(cores)  # number of busy cores, in user code and in the system
+                    for pattern in PATTERNS if shutil.which("fio") else ():
+                        rate = fio(file.path, file.nbytes, way, pattern, options.seconds, file.direct)
+                        rounds[f"fio, {who}"][pattern].append(rate)
         direct = file.direct
     finally:
         folder.remove()
+    ours = [who for who in rounds if not who.startswith("fio")]
     middle = {who: {name: statistics.median(rates) for name, rates in found.items()} for who, found in rounds.items()}
     return {
         "file_system": file_system(options.path).kind,
@@ -111,7 +128,9 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
         "tile_bytes": tile,
         "rounds": rounds,
         "median": middle,
-        "engine_to_fio": {backend: ratios(rounds[backend], rounds.get(f"fio, {backend}")) for backend in ways},
+        "engine_to_fio": {
+            who: ratios(found, rounds.get(f"fio, {who}")) for who, found in rounds.items() if "fio" not in who
+        },
         "io_uring_to_threads": ratios(rounds.get("io_uring"), rounds["threads"]),
     }
 
@@ -270,7 +289,8 @@ def deepspeed_version(options: argparse.Namespace) -> str | None:
 
 def steps(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds, by round, of the update with state in host memory and on the disk, and of the disk alone."""
-    disk = {"offload_optimizer": "nvme", "nvme_path": str(options.path)}
+    # Gradients stay in host memory: they would be written in backward, which is not measured.
+    disk = {"offload_optimizer": "nvme", "nvme_path": str(options.path), "offload_gradients": "cpu"}
     deepspeed = deepspeed_version(options)
     if deepspeed is None:
         print(f"DeepSpeed is left out: {options.deepspeed_python} does not have it")

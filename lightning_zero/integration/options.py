@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, ParamSpec, get_args
 
 P = ParamSpec("P")
@@ -167,7 +168,8 @@ class StrategyOptions:
         if self.nvme_path is not None:
             if not isinstance(self.nvme_path, str | os.PathLike) or not os.fspath(self.nvme_path):
                 raise TypeError(f"nvme_path={self.nvme_path!r} must be the path of a folder, such as '/local_nvme'")
-            object.__setattr__(self, "nvme_path", os.fspath(self.nvme_path))  # a checkpoint holds no path objects
+            # A checkpoint holds no path objects. YAML files are not read by a shell, which would expand "~".
+            object.__setattr__(self, "nvme_path", str(Path(self.nvme_path).expanduser()))
         elif self.uses_disk:
             if not (path := os.environ.get(NVME_PATH)):
                 raise ValueError(

@@ -95,10 +95,11 @@ class _Region:
 
     def __init__(self, file: DiskFile, tile: int, limit: int, seconds: float) -> None:
         self.file, self.tile = file, aligned(tile)
-        # In one piece, so that it is in huge pages, as most memory of an update is: others make transfers slower.
-        self._memory = HostStore().zeros(_IN_MEMORY * self.tile, torch.uint8).view(_IN_MEMORY, self.tile)
+        # A mapping each, as an update has: those of 2 MiB and more are in huge pages, from which transfers are faster.
+        self._memory = [HostStore().zeros(self.tile, torch.uint8) for _ in range(_IN_MEMORY)]
         self._memory[0].random_(generator=torch.Generator().manual_seed(0))
-        self._memory[1:] = self._memory[0]
+        for other in self._memory[1:]:
+            other.copy_(self._memory[0])
         fitting = max(1, min(limit, _REGION) // self.tile)
         file.reserve(fitting * self.tile, "a measurement of its speed")
         start = time.perf_counter()
@@ -118,14 +119,14 @@ class _Region:
     def rate(self, seconds: float, *transfers: Callable[[Tensor, int], None]) -> float:
         """Bytes per second of these transfers, all at the same time, measured for about ``seconds``.
 
-        Where transfers use the page cache, the time to write it to the disk counts, and it is empty before reads.
+        Each has a part of the file to itself. Where transfers use the page cache, the time to write it to the disk
+        counts, and it is empty before reads.
         """
         self.file.settle()
         start = time.perf_counter()
         with ThreadPoolExecutor(len(transfers)) as threads:
-            # The first tiles that are read and written are far from each other, in the file and in memory.
             moving = [
-                threads.submit(self._move, transfer, number / len(transfers), start + seconds)
+                threads.submit(self._move, transfer, number, len(transfers), start + seconds)
                 for number, transfer in enumerate(transfers)
             ]
             moved = sum(each.result() for each in moving)
@@ -133,21 +134,24 @@ class _Region:
             self.file.settle()
         return moved / (time.perf_counter() - start)
 
-    def _move(self, transfer: Callable[[Tensor, int], None], begin: float, end: float) -> int:
-        """Transfers one tile after the other, again and again, until ``end``; returns the bytes.
+    def _move(self, transfer: Callable[[Tensor, int], None], part: int, parts: int, end: float) -> int:
+        """Transfers one tile of a part of the file after the other, again and again, until ``end``.
 
         Args:
             transfer: transfers a tile between memory and an offset in the file.
-            begin: where it begins, as a fraction of the tiles.
-            end: see above, as a time.
+            part: number of the part.
+            parts: number of parts. Where there are fewer tiles, parts share them.
+            end: as above, in seconds of the performance counter.
+
+        Returns:
+            The bytes.
         """
-        in_file, in_memory = int(begin * self._tiles), int(begin * _IN_MEMORY)
+        first, tiles, ahead = part * self._tiles // parts, max(1, self._tiles // parts), part * _IN_MEMORY // parts
         for number in itertools.count():
             if time.perf_counter() >= end and number >= _LEAST_TILES:
                 break
-            memory = self._memory[(in_memory + number) % _IN_MEMORY]
-            transfer(memory, (in_file + number) % self._tiles * self.tile)
-            if not self.file.direct and (number + 1) % self._tiles == 0:
+            transfer(self._memory[(ahead + number) % _IN_MEMORY], (first + number % tiles) * self.tile)
+            if not self.file.direct and (number + 1) % tiles == 0:
                 self.file.settle()
         return number * self.tile
 

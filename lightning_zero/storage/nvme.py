@@ -207,7 +207,9 @@ class DiskStore:
             DiskError: as above.
         """
         if self._failed is not None:
-            raise DiskError(*self._failed.args) from self._failed
+            error = DiskError(self._failed.errno, self._failed.strerror, self._failed.filename)
+            error.__notes__ = [*getattr(self._failed, "__notes__", ())]
+            raise error from self._failed
 
     def take(self, nbytes: int) -> Staged:
         """Memory for tiles: 1-D, bytes. It may wait until some was given back."""
@@ -324,6 +326,7 @@ class DiskTensor(Windowed):
         self._apart = apart
         self._offset = store.opened.allocate(numel * dtype.itemsize, what)
         self._writes: dict[int, Ticket] = {}  # the last write of each tile that no read has waited for
+        self._dropped: dict[int, Ticket] = {}  # the last fetch of each tile that nobody has waited for before a write
         weakref.finalize(self, store.opened.free, self._offset, numel * dtype.itemsize)
 
     def commit(self, start: int, stop: int, after: Sequence[Ticket] = ()) -> None:
@@ -332,9 +335,15 @@ class DiskTensor(Windowed):
             follower = self._pass_on(window, after)  # it writes the tiles that both windows have
             first, last = self._tiles_of(window.start, window.stop if follower is None else follower.start)
             memory = window.staged.tensor[: self._bytes(first, last)]
-            written = self._store.keep(self, first, memory, (window.arrived, *after))
+            dropped = [self._dropped.pop(tile) for tile in range(first, last) if tile in self._dropped]
+            written = self._store.keep(self, first, memory, (window.arrived, *dict.fromkeys(dropped), *after))
             self._writes |= dict.fromkeys(range(first, last), written)
             self._give(window.staged, written)
+
+    def _let_go(self, window: Window, after: Ticket | None = None) -> None:
+        if not window.seen:  # its fetch may go on
+            self._dropped |= dict.fromkeys(range(*self._tiles_of(window.start, window.stop)), window.arrived)
+        super()._let_go(window, after)
 
     def settle(self) -> None:
         for write in dict.fromkeys(self._writes.values()):
@@ -401,8 +410,11 @@ class DiskTensor(Windowed):
 
     def _load(self, first: int, last: int, memory: Tensor) -> Ticket:
         """Begin to read tiles ``[first, last)``, after all writes of them that have begun."""
-        writes = [self._writes.pop(tile) for tile in range(first, last) if tile in self._writes]
-        return self._store.load(self, first, memory, [*dict.fromkeys(writes)])
+        writes = [self._writes[tile] for tile in range(first, last) if tile in self._writes]
+        ticket = self._store.load(self, first, memory, [*dict.fromkeys(writes)])
+        for tile in range(first, last):
+            self._writes.pop(tile, None)
+        return ticket
 
     def _bytes(self, first: int, last: int) -> int:
         return aligned(min(last * self.tile, self.numel) * self.dtype.itemsize - first * self.tile_bytes)

@@ -142,8 +142,8 @@ def test_a_tile_is_fetched_again_after_its_write(tmp_path: Path, monkeypatch: py
         assert held.came == [False]
 
 
-@pytest.mark.parametrize("blank", [False, True])
-def test_a_tile_is_written_after_its_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blank: bool) -> None:
+@pytest.mark.parametrize("instead", ["nothing", "blank", "dropped"])
+def test_a_tile_is_written_after_its_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instead: str) -> None:
     """Also where nobody has waited for that to see it, and where other memory is written."""
     store = make_store(tmp_path)
     tensor, values = filled(store)
@@ -151,7 +151,9 @@ def test_a_tile_is_written_after_its_fetch(tmp_path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         held = Held(patch, "read", "write", 0.2)
         tensor.expect(0, TILE)
-        if blank:
+        if instead == "dropped":
+            tensor.drop(0, TILE)
+        if instead != "nothing":
             values[:TILE] = 1.0
             tensor.open(0, TILE, blank=True)[0].fill_(1.0)
         tensor.commit(0, TILE)
@@ -376,10 +378,11 @@ def test_a_write_that_fails_is_an_error_then_and_ever_after(
     found = re.search(said, str(caught.value))
     assert found is not None
     assert 0 < int(found[1].replace(",", "")) <= 16384
-    with pytest.raises(DiskError, match="No space left"):
-        tensor.read(0, 1)
-    with pytest.raises(DiskError, match="No space left"):
-        keep(tensor, 0, values)
+    for again in (lambda: tensor.read(0, 1), lambda: keep(tensor, 0, values)):
+        with pytest.raises(DiskError, match="No space left") as later:
+            again()
+        assert later.value.filename == caught.value.filename == str(store.opened.path)
+        assert "in the lane WRITE" in "".join(later.value.__notes__)
 
 
 def test_a_read_that_fails_names_what_was_read(tmp_path: Path, backend: ops.DiskBackend) -> None:
