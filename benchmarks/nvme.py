@@ -128,9 +128,7 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
         "tile_bytes": tile,
         "rounds": rounds,
         "median": middle,
-        "engine_to_fio": {
-            who: ratios(found, rounds.get(f"fio, {who}")) for who, found in rounds.items() if "fio" not in who
-        },
+        "engine_to_fio": {who: ratios(rounds[who], rounds.get(f"fio, {who}")) for who in ours},
         "io_uring_to_threads": ratios(rounds.get("io_uring"), rounds["threads"]),
     }
 
