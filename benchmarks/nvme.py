@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import gc
 import itertools
 import json
 import os
@@ -218,6 +219,8 @@ def update_time(options: argparse.Namespace, **strategy: Any) -> Updates:
     trainer.fit(Model(layers_of(options)))
     assert isinstance(trainer.strategy, ZeroStrategy)
     trainer.strategy.release()
+    del trainer
+    gc.collect()  # a Trainer refers to itself
     return updates
 
 
