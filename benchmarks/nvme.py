@@ -13,8 +13,9 @@ There are two measurements, each in interleaved rounds:
   (`zero2_nvme`, by either backend), compared with the time that the disk needs for the bytes of that state at the rate
   measured in the same round. The update includes the last writes. If an interpreter has DeepSpeed and its libaio
   operator, its NVMe offload updates the same model in the same rounds (see `benchmarks/nvme_peer.py`); both bypass the
-  page cache. DeepSpeed's process may crash at its exit, after it has printed its times: these count, and the results
-  include the exit codes.
+  page cache. DeepSpeed also reads the gradients from the disk in its update; here they stay in host memory, because the
+  clock does not cover backward, in which they would be written. DeepSpeed's process may crash at its exit, after it has
+  printed its times: these count, and the results include the exit codes.
 
 The goals: fio's throughput within 5%; and an update that takes at most 1.1 times the larger of the disk's time and the
 update in host memory, and at most 0.8 times DeepSpeed's update.
@@ -143,7 +144,7 @@ def ratios(ones: dict[str, list[float]] | None, others: dict[str, list[float]] |
 
 
 def let_disk_rest() -> None:
-    """Waits until the disk has freed the blocks of files that were removed, so that nothing is measured meanwhile."""
+    """Gives the disk time to free the blocks of removed files, so that this is not measured, too."""
     os.sync()
     time.sleep(_REST_SECONDS)
 
@@ -290,7 +291,6 @@ def deepspeed_version(options: argparse.Namespace) -> str | None:
 
 def steps(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds, by round, of the update with state in host memory and on the disk, and of the disk alone."""
-    # Gradients stay in host memory: they would be written in backward, which is not measured.
     disk = {"offload_optimizer": "nvme", "nvme_path": str(options.path), "offload_gradients": "cpu"}
     deepspeed = deepspeed_version(options)
     if deepspeed is None:

@@ -1,4 +1,4 @@
-"""The threads of lanes, and the executor of CPU ranks, where only reads and writes of files run beside the training."""
+"""The threads of lanes, and the executor of CPU ranks, where only transfers of files run beside the training."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class _Work:
 
 
 class ThreadExecutor(InlineExecutor):
-    """Finishes work when it is submitted, except reads and writes of files, which have a thread each.
+    """Finishes work when it is submitted, except reads, checks and writes of files, which have a thread each.
 
     It is for CPU ranks: their only memory is the host's, and the cores that would do other work are those that train.
     """

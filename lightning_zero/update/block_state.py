@@ -128,10 +128,8 @@ class BlockShardState(ShardState):
     def _fill_blocks(self, name: str, segment: Segment, full: Tensor) -> None:
         codes = self.ensure(name, torch.int8)
         for low, high in pieces(codes.tile, segment.start, segment.stop):
-            index, values = (
-                segment.param_start + low - segment.start,
-                torch.empty(high - low, dtype=torch.float32, device="cpu"),
-            )
+            index = segment.param_start + low - segment.start
+            values = torch.empty(high - low, dtype=torch.float32, device="cpu")
             self._formats[segment.param].read(full, index, values)
             with changing(codes, low, high) as changed:
                 part = ops.Quantized(changed, self._scales_of(name, segment, low, high))

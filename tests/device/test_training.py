@@ -126,7 +126,7 @@ def test_training_gives_the_bits_of_cpu_ranks(
 
 
 def train_on(device: str, default: str, name: str, path: Path) -> Digests:
-    """By a device, with another or the same one for new tensors; goes on from a checkpoint in each container."""
+    """Trains on a device, with this or another default for new tensors; resumes from a checkpoint in each container."""
 
     def module(recipe: Recipe) -> Lit:
         lit = Lit(recipe)  # with the host's random numbers

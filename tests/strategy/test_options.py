@@ -7,6 +7,7 @@ import inspect
 import subprocess
 import sys
 import typing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,6 +96,11 @@ def test_a_fraction_is_more_than_nothing_and_at_most_everything(fraction: Any) -
 def test_a_fraction_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"offload_optimizer='none' offloads nothing; use offload_optimizer='cpu'"):
         StrategyOptions(offload_fraction=0.5)
+
+
+def test_a_path_may_begin_at_home() -> None:
+    """No shell reads a YAML file."""
+    assert StrategyOptions(stage=2, nvme_path="~/disk").nvme_path == str(Path.home() / "disk")
 
 
 def test_what_is_replaced_is_checked() -> None:
