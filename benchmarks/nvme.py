@@ -52,7 +52,7 @@ from torch.utils.data import DataLoader
 from benchmarks.environment import describe, free_port
 from benchmarks.examples import ROOT
 from lightning_zero import ZeroStrategy, ops
-from lightning_zero.storage import Lane, disk_speed
+from lightning_zero.storage import DiskStore, disk_speed
 from lightning_zero.storage.disk_file import DiskFile
 from lightning_zero.storage.disk_speed import RINGS, THREADS, DiskSpeed, Way, choose_way, measure
 from lightning_zero.storage.nvme import transfer_bytes
@@ -196,8 +196,9 @@ class Updates(Callback):
         assert isinstance(strategy, ZeroStrategy)
         assert strategy.memory is not None
         strategy.engine.settle()
-        # Wait for all writes: the job runs after them in their lane.
-        strategy.engine.placement.executor.submit(lambda: None, Lane.WRITE, "the end of an update").synchronize()
+        store = strategy.engine.placement.optimizer_store
+        if isinstance(store, DiskStore):
+            store.settle()
         self.seconds.append(time.perf_counter() - self._start)
         self.resting = strategy.memory.plan.held.disk
 

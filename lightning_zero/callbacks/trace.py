@@ -14,21 +14,24 @@ from typing_extensions import override
 
 from lightning_zero.integration.strategy import ZeroStrategy
 from lightning_zero.storage import WORK_LOG, Lane, Phase, Span
+from lightning_zero.storage.threads import FILE_LANES
 from lightning_zero.storage.work_log import EXPOSED, TRAINING
 from lightning_zero.version import __version__
 
 _TRACKS = (TRAINING, EXPOSED, *(lane.name for lane in Lane))
+_OF_FILES = {lane.name for lane in FILE_LANES}
 
 
 class Trace(pl.Callback):
     """Writes a timeline of a few steps to a file for each rank, for https://ui.perfetto.dev.
 
     Each *lane* is a track: copies to the device (``H2D``) and to host memory (``D2H``), work on host memory (``HOST``),
-    reads and writes of a disk, collectives that are issued beside the training (``COMM``), and computations of the
-    device beside the training for an update (``SIDE``). A slice is one piece of work, with the name of its bucket. The
-    track ``training`` shows the phases of :class:`Breakdown`. The track ``exposed`` shows the work for which the
-    training waited, by name and lane; all other work of lanes overlaps with the training. Under ``otherData`` a file
-    states for how many seconds each lane was busy, and for how many the training waited for it.
+    reads and writes of a disk (with a second track, such as ``READ 2``, for two at the same time), collectives that are
+    issued beside the training (``COMM``), and computations of the device beside the training for an update (``SIDE``).
+    A slice is one piece of work, with the name of its bucket. The track ``training`` shows the phases of
+    :class:`Breakdown`. The track ``exposed`` shows the work for which the training waited, by name and lane; all other
+    work of lanes overlaps with the training. Under ``otherData`` a file states for how many seconds each lane was busy,
+    and for how many the training waited for it.
 
     On an accelerator the times of streams are measured by events, and those of threads on host memory by the host's
     clock. If nothing overlaps, as on CPU ranks, the lanes work inside of the phases, and ``exposed`` shows only the
@@ -111,35 +114,41 @@ class Trace(pl.Callback):
 def chrome_trace(spans: Sequence[Span], rank: int, world_size: int) -> dict[str, Any]:
     """Makes an object of Chrome's trace event format: a process for the rank, a thread for each track.
 
+    Slices of one thread must not overlap there; so a lane has as many tracks as it has done jobs at the same time. The
+    lane is busy while it does at least one.
+
     The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 
     Args:
-        spans: of the rank.
+        spans: of the rank, by their starts.
         rank: its number.
         world_size: number of ranks.
     """
-    used = {span.track for span in spans}
-    threads = {track: number for number, track in enumerate(_TRACKS) if track in used}
+    rows = _rows_of(spans)
+    used = {(_TRACKS.index(span.track), row) for span, row in zip(spans, rows, strict=True)}
+    threads = {(_TRACKS[track], row): number for number, (track, row) in enumerate(sorted(used))}
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank} of {world_size}"}},
         {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}},
     ]
-    for track, number in threads.items():
+    for (track, row), number in threads.items():
         at = {"ph": "M", "pid": rank, "tid": number}
-        events.append({**at, "name": "thread_name", "args": {"name": track}})
+        events.append({**at, "name": "thread_name", "args": {"name": f"{track} {row + 1}" if row else track}})
         events.append({**at, "name": "thread_sort_index", "args": {"sort_index": number}})
     busy: defaultdict[str, float] = defaultdict(float)
     exposed: defaultdict[str, float] = defaultdict(float)
-    for span in spans:
+    until: defaultdict[str, float] = defaultdict(float)  # where the track's work so far ends
+    for span, row in zip(spans, rows, strict=True):
         seconds = max(span.end - span.start, 0.0)  # rounding may put the end slightly before the start
-        busy[span.track] += seconds
+        busy[span.track] += max(span.end - max(span.start, until[span.track]), 0.0)
+        until[span.track] = max(span.end, until[span.track])
         if span.track == EXPOSED:
             exposed[span.lane] += seconds
         events.append(
             {
                 "ph": "X",
                 "pid": rank,
-                "tid": threads[span.track],
+                "tid": threads[span.track, row],
                 "cat": span.lane or span.track,
                 "name": span.name,
                 "ts": 1e6 * span.start,
@@ -148,3 +157,15 @@ def chrome_trace(spans: Sequence[Span], rank: int, world_size: int) -> dict[str,
         )
     other = {"version": __version__, "busy_seconds": dict(busy), "exposed_seconds": dict(exposed)}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+
+
+def _rows_of(spans: Sequence[Span]) -> list[int]:
+    """The row of each span: 0, unless its lane was doing other work at its start."""
+    rows, ends = [], defaultdict[str, list[float]](list)
+    for span in spans:
+        last = ends[span.track]
+        several = span.track in _OF_FILES  # other tracks overlap only by rounding
+        row = next((n for n, end in enumerate(last) if end <= span.start or not several), len(last))
+        last[row : row + 1] = [span.end]
+        rows.append(row)
+    return rows

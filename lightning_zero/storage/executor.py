@@ -1,7 +1,7 @@
 """The executor: everything that moves between memories, or is computed beside the training, goes through it.
 
-Work is submitted to a *lane*, which is an ordered queue, and returns a *ticket*. Whoever needs the result waits for the
-ticket. Lanes run independently of each other; work that must follow work of another lane names that one's ticket. An
+Work is submitted to a *lane*, which is a queue, and returns a *ticket*. Whoever needs the result waits for the ticket.
+Lanes run independently of each other; work that must follow work of another lane names that one's ticket. An
 executor may finish work at once, or at any time before someone waits for its ticket: results have the same bits in
 every order that tickets allow. :class:`InlineExecutor` does the first and is the reference;
 :class:`~lightning_zero.storage.streams.StreamExecutor` does the second.
@@ -27,7 +27,11 @@ from lightning_zero.storage.work_log import WORK_LOG
 
 
 class Lane(Enum):
-    """Queues. The work in each of them is done in the order in which it was submitted."""
+    """Queues. The work in each of them is done in the order in which it was submitted.
+
+    Only READ and WRITE may do several jobs at the same time, which begin in that order: otherwise the disk would stand
+    still between two transfers. Work in them names the tickets that it must follow, also those of its own lane.
+    """
 
     COMPUTE = auto()  # the device's current stream, in order with the training itself
     H2D = auto()  # copies from host memory to the device

@@ -1,8 +1,8 @@
 """Tensors that rest on a disk.
 
 Work on such a tensor goes tile by tile: a tile is fetched into a buffer in host memory, and is committed to the disk
-after it was changed. Reads and writes are jobs in two lanes, so that one tile can be read while another is written. A
-read waits for earlier writes of the same tile, and a write waits for the tile's read.
+after it was changed. Reads and writes are jobs in two lanes, so that tiles can be read while others are written. A read
+waits for earlier writes of the same tile, and a write waits for earlier reads and writes of it.
 
 The CRC-32 of a tile is recorded when the tile is written, and compared when it was read. A third lane compares, while
 the disk already reads the next tile. A tile in which all bytes are zero is neither written nor read. Such tiles are
@@ -122,6 +122,7 @@ class DiskStore:
         self._checksums = checksums
         self._folder: RunFolder | None = None  # it removes itself from the disk when nothing refers to it
         self._failed: DiskError | None = None  # of a write, whose tile is lost
+        self._tensors: weakref.WeakSet[DiskTensor] = weakref.WeakSet()
 
     @classmethod
     def in_folder(
@@ -162,7 +163,19 @@ class DiskStore:
         self, numel: int, dtype: torch.dtype, what: str, *, crosses: bool = False, apart: bool = False
     ) -> DiskTensor:
         # The store's buffers are pinned for all tensors alike, because parameters are copied to the device from there.
-        return DiskTensor(self, numel, dtype, what, apart)
+        tensor = DiskTensor(self, numel, dtype, what, apart)
+        self._tensors.add(tensor)
+        return tensor
+
+    def settle(self) -> None:
+        """Wait until everything that was committed is written. Meanwhile nothing may be committed.
+
+        Raises:
+            DiskError: a write has failed.
+        """
+        for tensor in list(self._tensors):
+            tensor.settle()
+        self.check()
 
     def close(self) -> None:
         if self._folder is not None:
@@ -335,8 +348,8 @@ class DiskTensor(Windowed):
             follower = self._pass_on(window, after)  # it writes the tiles that both windows have
             first, last = self._tiles_of(window.start, window.stop if follower is None else follower.start)
             memory = window.staged.tensor[: self._bytes(first, last)]
-            dropped = [self._dropped.pop(tile) for tile in range(first, last) if tile in self._dropped]
-            written = self._store.keep(self, first, memory, (window.arrived, *dict.fromkeys(dropped), *after))
+            before = [work.pop(n) for work in (self._dropped, self._writes) for n in range(first, last) if n in work]
+            written = self._store.keep(self, first, memory, (window.arrived, *dict.fromkeys(before), *after))
             self._writes |= dict.fromkeys(range(first, last), written)
             self._give(window.staged, written)
 

@@ -14,7 +14,6 @@ the lane SIDE runs on one more stream. That stream waits for the job's copies, a
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,12 +28,12 @@ from lightning_zero import ops
 from lightning_zero.storage.accelerators import device_type
 from lightning_zero.storage.executor import DONE, Executor, InlineExecutor, Lane, Staged, Ticket, noting_work
 from lightning_zero.storage.staging import Staging
-from lightning_zero.storage.threads import Jobs, ThreadExecutor, start_lane
+from lightning_zero.storage.threads import FILE_LANES, LaneThreads, ThreadExecutor
 from lightning_zero.storage.work_log import WORK_LOG
 
 DEFAULT_BYTES = 64 << 20  # for gradients on their way to the host, and for staging memory
 _STREAMS = frozenset({Lane.H2D, Lane.D2H, Lane.SIDE})
-_THREADS = frozenset({Lane.HOST, Lane.READ, Lane.CHECK, Lane.WRITE, Lane.COMM})
+_THREADS = FILE_LANES | {Lane.HOST: 1, Lane.COMM: 1}  # number of threads
 
 
 class _Job:
@@ -162,7 +161,7 @@ class StreamExecutor:
         # Two pools: a job that fills memory must not wait for memory that a later job of its lane will give back.
         self._leaving, self._arriving = Staging(device, staging_bytes), Staging(device, staging_bytes)
         self._streams: dict[Lane, torch.Stream] = {}
-        self._threads: dict[Lane, Jobs] = {}
+        self._threads: dict[Lane, LaneThreads] = {}
         self._copies: dict[Lane, deque[_Copy]] = {lane: deque() for lane in _STREAMS}
         self._lock = threading.RLock()
         self._submitting = {lane: threading.RLock() for lane in _STREAMS}  # while work is submitted to its stream
@@ -319,14 +318,13 @@ class StreamExecutor:
         future: Future[list[torch.Event]] = Future()
         begin = [torch.accelerator.current_stream(self.device).record_event()]
         running = _Job(begin, self._stream(lane) if lane is Lane.COMM else None)
-        self._thread(lane).put(partial(_run, job, lane, what, tuple(after), running, future))
+        self._threads_of(lane).put(partial(_run, job, lane, what, tuple(after), running, future))
         return _Work(self, lane, what, future)
 
-    def _thread(self, lane: Lane) -> Jobs:
+    def _threads_of(self, lane: Lane) -> LaneThreads:
         with self._lock:
             if lane not in self._threads:
-                jobs = self._threads[lane] = queue.SimpleQueue()
-                start_lane(self, jobs, partial(_work, jobs, self.device, lane), lane)
+                self._threads[lane] = LaneThreads(self, lane, _THREADS[lane], partial(_prepare, self.device, lane))
             return self._threads[lane]
 
 
@@ -347,16 +345,12 @@ def make_executor(device: torch.device, overlap: bool, staging_bytes: int = DEFA
     )
 
 
-def _work(jobs: Jobs, device: torch.device, lane: Lane) -> None:
-    """Run the jobs of a lane, in the lane's thread, until the executor is gone."""
+def _prepare(device: torch.device, lane: Lane) -> None:
+    """What a thread of a lane does before its first job."""
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
     if lane is Lane.HOST:
         ops.work_beside()
-    with torch.no_grad():
-        while (job := jobs.get()) is not None:
-            job()
-            del job  # so that its tensors do not live until the next job comes
 
 
 def _run(

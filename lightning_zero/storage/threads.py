@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -16,37 +17,64 @@ import torch
 from lightning_zero.storage.executor import InlineExecutor, Lane, Ticket
 from lightning_zero.storage.work_log import WORK_LOG
 
-Jobs = queue.SimpleQueue[Callable[[], None] | None]
-_THREADS = frozenset({Lane.READ, Lane.CHECK, Lane.WRITE})
+FILE_LANES = {Lane.READ: 2, Lane.CHECK: 1, Lane.WRITE: 2}  # threads; between two transfers a disk would stand still
 _EXIT_SECONDS = 5.0  # how long the exit of the process waits for jobs of lanes, one of which may hang
-_lanes: weakref.WeakKeyDictionary[threading.Thread, Jobs] = weakref.WeakKeyDictionary()
 
 
-def start_lane(owner: object, jobs: Jobs, work: Callable[[], None], lane: Lane) -> None:
-    """Start the thread of a lane.
+class LaneThreads:
+    """The threads of a lane. They begin jobs in the order in which these are put, each as soon as it is free.
+
+    No job waits for a later one. So the oldest job that has not ended can always go on, however few the threads are.
 
     Args:
-        owner: when it dies, the thread ends: ``jobs`` gets a ``None`` then.
-        jobs: the queue of the lane.
-        work: what the thread runs: it does the jobs in order, until it finds ``None``.
-        lane: gives the thread its name.
+        owner: when it dies, the threads end after the jobs that were put.
+        lane: gives the threads their name.
+        count: number of threads.
+        prepare: called in each thread before its first job.
     """
-    # It is a daemon, so that a job that hangs holds up neither teardown nor the end of the process.
-    thread = threading.Thread(target=work, name=f"lane {lane.name}", daemon=True)
-    _lanes[thread] = jobs
-    thread.start()
-    weakref.finalize(owner, jobs.put, None)
+
+    def __init__(self, owner: object, lane: Lane, count: int = 1, prepare: Callable[[], object] = lambda: None) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._left: deque[None] = deque()  # one entry per job that has not ended; its methods are atomic
+        # Daemons, so that a job that hangs holds up neither teardown nor the end of the process.
+        self._threads = [
+            threading.Thread(target=self._work, args=[prepare], name=f"lane {lane.name}", daemon=True)
+            for _ in range(count)
+        ]
+        _started.add(self)
+        for thread in self._threads:
+            thread.start()
+        weakref.finalize(owner, self._jobs.put, None)
+
+    @property
+    def busy(self) -> bool:
+        """Whether jobs have not ended."""
+        return bool(self._left) and any(thread.is_alive() for thread in self._threads)  # none is in a forked process
+
+    def put(self, job: Callable[[], None]) -> None:
+        """Let a thread run ``job``, which must not raise."""
+        self._left.append(None)
+        self._jobs.put(job)
+
+    def _work(self, prepare: Callable[[], object]) -> None:
+        prepare()
+        with torch.no_grad():
+            while (job := self._jobs.get()) is not None:
+                job()
+                del job  # so that its tensors do not live until the next job comes
+                self._left.pop()
+        self._jobs.put(None)  # for the next thread
+
+
+_started: weakref.WeakSet[LaneThreads] = weakref.WeakSet()
 
 
 @atexit.register
 def _drain_lanes() -> None:
     """Wait for the jobs of lanes: a thread that is in a compiled function at the end would abort the process."""
     until = time.monotonic() + _EXIT_SECONDS
-    for thread, jobs in list(_lanes.items()):
-        done = threading.Event()
-        jobs.put(done.set)
-        while thread.is_alive() and not done.wait(0.01) and time.monotonic() < until:
-            pass
+    while any(lane.busy for lane in _started) and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 class _Work:
@@ -70,34 +98,27 @@ class _Work:
 
 
 class ThreadExecutor(InlineExecutor):
-    """Finishes work when it is submitted, except reads, checks and writes of files, which have a thread each.
+    """Finishes work when it is submitted, except reads, checks and writes of files, which have threads.
 
     It is for CPU ranks: their only memory is the host's, and the cores that would do other work are those that train.
     """
 
     def __init__(self) -> None:
-        self._threads: dict[Lane, Jobs] = {}
+        self._threads: dict[Lane, LaneThreads] = {}
+        self._lock = threading.Lock()
 
     def submit(self, job: Callable[[], object], lane: Lane, what: str, after: Sequence[Ticket] = ()) -> Ticket:
-        if lane not in _THREADS:
+        if lane not in FILE_LANES:
             return super().submit(job, lane, what, after)
         ended: Future[None] = Future()
-        self._thread(lane).put(partial(_run, partial(super().submit, job, lane, what, tuple(after)), ended))
+        self._threads_of(lane).put(partial(_run, partial(super().submit, job, lane, what, tuple(after)), ended))
         return _Work(lane, what, ended)
 
-    def _thread(self, lane: Lane) -> Jobs:
-        if lane not in self._threads:
-            jobs: Jobs = queue.SimpleQueue()
-            self._threads[lane] = jobs
-            start_lane(self, jobs, partial(_work, jobs), lane)
-        return self._threads[lane]
-
-
-def _work(jobs: Jobs) -> None:
-    with torch.no_grad():
-        while (job := jobs.get()) is not None:
-            job()
-            del job  # so that its tensors do not live until the next job comes
+    def _threads_of(self, lane: Lane) -> LaneThreads:
+        with self._lock:
+            if lane not in self._threads:
+                self._threads[lane] = LaneThreads(self, lane, FILE_LANES[lane])
+            return self._threads[lane]
 
 
 def _run(job: Callable[[], object], ended: Future[None]) -> None:

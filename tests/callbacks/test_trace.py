@@ -7,6 +7,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from strategy.fits import Fitted, Lit, Recipe, fit
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.callbacks import Breakdown, Trace
+from lightning_zero.callbacks.trace import chrome_trace
 from lightning_zero.integration.names import STRATEGIES
-from lightning_zero.storage import WORK_LOG, Lane, Phase, executor, streams
+from lightning_zero.storage import WORK_LOG, Lane, Phase, Span, executor, streams
 
 RECIPE = Recipe(steps=6, micro=2)
 
@@ -88,6 +90,18 @@ def test_each_piece_of_work_is_there_once(pool2: RankPool, tmp_path: Path) -> No
     for rank, result in enumerate(results):
         names = assert_complete(tmp_path / f"rank{rank}.json", result)
         assert any(name.startswith("the update of ") for name in names["HOST"])
+
+
+def test_work_of_a_disk_at_the_same_time_is_in_two_tracks() -> None:
+    read = partial(Span, "READ")
+    spans = [read("a", 1.0, 3.0), read("b", 2.0, 5.0), Span("CHECK", "a", 3.0, 4.0), read("c", 3.0, 4.0)]
+    spans.append(read("d", 6.0, 7.0))
+    made = chrome_trace(spans, 0, 1)
+    tracks = {e["tid"]: e["args"]["name"] for e in made["traceEvents"] if e["name"] == "thread_name"}
+    shown = [(tracks[e["tid"]], e["name"]) for e in made["traceEvents"] if e["ph"] == "X"]
+    assert shown == [("READ", "a"), ("READ 2", "b"), ("CHECK", "a"), ("READ", "c"), ("READ", "d")]
+    assert [*tracks.values()] == ["READ", "READ 2", "CHECK"]
+    assert made["otherData"]["busy_seconds"] == {"READ": 5.0, "CHECK": 1.0}
 
 
 @pytest.mark.device("random1")

@@ -31,7 +31,7 @@ from lightning_zero.checkpoint.state import (
     optimizer_state_dict,
 )
 from lightning_zero.sharding import Mesh
-from lightning_zero.storage import DiskError, DiskStore, Lane
+from lightning_zero.storage import DiskError, DiskStore
 from lightning_zero.storage.disk_speed import Way
 from lightning_zero.storage.nvme import DiskTensor
 
@@ -107,8 +107,7 @@ class Run:
         before_update()
         session.optimizer.step()
         session.engine.settle()
-        session.engine.placement.executor.submit(lambda: None, Lane.WRITE, "the end").synchronize()
-        self.store.check()
+        self.store.settle()
 
     def save(self, file: Path) -> None:
         states = module_state_dict(self.session.engine), optimizer_state_dict(self.session.engine, self.session.updater)

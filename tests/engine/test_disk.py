@@ -42,6 +42,7 @@ from lightning_zero.storage.disk_speed import RINGS, THREADS
 from lightning_zero.storage.nvme import DiskTensor
 from lightning_zero.storage.rested import nbytes_of
 from lightning_zero.storage.run_folder import RunFolder
+from lightning_zero.storage.threads import FILE_LANES
 from lightning_zero.update import updaters, whole
 from lightning_zero.update.shell import run_step
 from lightning_zero.update.updaters import NativeOptimizer
@@ -183,7 +184,9 @@ def run_steps(session: driver.Session, case: Case, steps: Sequence[int]) -> None
 def await_writes(session: driver.Session) -> None:
     """Until a step has written what it has changed."""
     session.engine.await_updates()
-    session.engine.placement.executor.submit(lambda: None, Lane.WRITE, "the end of a step").synchronize()
+    store = session.engine.placement.optimizer_store
+    assert isinstance(store, DiskStore)
+    store.settle()
 
 
 def train(case: Case, mesh: Mesh) -> driver.RankResult:
@@ -568,17 +571,12 @@ class _Late:
 
 
 class SlowDisk(InlineExecutor):
-    """The slowest disk there can be: each lane of it stands still until somebody waits for what it is to do."""
-
-    def __init__(self) -> None:
-        self._last: dict[Lane, Ticket] = {}
+    """The slowest disk there can be: it does nothing until somebody waits for it, and only that then."""
 
     def submit(self, job: Callable[[], object], lane: Lane, what: str, after: Sequence[Ticket] = ()) -> Ticket:
-        if lane not in (Lane.READ, Lane.CHECK, Lane.WRITE):
+        if lane not in FILE_LANES:
             return super().submit(job, lane, what, after)
-        before = [self._last[lane]] if lane in self._last else []
-        self._last[lane] = _Late(functools.partial(super().submit, job, lane, what), [*before, *after])
-        return self._last[lane]
+        return _Late(functools.partial(super().submit, job, lane, what), after)
 
 
 @pytest.mark.parametrize(

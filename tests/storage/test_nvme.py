@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,25 +162,47 @@ def test_a_tile_is_written_after_its_fetch(tmp_path: Path, monkeypatch: pytest.M
     assert held.came[0] is False
 
 
+def test_a_tile_is_written_after_an_earlier_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two writes may be under way at the same time, but not of one tile."""
+    store = make_store(tmp_path)
+    tensor, values = filled(store)
+    contents(tensor)
+    real_write, others, alone = DiskFile.write, threading.Event(), list[bool]()
+
+    def write(file: DiskFile, memory: Tensor, offset: int, what: str) -> None:
+        if offset == tensor.offset_of(0) and not alone:
+            alone.append(not others.wait(0.2))
+        elif offset == tensor.offset_of(0):
+            others.set()
+        real_write(file, memory, offset, what)
+
+    monkeypatch.setattr(DiskFile, "write", write)
+    for number in (1.0, 2.0):
+        tensor.open(0, TILE, blank=True)[0].fill_(number)
+        tensor.commit(0, TILE)
+    values[:TILE] = 2.0
+    assert torch.equal(contents(tensor), values)
+    assert alone == [True]
+
+
 def test_a_tile_is_compared_with_its_checksum_when_it_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the next tile is read."""
     store = make_store(tmp_path)
     tensor, values = filled(store)
     contents(tensor)
-    compares, next_has_come = threading.Event(), threading.Event()
+    compares = threading.Event()
     early, beside = list[bool](), list[bool]()
     real_read, real_sum = DiskFile.read, nvme.crc32
 
-    def read(file: DiskFile, *transfer: Any) -> None:
-        if not early:
+    def read(file: DiskFile, memory: Tensor, offset: int, what: str) -> None:
+        if offset == tensor.offset_of(0):
             early.append(compares.wait(0.2))
         else:
-            next_has_come.set()
-        real_read(file, *transfer)
+            beside.append(compares.wait(60.0))
+        real_read(file, memory, offset, what)
 
     def compared(data: memoryview) -> int:
         compares.set()
-        beside.append(next_has_come.wait(60.0))
         return real_sum(data)
 
     monkeypatch.setattr(DiskFile, "read", read)
@@ -188,7 +211,7 @@ def test_a_tile_is_compared_with_its_checksum_when_it_has_come(tmp_path: Path, m
         tensor.expect(start, start + TILE)
     for start in (0, TILE):
         assert torch.equal(tensor.view(start, start + TILE), values[start : start + TILE])
-    assert (early, beside) == ([False], [True, True])
+    assert (early, beside) == ([False], [True])
 
 
 def test_memory_that_was_let_go_is_given_out_when_what_was_on_its_way_has_come(
@@ -199,13 +222,19 @@ def test_memory_that_was_let_go_is_given_out_when_what_was_on_its_way_has_come(
     contents(tensor)
     while store.staged_bytes < min(BUFFER, store.opened.given):
         store.take(TILE * 4)  # all of it is in use
-    with monkeypatch.context() as patch:
-        Held(patch, "read", "write", 0.2)
-        tensor.expect(0, TILE)
-        tensor.drop(0, TILE)
-        memory = store.take(TILE * 4).tensor.fill_(7)
-        tensor.read(TILE, 2 * TILE)  # after what was on its way
-        assert memory.eq(7).all()
+    real_read, has_come = DiskFile.read, threading.Event()
+
+    def late(file: DiskFile, *transfer: Any) -> None:
+        time.sleep(0.2)
+        real_read(file, *transfer)
+        has_come.set()
+
+    monkeypatch.setattr(DiskFile, "read", late)
+    tensor.expect(0, TILE)
+    tensor.drop(0, TILE)
+    memory = store.take(TILE * 4).tensor.fill_(7)
+    assert has_come.wait(60.0)
+    assert memory.eq(7).all()
 
 
 def test_what_was_never_written_is_zeros_and_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
