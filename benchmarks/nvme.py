@@ -6,9 +6,9 @@ There are two measurements, each in interleaved rounds:
 
 - throughput: tiles are read, written, and both at the same time, as the engine moves them by threads and by io_uring,
   each in its fastest way (`lightning_zero.storage.disk_speed`). If fio is installed, it transfers the same part of the
-  same file, with the same number of threads, or an io_uring of the same depth, and with blocks of the same size and
-  `O_DIRECT`. Transfers from and to huge pages are faster. The engine has such buffers, and fio does not. So both are
-  measured in small pages, too.
+  same file, with as many threads, or as many rings of the same depth, and with blocks of the same size and `O_DIRECT`.
+  Transfers from and to huge pages are faster. The engine has such buffers, and fio does not. So both are measured in
+  small pages, too.
 - step: the update of AdamW in fp32 on one CPU rank, with state in host memory (`zero2_offload`) and on the disk
   (`zero2_nvme`, by either backend), compared with the time that the disk needs for the bytes of that state at the rate
   measured in the same round. The update includes the last writes. If an interpreter has DeepSpeed and its libaio
@@ -52,14 +52,16 @@ from torch.utils.data import DataLoader
 from benchmarks.environment import describe, free_port
 from benchmarks.examples import ROOT
 from lightning_zero import ZeroStrategy, ops
-from lightning_zero.storage import DiskStore, disk_speed
+from lightning_zero.storage import DiskStore, Lane, disk_speed
 from lightning_zero.storage.disk_file import DiskFile
 from lightning_zero.storage.disk_speed import RINGS, THREADS, DiskSpeed, Way, choose_way, measure
 from lightning_zero.storage.nvme import transfer_bytes
 from lightning_zero.storage.run_folder import RunFolder, file_system
+from lightning_zero.storage.threads import FILE_LANES
 
 WIDTH = 2048
 _REST_SECONDS = 1.0
+_RINGS = FILE_LANES[Lane.READ]  # of the engine, for reads and for writes
 PEER = Way(16, 1 << 20)  # DeepSpeed's depth and block, those that are often the fastest here
 SMALL_PAGES = ", small pages"
 PATTERNS = {"read": "read", "write": "write", "mixed": "rw"}  # the patterns, and fio's names of them
@@ -83,7 +85,8 @@ def small_pages() -> Iterator[None]:
 
 def fio(file: Path, nbytes: int, way: Way, pattern: str, seconds: float, direct: bool) -> float:
     """Fio's bytes per second for a part of an existing file; reads and writes both count."""
-    jobs = way.depth if way.backend == "threads" else 1
+    rings = _RINGS * (2 if pattern == "mixed" else 1)
+    jobs = way.depth if way.backend == "threads" else rings
     share = nbytes // jobs // way.block * way.block
     engine = ["--ioengine=psync"] if way.backend == "threads" else ["--ioengine=io_uring", f"--iodepth={way.depth}"]
     command = [

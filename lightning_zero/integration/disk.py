@@ -70,6 +70,11 @@ def make_disk_store(
         store.opened.pool = found.pool()
     elsewhere = [RunFolder.place(base, run, rank) for rank, (_, node) in enumerate(ranks) if node != here]
     warn_of(base, file_system(base), store.opened.direct, elsewhere)
+    if options.async_save:
+        rank_zero_warn(
+            "async_save=True copies the state that rests on the disk to host memory at each save. With "
+            "async_save=False a checkpoint is written tile by tile"
+        )
     mesh.world.all_gather_object(None, "look at the folders")  # no folder may be removed before all have looked
     return store
 

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from lightning_zero import ops
 from lightning_zero.storage.disk_file import DiskFile, aligned
+from lightning_zero.storage.executor import Lane
 from lightning_zero.storage.host import HostStore
+from lightning_zero.storage.threads import FILE_LANES
 
 _REGION = 1 << 30  # the most bytes of a file that are written and read again and again
 _GAIN = 1.1  # another way must be so much faster than the usual one: less may be chance
@@ -22,6 +24,7 @@ _LEAST_TILES = 4  # tiles that a measurement moves at least: fewer tell nothing
 # Tiles in memory, about as many as an update by Adam has there. Transfers from and to fewer tiles, which stay in the
 # caches of the processor, are up to an eighth faster on a virtual disk.
 _IN_MEMORY = 12
+_AT_A_TIME = FILE_LANES[Lane.READ]  # tiles that an update reads at the same time, and writes
 
 
 class Way(NamedTuple):
@@ -119,41 +122,44 @@ class _Region:
     def rate(self, seconds: float, *transfers: Callable[[Tensor, int], None]) -> float:
         """Bytes per second of these transfers, all at the same time, measured for about ``seconds``.
 
-        Each has a part of the file to itself. Where transfers use the page cache, the time to write it to the disk
+        Each has a part of the file to itself, of which it moves several tiles at the same time. Where transfers use the page cache, the time to write it to the disk
         counts, and it is empty before reads.
         """
         self.file.settle()
         start = time.perf_counter()
-        with ThreadPoolExecutor(len(transfers)) as threads:
+        with ThreadPoolExecutor(len(transfers) * _AT_A_TIME) as threads:
             moving = [
-                threads.submit(self._move, transfer, number, len(transfers), start + seconds)
-                for number, transfer in enumerate(transfers)
+                threads.submit(self._move, transfer, part, len(transfers), turn, start + seconds)
+                for part, transfer in enumerate(transfers)
+                for turn in range(_AT_A_TIME)
             ]
             moved = sum(each.result() for each in moving)
         if self.write in transfers:
             self.file.settle()
         return moved / (time.perf_counter() - start)
 
-    def _move(self, transfer: Callable[[Tensor, int], None], part: int, parts: int, end: float) -> int:
-        """Transfers one tile of a part of the file after the other, again and again, until ``end``.
+    def _move(self, transfer: Callable[[Tensor, int], None], part: int, parts: int, turn: int, end: float) -> int:
+        """Transfers every ``_AT_A_TIME``-th tile of a part of the file, again and again, until ``end``.
 
         Args:
             transfer: transfers a tile between memory and an offset in the file.
             part: number of the part.
             parts: number of parts. Where there are fewer tiles, parts share them.
+            turn: number of the first tile.
             end: as above, in seconds of the performance counter.
 
         Returns:
             The bytes.
         """
         first, tiles, ahead = part * self._tiles // parts, max(1, self._tiles // parts), part * _IN_MEMORY // parts
-        for number in itertools.count():
-            if time.perf_counter() >= end and number >= _LEAST_TILES:
+        for moved in itertools.count():
+            if time.perf_counter() >= end and moved >= _LEAST_TILES:
                 break
+            number = turn + moved * _AT_A_TIME
             transfer(self._memory[(ahead + number) % _IN_MEMORY], (first + number % tiles) * self.tile)
-            if not self.file.direct and (number + 1) % tiles == 0:
+            if not self.file.direct and (moved + 1) % tiles == 0:
                 self.file.settle()
-        return number * self.tile
+        return moved * self.tile
 
 
 def measure(file: DiskFile, tile: int, seconds: float, limit: int = _REGION) -> DiskSpeed:

@@ -1,4 +1,4 @@
-"""Lets each transfer of gradients that rest on a disk fail in turn, below the engine of transfers.
+"""Lets each transfer of a training step whose state rests on a disk fail in turn, below the engine of transfers.
 
     LD_PRELOAD=disk_faults.so PYTHONPATH=tests python -P -m engine.disk_faults FOLDER
 
@@ -40,6 +40,11 @@ READS, WRITES = 0, 1  # as `disk_faults.c` has them, and a transfer that comes s
 SHORT = -1
 # Two buckets of three tiles each, and blocks of a tile, moved one by one.
 SETUP = Setup(2, offload=True, native="auto", bucket_size_mb=0.03, disk_gradients=True, way=Way(1, 1 << 14))
+# The part of the file whose transfers fail: gradients, or all, among which are parameters, too.
+PARTS = {
+    "gradients": SETUP,
+    "all": dataclasses.replace(SETUP, stage=3, units=("0", "1"), disk_params=True, disk_gradients=None),
+}
 
 
 class Fault(NamedTuple):
@@ -65,15 +70,17 @@ class Outcome(NamedTuple):
     """What became of a run.
 
     Attributes:
+        part: of the file, one of :data:`PARTS`.
         fault: its name.
         direction: of the transfer that it happened to.
-        number: of that transfer, among those of gradients in one step and direction.
+        number: of that transfer, among those of the part in one step and direction.
         overlap: whether lanes had threads.
         error: what ended the run: its text and errno; ``None``: nothing did.
         same: whether its weights are those of a run without faults.
         file: the path of what failed.
     """
 
+    part: str
     fault: str
     direction: int
     number: int
@@ -84,13 +91,14 @@ class Outcome(NamedTuple):
 
 
 class Run:
-    """A training of which a step can be made to fail."""
+    """A training of which a step can be made to fail; ``part`` is one of :data:`PARTS`."""
 
-    def __init__(self, folder: Path, overlap: bool) -> None:
+    def __init__(self, folder: Path, part: str, overlap: bool) -> None:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(0)
             model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2)))
-        setup = dataclasses.replace(SETUP, disk=str(folder), overlap=overlap)
+        setup = dataclasses.replace(PARTS[part], disk=str(folder), overlap=overlap)
+        self.part = part
         make_optimizer = partial(torch.optim.AdamW, lr=0.01)
         self.session = driver.start(model, lambda m: make_optimizer(m.parameters()), setup, Mesh.single())
         store = self.session.engine.placement.optimizer_store
@@ -122,8 +130,10 @@ class Run:
     def weights(self) -> dict[str, Tensor]:
         return driver.copy_of_parameters(self.session.engine)
 
-    def place_of_gradients(self) -> tuple[int, int]:
-        """Where in the file those of all buckets rest, and nothing else."""
+    def place(self) -> tuple[int, int]:
+        """The part of the file; where it is that of gradients, it holds nothing else."""
+        if self.part == "all":
+            return 0, self.store.opened.nbytes
         found = [self.session.engine.gradients_of(b).sharded._values for b in self.session.engine.buckets]
         tensors = [tensor for tensor in found if isinstance(tensor, DiskTensor)]
         assert len(tensors) == 2
@@ -149,7 +159,7 @@ class Faults:
 
     def try_step(self, run: Run, fault: Fault, direction: int, number: int) -> DiskError | None:
         """What a step with a fault ends with."""
-        begin, end = run.place_of_gradients()
+        begin, end = run.place()
         truncate = partial(os.truncate, run.store.opened.path, begin + (1 << 14) + 100)
         self._library.fault(*map(ctypes.c_long, (direction, begin, end, number, fault.times, fault.code)))
         try:
@@ -161,35 +171,43 @@ class Faults:
         return None
 
 
-def main() -> None:
-    folder, checkpoint = Path(sys.argv[1]), Path(sys.argv[1], "before.ckpt")
-    first, faults = Run(folder, overlap=False), Faults()
+def try_all(folder: Path, part: str, faults: Faults) -> None:
+    """Print what becomes of each run in which a transfer of a part of the file fails."""
+    checkpoint = folder / f"{part}.ckpt"
+    first = Run(folder, part, overlap=False)
     first.step(0)
     first.save(checkpoint)
     assert faults.try_step(first, NONE, READS, 0) is None
     expected, counts = first.weights, {READS: faults.seen}
     assert faults.try_step(first, NONE, WRITES, 0) is None
     counts[WRITES] = faults.seen
-    print(json.dumps(counts))
+    print(json.dumps([part, counts]))
     cases = [
         (fault, direction, number, bool(number % 2) ^ flipped)
         for number in range(max(counts.values()))
         for fault in FAULTS
         for direction in fault.directions
-        for flipped in ((False, True) if fault.name == "ENOSPC" else (False,))
+        for flipped in ((False, True) if fault.name == "ENOSPC" and part == "gradients" else (False,))
         if number < counts[direction]
     ]
-    for fault, direction, number, overlap in [*cases, (TRUNCATED, READS, 0, False), (NONE, READS, 0, True)]:
-        run = Run(folder, overlap)
+    truncated = [(TRUNCATED, READS, 0, False)] if part == "gradients" else []
+    for fault, direction, number, overlap in [*cases, *truncated, (NONE, READS, 0, True)]:
+        run = Run(folder, part, overlap)
         run.step(7)  # on other values: it makes the room of the gradients
         run.load(checkpoint)
         error = faults.try_step(run, fault, direction, number)
         told = None if error is None else (str(error), error.errno or 0)
         same = error is None and all(torch.equal(value, expected[name]) for name, value in run.weights.items())
-        outcome = Outcome(fault.name, direction, number, overlap, told, same, str(run.store.opened.path))
+        outcome = Outcome(part, fault.name, direction, number, overlap, told, same, str(run.store.opened.path))
         print(json.dumps(outcome._asdict()), flush=True)
         run.store.close()
     first.store.close()
+
+
+def main() -> None:
+    faults = Faults()
+    for part in PARTS:
+        try_all(Path(sys.argv[1]), part, faults)
 
 
 if __name__ == "__main__":

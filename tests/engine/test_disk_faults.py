@@ -1,4 +1,4 @@
-"""Gradients on a disk that fails: each transfer of a step ends in an error that names it, or changes nothing."""
+"""Training on a disk that fails: each transfer of a step ends in an error that names it, or changes nothing."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine.disk_faults import FAULTS, READS, WRITES, Outcome
+from engine.disk_faults import FAULTS, PARTS, READS, WRITES, Outcome
 
 TESTS = Path(__file__).parents[1]
-# Two buckets of three tiles: written by both micro-batches, and read again by the second one and the update.
-TRANSFERS = {READS: 2 * 6, WRITES: 2 * 6}
+# Of two buckets of three tiles. Gradients are written by both micro-batches, and read again by the second one and the
+# update. Parameters are read by forward and backward of both micro-batches. The update reads and writes them, too, which
+# are the masters, and two moments.
+TRANSFERS = {"gradients": {READS: 2 * 6, WRITES: 2 * 6}, "all": {READS: (4 + 3) * 6, WRITES: 3 * 6}}
+KINDS = {"gradients": {"the gradients"}, "all": {"the parameters", "exp_avg", "exp_avg_sq"}}
 FAILED = {READS: "could not be read from", WRITES: "could not be written to"}
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
-    """Of all runs. Each begins with the checkpoint before, beside those that have failed."""
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    """Of all runs, by part of the file. Each begins with the checkpoint before, beside those that have failed.
+
+    None of them hangs: all together have a time limit.
+    """
     if (compiler := shutil.which("cc")) is None:
         pytest.skip("there is no C compiler")
     built, folder = tmp_path_factory.mktemp("library") / "disk_faults.so", tmp_path_factory.mktemp("disk")
@@ -33,17 +39,22 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
     command = [sys.executable, "-P", "-m", "engine.disk_faults", str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    counts, *lines = map(json.loads, done.stdout.splitlines())
-    assert {int(direction): seen for direction, seen in counts.items()} == TRANSFERS
-    assert [path.name for path in folder.iterdir()] == ["before.ckpt"], "folders are left over"
-    return [Outcome(**line) for line in lines]
+    assert {path.name for path in folder.iterdir()} == {f"{part}.ckpt" for part in PARTS}, "folders are left over"
+    found: dict[str, list[Outcome]] = {}
+    for line in map(json.loads, done.stdout.splitlines()):
+        if isinstance(line, list):  # the numbers of transfers, before the outcomes
+            part, counts = line
+            assert {int(direction): seen for direction, seen in counts.items()} == TRANSFERS[part]
+        else:
+            found.setdefault(line["part"], []).append(Outcome(**line))
+    return found
 
 
 def wrong(outcome: Outcome) -> bool:
     """Whether a run has ended otherwise than it should."""
     if outcome.fault in ("short", "EAGAIN", "none"):
         return not outcome.same
-    where = rf"the gradients of .* {FAILED[outcome.direction]} {re.escape(outcome.file)} at byte [\d,]+: "
+    where = rf"({'|'.join(KINDS[outcome.part])}) of .* {FAILED[outcome.direction]} {re.escape(outcome.file)} at byte [\d,]+: "
     reason, code = {
         "ENOSPC": (r"No space left on device; it needs [\d,]+ bytes, and the file system has [\d,]+ free\. ", None),
         "EIO": ("Input/output error", None),
@@ -56,10 +67,15 @@ def wrong(outcome: Outcome) -> bool:
 
 
 @pytest.mark.slow
-def test_a_transfer_of_a_gradient_that_fails_is_named_or_survived(outcomes: list[Outcome]) -> None:
-    tried = {(outcome.fault, outcome.direction, outcome.number) for outcome in outcomes}
+@pytest.mark.parametrize("part", PARTS)
+def test_a_transfer_that_fails_is_named_or_survived(outcomes: dict[str, list[Outcome]], part: str) -> None:
+    tried = {(outcome.fault, outcome.direction, outcome.number) for outcome in outcomes[part]}
     for fault in FAULTS:
         for direction in fault.directions:
-            assert tried >= {(fault.name, direction, number) for number in range(TRANSFERS[direction])}
-    assert {outcome.fault for outcome in outcomes} == {fault.name for fault in FAULTS} | {"truncated", "none"}
-    assert not [outcome for outcome in outcomes if wrong(outcome)]
+            assert tried >= {(fault.name, direction, number) for number in range(TRANSFERS[part][direction])}
+    truncated = {"truncated"} if part == "gradients" else set()
+    assert {outcome.fault for outcome in outcomes[part]} == {fault.name for fault in FAULTS} | {"none"} | truncated
+    assert not [outcome for outcome in outcomes[part] if wrong(outcome)]
+    for direction in (READS, WRITES):
+        errors = [str(o.error[0]) for o in outcomes[part] if o.error is not None and o.direction == direction]
+        assert {re.sub(r"^\[Errno \d+\] (.*?) of .*", r"\1", error, flags=re.DOTALL) for error in errors} == KINDS[part]

@@ -477,6 +477,28 @@ def test_a_file_is_not_taken_twice(tmp_path: Path) -> None:
         DiskFile(tmp_path / "0.bin", ops.DiskPool())
 
 
+@pytest.mark.parametrize("refused", ["opening a file", "a transfer"])
+def test_a_file_goes_through_the_page_cache_where_the_system_refuses_to_bypass_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    real = os.open
+
+    def refuse(path: Path, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT and refused == "opening a file":
+            raise OSError(errno.EINVAL, "refused")
+        if flags & os.O_DIRECT:
+            return real(path, os.O_RDONLY | os.O_CLOEXEC)  # whose writes fail
+        return real(path, flags, *mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        store = make_store(tmp_path)
+    code = errno.EINVAL if refused == "opening a file" else errno.EBADF
+    assert (store.opened.direct, store.opened.refusal) == (False, f"{refused}: {os.strerror(code)}")
+    tensor, values = filled(store)
+    assert torch.equal(contents(tensor), values)
+
+
 # -------------------------------------------------------------------------------------------------------------- folders
 
 OWNER = """

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import os
 import re
+import signal
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from callbacks.test_ema import EACH_STEP, Various, fit_averaged, floating
 from helpers import models
 from helpers.ranks import RankError, RankPool, slow_unless
 from lightning import Callback, LightningModule, Trainer
-from strategy.fits import DDP, Lit, Recipe, assert_same, fit, make_trainer
+from strategy.fits import DDP, Fitted, Lit, Recipe, assert_same, fit, make_trainer
 from strategy.test_edits import VISIBLE, Edited, assert_same_after_every_batch, assign_data, from_vector, write_data
 from strategy.test_gradients_of_users import FAST, Assigned, ByHand, Changes, Scaled, half, to_floats
 
@@ -27,6 +30,7 @@ from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.planning import Bytes
 from lightning_zero.planning.memory import held_by, planned_parts
 from lightning_zero.storage import DiskStore
+from lightning_zero.storage.disk_file import DiskFile
 from lightning_zero.storage.disk_speed import Way, usual_way
 from lightning_zero.storage.run_folder import FileSystem
 
@@ -231,6 +235,94 @@ def test_a_disk_that_fills_up_ends_the_run(pool2: RankPool, tmp_path: Path) -> N
     assert re.search(place + bytes_of, failure.message), failure.message
     expected, loaded = pool2.run(fit_and_load, tmp_path)[0]
     torch.testing.assert_close(loaded, expected, rtol=0, atol=0)
+
+
+class DieWriting(Callback):
+    """Saves a checkpoint after two steps. From then on rank 1 kills itself when it has written a few tiles more."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step != 2:
+            return
+        trainer.save_checkpoint(self.checkpoint)
+        if trainer.global_rank == 1:
+            write, left = DiskFile.write, iter(range(3))
+
+            def die(*transfer: Any) -> None:
+                if next(left, None) is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                write(*transfer)
+
+            DiskFile.write = die  # type: ignore[method-assign]
+
+
+def die_writing(path: Path) -> None:
+    fit(
+        nvme("zero2_nvme", path, offload_gradients="nvme"),
+        Recipe(steps=8),
+        callbacks=[DieWriting(path / "before.ckpt")],
+    )
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_run(pool2: RankPool, tmp_path: Path) -> None:
+    """Nobody waits for it. The checkpoint before loads, and the next run removes what the dead one has left."""
+    with pytest.raises(RankError) as caught:
+        pool2.run_within(30.0, die_writing, tmp_path)
+    assert "timeout" not in {failure.kind for failure in caught.value.failures.values()}
+    (left,) = tmp_path.glob("lightning_zero-*/rank1/state.bin")
+    expected, loaded = pool2.run(fit_and_load, tmp_path)[0]
+    torch.testing.assert_close(loaded, expected, rtol=0, atol=0)
+    assert not left.parent.parent.exists()
+
+
+class FitInside(Callback):
+    """Runs another fit in the middle of this one, with state in the same folder of a disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            before = {*self.path.iterdir()}
+            self.fitted = fit(nvme("zero2_nvme", self.path, offload_gradients="nvme"), Recipe(steps=3))
+            assert {*self.path.iterdir()} > before
+
+
+def fit_two(path: Path) -> list[Fitted]:
+    """A fit in host memory, one in which another runs on a disk, and that other."""
+    inside = FitInside(path)
+    outside = fit(nvme("zero2_nvme", path, offload_gradients="nvme"), Recipe(steps=3), callbacks=[inside])
+    return [fit("zero2_offload", Recipe(steps=3)), outside, inside.fitted]
+
+
+def test_two_runs_share_a_path(pool1: RankPool, tmp_path: Path) -> None:
+    alone, *both = pool1.run(fit_two, tmp_path)[0]
+    for each in both:
+        assert_same(each.weights, alone.weights)
+
+
+def fit_warned(path: Path) -> str:
+    """What warnings say of a file system that refuses O_DIRECT, and of saves that copy the state."""
+    real = os.open
+
+    def refuse(path: Path, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "refused")
+        return real(path, flags, *mode)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.warns(UserWarning) as warned:
+        patch.setattr(os, "open", refuse)
+        fit(nvme("zero2_nvme", path, async_save=True), Recipe(steps=1))
+    return "\n".join(str(warning.message) for warning in warned)
+
+
+def test_what_costs_memory_or_time_is_said(pool1: RankPool, tmp_path: Path) -> None:
+    (said,) = pool1.run(fit_warned, tmp_path)
+    assert "refuses O_DIRECT" in said
+    assert "async_save=True copies the state that rests on the disk to host memory" in said
 
 
 def fit_at(path: str) -> None:
