@@ -122,8 +122,8 @@ class _Region:
     def rate(self, seconds: float, *transfers: Callable[[Tensor, int], None]) -> float:
         """Bytes per second of these transfers, all at the same time, measured for about ``seconds``.
 
-        Each has a part of the file to itself, of which it moves several tiles at the same time. Where transfers use the page cache, the time to write it to the disk
-        counts, and it is empty before reads.
+        Each has a part of the file to itself, of which it moves several tiles at the same time. Where transfers use the
+        page cache, the time to write it to the disk counts, and it is empty before reads.
         """
         self.file.settle()
         start = time.perf_counter()

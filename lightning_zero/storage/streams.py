@@ -346,7 +346,7 @@ def make_executor(device: torch.device, overlap: bool, staging_bytes: int = DEFA
 
 
 def _prepare(device: torch.device, lane: Lane) -> None:
-    """What a thread of a lane does before its first job."""
+    """Prepare the current thread for the jobs of a lane."""
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
     if lane is Lane.HOST:

@@ -16,8 +16,8 @@ from engine.disk_faults import FAULTS, PARTS, READS, WRITES, Outcome
 
 TESTS = Path(__file__).parents[1]
 # Of two buckets of three tiles. Gradients are written by both micro-batches, and read again by the second one and the
-# update. Parameters are read by forward and backward of both micro-batches. The update reads and writes them, too, which
-# are the masters, and two moments.
+# update. Parameters are read by forward and backward of both micro-batches. The update reads and writes them, which are
+# the masters, and two moments.
 TRANSFERS = {"gradients": {READS: 2 * 6, WRITES: 2 * 6}, "all": {READS: (4 + 3) * 6, WRITES: 3 * 6}}
 KINDS = {"gradients": {"the gradients"}, "all": {"the parameters", "exp_avg", "exp_avg_sq"}}
 FAILED = {READS: "could not be read from", WRITES: "could not be written to"}
@@ -54,7 +54,8 @@ def wrong(outcome: Outcome) -> bool:
     """Whether a run has ended otherwise than it should."""
     if outcome.fault in ("short", "EAGAIN", "none"):
         return not outcome.same
-    where = rf"({'|'.join(KINDS[outcome.part])}) of .* {FAILED[outcome.direction]} {re.escape(outcome.file)} at byte [\d,]+: "
+    kinds, file = "|".join(KINDS[outcome.part]), re.escape(outcome.file)
+    where = rf"({kinds}) of .* {FAILED[outcome.direction]} {file} at byte [\d,]+: "
     reason, code = {
         "ENOSPC": (r"No space left on device; it needs [\d,]+ bytes, and the file system has [\d,]+ free\. ", None),
         "EIO": ("Input/output error", None),

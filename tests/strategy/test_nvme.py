@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -313,7 +312,8 @@ def fit_warned(path: Path) -> str:
             raise OSError(errno.EINVAL, "refused")
         return real(path, flags, *mode)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.warns(UserWarning) as warned:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         patch.setattr(os, "open", refuse)
         fit(nvme("zero2_nvme", path, async_save=True), Recipe(steps=1))
     return "\n".join(str(warning.message) for warning in warned)
