@@ -31,7 +31,7 @@ from lightning_zero.advice import Case, advice
 from lightning_zero.sharding.board import Board
 from lightning_zero.storage import DONE, Ticket
 from lightning_zero.storage.accelerators import device_type
-from lightning_zero.storage.streams import in_lane
+from lightning_zero.storage.threads import in_lane
 from lightning_zero.storage.timers import Phase, Timers
 from lightning_zero.storage.work_log import named
 

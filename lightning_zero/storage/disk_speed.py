@@ -139,7 +139,7 @@ class _Region:
         return moved / (time.perf_counter() - start)
 
     def _move(self, transfer: Callable[[Tensor, int], None], part: int, parts: int, turn: int, end: float) -> int:
-        """Transfers every ``_AT_A_TIME``-th tile of a part of the file, again and again, until ``end``.
+        """Transfers every ``_AT_A_TIME``-th tile of a part of the file, one pass after the other, until ``end``.
 
         Args:
             transfer: transfers a tile between memory and an offset in the file.
@@ -157,7 +157,7 @@ class _Region:
                 break
             number = turn + moved * _AT_A_TIME
             transfer(self._memory[(ahead + number) % _IN_MEMORY], (first + number % tiles) * self.tile)
-            if not self.file.direct and (moved + 1) % tiles == 0:
+            if not self.file.direct and number % tiles + _AT_A_TIME >= tiles:  # it was the last one of a pass
                 self.file.settle()
         return moved * self.tile
 

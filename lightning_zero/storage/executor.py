@@ -27,10 +27,11 @@ from lightning_zero.storage.work_log import WORK_LOG
 
 
 class Lane(Enum):
-    """Queues. The work in each of them is done in the order in which it was submitted.
+    """Queues. The work in each of them is done in the order in which it was submitted, except in READ and WRITE.
 
-    Only READ and WRITE may do several jobs at the same time, which begin in that order: otherwise the disk would stand
-    still between two transfers. Work in them names the tickets that it must follow, also those of its own lane.
+    These two may do several jobs at a time, so that a disk does not stand still between two transfers. Jobs begin in
+    the order in which they were submitted, and may end in another. So they name the tickets that they must follow, also
+    those of their own lane.
     """
 
     COMPUTE = auto()  # the device's current stream, in order with the training itself

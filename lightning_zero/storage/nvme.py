@@ -338,8 +338,10 @@ class DiskTensor(Windowed):
         self._store = store
         self._apart = apart
         self._offset = store.opened.allocate(numel * dtype.itemsize, what)
-        self._writes: dict[int, Ticket] = {}  # the last write of each tile that no read has waited for
-        self._dropped: dict[int, Ticket] = {}  # the last fetch of each tile that nobody has waited for before a write
+        self._writes: dict[int, Ticket] = {}  # the last write of each tile, unless it is known to have ended
+        # The last fetch of each tile that nobody has waited for before a write. It ends after earlier ones, because
+        # the lane of checks does its jobs in order.
+        self._dropped: dict[int, Ticket] = {}
         weakref.finalize(self, store.opened.free, self._offset, numel * dtype.itemsize)
 
     def commit(self, start: int, stop: int, after: Sequence[Ticket] = ()) -> None:
@@ -423,11 +425,12 @@ class DiskTensor(Windowed):
 
     def _load(self, first: int, last: int, memory: Tensor) -> Ticket:
         """Begin to read tiles ``[first, last)``, after all writes of them that have begun."""
-        writes = [self._writes[tile] for tile in range(first, last) if tile in self._writes]
-        ticket = self._store.load(self, first, memory, [*dict.fromkeys(writes)])
         for tile in range(first, last):
-            self._writes.pop(tile, None)
-        return ticket
+            if tile in self._writes and self._writes[tile].done():
+                del self._writes[tile]
+        # The others stay: a later read may be the first that comes to them, if this one is given up.
+        writes = [self._writes[tile] for tile in range(first, last) if tile in self._writes]
+        return self._store.load(self, first, memory, [*dict.fromkeys(writes)])
 
     def _bytes(self, first: int, last: int) -> int:
         return aligned(min(last * self.tile, self.numel) * self.dtype.itemsize - first * self.tile_bytes)

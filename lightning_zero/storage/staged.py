@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_zero import ops
 from lightning_zero.storage.executor import DONE, Executor, Staged, Ticket
 from lightning_zero.storage.rested import Memory, Rested, pieces
-from lightning_zero.storage.streams import in_lane
+from lightning_zero.storage.threads import in_lane
 from lightning_zero.storage.windowed import Window, Windowed
 
 _LARGEST_TILE = 1 << 23  # elements; with smaller tiles the fixed cost of each of them shows

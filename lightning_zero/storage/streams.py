@@ -28,8 +28,7 @@ from lightning_zero import ops
 from lightning_zero.storage.accelerators import device_type
 from lightning_zero.storage.executor import DONE, Executor, InlineExecutor, Lane, Staged, Ticket, noting_work
 from lightning_zero.storage.staging import Staging
-from lightning_zero.storage.threads import FILE_LANES, LaneThreads, ThreadExecutor
-from lightning_zero.storage.work_log import WORK_LOG
+from lightning_zero.storage.threads import FILE_LANES, LaneThreads, ThreadExecutor, in_lane, noting_wait
 
 DEFAULT_BYTES = 64 << 20  # for gradients on their way to the host, and for staging memory
 _STREAMS = frozenset({Lane.H2D, Lane.D2H, Lane.SIDE})
@@ -78,11 +77,6 @@ class _Running(threading.local):
 _RUNNING = _Running()
 
 
-def in_lane() -> bool:
-    """Whether the caller's thread is that of a lane, and not the one that trains."""
-    return _RUNNING.job is not None
-
-
 class _Work:
     """The ticket of work on a stream, or of a job. A job's ticket stands for what it has submitted to streams, too."""
 
@@ -101,15 +95,12 @@ class _Work:
         return self._ended.done() and all(event.query() for event in self.events())
 
     def wait(self) -> None:
-        with self._noting_wait():
+        with noting_wait(self._lane, self._what):
             self._owner.follow(self.events())
-
-    def _noting_wait(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if in_lane() else WORK_LOG.wait(self._lane.name, self._what)
 
     def synchronize(self) -> None:
         try:
-            with self._noting_wait():
+            with noting_wait(self._lane, self._what):
                 for event in self.events():
                     if not event.query():
                         event.synchronize()

@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -17,8 +18,18 @@ import torch
 from lightning_zero.storage.executor import InlineExecutor, Lane, Ticket
 from lightning_zero.storage.work_log import WORK_LOG
 
-FILE_LANES = {Lane.READ: 2, Lane.CHECK: 1, Lane.WRITE: 2}  # threads; between two transfers a disk would stand still
+# Number of threads. With one for reads and one for writes, a disk stands still between two transfers.
+FILE_LANES = {Lane.READ: 2, Lane.CHECK: 1, Lane.WRITE: 2}
 _EXIT_SECONDS = 5.0  # how long the exit of the process waits for jobs of lanes, one of which may hang
+
+
+class _LaneThread(threading.Thread):
+    """A thread of a lane."""
+
+
+def in_lane() -> bool:
+    """Whether the current thread is that of a lane, and not the one that trains."""
+    return isinstance(threading.current_thread(), _LaneThread)
 
 
 class LaneThreads:
@@ -38,8 +49,7 @@ class LaneThreads:
         self._left: deque[None] = deque()  # one entry per job that has not ended; its methods are atomic
         # Daemons, so that a job that hangs holds up neither teardown nor the end of the process.
         self._threads = [
-            threading.Thread(target=self._work, args=[prepare], name=f"lane {lane.name}", daemon=True)
-            for _ in range(count)
+            _LaneThread(target=self._work, args=[prepare], name=f"lane {lane.name}", daemon=True) for _ in range(count)
         ]
         _started.add(self)
         for thread in self._threads:
@@ -77,6 +87,11 @@ def _drain_lanes() -> None:
         time.sleep(0.01)
 
 
+def noting_wait(lane: Lane, what: str) -> AbstractContextManager[None]:
+    """A context in which the current thread waits for work of a lane. If the thread trains, the wait is noted."""
+    return nullcontext() if in_lane() else WORK_LOG.wait(lane.name, what)
+
+
 class _Work:
     """The ticket of a job that a thread runs."""
 
@@ -86,7 +101,7 @@ class _Work:
         self._ended = ended
 
     def synchronize(self) -> None:
-        with WORK_LOG.wait(self._lane.name, self._what):
+        with noting_wait(self._lane, self._what):
             self._ended.result()
 
     wait = synchronize

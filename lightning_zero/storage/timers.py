@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from lightning_zero.storage.accelerators import Clock, device_type
-from lightning_zero.storage.streams import in_lane
+from lightning_zero.storage.threads import in_lane
 from lightning_zero.storage.work_log import WORK_LOG
 
 P = ParamSpec("P")

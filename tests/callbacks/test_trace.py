@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -23,7 +24,7 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.callbacks import Breakdown, Trace
 from lightning_zero.callbacks.trace import chrome_trace
 from lightning_zero.integration.names import STRATEGIES
-from lightning_zero.storage import WORK_LOG, Lane, Phase, Span, executor, streams
+from lightning_zero.storage import WORK_LOG, Lane, Phase, Span, ThreadExecutor, executor, streams
 
 RECIPE = Recipe(steps=6, micro=2)
 
@@ -90,6 +91,16 @@ def test_each_piece_of_work_is_there_once(pool2: RankPool, tmp_path: Path) -> No
     for rank, result in enumerate(results):
         names = assert_complete(tmp_path / f"rank{rank}.json", result)
         assert any(name.startswith("the update of ") for name in names["HOST"])
+
+
+def test_a_lane_that_waits_for_another_is_no_wait_of_the_training() -> None:
+    executor = ThreadExecutor()
+    WORK_LOG.start(torch.device("cpu"), Phase.OTHER)
+    read = executor.submit(partial(time.sleep, 0.05), Lane.READ, "a tile")
+    written = executor.submit(lambda: None, Lane.WRITE, "a tile", after=[read])
+    while not written.done():
+        time.sleep(0.01)
+    assert {span.track for span in WORK_LOG.stop()} == {"training", "READ", "WRITE"}
 
 
 def test_work_of_a_disk_at_the_same_time_is_in_two_tracks() -> None:

@@ -15,8 +15,7 @@ from torch import Tensor
 from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardedGradient, ShardingPolicy
 from lightning_zero.storage import DeviceStore, DiskStore, HostStore, Lane, StreamExecutor
 from lightning_zero.storage.run_folder import RunFolder
-from lightning_zero.storage.streams import in_lane
-from lightning_zero.storage.threads import FILE_LANES
+from lightning_zero.storage.threads import FILE_LANES, in_lane
 
 N = 1000
 

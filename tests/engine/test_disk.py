@@ -20,6 +20,7 @@ import torch
 from engine import driver
 from engine.driver import Setup, assert_equal
 from helpers.ranks import RankPool
+from helpers.slow_disk import SlowDisk
 from helpers.whole import Ruled
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,13 +37,12 @@ from lightning_zero.planning import Plan, plan
 from lightning_zero.planning.estimate import disk_bytes
 from lightning_zero.planning.memory import held_by, planned_parts
 from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy
-from lightning_zero.storage import DiskError, DiskStore, Executor, InlineExecutor, Lane, Ticket
+from lightning_zero.storage import DiskError, DiskStore, Executor
 from lightning_zero.storage.disk_file import DiskFile, aligned
 from lightning_zero.storage.disk_speed import RINGS, THREADS
 from lightning_zero.storage.nvme import DiskTensor
 from lightning_zero.storage.rested import nbytes_of
 from lightning_zero.storage.run_folder import RunFolder
-from lightning_zero.storage.threads import FILE_LANES
 from lightning_zero.update import updaters, whole
 from lightning_zero.update.shell import run_step
 from lightning_zero.update.updaters import NativeOptimizer
@@ -554,35 +554,6 @@ def test_state_of_whole_parameters_rests_on_the_disk(tmp_path: Path) -> None:
     assert held["optimizer_state"].host == 0
     run_steps(session, case, [0, 0])
     assert session.engine.placement.optimizer_store.opened.nbytes == size  # type: ignore[attr-defined]
-
-
-class _Late:
-    """The ticket of a job that nobody does before it is waited for."""
-
-    def __init__(self, job: Callable[[], object], before: Sequence[Ticket]) -> None:
-        self._job, self._before, self._ended = job, before, False
-
-    def synchronize(self) -> None:
-        if not self._ended:
-            self._ended = True
-            for ticket in self._before:
-                ticket.synchronize()
-            self._job()
-            del self._job, self._before
-
-    wait = synchronize
-
-    def done(self) -> bool:
-        return self._ended
-
-
-class SlowDisk(InlineExecutor):
-    """The slowest disk there can be: it does nothing until somebody waits for it, and only that then."""
-
-    def submit(self, job: Callable[[], object], lane: Lane, what: str, after: Sequence[Ticket] = ()) -> Ticket:
-        if lane not in FILE_LANES:
-            return super().submit(job, lane, what, after)
-        return _Late(functools.partial(super().submit, job, lane, what), after)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def test_a_measurement_moves_tiles_within_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:
     moved: Counter[str] = Counter()
+    since: Counter[tuple[str, int]] = Counter()  # the page cache was emptied
     last: dict[str, deque[int]] = {name: deque(maxlen=8) for name in ("read", "write")}
     for name in ("read", "write"):
         real = getattr(DiskFile, name)
@@ -33,10 +34,19 @@ def test_a_measurement_moves_tiles_within_its_limit(
             assert memory.nbytes == TILE
             assert offset + TILE <= LIMIT
             moved[name] += 1
+            since[name, offset] += 1
+            assert direct or since[name, offset] == 1
             last[name].append(memory.data_ptr())
             real(file, memory, offset, what)
 
         monkeypatch.setattr(DiskFile, name, noted)
+    real_settle = DiskFile.settle
+
+    def settle(file: DiskFile) -> None:
+        real_settle(file)
+        since.clear()
+
+    monkeypatch.setattr(DiskFile, "settle", settle)
     file = DiskFile(tmp_path / "measured", Way(2, ALIGNMENT).pool(), direct)
     speed = measure(file, TILE, 0.01, LIMIT)
     assert all(0 < rate < math.inf for rate in speed)
