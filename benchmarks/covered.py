@@ -5,9 +5,9 @@
     cd ../before && .venv/bin/python ../after/benchmarks/covered.py --out before.json
     cd ../after && python benchmarks/covered.py --read after.json --against ../before/before.json
     python benchmarks/covered.py --out slow.json -- -m "slow and not gpu" -n 2 --dist worksteal
-    python benchmarks/covered.py --read after.json slow.json
+    python -m benchmarks.covered --read after.json slow.json --against ../before/before.json --results coverage.json
 
-Several files count together: what one of these runs has covered.
+Several files count together: what one of these runs has covered. `--results` writes the table, with where it was made.
 
 It measures the package and the tests of the working folder, with the interpreter that runs this file. So a revision
 without this file can be measured, too. Arguments after `--` are passed to pytest instead of those for the fast tests.
@@ -84,12 +84,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("covered.json"), help="file to write (covered.json)")
     parser.add_argument("--read", type=Path, nargs="+", help="print what such files have, and measure nothing")
     parser.add_argument("--against", type=Path, nargs="+", help="such files of another revision, to compare with")
+    parser.add_argument("--results", type=Path, help="file for the table, of two revisions")
     parser.add_argument("tests", nargs="*", help="pytest's arguments, after `--`")
     options = parser.parse_args(arguments)
     if options.read is None:
         options.out.write_text(json.dumps(measure(options.tests or TESTS)))
     before = by_folder(options.against) if options.against else {}
-    print("\n".join(table(by_folder(options.read or [options.out]), before)))
+    print("\n".join(table(after := by_folder(options.read or [options.out]), before)))
+    if options.results:
+        # Here, because an environment of another revision, in which this file measures, need not have what it imports.
+        from benchmarks.environment import describe
+
+        lines = table(after, before)
+        options.results.write_text(json.dumps({"environment": describe(), "table": lines}, indent=2) + "\n")
 
 
 def measure(tests: Sequence[str]) -> dict[str, Any]:

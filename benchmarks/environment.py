@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import platform
+import shlex
 import socket
 import sys
 from importlib.metadata import version
@@ -19,7 +20,7 @@ def describe() -> dict[str, Any]:
     memory = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
     return {
         "date": dt.date.today().isoformat(),
-        "command": " ".join(["python", "-m", _module_name(), *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", _module_name(), *sys.argv[1:]]),
         "cpu": cpu or platform.processor(),
         "cores": torch.get_num_threads(),
         "memory_gib": round(memory / 2**20, 1),

@@ -38,8 +38,11 @@ def test_folders_are_compared(covered: Any, tmp_path: Path, capsys: pytest.Captu
     fast = write(tmp_path / "fast.json", engine_in_a=range(4), engine_in_b=range(10), version=range(10))
     slow = write(tmp_path / "slow.json", engine_in_a=range(2, 5))
     before = write(tmp_path / "before.json", engine_in_a=range(10))
-    covered.main(["--read", str(fast), str(slow), "--against", str(before)])
-    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
+    results = tmp_path / "results.json"
+    covered.main(["--read", str(fast), str(slow), "--against", str(before), "--results", str(results)])
+    lines = capsys.readouterr().out.splitlines()
+    assert json.loads(results.read_text())["table"] == lines
+    assert [line.split() for line in lines[1:]] == [
         [".", "100.00", "25.00", "0.00", "0.00", "+100.00", "+25.00"],
         ["engine", "75.00", "25.00", "100.00", "25.00", "-25.00", "+0.00"],
         ["all", "83.33", "25.00", "100.00", "25.00", "-16.67", "+0.00"],
