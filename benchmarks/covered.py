@@ -84,18 +84,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("covered.json"), help="file to write (covered.json)")
     parser.add_argument("--read", type=Path, nargs="+", help="print what such files have, and measure nothing")
     parser.add_argument("--against", type=Path, nargs="+", help="such files of another revision, to compare with")
-    parser.add_argument("--results", type=Path, help="file for the table, of two revisions")
+    parser.add_argument("--results", type=Path, help="file for the table and where it was made")
     parser.add_argument("tests", nargs="*", help="pytest's arguments, after `--`")
     options = parser.parse_args(arguments)
     if options.read is None:
         options.out.write_text(json.dumps(measure(options.tests or TESTS)))
     before = by_folder(options.against) if options.against else {}
-    print("\n".join(table(after := by_folder(options.read or [options.out]), before)))
+    lines = table(by_folder(options.read or [options.out]), before)
+    print("\n".join(lines))
     if options.results:
         # Here, because an environment of another revision, in which this file measures, need not have what it imports.
         from benchmarks.environment import describe
 
-        lines = table(after, before)
         options.results.write_text(json.dumps({"environment": describe(), "table": lines}, indent=2) + "\n")
 
 

@@ -83,7 +83,7 @@ _started: weakref.WeakSet[LaneThreads] = weakref.WeakSet()
 def _drain_lanes() -> None:
     """Wait for the jobs of lanes: a thread that is in a compiled function at the end would abort the process."""
     until = time.monotonic() + _EXIT_SECONDS
-    while any(lane.busy for lane in _started) and time.monotonic() < until:
+    while any(lane.busy for lane in list(_started)) and time.monotonic() < until:
         time.sleep(0.01)
 
 
