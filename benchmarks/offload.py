@@ -3,7 +3,7 @@
     DS_BUILD_OPS=0 ../peers/bin/pip install -e ".[peers]" torchao
     python -m benchmarks.offload --deepspeed-python ../peers/bin/python
     python -m benchmarks.offload --models 1.3b 6.7b --device-memory-gib 40 --resume
-    python -m benchmarks.offload --device sim --models tiny --only zero2_offload zero3_offload --rounds 1
+    python -m benchmarks.offload --device sim --models tiny --tokens 128 --only zero2_offload zero3_offload --rounds 1
 
 A GPT-like language model of 1.3B, 2.7B, 6.7B or 10B parameters, with random weights, trains in bf16 by AdamW: 16
 sequences of 1024 tokens per step, in four micro-batches, with every block recomputed in backward, without clipping. The
@@ -16,7 +16,8 @@ In every round the contestants run one at a time, each in a process of its own, 
 - zero2_offload, zero3_offload: this package, by `lightning.Trainer` with logging, checkpoints, progress bar and
   summary off. `_split`: with split masters. `_part`: with split masters, and the least `offload_fraction` of a quarter,
   a half and three quarters whose plan, including activations, fits 90% of the device's memory; skipped if none does.
-  `_in_backward`: each bucket is updated as soon as its gradient is complete (`update_in_backward=True`).
+  `_in_backward`: each bucket is updated as soon as its gradient is complete (`update_in_backward=True`). `_sums`: the
+  gradients of micro-batches are summed on the device (`accumulate_on_device=True`).
 - deepspeed2_offload, deepspeed3_offload: DeepSpeed's engine with its defaults but without clipping, and its CPU Adam,
   which it compiles and which needs `nvcc` or `DS_SKIP_CUDA_CHECK=1`; at stage 3 parameters are offloaded, too, and the
   model is made in `deepspeed.zero.Init`. deepspeed3_super: stage 3 with SuperOffload as in its examples, if the
@@ -103,7 +104,10 @@ IN_BACKWARD = {"update_in_backward": True, "skip_nonfinite": False}
 OURS: dict[str, dict[str, Any]] = {
     name + suffix: {**STRATEGIES[name], **changed}
     for name in ("zero2_offload", "zero3_offload")
-    for suffix, changed in (("", {}), ("_split", SPLIT), ("_part", SPLIT), ("_in_backward", IN_BACKWARD))
+    for suffix, changed in (
+        *(("", {}), ("_split", SPLIT), ("_part", SPLIT), ("_in_backward", IN_BACKWARD)),
+        ("_sums", {"accumulate_on_device": True}),
+    )
 }
 ON_HOST = {"device": "cpu", "pin_memory": True}
 DEEPSPEED: dict[str, dict[str, Any]] = {

@@ -176,7 +176,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         marker = metafunc.definition.get_closest_marker("device")
         if marker is None:
             raise pytest.UsageError(f"{metafunc.definition.nodeid} uses a device: mark it with pytest.mark.device")
-        metafunc.parametrize("on_device", where.cases(marker.args))
+        cuda = metafunc.definition.get_closest_marker("simulated") is None
+        metafunc.parametrize("on_device", where.cases(marker.args, cuda))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -100,6 +100,13 @@ double sum_of_squares(const std::string& isa, std::uintptr_t values, DType dtype
   return sum_of_squares_parallel(sum, pointer<const void>(values), dtype, count, threads);
 }
 
+void add(const std::string& isa, std::uintptr_t total, std::uintptr_t values, DType dtype, std::size_t count,
+         std::size_t threads) {
+  const AddFunction function = resolve_target(isa).kernels.add;
+  const py::gil_scoped_release release;
+  add_parallel(function, {pointer<float>(total), pointer<const void>(values), dtype, count}, threads);
+}
+
 void convert(SplitFunction function, std::uintptr_t whole, std::uintptr_t high, DType dtype,
              std::uintptr_t remainder, std::size_t count, std::size_t threads) {
   const SplitArrays arrays = {pointer<float>(whole), pointer<void>(high), dtype,
@@ -237,6 +244,9 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
       .def_readonly("first", &SgdCoefficients::first);
 
   m.def("sum_of_squares", &sum_of_squares, py::kw_only(), py::arg("isa"), py::arg("values"), py::arg("dtype"),
+        py::arg("count"), py::arg("threads"));
+
+  m.def("add", &add, py::kw_only(), py::arg("isa"), py::arg("total"), py::arg("values"), py::arg("dtype"),
         py::arg("count"), py::arg("threads"));
 
   m.def(

@@ -157,6 +157,18 @@ TEST_P(ParallelTest, SplitAndJoinDoNotDependOnTheThreads) {
   }
 }
 
+TEST_P(ParallelTest, AddDoesNotDependOnTheThreads) {
+  constexpr std::size_t count = (std::size_t{3} << 18) + 77;
+  for (const DType dtype : {DType::float32, DType::bfloat16, DType::float16}) {
+    Buffer expected(4, count), actual(4, count, 1), values(item_size(dtype), count, 2);
+    for (Buffer* total : {&expected, &actual}) fill_with_samples(*total, DType::float32, 1);
+    fill_with_samples(values, dtype, 2);
+    kernels().add({expected.as<float>(), values.data(), dtype, count});
+    add_parallel(kernels().add, {actual.as<float>(), values.data(), dtype, count}, 3);
+    EXPECT_TRUE(same_numbers(DType::float32, expected, actual));
+  }
+}
+
 TEST_P(ParallelTest, NothingDependsOnTheFloatingPointEnvironmentOfTheCaller) {
   const auto on_thread = [](const std::function<void()>& body) { std::thread(body).join(); };
   const Problem problem{rule_named("AdamW"), kLayouts[3], DType::float16, DType::float32, kSeveralPieces, 1};
@@ -195,6 +207,12 @@ TEST_P(ParallelTest, NothingDependsOnTheFloatingPointEnvironmentOfTheCaller) {
                                     subnormal.count(), threads);
     });
     EXPECT_EQ(sum, static_cast<double>(kSeveralPieces) * 0x1p-298) << threads << " threads";
+    Buffer total(4, kSeveralPieces);
+    on_thread([&] {
+      const HostileFloatingPoint hostile;
+      add_parallel(kernels().add, {total.as<float>(), subnormal.data(), DType::float32, total.count()}, threads);
+    });
+    EXPECT_TRUE(same_numbers(DType::float32, subnormal, total)) << threads << " threads";
   }
 }
 

@@ -75,6 +75,7 @@ class EngineStrategy(DDPStrategy):
     nvme_buffer_gb = _Option(lambda options: options.nvme_buffer_gb)
     nvme_checksums = _Option(lambda options: options.nvme_checksums)
     offload_gradients = _Option(lambda options: options.offload_gradients)
+    accumulate_on_device = _Option(lambda options: options.accumulate_on_device)
     shard_size = _Option(lambda options: options.shard_size)
     bucket_size_mb = _Option(lambda options: options.bucket_size_mb)
     units = _Option(lambda options: options.units)

@@ -140,6 +140,7 @@ def make_engine(
             offload_fraction=options.offload_fraction,
             split_masters=options.master_layout == "split",
             gradients_rest=options.gradients_rest,
+            accumulate_on_device=options.accumulate_on_device,
         ),
         optimized=None if optimizers is None else optimized,
         units=options.units,

@@ -49,6 +49,7 @@ class StrategyOptions:
     nvme_buffer_gb: float = 0.25
     nvme_checksums: bool = True
     offload_gradients: GradientStoreName = "auto"
+    accumulate_on_device: bool = False
     shard_size: int | None = None
     bucket_size_mb: float = 25.0
     units: Sequence[str | type] | None = None
@@ -94,7 +95,7 @@ class StrategyOptions:
         _check_positive("timeout", self.timeout, "a number of seconds greater than 0; the default is 1800")
         for name in (
             *("skip_nonfinite", "detect_data_edits", "overlap", "async_save", "checksums", "evaluation_masters"),
-            *("nvme_checksums", "activation_offload", "update_in_backward"),
+            *("nvme_checksums", "activation_offload", "update_in_backward", "accumulate_on_device"),
         ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")

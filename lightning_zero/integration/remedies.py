@@ -44,6 +44,7 @@ def setting_of(options: StrategyOptions, shard_size: int, precision: MixedPrecis
         options.staging_bytes,
         options.gradients_rest if options.uses_disk else None,
         options.update_in_backward,
+        options.accumulate_on_device,
     )
 
 
@@ -76,6 +77,8 @@ def candidates(
         yield "strategy.offload_optimizer=cpu", changed(offload_optimizer="cpu")
     if options.uses_disk and options.offload_gradients != "nvme":
         yield "strategy.offload_gradients=nvme", changed(offload_gradients="nvme")
+    if options.accumulate_on_device:
+        yield "strategy.accumulate_on_device=false", changed(accumulate_on_device=False)
     if options.offload_fraction < 1:
         yield "strategy.offload_fraction=1", changed(offload_fraction=1.0)
     if options.offload_optimizer != "none" and options.master_layout != "split":

@@ -175,15 +175,16 @@ class SteppingStrategy(EngineStrategy):
     def _show_sums(self, trainer: pl.Trainer) -> None:
         """Show averaged sums of the first micro-batches to ``on_after_backward``, if it is overridden. Collective.
 
-        Replicas sum in the last micro-batch only.
+        Replicas sum in the last micro-batch only, and what is summed on the device is averaged then.
         """
         assert self.lightning_module is not None
         callbacks: Sequence[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         own = [is_overridden(_AFTER_BACKWARD, self.lightning_module)]
         own += [is_overridden(_AFTER_BACKWARD, callback, pl.Callback) for callback in callbacks]
-        mesh, fitting = self.engine.placement.mesh, trainer.state.fn == TrainerFn.FITTING
-        if fitting and self._policy.shard_grads and mesh.replica.size == 1:
-            self.engine.shows_sums = any(mesh.world.all_gather_object(any(own), "ask for hooks after backward"))
+        placement, fitting = self.engine.placement, trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._policy.shard_grads and not placement.collects_slices:
+            world = placement.mesh.world
+            self.engine.shows_sums = any(world.all_gather_object(any(own), "ask for hooks after backward"))
 
     def _look_for_readers(self, trainer: pl.Trainer) -> None:
         """Find out whether code may read parameters after a step. Collective."""

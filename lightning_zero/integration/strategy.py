@@ -92,6 +92,10 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         offload_gradients: where sharded gradients rest if the optimizer state rests on a disk: ``"cpu"`` (in host
             memory) or ``"nvme"`` (on the disk). ``"auto"``: in host memory if those of the rank fit into
             ``nvme_buffer_gb`` in the dtype in which micro-batches are summed (at least fp32), else on the disk.
+        accumulate_on_device: at stages 2 and 3 sum the offloaded gradients of a step's micro-batches on the device, and
+            copy the sum to where it rests once. This takes 4 bytes of device memory per element of the rank's shard,
+            and spares the host a pass over the gradients per micro-batch; the sums have the same bits. On CPU ranks,
+            and at stages 0 and 1, which always do so, the option changes nothing.
         shard_size: number of neighbouring ranks that share one copy of the state; must divide the number of ranks.
             Default: the ranks of one node. Each node then holds a full copy, and only sums of gradient shards cross the
             network between nodes. The number of all ranks takes the least memory, and is the default if each node has
@@ -178,6 +182,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         nvme_buffer_gb: float = 0.25,
         nvme_checksums: bool = True,
         offload_gradients: GradientStoreName = "auto",
+        accumulate_on_device: bool = False,
         shard_size: int | None = None,
         bucket_size_mb: float = 25.0,
         units: Sequence[str | type[nn.Module]] | None = None,
@@ -219,6 +224,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             nvme_buffer_gb=nvme_buffer_gb,
             nvme_checksums=nvme_checksums,
             offload_gradients=offload_gradients,
+            accumulate_on_device=accumulate_on_device,
             shard_size=shard_size,
             bucket_size_mb=bucket_size_mb,
             units=units,

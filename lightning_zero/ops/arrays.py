@@ -1,4 +1,4 @@
-"""Kernels other than updates: sum of squares, splitting and joining fp32 numbers, filling with zeros."""
+"""Kernels other than updates: sums, sum of squares, splitting and joining fp32 numbers, filling with zeros."""
 
 from __future__ import annotations
 
@@ -89,6 +89,46 @@ class RunningSquares:
         """The sum; all elements must have been added."""
         assert not self._left, f"{self._left} elements have not been added"
         return _add_up(self._sums)
+
+
+def add_(total: Tensor, values: Tensor, *, isa: str | None = None, threads: int | None = None) -> None:
+    """Adds ``values`` to ``total`` in place, with the bits of torch's ``add_``.
+
+    Torch first converts 16-bit values to a tensor of their own, whose fresh memory the system must provide: this takes
+    one pass over the two.
+
+    Args:
+        total: [n] fp32.
+        values: [n] fp32, bf16 or fp16; not modified.
+        isa: one of `supported_isas` instead of the chosen one, for tests and benchmarks.
+        threads: maximum number of threads instead of `get_num_threads`; >= 1.
+
+    Raises:
+        TypeError, ValueError: see `adamw_`.
+    """
+    check_disjoint([span("total", total, FP32, None), span("values", values, ANY, total.numel())])
+    _C.add(
+        isa=chosen_isa() if isa is None else isa,
+        total=total.data_ptr(),
+        values=values.data_ptr(),
+        dtype=DTYPES[values.dtype],
+        count=total.numel(),
+        threads=get_num_threads() if threads is None else positive("threads", threads),
+    )
+
+
+def accumulate_(total: Tensor, values: Tensor) -> None:
+    """Adds ``values`` to ``total`` in place: by `add_` where it applies, otherwise by torch, which has the same bits.
+
+    Args:
+        total: any shape, dtype and device.
+        values: the same shape; any dtype that torch adds to that of ``total``.
+    """
+    applies = total.dtype in FP32 and values.dtype in ANY and runs_on(total.device) and runs_on(values.device)
+    if applies and total.is_contiguous() and values.is_contiguous():
+        add_(total.view(-1), values.view(-1))
+    else:
+        total.add_(values)
 
 
 def split_(

@@ -97,6 +97,7 @@ class Setting:
     staging_bytes: int = DEFAULT_BYTES
     gradients_rest: bool | None = None
     update_in_backward: bool = False
+    accumulate_on_device: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -197,6 +198,7 @@ class Memory:
             offload_fraction=setting.offload_fraction,
             split_masters=setting.split_masters,
             gradients_rest=setting.gradients_rest,
+            accumulate_on_device=setting.accumulate_on_device,
         )
         return plan(
             self.module,

@@ -26,6 +26,7 @@ from enum import Flag, auto
 import torch
 from torch import Tensor
 
+from lightning_zero import ops
 from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.held import local_grad, set_local_grad
 from lightning_zero.sharding.reduction import Reduction
@@ -118,7 +119,7 @@ class BucketGradients(Reduction[Tensor]):
     def _add_unsharded(self, total: Tensor) -> None:
         for view, parameter in zip(self.bucket.views(total), self.bucket.parameters, strict=True):
             if (gradient := local_grad(parameter)) is not None:
-                view.add_(gradient)
+                ops.accumulate_(view, gradient)
                 set_local_grad(parameter, None)
 
     def _take_unsharded(self, buffer: Tensor) -> None:

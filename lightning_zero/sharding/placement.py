@@ -29,6 +29,7 @@ from lightning_zero.storage import (
     ResidentStore,
     TensorStore,
     Ticket,
+    device_type,
 )
 from lightning_zero.storage.nvme import tiles_ahead
 from lightning_zero.storage.staged import staged_tile
@@ -78,6 +79,7 @@ class BucketPlacement(NamedTuple):
         split_masters: whether masters are split for optimizers that do not decide this themselves, where possible.
         gradients_rest: whether sharded gradients rest on a disk if the optimizer state does; ``None``: only if those
             of a rank do not fit into the store's memory for tiles in transit.
+        accumulate_on_device: whether reduced gradients that rest elsewhere are summed over micro-batches on the device.
     """
 
     mesh: Mesh
@@ -93,6 +95,7 @@ class BucketPlacement(NamedTuple):
     offload_fraction: float = 1.0
     split_masters: bool = False
     gradients_rest: bool | None = None
+    accumulate_on_device: bool = False
 
     def persistent(self) -> BucketPlacement:
         """The placement of parameters that stay unsharded at stage 3."""
@@ -170,8 +173,8 @@ class BucketPlacement(NamedTuple):
             return DONE
         with self._copying(("device", memory)):
             if source.device == target.device:
-                return self.executor.submit(partial(target.add_, source), lane, what, after)
-            return self.executor.receive(source, target.add_, what, after, lane)
+                return self.executor.submit(partial(ops.accumulate_, target, source), lane, what, after)
+            return self.executor.receive(source, partial(ops.accumulate_, target), what, after, lane)
 
     def on_host(self, values: Tensor, what: str) -> Tensor:
         """A copy of ``values`` on the CPU, or ``values`` itself if it is there."""
@@ -193,6 +196,12 @@ class BucketPlacement(NamedTuple):
     def updates_apart(self) -> bool:
         """Whether updates are computed on another type of device than the model, namely on the host."""
         return self.optimizer_store.device.type != self.device.type
+
+    @property
+    def collects_slices(self) -> bool:
+        """Whether slices of reduced gradients are summed over micro-batches before they become the sharded gradient."""
+        leaves = self.optimizer_store.memory != "device" and not device_type(self.device).shares_host_memory
+        return self.mesh.replica.size > 1 or (self.accumulate_on_device and leaves)
 
     @property
     def rests_gradients(self) -> bool:

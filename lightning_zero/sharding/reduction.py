@@ -37,7 +37,7 @@ class Reduction(ABC, Generic[T]):
         self._dtype = dtype
         self._placement = placement
         self._sum: T | None = None  # Ψ: micro-batches summed before the reduction
-        self._window: T | None = None  # Ψ/S: micro-batches that have not been summed over replicas yet
+        self._window: T | None = None  # Ψ/S: micro-batches that are not in the sharded gradient yet
 
     def accumulate(self) -> None:
         """Add 16-bit gradients to a sum in fp32 and leave others in ``grad``.
@@ -55,13 +55,13 @@ class Reduction(ABC, Generic[T]):
         """Average the unsharded gradients over all ranks and add this rank's slice to the sharded gradient. Collective.
 
         Args:
-            last: whether this is the last micro-batch before the step. Before, slices are not summed over replicas but
-                collected in a window.
+            last: whether this is the last micro-batch before the step. Before, slices may be collected in a window on
+                the device instead of being summed over replicas and copied to where the sharded gradient rests.
         """
         placement, summed = self._placement, self._sum is not None
         # No variable refers to the buffer, so it is freed before its slice is kept.
         fresh = self._reduce_scatter(self._collect(placement.reduce_dtype(self._dtype, summed)))
-        if placement.mesh.replica.size > 1:
+        if placement.collects_slices:
             if not last or self._window is not None:
                 # Micro-batches are summed in fp32, as in the sharded gradient.
                 fresh = self._convert(fresh, placement.sum_dtype(fresh.dtype))
@@ -70,6 +70,7 @@ class Reduction(ABC, Generic[T]):
             self._window = None if last else fresh
             if not last:
                 return
+        if placement.mesh.replica.size > 1:
             self._sum_replicas(fresh)
         self._keep(fresh, more=not last)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -248,13 +249,22 @@ class Cuda(Accelerator):
     can_pin = True
 
     def pin(self, address: int, nbytes: int) -> None:
-        _check(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0), f"pin {nbytes} bytes of host memory")
+        self._check(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0), f"pin {nbytes} bytes of host memory")
 
     def pci_address(self, device: torch.device) -> str | None:
         return pci_address_of(torch.cuda.get_device_properties(device))
 
     def unpin(self, address: int) -> None:
-        _check(torch.cuda.cudart().cudaHostUnregister(address), "unpin host memory")
+        self._check(torch.cuda.cudart().cudaHostUnregister(address), "unpin host memory")
+
+    def _check(self, result: Any, action: str) -> None:
+        if int(result) == 0:
+            return
+        # The runtime keeps the error, and torch would raise it after the next kernel, which has nothing to do with it.
+        # Of torch's functions only a check after a kernel takes it away.
+        with suppress(RuntimeError):
+            torch.ones(1, device=self._name)
+        raise RuntimeError(f"CUDA could not {action}: {torch.cuda.CudaError(int(result))}")
 
 
 class Imagined(Accelerator):
@@ -267,11 +277,6 @@ class Imagined(Accelerator):
 
     def unpin(self, address: int) -> None:
         """Nothing was pinned."""
-
-
-def _check(result: object, action: str) -> None:
-    if int(result) != 0:  # type: ignore[call-overload]
-        raise RuntimeError(f"CUDA could not {action}: {result}")
 
 
 def _with_index(device: torch.device) -> torch.device:

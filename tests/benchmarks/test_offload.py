@@ -46,6 +46,7 @@ def attempt(job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.simulated
 @pytest.mark.slow
 @pytest.mark.device
 def test_a_contestant_that_runs_out_of_memory_ends_nothing(
@@ -57,8 +58,6 @@ def test_a_contestant_that_runs_out_of_memory_ends_nothing(
         started.append(contestant.name)
         return device_pool1.run(attempt, job)
 
-    if not device_pool1.where.simulated:
-        pytest.skip("the simulated device shows it")
     monkeypatch.setattr(benchmark, "run_ranks", run_ranks)
     options = ("--device", "sim", "--device-memory-gib", str(TIGHT))
     names = ("zero2_offload", "zero3_offload")

@@ -197,6 +197,7 @@ class Layers(nn.Module):
         return self.layers(x).square().mean()
 
 
+@pytest.mark.simulated
 @pytest.mark.device
 def test_the_peak_on_the_device_falls_as_a_trace_says(device: torch.device) -> None:
     def loss_of(module: nn.Module) -> Tensor:

@@ -40,6 +40,8 @@ from lightning_zero.sharding import Mesh
 from lightning_zero.storage import Executor, InlineExecutor, StreamExecutor
 from lightning_zero.update import DynamicLossScaler
 
+pytestmark = pytest.mark.simulated
+
 SEEDS, STEPS = {1: 40, 2: 16}, 5  # seeds by the number of ranks
 LEAST_RATE = 1e-3
 WINDOW = 3  # steps without an overflow, after which the loss scale grows: long runs would end at the smallest one

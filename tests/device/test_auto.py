@@ -14,6 +14,8 @@ from torch import Tensor
 
 from lightning_zero import ZeroStrategy
 
+pytestmark = pytest.mark.simulated
+
 
 def fit(memory: int) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
     """The choice with so many MiB of the device, and the weights after a step with it and with the same by name."""

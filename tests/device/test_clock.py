@@ -14,6 +14,8 @@ from device import sim
 from lightning_zero.storage.accelerators import device_type
 from lightning_zero.storage.work_log import WorkLog
 
+pytestmark = pytest.mark.simulated
+
 MIB = 2**20
 
 

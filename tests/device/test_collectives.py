@@ -20,6 +20,8 @@ from lightning_zero import CollectiveError
 from lightning_zero.sharding import Mesh
 from lightning_zero.storage import make_executor
 
+pytestmark = pytest.mark.simulated
+
 SCHEDULES = ("eager", "lazy", "random1", "random2")
 
 

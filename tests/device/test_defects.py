@@ -11,6 +11,8 @@ import torch
 from device import sim, test_clock, test_collectives, test_memory, test_schedules
 from device.where import DevicePool
 
+pytestmark = pytest.mark.simulated
+
 missing_wait, mistake = (
     test_schedules.test_a_missing_wait_is_found,
     test_schedules.test_a_mistake_is_found_in_every_schedule,

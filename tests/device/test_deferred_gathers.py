@@ -107,6 +107,7 @@ def waits_for_no_later_update(stage: int) -> list[bool]:
     return seen
 
 
+@pytest.mark.simulated
 @pytest.mark.device("lazy")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_unit_waits_for_no_later_update(device_pool2: DevicePool, stage: int) -> None:
@@ -138,6 +139,7 @@ def asks_while_another_rank_updates() -> list[Tensor]:
     return [*saw, engine.full_param(weight)]
 
 
+@pytest.mark.simulated
 @pytest.mark.device("lazy")
 def test_a_collective_comes_after_those_that_a_lane_issues(device_pool2: DevicePool) -> None:
     """Also where one rank's lane still waits for an update and another's does not."""
@@ -167,6 +169,7 @@ def reads_alone() -> str:
     return message
 
 
+@pytest.mark.simulated
 @pytest.mark.device("lazy")
 def test_a_rank_that_reads_alone_is_told_so_and_starts_no_collective(device_pool2: DevicePool) -> None:
     message, _ = device_pool2.run(reads_alone)
@@ -214,13 +217,12 @@ def fit_penalized(accelerator: str, reader: bool) -> tuple[dict[str, Tensor], li
     return fitted.weights, fitted.notes
 
 
+@pytest.mark.simulated
 @pytest.mark.device("lazy")
 def test_hooks_and_training_steps_see_what_they_see_without_overlap(
     device_pool2: DevicePool, rank_pools: Callable[..., RankPool]
 ) -> None:
     """And only a hook that may read after every step costs the gathers under forward."""
-    if not device_pool2.where.simulated:
-        pytest.skip("compares with the bits of CPU ranks")
     for reader in (False, True):
         expected = rank_pools(2).run(fit_penalized, "cpu", reader)
         for (weights, notes), (own, seen) in zip(
@@ -238,12 +240,11 @@ def fit_with_persistent(accelerator: str) -> dict[str, Tensor]:
     return fit(strategy, Recipe(steps=3, micro=2), accelerator=accelerator, gradient_clip_val=0.3).weights
 
 
+@pytest.mark.simulated
 @pytest.mark.device("lazy")
 def test_what_stays_unsharded_at_stage_3_is_gathered_likewise(
     device_pool2: DevicePool, rank_pools: Callable[..., RankPool]
 ) -> None:
-    if not device_pool2.where.simulated:
-        pytest.skip("compares with the bits of CPU ranks")
     expected = rank_pools(2).run(fit_with_persistent, "cpu")
     for weights, own in zip(device_pool2.run(fit_with_persistent, sim.DEVICE), expected, strict=True):
         assert all(torch.equal(weights[name], value) for name, value in own.items())
@@ -257,10 +258,9 @@ def fit_compiled(compiled: bool) -> dict[str, Tensor]:
     return state_of(trainer)
 
 
+@pytest.mark.simulated
 @pytest.mark.device("lazy")
 def test_all_is_gathered_before_a_graph_around_the_whole_module(device_pool2: DevicePool) -> None:
-    if not device_pool2.where.simulated:
-        pytest.skip("compares bits")
     for weights, own in zip(*(device_pool2.run(fit_compiled, compiled) for compiled in (True, False)), strict=True):
         assert all(torch.equal(weights[name], value) for name, value in own.items())
 
@@ -289,11 +289,10 @@ def fit_that_fails_last() -> tuple[str, str]:
     return callback.told, str(caught.value)
 
 
+@pytest.mark.simulated
 @pytest.mark.device("lazy")
 def test_an_update_that_fails_last_ends_the_fit(device_pool1: DevicePool) -> None:
     """And not its teardown, when nobody is told."""
-    if not device_pool1.where.simulated:
-        pytest.skip("fails by a name that the simulated device has")
     ((told, error),) = device_pool1.run(fit_that_fails_last)
     assert told == error
 
@@ -319,6 +318,7 @@ def holds_the_first_units(make: Callable[[torch.device], Executor]) -> list[Tens
     return [tensor.cpu() for tensor in left_by(session)]
 
 
+@pytest.mark.simulated
 @pytest.mark.device("lazy")
 def test_units_that_are_held_are_gathered_before_those_of_the_lane(device_pool2: DevicePool) -> None:
     """Code holds some units over several steps, and another one, whose turn comes before theirs, is gathered ahead."""

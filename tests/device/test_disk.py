@@ -39,6 +39,7 @@ def train(options: dict[str, Any], precision: str, optimizer: str, schedules: Se
     return found
 
 
+@pytest.mark.simulated
 @pytest.mark.slow
 @pytest.mark.device("eager")  # the test chooses its schedules itself
 @pytest.mark.parametrize(
@@ -56,8 +57,6 @@ def test_state_on_a_disk_gives_the_bits_of_state_in_host_memory(
     optimizer: str,
 ) -> None:
     pool = (device_pool1, device_pool2)[world - 1]
-    if not pool.where.simulated:
-        pytest.skip("only the simulated device has schedules to choose")
     small = {"persistence_numel": 0}
     there = {"nvme_path": str(tmp_path), "nvme_buffer_gb": BUFFER_GB, "offload_gradients": "nvme"}
     disk = STRATEGIES[f"{name}_nvme"] | small | there

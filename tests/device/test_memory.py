@@ -6,6 +6,8 @@ import pytest
 import torch
 from device import sim
 
+pytestmark = pytest.mark.simulated
+
 KIB, MIB = 2**10, 2**20
 
 

@@ -96,6 +96,7 @@ def fit_each(accelerator: str, stage: int, precision: str) -> list[tuple[float, 
     return [(fraction, found == left[0][1]) for fraction, found in left]
 
 
+@pytest.mark.simulated
 @pytest.mark.device
 @pytest.mark.parametrize(
     ("stage", "precision"),

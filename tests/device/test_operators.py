@@ -10,6 +10,8 @@ from device import sim
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+pytestmark = pytest.mark.simulated
+
 
 class Network(nn.Module):
     """One of each kind: convolution, normalizations, attention, embedding, tied weights."""

@@ -150,6 +150,7 @@ def ask_in_turn() -> list[tuple[str, list[str]]]:
     return found
 
 
+@pytest.mark.simulated
 @pytest.mark.device("lazy")
 def test_whatever_a_group_is_asked_for_comes_after_what_a_lane_asks_of_any(device_pool2: DevicePool) -> None:
     for found in device_pool2.run(ask_in_turn):
@@ -175,6 +176,7 @@ def write_back_while_one_rank_updates() -> list[Tensor]:
     return [*(p.detach().clone().cpu() for p in session.model.parameters()), *left_by(session)]
 
 
+@pytest.mark.simulated
 @pytest.mark.device("lazy")
 def test_what_is_written_back_has_been_updated(device_pool2: DevicePool) -> None:
     first, second = device_pool2.run(write_back_while_one_rank_updates)
@@ -199,6 +201,7 @@ def load_and_read_alone() -> tuple[list[Tensor], list[Tensor]]:
     return [saved[name].bfloat16() for name in names], [values.cpu() for values in loaded]
 
 
+@pytest.mark.simulated
 @pytest.mark.device("lazy")
 def test_what_is_loaded_can_be_read_by_one_rank_alone(device_pool2: DevicePool) -> None:
     for saved, loaded in device_pool2.run(load_and_read_alone):

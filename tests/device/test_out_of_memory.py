@@ -27,6 +27,8 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.sharding import BucketGradients
 
+pytestmark = pytest.mark.simulated
+
 WIDTH, DEPTH, EXAMPLES = 128, 4, 64
 MODEL = DEPTH * WIDTH * WIDTH * 4  # bytes of parameters
 SET_UP_TIMEOUT, TIMEOUT = 10.0, 2.0  # seconds; the ranks may begin apart
@@ -186,8 +188,6 @@ def train_smaller(name: str) -> bool:
 def test_the_rank_reports_what_takes_the_memory_and_the_other_ends_with_its_error(
     device_pool2: DevicePool, name: str, phase: str
 ) -> None:
-    if not device_pool2.where.simulated:
-        pytest.skip("only the simulated device has a limit to set")
     other, ended = device_pool2.run(run_out, name, phase)
     if (name, phase) in FIRST_LIGHTNING:
         device_pool2.pool.kill()
@@ -238,6 +238,4 @@ def save_on_full_device(name: str, form: str, folder: Path) -> int:
 def test_a_checkpoint_is_saved_on_a_device_that_is_full(
     device_pool2: DevicePool, tmp_path: Path, name: str, form: str
 ) -> None:
-    if not device_pool2.where.simulated:
-        pytest.skip("only the simulated device has a limit to set")
     assert device_pool2.run(save_on_full_device, name, form, tmp_path) == [3, 3]

@@ -28,6 +28,8 @@ from lightning_zero.storage.host import _PinnedMapping
 from lightning_zero.storage.staging import Staging
 from lightning_zero.storage.streams import StreamExecutor
 
+pytestmark = pytest.mark.simulated
+
 RANDOM = [Schedule("random", seed) for seed in range(SEEDS)]
 
 
@@ -157,8 +159,6 @@ def test_a_planted_race_is_found_lazily(
     device_pool1: DevicePool, device_pool2: DevicePool, program: Callable[..., dict[str, str]], race: Race
 ) -> None:
     pool = (device_pool1, device_pool2)[race.world - 1]
-    if not pool.where.simulated:
-        pytest.skip("only the simulated device has schedules to choose")
     assert found_by(pool, program, race, [LAZY]) == ["lazy"]
 
 
@@ -169,8 +169,6 @@ def test_a_planted_race_is_found_at_random(
     device_pool1: DevicePool, device_pool2: DevicePool, program: Callable[..., dict[str, str]], race: Race
 ) -> None:
     pool = (device_pool1, device_pool2)[race.world - 1]
-    if not pool.where.simulated:
-        pytest.skip("only the simulated device has schedules to choose")
     found = found_by(pool, program, race, RANDOM)
     print(f"{race.what}: found by {len(found)} of {SEEDS} seeds")
     assert len(found) >= 4

@@ -14,6 +14,7 @@ from lightning_zero.checkpoint.safetensors import SafetensorsFile
 from lightning_zero.sharding.memory_format import MemoryFormat
 
 
+@pytest.mark.simulated
 @pytest.mark.device
 @pytest.mark.parametrize("configured", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_each_rank_reads_its_own_part(device_pool2: DevicePool, tmp_path: Path, configured: bool) -> None:

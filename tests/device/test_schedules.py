@@ -12,6 +12,8 @@ import pytest
 import torch
 from device import sim
 
+pytestmark = pytest.mark.simulated
+
 N = 1000
 SEEDS = range(20)
 SCHEDULES = [sim.Schedule("eager"), sim.Schedule("lazy"), *(sim.Schedule("random", seed) for seed in SEEDS)]

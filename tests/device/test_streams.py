@@ -47,6 +47,7 @@ def test_work_follows_what_it_comes_after(device: torch.device) -> None:
     assert not executor.blocked
 
 
+@pytest.mark.simulated
 @pytest.mark.device("lazy", "random1", "random4")
 def test_the_ticket_of_a_job_stands_for_what_it_submits(device: torch.device) -> None:
     executor, target, half = StreamExecutor(device, 0, 0), torch.zeros(N, device=device), host(device, 0.5)
@@ -192,6 +193,7 @@ def test_collectives_of_a_thread_follow_the_stream_that_submitted_them(device: t
     assert host.eq(4).all()
 
 
+@pytest.mark.simulated
 @pytest.mark.device("lazy", "random1", "random4")
 def test_memory_that_leaves_is_bounded_without_a_wait_of_the_host(device: torch.device) -> None:
     gc.collect()
@@ -209,11 +211,10 @@ def test_memory_that_leaves_is_bounded_without_a_wait_of_the_host(device: torch.
     assert memory(device) == before
 
 
+@pytest.mark.simulated
 @pytest.mark.device("lazy")
 def test_nobody_waits_for_the_copy_that_has_just_begun(device: torch.device) -> None:
     """However large it is: what is computed next overlaps with it, and only the copy after it makes that wait."""
-    if device.type != sim.DEVICE:
-        pytest.skip("CUDA does not say what has not been waited for")
     executor = StreamExecutor(device, in_flight_bytes=0)
     first, second = (executor.commit(host(device), torch.ones(N, device=device), "a") for _ in range(2))
     torch.accelerator.current_stream().synchronize()
@@ -221,6 +222,7 @@ def test_nobody_waits_for_the_copy_that_has_just_begun(device: torch.device) -> 
     assert not second.done()
 
 
+@pytest.mark.simulated
 @pytest.mark.device("lazy")
 def test_memory_that_cannot_be_pinned_is_copied_all_the_same_and_counted(device: torch.device) -> None:
     executor, there, back = StreamExecutor(device), torch.zeros(N, device=device), torch.zeros(N)
@@ -255,6 +257,7 @@ def test_a_job_that_fails_raises_at_every_wait_and_names_itself(device: torch.de
     assert caught.value.__notes__ == ["The work that failed was another shape, in the lane H2D."]
 
 
+@pytest.mark.simulated
 @pytest.mark.device("lazy")
 def test_a_copy_that_the_device_fails_names_who_waited(device: torch.device) -> None:
     executor, target = StreamExecutor(device), host(device)

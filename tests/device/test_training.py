@@ -100,14 +100,13 @@ def within_rounding(training: Training, fitted: Fitted, here: Fitted) -> list[st
     ]
 
 
+@pytest.mark.simulated
 @simulated
 @pytest.mark.parametrize("name", ["zero1", "zero2_offload", "zero3_offload"])
 def test_training_gives_the_bits_of_cpu_ranks(
     device_pool1: DevicePool, device_pool2: DevicePool, rank_pools: Callable[..., RankPool], name: str
 ) -> None:
     """Lazily and at random; under autocast within its rounding, and the same bits lazily as eagerly."""
-    if not device_pool2.where.simulated:
-        pytest.skip("only the simulated device has schedules to choose")
     wrong = []
     for number, precision in enumerate(PRECISIONS, NAMES.index(name)):
         pool = (device_pool1, device_pool2)[number % 2]
@@ -165,6 +164,7 @@ def test_a_default_device_changes_nothing(device_pool1: DevicePool, tmp_path: Pa
     assert there == here
 
 
+@pytest.mark.simulated
 @pytest.mark.slow
 @simulated
 @pytest.mark.parametrize("world", [1, 2])
@@ -179,8 +179,6 @@ def test_every_schedule_gives_the_same_bits(
     world: int,
 ) -> None:
     pool = (device_pool1, device_pool2)[world - 1]
-    if not pool.where.simulated:
-        pytest.skip("only the simulated device has schedules to choose")
     training = Training(name, precision, world, Recipe(steps=2, micro=2, scheduled=True))
     schedules = [EAGER, LAZY, *(Schedule("random", seed) for seed in range(world - 1, SEEDS, 2))]
     found = dict(zip(map(str, schedules), pool.run(train, training, schedules)[0][1], strict=True))
@@ -195,6 +193,7 @@ def test_every_schedule_gives_the_same_bits(
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.simulated
 @pytest.mark.slow
 @simulated
 @pytest.mark.parametrize("name", ["zero2_offload", "zero3", "zero3_offload"])
@@ -202,8 +201,6 @@ def test_muon_has_the_bits_of_cpu_ranks(
     device_pool2: DevicePool, rank_pools: Callable[..., RankPool], name: str
 ) -> None:
     """Whole matrices, and AdamW of the rest: by the native kernel where state rests on the host."""
-    if not device_pool2.where.simulated:
-        pytest.skip("only the simulated device has schedules to choose")
     for precision in ("32-true", "bf16-true"):
         training = Training(name, precision, 2, Recipe(steps=3, micro=2, optimizer="muon_and_adamw"))
         schedules = [EAGER, LAZY, *(Schedule("random", seed) for seed in range(3))]

@@ -84,6 +84,7 @@ def on_the_host(device: torch.device, *arguments: Any, steps: int, **options: An
     return train(start(device, InlineExecutor(), *arguments, **options, on_device=False), device, steps)
 
 
+@pytest.mark.simulated
 @pytest.mark.device("lazy", "random2")
 @pytest.mark.parametrize(
     ("stage", "precision"),
@@ -96,15 +97,11 @@ def test_the_bits_are_those_of_an_iteration_on_the_host(
     monkeypatch.setattr(two_places, "_BATCH", 250)
     expected = on_the_host(device, stage, precision, steps=5)
     limits = ((64 << 20, 64 << 20), (500, 2000), (0, 0))[stage - 1]  # bytes in flight and of staging memory
-    executor = (Late if device.type == sim.DEVICE else StreamExecutor)(device, *limits)
-    session = start(device, executor, stage, precision)
+    session = start(device, Late(device, *limits), stage, precision)
     actual = train(session, device, 5)
     if precision is FP16:
         assert session.engine.loss_scale < 2.0**17
-    if device.type == sim.DEVICE:
-        assert [bits(values) for values in actual] == [bits(values) for values in expected]
-    else:  # whose products have other orders of sums, in 16 bits
-        torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.01)
+    assert [bits(values) for values in actual] == [bits(values) for values in expected]
 
 
 class EarlyCopies(StreamExecutor):

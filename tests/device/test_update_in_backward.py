@@ -194,6 +194,7 @@ def without_early(*args: Any) -> Left:
     return left, did
 
 
+@pytest.mark.simulated
 @pytest.mark.slow
 @pytest.mark.device("lazy")
 def test_updates_in_backward_are_those_of_the_step_whatever_happens(

@@ -89,11 +89,10 @@ def test_a_unit_waits_for_no_later_update(device: torch.device, stage: int, pers
     assert not any(bucket.updating for bucket in session.engine.buckets)
 
 
+@pytest.mark.simulated
 @pytest.mark.device("lazy")
 def test_a_unit_waits_for_no_parameters_of_the_next(device: torch.device) -> None:
     """Those that stage 3 copies from the host ahead arrive while it computes."""
-    if device.type != sim.DEVICE:
-        pytest.skip("CUDA does not say what has not been waited for")
     executor = StreamExecutor(device)
     session = start(Case(3, precision=BF16), executor, device, models.TinyTransformer(depth=4))
     following = session.engine.bucket_of(session.model.blocks[1].down.weight)
@@ -429,6 +428,7 @@ def fits_and_fails(name: str) -> list[str]:
     return [str(trainer.global_step), *caught.value.__notes__]
 
 
+@pytest.mark.simulated
 @pytest.mark.device("lazy")
 @pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload"])
 def test_a_fit_whose_update_fails_ends_with_that_error(device_pool1: DevicePool, name: str) -> None:

@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader
 from lightning_zero import ZeroStrategy
 from lightning_zero.integration.names import STRATEGIES
 
+pytestmark = pytest.mark.simulated
+
 WIDTH, DEPTH, STEPS, MICRO = 16, 3, 3, 2
 Calls = Counter[tuple[str, str, str]]  # by kind, call site and reason: their number, or their bytes
 KINDS = {"waits": "host waits", "bytes": "pageable bytes"}
@@ -139,8 +141,6 @@ def test_waits_and_pageable_bytes_of_a_step(
     device_pool1: DevicePool, device_pool2: DevicePool, ranks: int, precision: str
 ) -> None:
     pool = {1: device_pool1, 2: device_pool2}[ranks]
-    if not pool.where.simulated:
-        pytest.skip("CUDA says neither where the host waits nor what is pageable")
     for found in pool.run(count, precision):
         actual = table(found)
         assert actual == TABLES[ranks, precision].strip("\n"), f"it is now:\n{actual}"

@@ -39,11 +39,11 @@ class Where:
         return self.type if self.simulated else "gpu"
 
 
-def cases(schedules: Iterable[str]) -> list[Any]:
-    """The parameters of a test with the marker `device`, whose arguments are schedules."""
+def cases(schedules: Iterable[str], cuda: bool) -> list[Any]:
+    """The parameters of a test with the marker `device`, whose arguments are schedules, and which may run on CUDA."""
     simulated = [Where(sim.DEVICE, sim.Schedule.parse(name)) for name in schedules or DEFAULT_SCHEDULES]
     params = [pytest.param(where, id=str(where)) for where in simulated]
-    if torch.cuda.is_available():
+    if cuda and torch.cuda.is_available():
         params.append(pytest.param(Where("cuda"), id="cuda", marks=pytest.mark.gpu))
     return params
 

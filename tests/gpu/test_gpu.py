@@ -96,6 +96,15 @@ def test_cudas_runtime_pins_host_memory_while_it_lives(runtime: Runtime, numel: 
 
 
 @pytest.mark.gpu
+def test_a_refusal_to_pin_is_named_and_ends_nothing_else() -> None:
+    """The runtime keeps the last error, which torch would raise after whatever kernel comes next."""
+    kind, host = device_type(CUDA), HostStore(pin_for=CUDA).zeros(1000, torch.float32)
+    with pytest.raises(RuntimeError, match=r"could not pin 4000 bytes of host memory: .*already"):
+        kind.pin(host.data_ptr(), 4000)
+    assert torch.ones(3, device=CUDA).sum().item() == 3
+
+
+@pytest.mark.gpu
 def test_host_memory_without_a_device_is_not_pinned(runtime: Runtime) -> None:
     assert not HostStore().zeros(10, torch.float32).is_pinned()
     assert runtime.registered == {}
@@ -492,17 +501,33 @@ def test_the_peak_is_what_tensors_took(device: torch.device) -> None:
     assert 4 * MIB <= peak - before <= 4 * MIB + 512
 
 
+@on_device
+@pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload"])
+def test_sums_of_micro_batches_have_the_same_bits_on_the_device_as_on_the_host(
+    device_pool1: DevicePool, name: str
+) -> None:
+    """Without clipping: the norm is summed where the gradients are, in other orders."""
+    recipe, where = Recipe(optimizer="momentum", micro=3, tail=1), device_pool1.where
+    flags = {"accelerator": where.accelerator, "precision": "bf16-true"}
+    on_host, on_the_device = (
+        device_pool1.run(fit, {**STRATEGIES[name], "accumulate_on_device": there}, recipe, **flags)[0].weights
+        for there in (False, True)
+    )
+    if where.simulated:
+        assert_same(on_the_device, on_host)
+    torch.testing.assert_close(on_the_device, on_host, rtol=1e-3, atol=1e-4)
+
+
 def trained_by(name: str, rule: str, accelerator: str) -> dict[str, Tensor]:
     recipe = Recipe(optimizer=rule)
     return fit(name, recipe, accelerator=accelerator).weights
 
 
+@pytest.mark.simulated
 @on_device
 @pytest.mark.parametrize("rule", ["nadam", "radam"])
 def test_where_state_rests_changes_no_bit(device_pool1: DevicePool, rule: str) -> None:
     """Torch takes another form of these rules on most devices than on the host."""
-    if not device_pool1.where.simulated:
-        pytest.skip("products and quotients of a GPU may be rounded otherwise than those of a CPU")
     names = ("zero0", "zero2_offload", "zero3_offload")
     first, *others = (device_pool1.run(trained_by, name, rule, "sim")[0] for name in names)
     for weights in others:

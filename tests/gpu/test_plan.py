@@ -71,17 +71,19 @@ def measure(stage: int, offload: bool, precision: str, device: torch.device) -> 
     """Bytes on the device at rest and at the worst moment of two steps, without what was there before."""
     gc.collect()
     torch.accelerator.empty_cache()
-    torch.ones(1, WIDTH, device=device) @ torch.ones(WIDTH, 1, device=device)  # workspaces of cuBLAS
     placement = make_placement(stage, offload, PRECISIONS[precision], device)
     with torch.device("meta"):
         outline = Deep()
     optimizers = [torch.optim.AdamW(outline.parameters())]
     planned = plan(outline, placement, optimizers, bucket_size_mb=BUCKET_SIZE_MB, micro_batches=2)
+    linear, batch = nn.Linear(WIDTH, WIDTH, device=device), batch_of(placement)
+    loss_of(linear.to(batch.dtype), batch).backward()  # workspaces of cuBLAS
+    del linear
     before = torch.accelerator.memory_allocated()
     session = start(placement)
     torch.accelerator.reset_peak_memory_stats()
     for _ in range(2):
-        driver.run_step(session, [batch_of(placement)] * 2, loss_of)
+        driver.run_step(session, [batch] * 2, loss_of)
     session.optimizer.zero_grad()
     session.engine.settle()  # an update may go on until somebody waits for it
     return {
@@ -106,7 +108,9 @@ def test_device_memory_follows_the_plan(device: torch.device, stage: int, offloa
     assert figures["held"] >= figures["planned held"] * 0.99
     assert figures["staged"] <= figures["planned staging"]
     assert bool(figures["staged"]) == bool(figures["planned staging"])
-    assert 0.75 * figures["planned peak"] <= figures["peak"] <= figures["planned peak"] * (1 + ROUNDING) + slack
+    assert figures["peak"] <= figures["planned peak"] * (1 + ROUNDING) + slack
+    if device.type == sim.DEVICE:  # a GPU's copies may end, and give their memory back, long before they must
+        assert figures["peak"] >= 0.75 * figures["planned peak"]
 
 
 class Waits(Protocol):

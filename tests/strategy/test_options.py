@@ -28,6 +28,7 @@ OTHERS: dict[str, Any] = {
     "nvme_buffer_gb": 0.5,
     "nvme_checksums": False,
     "offload_gradients": "nvme",
+    "accumulate_on_device": True,
     "shard_size": 2,
     "bucket_size_mb": 1.5,
     "units": [nn.Linear, "Block"],

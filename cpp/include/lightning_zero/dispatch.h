@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "lightning_zero/add.h"
 #include "lightning_zero/blocks.h"
 #include "lightning_zero/reduce.h"
 #include "lightning_zero/split.h"
@@ -18,6 +19,7 @@ struct Kernels {
   UpdateFunction<LionCoefficients> lion;
   UpdateFunction<SgdCoefficients> sgd;
   SumOfSquaresFunction sum_of_squares;
+  AddFunction add;
   SplitFunction split;       // whole to split
   SplitFunction join;        // split to whole
   BlockFunction quantize;    // fp32 to blocks

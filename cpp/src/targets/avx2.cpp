@@ -1,4 +1,5 @@
 #include "simd/avx2.h"
+#include "kernels/add.h"
 #include "kernels/blocks.h"
 #include "kernels/split.h"
 #include "kernels/sum_of_squares.h"
@@ -13,6 +14,7 @@ const Kernels kAvx2Kernels = {
     update<Avx2Float, LionRule<Avx2Float>>,
     sgd<Avx2Float>,
     sum_of_squares<Avx2Squares>,
+    add<Avx2Float>,
     split<Avx2Float>,
     join<Avx2Float>,
     quantize<Avx2Float>,

@@ -1,4 +1,5 @@
 #include "simd/avx512.h"
+#include "kernels/add.h"
 #include "kernels/blocks.h"
 #include "kernels/split.h"
 #include "kernels/sum_of_squares.h"
@@ -13,6 +14,7 @@ const Kernels kAvx512Kernels = {
     update<Avx512Float, LionRule<Avx512Float>>,
     sgd<Avx512Float>,
     sum_of_squares<Avx512Squares>,
+    add<Avx512Float>,
     split<Avx512Float>,
     join<Avx512Float>,
     quantize<Avx512Float>,

@@ -1,4 +1,5 @@
 #include "simd/scalar.h"
+#include "kernels/add.h"
 #include "kernels/blocks.h"
 #include "kernels/split.h"
 #include "kernels/sum_of_squares.h"
@@ -13,6 +14,7 @@ const Kernels kScalarKernels = {
     update<ScalarFloat, LionRule<ScalarFloat>>,
     sgd<ScalarFloat>,
     sum_of_squares<ScalarSquares>,
+    add<ScalarFloat>,
     split<ScalarFloat>,
     join<ScalarFloat>,
     quantize<ScalarFloat>,
