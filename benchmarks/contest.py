@@ -1,7 +1,7 @@
 """Shared code of benchmarks that compare systems: contestants in separate processes, in interleaved rounds.
 
 A *cell* is one training setting. Each round goes through all cells, and in each cell through all contestants, one at a
-time, in random order. Results are saved after each cell of a round; ``--resume`` continues with saved results.
+time, in random order. Results are saved after each contestant; ``--resume`` continues with saved results, also within a round.
 """
 
 from __future__ import annotations
@@ -180,13 +180,26 @@ def contend(
                 continue
             start = time.monotonic()
             draw = random.Random(f"{options.seed} {cell} {len(kept['rounds'])}")
-            drawn = {each.name: measure(each, cell, options) for each in draw.sample(everybody, len(everybody))}
-            found = {name: drawn[name] for name in names}
+            begun: Round = kept.setdefault("begun", {})
+            for each in draw.sample(everybody, len(everybody)):
+                if each.name not in begun:
+                    begun[each.name] = measure(each, cell, options)
+                    save(result, options.out)
+                    print(f"{cell}, {each.name}: {told(begun[each.name])}", flush=True)
+            found = {name: begun[name] for name in names}
+            del kept["begun"]
+            save(result, options.out)  # without a round that the check refuses
             check(found, cell)
             kept["rounds"].append(found)
             kept["summary"] = summary(kept["rounds"])
             save(result, options.out)
             print(f"{cell}, round {number + 1}: {time.monotonic() - start:.0f} s", flush=True)
+
+
+def told(result: Result) -> str:
+    """A line about a contestant's result."""
+    seconds = f"{result['seconds']:.3f} s per step" if "seconds" in result else "no time"
+    return f"{seconds}, {result['seconds_with_start']:.0f} s in all" if "seconds_with_start" in result else seconds
 
 
 def seconds_of(results: Sequence[Result], numbers: Sequence[str]) -> dict[str, Any]:

@@ -90,6 +90,28 @@ def test_resuming_measures_what_is_missing(run: Callable[..., dict[str, Any]]) -
         run("--steps", "6", "--resume", *options)
 
 
+def test_a_round_that_was_cut_short_goes_on(
+    run: Callable[..., dict[str, Any]], benchmark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = "--models", "26m", "--precisions", "bf16", "--micro-batches", "1", "--rounds", "1", "--resume"
+    measure, measured = benchmark.measure, list[str]()
+
+    def cut_short(contestant: Any, *rest: Any) -> dict[str, Any]:
+        measured.append(contestant.name)
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        found: dict[str, Any] = measure(contestant, *rest)
+        return found
+
+    monkeypatch.setattr(benchmark, "measure", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        run("--only", *NAMES, *options)
+    cell = run("--only", *NAMES, *options)["cells"]["26m bf16 x1"]
+    assert len(measured) == len(NAMES) + 1
+    assert [list(one) for one in cell["rounds"]] == [NAMES]
+    assert "begun" not in cell
+
+
 @pytest.mark.parametrize("loss", [5.1, float("nan")])
 def test_who_trains_something_else_is_found(benchmark: Any, loss: float) -> None:
     cell = benchmark.Cell("26m", "fp32", 1)

@@ -69,6 +69,7 @@ def train(make: Callable[[torch.device], Executor], case: Case) -> list[Tensor]:
     return [tensor.cpu() for tensor in [*saw, *left_by(session)]]
 
 
+@pytest.mark.simulated
 @pytest.mark.device("lazy")
 @pytest.mark.parametrize("case", [Case(1), Case(2, precision=BF16), Case(2, host=False)], ids=str)
 def test_ranks_that_enter_units_in_other_orders_train_as_inline(device_pool2: DevicePool, case: Case) -> None:

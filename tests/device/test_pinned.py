@@ -94,9 +94,9 @@ class Watch(Callback):
         self.found = Found(planned, held_by(strategy.engine), self.locked.now, self.locked.most, pinned_bytes(), staged)
 
 
-def fit(kind: str, accelerator: str, late: bool, cases: Sequence[Case]) -> dict[Case, Found]:
+def fit(accelerator: str, late: bool, cases: Sequence[Case]) -> dict[Case, Found]:
     found = {}
-    device = torch.device(kind, torch.accelerator.current_device_index())
+    device = torch.device(accelerator, torch.accelerator.current_device_index())
     for case in cases:
         name, precision, layout = case
         gc.collect()
@@ -122,13 +122,14 @@ def fit(kind: str, accelerator: str, late: bool, cases: Sequence[Case]) -> dict[
     return found
 
 
+@pytest.mark.simulated
 @pytest.mark.device
 @pytest.mark.parametrize(
     "cases", [[("zero3_offload", "bf16-true", "split")], pytest.param([*KINDS], marks=pytest.mark.slow)], ids=len
 )
 def test_what_crosses_is_pinned_and_nothing_else(device_pool2: DevicePool, cases: list[Case]) -> None:
     pool = device_pool2
-    for found in pool.run(fit, pool.where.type, pool.where.accelerator, pool.where.simulated, cases):
+    for found in pool.run(fit, pool.where.accelerator, pool.where.simulated, cases):
         for case, each in found.items():
             print(case, {name: part.pinned for name, part in each.held.items()}, each.locked, each.most)
             planned = planned_parts(each.plan)

@@ -319,6 +319,7 @@ def fit_each(accelerator: str, precision: str, path: str, options: Sequence[dict
     return left
 
 
+@pytest.mark.simulated
 @pytest.mark.device
 @pytest.mark.parametrize("precision", ["bf16-true", pytest.param("16-true", marks=pytest.mark.slow)])
 def test_fits_are_those_of_cpu_ranks_and_resume_at_other_stages(
