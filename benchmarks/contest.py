@@ -1,7 +1,7 @@
 """Shared code of benchmarks that compare systems: contestants in separate processes, in interleaved rounds.
 
 A *cell* is one training setting. Each round goes through all cells, and in each cell through all contestants, one at a
-time, in random order. Results are saved after each contestant; ``--resume`` continues with saved results, also within a round.
+time, in random order. Results are saved after each contestant; ``--resume`` continues with them, within a round, too.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from lightning_zero.sharding import BucketGradients, Mesh, MixedPrecisionPolicy
 from lightning_zero.sharding.partition import MAX_IMBALANCE
 from lightning_zero.sharding.prefetch import Prefetcher
 from lightning_zero.sharding.reducer import Reducer
-from lightning_zero.storage import DeviceStore
+from lightning_zero.storage import DeviceStore, HostStore, TensorStore
 from lightning_zero.update import CPUAdamW, Muon, make_updater
 
 STAGES = (0, 1, 2, 3)
@@ -536,3 +536,17 @@ def test_an_embedding_that_muon_leaves_to_adamw_is_cut_and_unbalances_nothing(st
     )
     assert by_use.imbalance < MAX_IMBALANCE < by_shape.imbalance
     assert 4 * sum(row.optimizer_state.device for row in by_use.buckets) < 1.1 * 8 * 50_000 * 64
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_slices_are_collected_where_that_spares_copies(wanted: bool) -> None:
+    """From a device to where gradients rest; not where they rest on it, and not on CPU ranks, which share the memory."""
+
+    def collects(device: str, store: TensorStore) -> bool:
+        placement = driver.make_placement(driver.Setup(2), Mesh.single())
+        changes = {"device": torch.device(device), "optimizer_store": store, "accumulate_on_device": wanted}
+        return placement._replace(**changes).collects_slices
+
+    assert collects("meta", HostStore()) is wanted
+    assert not collects("meta", DeviceStore(torch.device("meta")))
+    assert not collects("cpu", HostStore())
