@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from device import sim
+from device.test_peak import make_late
 from device.where import DevicePool
 from helpers.ranks import RankPool
 from lightning import Callback
@@ -23,6 +25,7 @@ from strategy.fits import Fitted, Lit, Recipe, fit
 from lightning_zero import ZeroStrategy
 from lightning_zero.callbacks import Breakdown, Trace
 from lightning_zero.callbacks.trace import chrome_trace
+from lightning_zero.integration import strategy as integration
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.storage import WORK_LOG, Lane, Phase, Span, ThreadExecutor, executor, streams
 
@@ -123,8 +126,11 @@ def test_lanes_of_a_device_are_there_and_keep_their_order(device_pool1: DevicePo
     )
     names = assert_complete(tmp_path / "rank0.json", result)
     assert "activations" in names["D2H"]  # few as they are, they need not come back
-    assert any(name.startswith("the update of ") for name in names["HOST"])
     slices, other = read(tmp_path / "rank0.json")
+    updates = Counter(each["name"] for each in slices["HOST"] if each["name"].startswith("the update of "))
+    assert updates
+    if where.simulated:  # that of the step before the three begins in the trace, too
+        assert set(updates.values()) == {1 + 3}
     for lane in ("H2D", "D2H"):
         for before, after in itertools.pairwise(slices[lane]):
             assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
@@ -133,9 +139,11 @@ def test_lanes_of_a_device_are_there_and_keep_their_order(device_pool1: DevicePo
 
 
 def fit_timed(name: str, folder: Path, accelerator: str) -> Any:
+    """As `fit_traced`, with updates that begin when somebody waits for them."""
     costs = sim.install().costs()
     costs.launch, costs.to_device, costs.to_host, costs.memory = 1e-6, 1e9, 1e9, 1e10
-    return fit_traced(name, folder, accelerator)
+    with mock.patch.object(integration, "make_executor", make_late):
+        return fit_traced(name, folder, accelerator)
 
 
 class Failing(Lit):

@@ -147,7 +147,7 @@ def test_a_tile_is_fetched_again_after_its_write(tmp_path: Path, monkeypatch: py
         assert held.came == [False]
 
 
-@pytest.mark.parametrize("instead", ["nothing", "blank", "dropped"])
+@pytest.mark.parametrize("instead", ["nothing", "blank", "dropped", "opened"])
 def test_a_tile_is_written_after_its_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instead: str) -> None:
     """Also where nobody has waited for that to see it, and where other memory is written."""
     store = make_store(tmp_path)
@@ -158,6 +158,8 @@ def test_a_tile_is_written_after_its_fetch(tmp_path: Path, monkeypatch: pytest.M
         tensor.expect(0, TILE)
         if instead == "dropped":
             tensor.drop(0, TILE)
+        if instead == "opened":
+            tensor.open(0, TILE)
         if instead != "nothing":
             values[:TILE] = 1.0
             tensor.open(0, TILE, blank=True)[0].fill_(1.0)
