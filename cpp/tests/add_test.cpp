@@ -19,7 +19,8 @@ constexpr DType kAll[] = {DType::float32, DType::bfloat16, DType::float16};
 TEST_P(AddTest, RoundsTheExactSumOnce) {
   for (const DType dtype : kAll) {
     for (std::size_t count = 0; count <= 70; ++count) {
-      Buffer total(4, count, count * 5 % 17), values(item_size(dtype), count, count * 3 % 17), expected(4, count);
+      Buffer total(4, count, count * 5 % 17), values(item_size(dtype), count, count * 3 % 17),
+          expected(4, count);
       fill_with_samples(total, DType::float32, count);
       fill_with_samples(values, dtype, 2 * count + 1);
       for (std::size_t i = 0; i < count; ++i) {

@@ -210,7 +210,8 @@ TEST_P(ParallelTest, NothingDependsOnTheFloatingPointEnvironmentOfTheCaller) {
     Buffer total(4, kSeveralPieces);
     on_thread([&] {
       const HostileFloatingPoint hostile;
-      add_parallel(kernels().add, {total.as<float>(), subnormal.data(), DType::float32, total.count()}, threads);
+      add_parallel(kernels().add, {total.as<float>(), subnormal.data(), DType::float32, total.count()},
+                   threads);
     });
     EXPECT_TRUE(same_numbers(DType::float32, subnormal, total)) << threads << " threads";
   }

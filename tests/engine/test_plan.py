@@ -540,7 +540,7 @@ def test_an_embedding_that_muon_leaves_to_adamw_is_cut_and_unbalances_nothing(st
 
 @pytest.mark.parametrize("wanted", [False, True])
 def test_slices_are_collected_where_that_spares_copies(wanted: bool) -> None:
-    """From a device to where gradients rest; not where they rest on it, and not on CPU ranks, which share the memory."""
+    """Between a device and where gradients rest; not where they rest on it, and not on CPU ranks."""
 
     def collects(device: str, store: TensorStore) -> bool:
         placement = driver.make_placement(driver.Setup(2), Mesh.single())
