@@ -4,12 +4,11 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 #include <unistd.h>
 #ifdef __linux__
-#include <linux/filter.h>
-#include <linux/seccomp.h>
-#include <sys/prctl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
 #endif
 
 #include <algorithm>
@@ -19,7 +18,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <functional>
+#include <iostream>
 #include <memory>
+#include <optional>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -29,6 +32,7 @@
 #include <vector>
 
 #include "lightning_zero/disk_rings.h"
+#include "refusals.h"
 
 namespace lightning_zero {
 namespace {
@@ -73,6 +77,7 @@ struct Script {
   std::atomic<int> submit_errors{0};
   std::size_t needed_under_way = 0;  // number of requests under way before such an error
   std::atomic<int> rings{1 << 30};   // number of rings that can still be made
+  std::atomic<bool> held{false};     // submissions do not return before a ring is refused
 };
 Script* script = nullptr;
 
@@ -109,6 +114,7 @@ class ScriptedRing : public Ring {
   }
 
   int submit() override {
+    while (script->held) std::this_thread::yield();
     if (under_way_.size() >= script->needed_under_way && script->submit_errors-- > 0) {
       broken_ = script->submit_error == EBADF;
       return -script->submit_error;
@@ -150,7 +156,10 @@ class ScriptedRing : public Ring {
 };
 
 std::unique_ptr<Ring> make_scripted_ring(std::size_t requests) {
-  if (script->rings-- <= 0) throw std::system_error(EMFILE, std::system_category(), "scripted");
+  if (script->rings-- <= 0) {
+    script->held = false;
+    throw std::system_error(EMFILE, std::system_category(), "scripted");
+  }
   return std::make_unique<ScriptedRing>(requests);
 }
 
@@ -381,6 +390,7 @@ TEST_P(DiskRingsTest, ARingThatBreaksIsLeftWhenItsRequestsHaveEnded) {
 TEST_P(DiskRingsTest, CallersWaitForARingWhereTheSystemGivesNoMore) {
   script_.rings = 1;
   const auto pool = this->pool(2, kPage);
+  script_.held = true;  // by the first caller, so that another one has to wait
   std::atomic<int> wrong{0};
   std::vector<std::thread> callers;
   for (unsigned caller = 0; caller < 4; ++caller) {
@@ -400,61 +410,242 @@ TEST_P(DiskRingsTest, CallersWaitForARingWhereTheSystemGivesNoMore) {
 
 #ifndef LIGHTNING_ZERO_SANITIZED  // see ForkTest
 
-// The exit code of a child that exits with the result of `body`, or -1 if it does not exit.
-template <class Body>
-int in_child(Body body) {
-  const pid_t child = fork();
-  if (child == 0) {
-    alarm(20);
-    _exit(body());
-  }
-  int status = 0;
-  return waitpid(child, &status, 0) == child && WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-}
-
-TEST_P(DiskTest, TheChildOfAForkMayLetGoOfThePoolAndNotUseIt) {
+TEST_P(DiskTest, TheChildOfAForkMayLetGoOfThePoolAndMakesItsOwn) {
   auto pool = this->pool(3, kPage);
   expect_round_trip(*pool, 4 * kPage, 0, kPage);
-  const auto body = [&] {
-    bool refused = false;
+  const auto child = [&] {
+    alarm(20);
     try {
       pool->transfer(Direction::read, {}, 1);
-    } catch (const std::logic_error&) {
-      refused = true;
+    } catch (const std::logic_error& error) {
+      std::cerr << error.what();
     }
     pool.reset();
-    return refused ? 7 : 1;
+    pool = this->pool(3, kPage);
+    expect_round_trip(*pool, 4 * kPage, 4 * kPage, kPage);
+    std::exit(HasFailure() ? 1 : 7);
   };
-  EXPECT_EQ(in_child(body), 7);
+  EXPECT_EXIT(child(), ::testing::ExitedWithCode(7), "cannot be used in the child of a fork; make a new one");
   expect_round_trip(*pool, 4 * kPage, 0, kPage);
 }
 
+#endif
+
 #ifdef __linux__
-// Forbids a system call, like the default of many containers.
-bool forbid(long call) {
-  sock_filter rules[] = {
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, static_cast<unsigned>(call), 0, 1),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-  };
-  const sock_fprog program = {4, rules};
-  return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
-         prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
+
+// What rings of the kernel take from the process.
+struct Held {
+  Held() {
+    for (int file = 0; file < 1024; ++file) files += ::fcntl(file, F_GETFD) != -1;
+    std::ifstream lines("/proc/self/maps");
+    for (std::string line; std::getline(lines, line);) mappings += line.find("io_uring") != std::string::npos;
+  }
+  int files = 0;
+  int mappings = 0;
+};
+
+void expect_nothing_more_held(const Held& before) {
+  const Held now;
+  EXPECT_EQ(now.files, before.files);
+  EXPECT_EQ(now.mappings, before.mappings);
 }
 
-TEST(DiskSandboxTest, ASandboxThatForbidsRingsIsNoticed) {
-  if (!io_uring_refusal().empty()) GTEST_SKIP() << io_uring_refusal();
-  for (const long call : {425, 426}) {  // io_uring_setup and io_uring_enter
-    const int code = in_child([&] {
-      if (!forbid(call)) return 7;
-      const std::string refusal = io_uring_refusal();
-      const bool named = refusal.find(call == 425 ? "io_uring_setup" : "io_uring_enter") == 0;
-      return named && refusal.find("not permitted") != std::string::npos ? 7 : 1;
-    });
-    EXPECT_EQ(code, 7) << call;
+// Calls that the kernel itself refuses, to a thread: so that no fork is needed, and sanitizers see the tests.
+class DiskRefusalTest : public DiskTest {
+ protected:
+  void SetUp() override {
+    DiskTest::SetUp();
+    if (!with_refusals({{kRingSetup, EPERM}}, [] {})) GTEST_SKIP() << "the system has no filters of calls";
+  }
+
+  std::optional<TransferFailure> write_a_page(DiskPool& pool) {
+    const Memory memory = random_memory(kPage, 7);
+    return pool.transfer(Direction::write, {{file_.descriptor(), memory.get(), kPage, 3 * kPage}}, kPage);
+  }
+};
+
+class DiskRingsRefusalTest : public DiskRefusalTest {};
+class DiskThreadsRefusalTest : public DiskRefusalTest {};
+
+INSTANTIATE_TEST_SUITE_P(, DiskRingsRefusalTest, ::testing::Values(rings), name_of);
+INSTANTIATE_TEST_SUITE_P(, DiskThreadsRefusalTest, ::testing::Values(threads), name_of);
+
+TEST_P(DiskRingsRefusalTest, ARingThatIsRefusedIsReportedAndLeavesNothing) {
+  const struct {
+    Refusal refusal;
+    int code;
+    std::string call;
+  } cases[] = {
+      {{kRingSetup, EPERM}, EPERM, "io_uring_setup"},  // like the default of many containers
+      {{kRingSetup, ENOSYS}, ENOSYS, "io_uring_setup"},
+      {{kRingSetup, ENOMEM},
+       ENOMEM,
+       "io_uring_setup (before Linux 5.12 a ring counts towards RLIMIT_MEMLOCK)"},
+      {{SYS_mmap, ENOMEM, 3, MAP_SHARED | MAP_POPULATE}, ENOMEM, "mmap of a ring"},
+      {{SYS_mmap, EAGAIN, 5, 0x10000000}, EAGAIN, "mmap of a ring"},  // the second mapping, of the entries
+      {{kRingEnter, EPERM}, EPERM, "io_uring_enter"},                 // a ring that cannot be used
+      {{kRingEnter, EIO}, EIO, "io_uring_enter"},
+      {{kRingEnter, 0}, ENOSYS, "io_uring_enter"},  // a ring that does nothing
+  };
+  const Held before;
+  for (const auto& refused : cases) {
+    ASSERT_TRUE(with_refusals({refused.refusal}, [&] {
+      SCOPED_TRACE(refused.call);
+      try {
+        pool(2, kPage);
+        ADD_FAILURE() << "was not refused";
+      } catch (const std::system_error& error) {
+        EXPECT_EQ(error.code().value(), refused.code);
+        EXPECT_EQ(error.what(), refused.call + ": " + error.code().message());
+        EXPECT_EQ(io_uring_refusal(), error.what());
+      }
+    }));
+    expect_nothing_more_held(before);
+  }
+  EXPECT_EQ(io_uring_refusal(), "");
+}
+
+TEST_P(DiskRingsRefusalTest, AKernelWithoutTheFeaturesIsRefused) {
+  // The call that does nothing reports no features, and returns 0, so it is descriptor 0 that has to be
+  // closed.
+  const int input = ::dup(0);
+  ASSERT_EQ(::dup2(file_.descriptor(), 0), 0);
+  std::string refusal;
+  ASSERT_TRUE(with_refusals({{kRingSetup, 0}}, [&] { refusal = io_uring_refusal(); }));
+  EXPECT_EQ(::fcntl(0, F_GETFD), -1);
+  if (input >= 0) {
+    ::dup2(input, 0);
+    ::close(input);
+  }
+  EXPECT_EQ(refusal.find("io_uring of Linux before 5.6: "), 0U) << refusal;
+}
+
+TEST_P(DiskRingsRefusalTest, ATransferWhoseSubmissionsAreRefusedFails) {
+  const Held before;
+  for (const int error : {EPERM, EIO, EAGAIN, EBUSY, 0}) {
+    DiskRings pool(2, kPage, make_kernel_ring, [] {});  // EAGAIN is tried again ten thousand times
+    ASSERT_TRUE(with_refusals({{kRingEnter, error}}, [&] {
+      const auto failure = write_a_page(pool);
+      ASSERT_TRUE(failure);
+      EXPECT_EQ(failure->code, error == 0 ? EIO : error);
+      EXPECT_EQ(failure->file, file_.descriptor());
+      EXPECT_EQ(failure->offset, 3 * kPage);
+    }));
+    expect_nothing_more_held(before);  // the ring has been left
+    expect_round_trip(pool, 5 * kPage, 0, kPage);
   }
 }
+
+std::function<void()> before_submit;  // of the rings below
+
+// A ring of the kernel whose submissions are noticed.
+class WatchedRing : public Ring {
+ public:
+  explicit WatchedRing(std::size_t requests) : ring_(make_kernel_ring(requests)) {}
+  void push(Direction direction, const Transfer& transfer, std::size_t tag) override {
+    ring_->push(direction, transfer, tag);
+  }
+  int submit() override {
+    before_submit();
+    return ring_->submit();
+  }
+  bool pop(Completion* completion) override { return ring_->pop(completion); }
+  void withdraw() override { ring_->withdraw(); }
+
+ private:
+  const std::unique_ptr<Ring> ring_;
+};
+
+std::unique_ptr<Ring> make_watched_ring(std::size_t requests) {
+  return std::make_unique<WatchedRing>(requests);
+}
+
+int pipe_ends[2];  // a request that reads from this pipe is under way until the first pause
+
+void write_to_pipe() {
+  static const std::vector<char> page(kPage, 'x');
+  EXPECT_EQ(::write(pipe_ends[1], page.data(), kPage), static_cast<ssize_t>(kPage));
+}
+
+TEST_P(DiskRingsRefusalTest, ATransferThatIsForbiddenOnTheWayWaitsForItsRequests) {
+  ASSERT_EQ(::pipe(pipe_ends), 0);
+  ASSERT_FALSE(write_a_page(*pool(1, kPage)));  // so that there are four pages
+  const Held before;
+  {
+    DiskRings pool(2, kPage, make_watched_ring, write_to_pipe);
+    ASSERT_TRUE(with_refusals({}, [&] {
+      int submissions = 0;
+      before_submit = [&] {
+        if (++submissions == 2) refuse({kRingEnter, EPERM});
+      };
+      const Memory memory = aligned_memory(4 * kPage);
+      const Transfer from_pipe = {pipe_ends[0], memory.get(), kPage, 9 * kPage};
+      const Transfer from_file = {file_.descriptor(), memory.get() + kPage, 3 * kPage, 0};
+      auto failure = pool.transfer(Direction::read, {from_pipe, from_file}, kPage);
+      ASSERT_TRUE(failure);
+      EXPECT_EQ(failure->code, EPERM);
+      EXPECT_EQ(failure->file, file_.descriptor());
+      EXPECT_EQ(failure->offset, kPage);  // the first page had been read
+      EXPECT_EQ(submissions, 2);
+      EXPECT_EQ(std::count(memory.get(), memory.get() + kPage, 'x'), static_cast<std::ptrdiff_t>(kPage))
+          << "the memory was given back while the kernel was to fill it";
+      expect_nothing_more_held(before);
+      // The next transfer reports why there is no ring.
+      failure = pool.transfer(Direction::read, {from_file}, kPage);
+      ASSERT_TRUE(failure);
+      EXPECT_EQ(failure->code, EPERM);
+      EXPECT_EQ(failure->offset, 0U);
+    }));
+    before_submit = [] {};
+    expect_round_trip(pool, 4 * kPage, 0, kPage);  // by a thread to which nothing is refused
+  }
+  expect_nothing_more_held(before);
+  for (const int end : pipe_ends) ::close(end);
+}
+
+TEST_P(DiskThreadsRefusalTest, APoolWithoutAnyThreadIsRefused) {
+  ASSERT_TRUE(with_refusals(kNoThreads, [&] {
+    try {
+      pool(3, kPage);
+      ADD_FAILURE() << "was not refused";
+    } catch (const std::system_error& error) {
+      EXPECT_EQ(error.code().value(), EAGAIN);
+    }
+  }));
+}
+
+#ifndef LIGHTNING_ZERO_SANITIZED  // sanitizers end a process that gets no memory
+
+// A number of the kernel's description of this process.
+long long number_of_process(const std::string& name) {
+  std::ifstream lines("/proc/self/status");
+  for (std::string line; std::getline(lines, line);) {
+    if (line.find(name + ":") == 0) return std::stoll(line.substr(name.size() + 1));
+  }
+  return -1;
+}
+
+TEST_P(DiskThreadsRefusalTest, APoolUsesTheThreadsThatThereCanBe) {
+  // Threads are refused when the address space has no room for another stack.
+  pthread_attr_t attributes;
+  std::size_t stack = 0;
+  ASSERT_EQ(pthread_attr_init(&attributes), 0);
+  ASSERT_EQ(pthread_attr_getstacksize(&attributes, &stack), 0);
+  pthread_attr_destroy(&attributes);
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_AS, &before), 0);
+  const long long threads_before = number_of_process("Threads");
+  rlimit tight = before;
+  tight.rlim_cur = static_cast<rlim_t>(number_of_process("VmSize")) * 1024 + 4 * stack;
+  if (setrlimit(RLIMIT_AS, &tight) != 0) GTEST_SKIP() << "the address space is smaller already";
+  std::unique_ptr<DiskPool> pool;
+  EXPECT_NO_THROW(pool = this->pool(500, kPage));
+  ASSERT_EQ(setrlimit(RLIMIT_AS, &before), 0);
+  ASSERT_TRUE(pool);
+  EXPECT_LT(number_of_process("Threads"), threads_before + 500);
+  expect_round_trip(*pool, 50 * kPage, 0, kPage);
+}
+
 #endif
 
 #endif

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "buffer.h"
+#include "refusals.h"
 
 namespace lightning_zero {
 namespace {
@@ -204,6 +205,20 @@ TEST(ThreadPoolTest, WorkersLeaveALongJobForANewOneAndComeBack) {
   EXPECT_LT(before, count);
   EXPECT_EQ(std::count(calls.begin(), calls.end(), 1), static_cast<std::ptrdiff_t>(count));
 }
+
+#ifdef __linux__
+TEST(ThreadPoolTest, RunsWithTheThreadsThatThereAreWhereTheSystemGivesNoMore) {
+  const bool able = with_refusals(kNoThreads, [] {
+    const std::vector<int> calls = calls_of_pieces(1000, 500);
+    EXPECT_EQ(std::count(calls.begin(), calls.end(), 1), 1000);
+  });
+  if (!able) GTEST_SKIP() << "the system has no filters of calls";
+  // Later it gives more again.
+  std::atomic<int> calls{0};
+  on_every_thread(30, [&](std::size_t) { ++calls; });
+  EXPECT_EQ(calls, 30);
+}
+#endif
 
 TEST(ThreadPoolTest, FillsWithZerosAndNothingElse) {
   constexpr std::size_t page = std::size_t{1} << 21;
