@@ -93,7 +93,9 @@ class Drawn:
         clipped, overflows, fails = draw.choice(CLIPPED), draw.choice([0.0, 0.2]), draw.choice([0.0, 0.1])
         alternates, breaks = optimizers > 1 and draw.random() < 0.5, draw.choice([0.0, 0.15, 0.3])
         shards = draw.choice([1, 2, 2]) if stage > 0 and ranks > 1 else 1
-        return cls(case, clipped, overflows, fails, alternates, breaks, shards, draw.random() < 0.5)
+        reads = draw.random() < 0.5
+        case = dataclasses.replace(case, sums=host and draw.random() < 0.3)
+        return cls(case, clipped, overflows, fails, alternates, breaks, shards, reads)
 
     def flagged(self, step: int, micro: int, rank: int) -> bool:
         """Where backwards fail, they do so on all ranks alike."""

@@ -63,12 +63,14 @@ class Case:
     prefetch_mb: float = 0.0
     optimizers: int = 1  # each has a part of the parameters; they step one after another
     fraction: float = 1.0  # that is offloaded
+    sums: bool = False  # whether micro-batches are summed on the device
     edits: bool = True  # whether user code changes 16-bit parameters in place
     disk: Path | None = None  # a folder in which state and gradients rest, and at stage 3 parameters
 
     def __str__(self) -> str:
         dtype = str(self.precision.param_dtype or torch.float32).removeprefix("torch.")
-        options = [self.native, *(["split"] if self.split else []), *(["overflow"] if self.overflow else [])]
+        chosen = {"split": self.split, "overflow": self.overflow, "sums": self.sums}
+        options = [self.native, *(name for name, is_so in chosen.items() if is_so)]
         options += [self.model] if self.model != "transformer" else []
         options += [f"{self.optimizers}-optimizers"] if self.optimizers > 1 else []
         return "-".join([f"zero{self.stage}", f"{self.micro}", dtype, *options])
@@ -79,6 +81,7 @@ CASES = [
     Case(2, precision=BF16),
     Case(2, micro=3),
     Case(2, micro=2, precision=BF16, native="off"),
+    Case(2, micro=3, precision=BF16, sums=True),
     Case(2, micro=2, precision=BF16, split=True),
     Case(2, precision=FP16, overflow=True),
     Case(3, micro=2, precision=BF16, prefetch_mb=1.0),
@@ -162,6 +165,7 @@ def start(
         executor,
         offload_fraction=case.fraction,
         gradients_rest=case.disk is not None,
+        accumulate_on_device=case.sums,
     )
     model = model or models.make_model(case.model)
     make = lightning_zero.CPUAdamW if case.split else torch.optim.AdamW
