@@ -41,8 +41,8 @@ the machine's available memory (`host_gib`), which includes helper processes and
 Ratios to each peer are computed from seconds of the same round; their median and minimum over the rounds are saved. The
 losses of all contestants must agree in every step and must fall, otherwise the run stops. If a contestant runs out of
 device or host memory, or refuses to start because its plan does not fit, the message is its result, and it is not
-started again. Any other failure ends the run. Results are saved after each cell of a round; `--resume` continues with
-saved results.
+started again. Any other failure ends the run. Results are saved after each contestant; `--resume` continues with saved
+results.
 
 `--device sim` tries the program without a GPU, on the device of `tests/device`; `--device cpu` does so for fsdp2 and
 DeepSpeed. Neither says anything about speed.

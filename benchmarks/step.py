@@ -28,8 +28,8 @@ ranks' collectives in its first ten steps). Memory is the peak of resident memor
 imports and the fp32 initialization (`peak_gib`), and during the measured steps (`peak_of_steps_gib`).
 
 Ratios to `ddp` are computed from the same round; their median and minimum over the rounds are saved. All contestants
-must end with the same loss, otherwise the run stops. Results are saved after each cell of a round; `--resume` continues
-with saved results. A round that lacks a requested contestant is not complete, and another one is measured.
+must end with the same loss, otherwise the run stops. Results are saved after each contestant; `--resume` continues with
+saved results. A round that lacks a requested contestant is not complete, and another one is measured.
 """
 
 from __future__ import annotations

@@ -192,6 +192,7 @@ def fit(
     batches: Sequence[Tensor],
     micro_batches: int,
     clock: Clock,
+    callbacks: Sequence[Any] = (),
     **flags: Any,
 ) -> list[Tensor]:
     """Train by Lightning's Trainer with all optional parts off; arguments and result as for :func:`accumulate`."""
@@ -220,6 +221,7 @@ def fit(
                 clock.tick()
 
     off = dict.fromkeys(QUIET, False)
-    trainer = pl.Trainer(accumulate_grad_batches=micro_batches, max_epochs=1, callbacks=[Ticks()], **off, **flags)
+    flags = {"callbacks": [Ticks(), *callbacks], **off, **flags}
+    trainer = pl.Trainer(accumulate_grad_batches=micro_batches, max_epochs=1, **flags)
     trainer.fit(Module(), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]  # a list is a data set
     return losses
