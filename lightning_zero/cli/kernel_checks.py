@@ -303,7 +303,8 @@ def check_kernels(ops: ModuleType, isas: Sequence[str]) -> list[Check]:
     checks: list[Check] = []
     with torch.no_grad():
         for isa in isas:
-            checks += [*_check_sums(ops, isa, isas[0]), *_check_splits(ops, isa), *_check_threads(ops, isa)]
+            checks += [*_check_sums(ops, isa, isas[0]), *_check_adds(ops, isa), *_check_splits(ops, isa)]
+            checks += _check_threads(ops, isa)
         for rule in RULES:
             for layout in LAYOUTS:
                 if rule.takes(layout):
@@ -350,6 +351,20 @@ def _check_sums(ops: ModuleType, isa: str, baseline: str) -> Iterator[Check]:
         yield _attempt("sum_of_squares", case, isa, "torch", against_torch)
         if isa != baseline:
             yield _attempt("sum_of_squares", case, isa, "isa", against_isa)
+
+
+def _check_adds(ops: ModuleType, isa: str) -> Iterator[Check]:
+    for dtype in (_FLOAT32, _BFLOAT16, _FLOAT16):
+        total, values = _numbers(COUNT), _numbers(COUNT, dtype).flip(0)
+
+        def against_torch(total: Tensor = total, values: Tensor = values) -> tuple[bool, str]:
+            found = total.clone()
+            ops.add_(found, values, isa=isa)
+            same = _same_bits(found, total.add(values))
+            return same, "torch's bits" if same else "the sums are not torch's"
+
+        case = str(dtype).removeprefix("torch.")
+        yield _attempt("add", case, isa, "torch", against_torch)
 
 
 def _check_splits(ops: ModuleType, isa: str) -> Iterator[Check]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 import pytest
@@ -83,8 +82,7 @@ def fit_each(accelerator: str, stage: int, precision: str) -> list[tuple[float, 
     left: list[tuple[float, Digests]] = []
     for seed, fraction in enumerate((1.0, 0.5, 0.25)):
         plugin, recipe = ZeroPrecision(precision), Recipe(steps=3, micro=2)  # type: ignore[arg-type]
-        schedule = contextlib.nullcontext() if accelerator != sim.DEVICE else sim.scheduled(Schedule("random", seed))
-        with schedule:
+        with sim.scheduled(Schedule("random", seed)):
             fitted = fit(
                 options | {"offload_fraction": fraction},
                 recipe,

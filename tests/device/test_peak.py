@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from device import sim
 from device.test_overlap import Late
 from device.where import DevicePool
 from lightning import Callback, LightningModule, Trainer
@@ -93,7 +92,7 @@ def measure(
         clip = None if in_backward else 1e-6
         flags: dict[str, Any] = {"accumulate_grad_batches": MICRO, "gradient_clip_val": clip, "precision": precision}
         trainer = make_trainer(strategy, accelerator=accelerator, callbacks=[planned], **flags)
-        with mock.patch.object(integration, "make_executor", make_late if accelerator == sim.DEVICE else make_executor):
+        with mock.patch.object(integration, "make_executor", make_late):
             trainer.fit(module())
         torch.accelerator.synchronize()
         held = _held(before + planned.held) - before

@@ -94,7 +94,7 @@ class Watch(Callback):
         self.found = Found(planned, held_by(strategy.engine), self.locked.now, self.locked.most, pinned_bytes(), staged)
 
 
-def fit(accelerator: str, late: bool, cases: Sequence[Case]) -> dict[Case, Found]:
+def fit(accelerator: str, cases: Sequence[Case]) -> dict[Case, Found]:
     found = {}
     device = torch.device(accelerator, torch.accelerator.current_device_index())
     for case in cases:
@@ -111,7 +111,7 @@ def fit(accelerator: str, late: bool, cases: Sequence[Case]) -> dict[Case, Found
         with (
             mock.patch.object(kind, "pin", locked.pin),
             mock.patch.object(kind, "unpin", locked.unpin),
-            mock.patch.object(integration, "make_executor", make_late if late else integration.make_executor),
+            mock.patch.object(integration, "make_executor", make_late),
         ):
             trainer.fit(Deep())
             assert watch.found is not None
@@ -129,7 +129,7 @@ def fit(accelerator: str, late: bool, cases: Sequence[Case]) -> dict[Case, Found
 )
 def test_what_crosses_is_pinned_and_nothing_else(device_pool2: DevicePool, cases: list[Case]) -> None:
     pool = device_pool2
-    for found in pool.run(fit, pool.where.accelerator, pool.where.simulated, cases):
+    for found in pool.run(fit, pool.where.accelerator, cases):
         for case, each in found.items():
             print(case, {name: part.pinned for name, part in each.held.items()}, each.locked, each.most)
             planned = planned_parts(each.plan)
