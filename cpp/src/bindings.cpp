@@ -107,6 +107,15 @@ void add(const std::string& isa, std::uintptr_t total, std::uintptr_t values, DT
   add_parallel(function, {pointer<float>(total), pointer<const void>(values), dtype, count}, threads);
 }
 
+void sum_parts(const std::string& isa, std::uintptr_t total, const std::vector<std::uintptr_t>& parts,
+               DType dtype, std::size_t count, std::size_t threads) {
+  const SumFunction function = resolve_target(isa).kernels.sum;
+  std::vector<const void*> arrays;
+  for (const std::uintptr_t part : parts) arrays.push_back(pointer<const void>(part));
+  const py::gil_scoped_release release;
+  sum_parallel(function, {pointer<void>(total), arrays.data(), arrays.size(), dtype, 0, count}, threads);
+}
+
 void convert(SplitFunction function, std::uintptr_t whole, std::uintptr_t high, DType dtype,
              std::uintptr_t remainder, std::size_t count, std::size_t threads) {
   const SplitArrays arrays = {pointer<float>(whole), pointer<void>(high), dtype,
@@ -248,6 +257,8 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
 
   m.def("add", &add, py::kw_only(), py::arg("isa"), py::arg("total"), py::arg("values"), py::arg("dtype"),
         py::arg("count"), py::arg("threads"));
+  m.def("sum_parts", &sum_parts, py::kw_only(), py::arg("isa"), py::arg("total"), py::arg("parts"),
+        py::arg("dtype"), py::arg("count"), py::arg("threads"));
 
   m.def(
       "split",

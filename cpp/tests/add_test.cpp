@@ -1,9 +1,10 @@
-// Sums of an fp32 array and another one.
+// Sums of arrays.
 #include "lightning_zero/add.h"
 
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "buffer.h"
 #include "numbers.h"
@@ -29,6 +30,33 @@ TEST_P(AddTest, RoundsTheExactSumOnce) {
       }
       GetParam()->kernels.add({total.as<float>(), values.data(), dtype, count});
       ASSERT_TRUE(same_numbers(DType::float32, expected, total)) << name_of(dtype) << ' ' << count;
+    }
+  }
+}
+
+TEST_P(AddTest, SumsInOrderAndRoundsTo16BitsOnce) {
+  for (const DType dtype : kAll) {
+    for (std::size_t count = 0; count <= 70; ++count) {
+      for (std::size_t number = 1; number <= 3; ++number) {
+        const std::size_t item = item_size(dtype);
+        Buffer first(item, count, count % 17), second(item, count, 5), third(item, count);
+        std::vector<double> expected;
+        Buffer* const buffers[] = {&first, &second, &third};
+        for (std::size_t p = 0; p < number; ++p) fill_with_samples(*buffers[p], dtype, 3 * count + p);
+        for (std::size_t i = 0; i < count; ++i) {
+          float sum = static_cast<float>(decode(dtype, first.bits(i)));
+          for (std::size_t p = 1; p < number; ++p) {
+            sum += static_cast<float>(decode(dtype, buffers[p]->bits(i)));
+          }
+          expected.push_back(nearest(dtype, sum));
+        }
+        const void* const parts[] = {first.data(), second.data(), third.data()};
+        Buffer& total = *buffers[number - 1];  // in the place of the last part
+        GetParam()->kernels.sum({total.data(), parts, number, dtype, 0, count});
+        for (std::size_t i = 0; i < count; ++i) {
+          ASSERT_TRUE(same_value(expected[i], decode(dtype, total.bits(i)))) << name_of(dtype) << ' ' << i;
+        }
+      }
     }
   }
 }

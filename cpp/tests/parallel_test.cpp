@@ -157,7 +157,7 @@ TEST_P(ParallelTest, SplitAndJoinDoNotDependOnTheThreads) {
   }
 }
 
-TEST_P(ParallelTest, AddDoesNotDependOnTheThreads) {
+TEST_P(ParallelTest, SumsDoNotDependOnTheThreads) {
   constexpr std::size_t count = (std::size_t{3} << 18) + 77;
   for (const DType dtype : {DType::float32, DType::bfloat16, DType::float16}) {
     Buffer expected(4, count), actual(4, count, 1), values(item_size(dtype), count, 2);
@@ -166,6 +166,15 @@ TEST_P(ParallelTest, AddDoesNotDependOnTheThreads) {
     kernels().add({expected.as<float>(), values.data(), dtype, count});
     add_parallel(kernels().add, {actual.as<float>(), values.data(), dtype, count}, 3);
     EXPECT_TRUE(same_numbers(DType::float32, expected, actual));
+
+    Buffer whole(item_size(dtype), count), pieces(item_size(dtype), count, 1);
+    for (Buffer* total : {&whole, &pieces}) {
+      fill_with_samples(*total, dtype, 3);
+      const void* const parts[] = {values.data(), total->data()};
+      const SumArrays arrays{total->data(), parts, 2, dtype, 0, count};
+      total == &whole ? kernels().sum(arrays) : sum_parallel(kernels().sum, arrays, 3);
+    }
+    EXPECT_TRUE(same_numbers(dtype, whole, pieces));
   }
 }
 
@@ -214,6 +223,13 @@ TEST_P(ParallelTest, NothingDependsOnTheFloatingPointEnvironmentOfTheCaller) {
                    threads);
     });
     EXPECT_TRUE(same_numbers(DType::float32, subnormal, total)) << threads << " threads";
+    Buffer copy(4, kSeveralPieces);
+    on_thread([&] {
+      const HostileFloatingPoint hostile;
+      const void* const parts[] = {copy.data(), subnormal.data()};
+      sum_parallel(kernels().sum, {copy.data(), parts, 2, DType::float32, 0, copy.count()}, threads);
+    });
+    EXPECT_TRUE(same_numbers(DType::float32, subnormal, copy)) << threads << " threads";
   }
 }
 

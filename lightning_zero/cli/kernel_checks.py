@@ -303,8 +303,8 @@ def check_kernels(ops: ModuleType, isas: Sequence[str]) -> list[Check]:
     checks: list[Check] = []
     with torch.no_grad():
         for isa in isas:
-            checks += [*_check_sums(ops, isa, isas[0]), *_check_adds(ops, isa), *_check_splits(ops, isa)]
-            checks += _check_threads(ops, isa)
+            checks += [*_check_squares(ops, isa, isas[0]), *_check_adds(ops, isa), *_check_sums(ops, isa)]
+            checks += [*_check_splits(ops, isa), *_check_threads(ops, isa)]
         for rule in RULES:
             for layout in LAYOUTS:
                 if rule.takes(layout):
@@ -334,7 +334,7 @@ def _numbers(count: int, dtype: torch.dtype = _FLOAT32) -> Tensor:
     return torch.ldexp(torch.randn(count, generator=generator), exponents).to(dtype)
 
 
-def _check_sums(ops: ModuleType, isa: str, baseline: str) -> Iterator[Check]:
+def _check_squares(ops: ModuleType, isa: str, baseline: str) -> Iterator[Check]:
     for dtype in (_FLOAT32, _BFLOAT16, _FLOAT16):
         values = _numbers(COUNT, dtype)
 
@@ -365,6 +365,21 @@ def _check_adds(ops: ModuleType, isa: str) -> Iterator[Check]:
 
         case = str(dtype).removeprefix("torch.")
         yield _attempt("add", case, isa, "torch", against_torch)
+
+
+def _check_sums(ops: ModuleType, isa: str) -> Iterator[Check]:
+    for dtype in (_FLOAT32, _BFLOAT16, _FLOAT16):
+        parts = [_numbers(COUNT, dtype), _numbers(COUNT, dtype).flip(0), _numbers(COUNT, dtype).roll(1)]
+
+        def against_torch(parts: Sequence[Tensor] = parts) -> tuple[bool, str]:
+            found = torch.empty_like(parts[0])
+            ops.sum_(found, parts, isa=isa)
+            first, second, third = (part.float() for part in parts)
+            same = _same_bits(found, (first + second + third).to(found.dtype))
+            return same, "torch's bits" if same else "the sums are not torch's"
+
+        case = str(dtype).removeprefix("torch.")
+        yield _attempt("sum", case, isa, "torch", against_torch)
 
 
 def _check_splits(ops: ModuleType, isa: str) -> Iterator[Check]:

@@ -26,8 +26,11 @@ from lightning_zero.ops.arrays import (
     add_,
     join_,
     split_,
+    sum_,
+    sum_in_order_,
     sum_of_squares,
     sum_of_squares_in_pieces,
+    sums_in_place,
     zero_,
 )
 from lightning_zero.ops.blocks import BLOCK, Quantized, count_blocks, dequantize_, quantize_
@@ -76,8 +79,11 @@ __all__ = [
     "sgd_",
     "share_cores",
     "split_",
+    "sum_",
+    "sum_in_order_",
     "sum_of_squares",
     "sum_of_squares_in_pieces",
+    "sums_in_place",
     "supported_isas",
     "threads_beside",
     "updates_on",

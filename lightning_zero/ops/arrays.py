@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -129,6 +129,58 @@ def accumulate_(total: Tensor, values: Tensor) -> None:
         add_(total.view(-1), values.view(-1))
     else:
         total.add_(values)
+
+
+def sum_(total: Tensor, parts: Sequence[Tensor], *, isa: str | None = None, threads: int | None = None) -> None:
+    """Sums ``parts`` in their order into ``total``, in one pass over memory.
+
+    Sums are computed in fp32 and converted to 16 bits once, with torch's rounding.
+
+    Args:
+        total: [n] fp32, bf16 or fp16, written. It may be one of the parts.
+        parts: at least one tensor of [n], of the same dtype; not modified, unless one of them is ``total``.
+        isa: one of `supported_isas` instead of the chosen one, for tests and benchmarks.
+        threads: maximum number of threads instead of `get_num_threads`; >= 1.
+
+    Raises:
+        TypeError, ValueError: see `adamw_`; or there are no parts.
+    """
+    result = span("total", total, ANY, None)
+    if not parts:
+        raise ValueError("there are no parts to sum; expected at least one tensor")
+    for index, part in enumerate(parts):
+        one = span(f"parts[{index}]", part, (total.dtype,), total.numel())
+        if one[:2] != result[:2]:
+            check_disjoint([result, one])
+    _C.sum_parts(
+        isa=chosen_isa() if isa is None else isa,
+        total=total.data_ptr(),
+        parts=[part.data_ptr() for part in parts],
+        dtype=DTYPES[total.dtype],
+        count=total.numel(),
+        threads=get_num_threads() if threads is None else positive("threads", threads),
+    )
+
+
+def sum_in_order_(total: Tensor, parts: Sequence[Tensor]) -> None:
+    """Sums ``parts`` in their order into ``total``: by `sum_` where it applies, otherwise by torch.
+
+    Args:
+        total: [n], of any dtype that torch adds and on any device, contiguous; it may be one of the parts.
+        parts: at least one tensor of [n] like ``total``.
+    """
+    if sums_in_place(total.dtype, total.device):
+        sum_(total, parts)
+        return
+    found = parts[0].clone()  # if this is `total`, it must keep its values until it has been added
+    for part in parts[1:]:
+        found += part
+    total.copy_(found)
+
+
+def sums_in_place(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `sum_in_order_` needs no memory of its own; otherwise it takes as much as the result."""
+    return dtype in ANY and runs_on(device)
 
 
 def split_(

@@ -29,7 +29,7 @@ from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.sharding.pending import end_pending, mark_pending
 from lightning_zero.sharding.placement import BucketPlacement
 from lightning_zero.sharding.rounded import mark_rounded
-from lightning_zero.storage import DONE, Memory, Rested, Ticket
+from lightning_zero.storage import DONE, Memory, Rested, Ticket, use_huge_pages
 from lightning_zero.storage.rested import changing, pieces
 from lightning_zero.storage.timers import Phase, timed
 from lightning_zero.torch_private import version_of
@@ -144,6 +144,7 @@ class Bucket:
     def _begin_unshard(self) -> None:
         if self.state is BucketState.SHARDED:
             self.flat.untyped_storage().resize_(self.layout.padded_numel * self.dtype.itemsize)
+            use_huge_pages(self.flat)
         elif not self.shards_params:
             self.absorb_edits()  # the shard is a part of `flat`: user code may have edited it after the update
         if self.updating:  # the lane of communication waits for the update, not the training thread

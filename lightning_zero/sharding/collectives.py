@@ -27,9 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero import ops
 from lightning_zero.advice import Case, advice
 from lightning_zero.sharding.board import Board
-from lightning_zero.storage import DONE, Ticket
+from lightning_zero.storage import DONE, Ticket, use_huge_pages
 from lightning_zero.storage.accelerators import device_type
 from lightning_zero.storage.threads import in_lane
 from lightning_zero.storage.timers import Phase, Timers
@@ -385,9 +386,8 @@ class _Messages:
         return -numel % self._group.size
 
     def scratch(self, part: int, dtype: torch.dtype) -> int:
-        # The parts from other ranks, and the sum. 16-bit parts are converted to fp32 one at a time.
-        others = part * (self._group.size - 1)
-        return others + part * (2 * (4 // dtype.itemsize) if dtype.itemsize < 4 else 1)
+        # The parts from other ranks; the sum takes the place of one of them.
+        return part * (self._group.size - 1 + (not ops.sums_in_place(dtype, torch.device("cpu"))))
 
     def begin_all_gather(self, data: Tensor, what: str) -> Callable[[], None]:
         slices = data.chunk(self._group.size)
@@ -396,13 +396,14 @@ class _Messages:
     def reduce_scatter(self, flat: Tensor, what: str) -> Tensor:
         group, parts = self._group, list(flat.chunk(self._group.size))
         # A rank's own part is not received, so no memory is needed for it.
-        received = [part if rank == group.rank else torch.empty_like(part) for rank, part in enumerate(parts)]
+        received = [
+            part if rank == group.rank else use_huge_pages(torch.empty_like(part)) for rank, part in enumerate(parts)
+        ]
         group._exchange(parts, received, what)()
-        # The sum is a copy: a view would keep all of `flat` alive for as long as the gradient lives.
-        total = received[0].to(torch.float32 if flat.dtype.itemsize < 4 else flat.dtype, copy=True)
-        for other in received[1:]:
-            total += other
-        return total.to(flat.dtype)
+        # The sum takes the place of another rank's part: a view of `flat` would keep all of it in memory.
+        total = received[group.rank - 1]
+        ops.sum_in_order_(total, received)
+        return total
 
     def all_reduce_(self, flat: Tensor, what: str) -> None:
         group, slices = self._group, flat.chunk(self._group.size)

@@ -62,11 +62,11 @@ class Reduction(ABC, Generic[T]):
         # No variable refers to the buffer, so it is freed before its slice is kept.
         fresh = self._reduce_scatter(self._collect(placement.reduce_dtype(self._dtype, summed)))
         if placement.collects_slices:
-            if not last or self._window is not None:
-                # Micro-batches are summed in fp32, as in the sharded gradient.
-                fresh = self._convert(fresh, placement.sum_dtype(fresh.dtype))
+            # Micro-batches are summed in fp32, as in the sharded gradient.
             if self._window is not None:
                 fresh = self._merge(self._window, fresh)
+            elif not last:
+                fresh = self._convert(fresh, placement.sum_dtype(fresh.dtype))
             self._window = None if last else fresh
             if not last:
                 return
@@ -76,13 +76,13 @@ class Reduction(ABC, Generic[T]):
 
     def _collect(self, dtype: torch.dtype) -> T:
         """Move the unsharded gradients and their sum over micro-batches into one buffer of ``dtype``."""
-        buffer = self._zeros(dtype)
-        self._take_unsharded(buffer)
-        if self._sum is not None:
-            buffer = self._merge(self._sum, buffer)
-            self._sum = None  # the buffer is the sum now: without this reference it is freed after its conversion
-            buffer = self._convert(buffer, dtype)
-        return buffer
+        if self._sum is None:
+            buffer = self._zeros(dtype)
+            self._take_unsharded(buffer)
+            return buffer
+        self._add_unsharded(self._sum)
+        buffer, self._sum = self._sum, None  # without this reference the sum is freed after its conversion
+        return self._convert(buffer, dtype)
 
     @abstractmethod
     def _zeros(self, dtype: torch.dtype) -> T:

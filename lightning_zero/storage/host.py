@@ -26,6 +26,10 @@ HUGE_PAGE = 2 * 1024 * 1024
 _TRIM_BYTES = 1 << 25  # freed memory that the C allocator may keep before it is asked to give it back
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 _freed_bytes = 0
+_LARGEST_REUSED = 1 << 25  # bytes: the largest value that glibc raises its M_MMAP_THRESHOLD to
+_madvise = getattr(ctypes.CDLL(None), "madvise", None)
+if _madvise is not None:
+    _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class HostStore:
@@ -78,6 +82,25 @@ class HostStore:
         self, numel: int, dtype: torch.dtype, what: str, *, crosses: bool = False, apart: bool = False
     ) -> Resident:
         return Resident(self.zeros(numel, dtype, crosses=crosses), self.memory)
+
+
+def passing_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate 1-D zeros that are freed soon, on any device.
+
+    In host memory, fresh pages can cost more time than what is computed with them. The C allocator reuses memory up to
+    32 MiB and always maps larger sizes anew, so these are in huge pages here.
+    """
+    if device.type == "cpu" and numel * dtype.itemsize > _LARGEST_REUSED:
+        return HostStore().zeros(numel, dtype)
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
+def use_huge_pages(tensor: Tensor) -> Tensor:
+    """Ask for huge pages for a tensor that was just allocated, if :func:`passing_zeros` would use them; returns it."""
+    if tensor.device.type == "cpu" and tensor.nbytes > _LARGEST_REUSED and _madvise is not None:
+        first = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+        _madvise(first, (tensor.data_ptr() + tensor.nbytes - first) // HUGE_PAGE * HUGE_PAGE, mmap.MADV_HUGEPAGE)
+    return tensor
 
 
 class _PinnedMapping(mmap.mmap):

@@ -156,6 +156,24 @@ def test_a_gradient_is_written_to_a_disk_when_it_has_come(device: torch.device, 
 
 
 @pytest.mark.device("lazy")
+def test_a_sum_in_host_memory_begins_after_what_it_names(device: torch.device) -> None:
+    executor, store, parameters = StreamExecutor(device), HostStore(pin_for=device), DeviceStore(device)
+    policy, precision = ShardingPolicy.from_stage(2), MixedPrecisionPolicy()
+    placement = BucketPlacement(Mesh.single(), policy, precision, device, store, parameters, executor)
+    total, begins = store.zeros(N, torch.float32), threading.Event()
+
+    def read() -> None:
+        assert begins.wait(10)
+        total.fill_(5)
+
+    has_read = executor.submit(read, Lane.READ, "a read")
+    added = placement.accumulate(total, torch.full((N,), 2.0, device=device), "host", "a", [has_read])
+    threading.Timer(0.2, begins.set).start()
+    added.synchronize()
+    assert total.eq(7).all()
+
+
+@pytest.mark.device("lazy")
 def test_gradients_that_were_cleared_stay_until_they_have_been_read(device: torch.device) -> None:
     """By an update; the next one finds zeros."""
     executor, store, values = StreamExecutor(device), HostStore(pin_for=device), torch.arange(5.0)

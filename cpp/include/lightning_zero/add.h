@@ -1,4 +1,4 @@
-// Sums of an fp32 array and another one, in place.
+// Sums of arrays.
 #pragma once
 
 #include <cstddef>
@@ -20,5 +20,23 @@ using AddFunction = void (*)(const AddArrays&);
 
 // Runs `add` on up to `threads` threads (at least 1).
 void add_parallel(AddFunction add, const AddArrays& arrays, std::size_t threads);
+
+// `total[i] = parts[0][i] + parts[1][i] + ...`, in this order, for `start <= i < start + count`. Sums are
+// computed in fp32, each rounded, and converted to 16 bits once. `total` may be one of the parts, of which
+// there is at least one.
+struct SumArrays {
+  void* total;
+  const void* const* parts;
+  std::size_t number;  // of parts
+  DType dtype;         // of all arrays: float32, bfloat16 or float16
+  std::size_t start;
+  std::size_t count;
+};
+
+// Sums, by one target.
+using SumFunction = void (*)(const SumArrays&);
+
+// Runs `sum` on up to `threads` threads (at least 1).
+void sum_parallel(SumFunction sum, const SumArrays& arrays, std::size_t threads);
 
 }  // namespace lightning_zero

@@ -20,6 +20,7 @@ struct Kernels {
   UpdateFunction<SgdCoefficients> sgd;
   SumOfSquaresFunction sum_of_squares;
   AddFunction add;
+  SumFunction sum;
   SplitFunction split;       // whole to split
   SplitFunction join;        // split to whole
   BlockFunction quantize;    // fp32 to blocks

@@ -1,4 +1,4 @@
-// Sums of an fp32 array and another one (formats.h).
+// Sums of arrays (formats.h).
 #pragma once
 
 #include <cstddef>
@@ -42,6 +42,63 @@ void add(const AddArrays& a) {
       return add_elements<V>(a.total, static_cast<const BFloat16*>(a.values), a.count);
     case DType::float16:
       return add_elements<V>(a.total, static_cast<const Float16*>(a.values), a.count);
+    case DType::int8:
+      break;  // not supported: the arguments have no scales
+  }
+}
+
+template <class V>
+KERNEL_INLINE void store_sum(Pair<V> sum, float* to) {
+  store<Order::consecutive>(sum, to);
+}
+template <class V, class Half>
+KERNEL_INLINE void store_sum(Pair<V> sum, Half* to) {
+  store_copy<Order::consecutive>(sum, to, false);
+}
+
+// Sums the pairs of vectors that `pair_of` gives for each of `number` parts.
+template <class V, class PairOf>
+KERNEL_INLINE Pair<V> sum_parts(std::size_t number, const PairOf& pair_of) {
+  Pair<V> sum = pair_of(0);
+  for (std::size_t p = 1; p < number; ++p) {
+    const Pair<V> more = pair_of(p);
+    sum = {sum.first + more.first, sum.second + more.second};
+  }
+  return sum;
+}
+
+template <class V, class Element>
+void sum_elements(const SumArrays& a) {
+  constexpr std::size_t block = 2 * V::width;
+  const auto part = [&](std::size_t p) { return static_cast<const Element*>(a.parts[p]); };
+  auto* const total = static_cast<Element*>(a.total);
+  const std::size_t end = a.start + a.count;
+  std::size_t i = a.start;
+  for (; i + block <= end; i += block) {
+    store_sum(sum_parts<V>(a.number, [&](std::size_t p) { return load<V, Order::consecutive>(part(p) + i); }),
+              total + i);
+  }
+  const std::size_t rest = end - i;
+  if (rest == 0) return;
+  Element padded[block] = {};
+  store_sum(sum_parts<V>(a.number,
+                         [&](std::size_t p) {
+                           std::memcpy(padded, part(p) + i, rest * sizeof(Element));
+                           return load<V, Order::consecutive>(padded);
+                         }),
+            padded);
+  std::memcpy(total + i, padded, rest * sizeof(Element));
+}
+
+template <class V>
+void sum(const SumArrays& a) {
+  switch (a.dtype) {
+    case DType::float32:
+      return sum_elements<V, float>(a);
+    case DType::bfloat16:
+      return sum_elements<V, BFloat16>(a);
+    case DType::float16:
+      return sum_elements<V, Float16>(a);
     case DType::int8:
       break;  // not supported: the arguments have no scales
   }

@@ -15,6 +15,7 @@ const Kernels kAvx2Kernels = {
     sgd<Avx2Float>,
     sum_of_squares<Avx2Squares>,
     add<Avx2Float>,
+    sum<Avx2Float>,
     split<Avx2Float>,
     join<Avx2Float>,
     quantize<Avx2Float>,

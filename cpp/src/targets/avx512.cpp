@@ -15,6 +15,7 @@ const Kernels kAvx512Kernels = {
     sgd<Avx512Float>,
     sum_of_squares<Avx512Squares>,
     add<Avx512Float>,
+    sum<Avx512Float>,
     split<Avx512Float>,
     join<Avx512Float>,
     quantize<Avx512Float>,

@@ -15,6 +15,7 @@ const Kernels kScalarKernels = {
     sgd<ScalarFloat>,
     sum_of_squares<ScalarSquares>,
     add<ScalarFloat>,
+    sum<ScalarFloat>,
     split<ScalarFloat>,
     join<ScalarFloat>,
     quantize<ScalarFloat>,
