@@ -10,8 +10,8 @@
   `fits`, `device_fits`, `host_fits`, `disk_fits`; `device_held_bytes`, `device_peak_bytes`, `host_held_bytes`,
   `host_peak_bytes` and `disk_held_bytes` of a rank (a step reads and writes the last); `pinned_peak_bytes`, the pinned
   part of the host's peak; `sent_bytes`, `copied_to_device_bytes` and `copied_to_host_bytes` of a rank in a step;
-  `step_seconds`, a lower bound, with its parts `compute_seconds`, `network_seconds`, `pcie_seconds`, `update_seconds`
-  and `disk_seconds`; `limit`, the longest of these parts
+  `step_seconds`, a lower bound, with its parts `compute_seconds`, `network_seconds`, `pcie_seconds`, `update_seconds`,
+  `disk_seconds` and `sums_seconds` (of micro-batches in host memory); `limit`, the longest of these parts
 """
 
 from __future__ import annotations
@@ -37,7 +37,14 @@ from lightning_zero.update import CPUAdamW
 
 SCHEMA = 1
 _META = torch.device("meta")
-_LIMITS = {"compute": "computation", "network": "network", "pcie": "PCIe", "update": "update", "disk": "disk"}
+_LIMITS = {
+    "compute": "computation",
+    "network": "network",
+    "pcie": "PCIe",
+    "update": "update",
+    "disk": "disk",
+    "sums": "sums",
+}
 
 
 def run(request: Request, *, as_json: bool = False) -> int:

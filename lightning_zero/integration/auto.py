@@ -46,6 +46,7 @@ _LIMITS = {
     "pcie": "for copies between device and host",
     "update": "for the update",
     "disk": "for the disk",
+    "sums": "for adding up micro-batches in host memory",
 }
 _ON_DEVICE = {"offload_optimizer": "none", "offload_params": "none"}
 
@@ -126,6 +127,7 @@ class ZeroAutoStrategy(ZeroStrategy):
         bucket_size_mb: as for :class:`ZeroStrategy`; ``None``: chosen.
         persistence_numel: as for :class:`ZeroStrategy`; ``None``: chosen.
         max_live_numel: as for :class:`ZeroStrategy`; ``None``: chosen.
+        accumulate_on_device: as for :class:`ZeroStrategy`; ``None``: chosen.
         **options: other options of :class:`ZeroStrategy`, except ``stage`` and those of offloading, ``offload_...``.
 
     Raises:
@@ -148,6 +150,7 @@ class ZeroAutoStrategy(ZeroStrategy):
         bucket_size_mb: float | None = None,
         persistence_numel: int | None = None,
         max_live_numel: int | None = None,
+        accumulate_on_device: bool | None = None,
         **options: Any,
     ) -> None:
         self.auto_options = AutoOptions(
@@ -158,6 +161,7 @@ class ZeroAutoStrategy(ZeroStrategy):
             bucket_size_mb=bucket_size_mb,
             persistence_numel=persistence_numel,
             max_live_numel=max_live_numel,
+            accumulate_on_device=accumulate_on_device,
         )
         for name in CHOSEN:
             if name in options:
@@ -207,7 +211,9 @@ class ZeroAutoStrategy(ZeroStrategy):
         fixed, parts = self.auto_options.fixed, not device_type(self.root_device).shares_host_memory
         offered = [
             way
-            for way in fine_ways(self.num_processes, self.num_nodes, path is not None, parts, fixed)
+            for way in fine_ways(
+                self.num_processes, self.num_nodes, path is not None, parts, memory.micro_batches > 1, fixed
+            )
             if not (compiled and way.options["stage"] == 3)
         ]
         candidates = [self._candidate(way, memory) for way in offered]

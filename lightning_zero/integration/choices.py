@@ -45,6 +45,12 @@ _FINE: tuple[tuple[str, dict[str, Any]], ...] = (
 _PARTS: tuple[tuple[str, dict[str, Any]], ...] = tuple(
     (name, {**options, "offload_fraction": part}) for name, options in _OFFLOADING for part in (0.75, 0.5, 0.25)
 )
+# Variants that add up the gradients of micro-batches on a device that has room for it, which spares the host passes.
+_COLLECTING: tuple[tuple[str, dict[str, Any]], ...] = tuple(
+    (name, {**options, "accumulate_on_device": True})
+    for name, options in (*_OFFLOADING, *_PARTS)
+    if STRATEGIES[name]["stage"] >= 2
+)
 REDUCED_HYDRA = "optimizer=cpu_adamw optimizer.master_layout=split optimizer.state_dtype=bfloat16"
 REDUCED_PYTHON = 'lightning_zero.CPUAdamW(self.parameters(), master_layout="split", state_dtype=torch.bfloat16)'
 
@@ -96,7 +102,7 @@ def ways(names: Sequence[str], variants: Sequence[tuple[str, Mapping[str, Any]]]
     return found
 
 
-def fine_ways(gpus: int, nodes: int, disk: bool, parts: bool, fixed: Mapping[str, Any]) -> list[Way]:
+def fine_ways(gpus: int, nodes: int, disk: bool, parts: bool, several: bool, fixed: Mapping[str, Any]) -> list[Way]:
     """All names, and variants that take less memory, the simplest first.
 
     Args:
@@ -105,10 +111,11 @@ def fine_ways(gpus: int, nodes: int, disk: bool, parts: bool, fixed: Mapping[str
         disk: whether state may rest on a disk.
         parts: whether a part may stay on the device although the rest is offloaded; this needs a device with its own
             memory.
+        several: whether a step has several micro-batches.
         fixed: options that every way has; no variant changes them.
     """
     names = [name for name, options in STRATEGIES.items() if disk or "nvme" not in options.values()]
-    offered = (*_FINE, *_PARTS) if parts else _FINE
+    offered = (*_FINE, *(_PARTS if parts else ()), *(_COLLECTING if parts and several else ()))
     variants = [(name, changed) for name, changed in offered if name in names and not fixed.keys() & changed]
     found = ways(names, variants, gpus, 1 if "shard_size" in fixed else nodes)
     return [way for way in found if way.options["stage"] or fixed.get("shard_size", 1) == 1]

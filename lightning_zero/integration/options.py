@@ -241,7 +241,7 @@ class StrategyOptions:
 
 # Options of StrategyOptions that `zero_auto` always chooses, and those that it chooses unless they are given.
 CHOSEN = ("stage", "offload_optimizer", "offload_params", "offload_fraction")
-FREE = ("shard_size", "bucket_size_mb", "persistence_numel", "max_live_numel")
+FREE = ("shard_size", "bucket_size_mb", "persistence_numel", "max_live_numel", "accumulate_on_device")
 
 
 _MOST_GIB = float(2**33)  # bytes are counted in 64 bits
@@ -265,6 +265,7 @@ class AutoOptions:
     bucket_size_mb: float | None = None
     persistence_numel: int | None = None
     max_live_numel: int | None = None
+    accumulate_on_device: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("device_memory_gb", "host_memory_gb"):

@@ -47,11 +47,12 @@ class Times:
     pcie: float
     update: float
     disk: float = 0.0
+    sums: float = 0.0
 
     @property
     def bound(self) -> float:
         """The least seconds of the whole step."""
-        return max(self.compute, self.network, self.pcie) + max(self.update, self.disk)
+        return max(self.compute, self.network, self.pcie, self.sums) + max(self.update, self.disk)
 
     @property
     def limit(self) -> str:
@@ -123,6 +124,7 @@ def times_of(plan: Plan, setting: Setting, flops: float, wide: bool, machine: Ma
         # The device and the host update at the same time, unless they share a memory.
         update=on_device + on_host if gpu.shares_host else max(on_device, on_host),
         disk=disk_bytes(plan) / (machine.disk / machine.gpus),
+        sums=plan.added / (machine.dram / machine.gpus),
     )
 
 

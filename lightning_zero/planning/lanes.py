@@ -52,6 +52,7 @@ class RecordedLanes:
     Attributes:
         copied: bytes copied between the memories, by direction.
         summed: bytes of gradients that are written to a disk and read from it.
+        added: bytes that the host reads and writes to add up gradients of micro-batches that come from a device.
     """
 
     def __init__(self, placement: BucketPlacement, account: Account, buffer: int, resting: int) -> None:
@@ -69,7 +70,7 @@ class RecordedLanes:
         self._apart = Bytes()  # memory of the device for computations of updates beside the training
         self._account = account
         self.copied: Counter[str] = Counter()
-        self.summed = 0
+        self.summed = self.added = 0
 
     @property
     def staging(self) -> Bytes:
@@ -87,6 +88,11 @@ class RecordedLanes:
     @property
     def _total_leaving(self) -> int:
         return sum(amount.total for amount in self._leaving)
+
+    def add_up(self, values: RecordedTensor, total: RecordedTensor) -> None:
+        """Notes that ``values`` are copied to the host, and added to ``total`` there."""
+        self.stage(Lane.D2H, values.nbytes)
+        self.added += values.nbytes + 2 * total.nbytes
 
     def stage(self, lane: Lane, nbytes: int, held: int = 0) -> None:
         """Notes that ``nbytes`` pass through host memory, while ``held`` bytes are kept there."""

@@ -93,6 +93,7 @@ class Plan:
         calls: number of collectives per step after the first.
         copied: bytes per step after the first between device and host memory, ``"h2d"`` and ``"d2h"``.
         summed: bytes per step after the first of gradients that rest on a disk, written to and read from it.
+        added: bytes per step after the first that the host reads and writes to add up micro-batches' gradients.
     """
 
     buckets: tuple[BucketPlan, ...]
@@ -103,6 +104,7 @@ class Plan:
     calls: Mapping[str, int]
     copied: Mapping[str, int] = field(default_factory=dict)
     summed: int = 0
+    added: int = 0
 
     @property
     def held(self) -> Bytes:
@@ -233,7 +235,8 @@ def plan(
     copied = Counter(run.copied)
     if trace is not None and placement.trains:
         copied.update({direction: micro_batches * nbytes for direction, nbytes in trace.copied.items()})
-    return Plan(tuple(rows), buffer_bytes, run.staging + activations, account.peak, sent, calls, copied, run.summed)
+    traffic = sent, calls, copied, run.summed, run.added
+    return Plan(tuple(rows), buffer_bytes, run.staging + activations, account.peak, *traffic)
 
 
 def _footprints(

@@ -10,7 +10,7 @@ from lightning_zero.planning.lanes import RecordedLanes, RecordedTensor
 from lightning_zero.sharding.forms import BucketForm
 from lightning_zero.sharding.reduction import Reduction
 from lightning_zero.sharding.sharded_gradient import notes_squares, sharded_gradient_dtype
-from lightning_zero.storage import Lane, device_type
+from lightning_zero.storage import device_type
 from lightning_zero.storage.disk_file import aligned
 from lightning_zero.storage.nvme import tiles_at_work
 
@@ -103,7 +103,7 @@ class RecordedGradients(Reduction[RecordedTensor]):
         elif torch.promote_types(self._sharded.dtype, dtype) != self._sharded.dtype:
             self._sharded = self._convert(self._sharded, dtype)
         if not self._empty and store.device != self._placement.device:
-            self._lanes.stage(Lane.D2H, shard.nbytes)  # moved, then added
+            self._lanes.add_up(shard, self._sharded)
         alone = device_type(self._placement.device).shares_host_memory
         passes = notes_squares(placement, self._sharded.dtype, not self._empty, more)
         self.known_squares = (self._empty and store.as_on_host and not alone) or passes

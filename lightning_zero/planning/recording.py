@@ -313,9 +313,14 @@ class RecordedRun:
         """Bytes of gradients that were written to a disk and read from it."""
         return self._lanes.summed
 
+    @property
+    def added(self) -> int:
+        """Bytes that the host read and wrote to add up gradients of micro-batches that came from a device."""
+        return self._lanes.added
+
     def reset_traffic(self) -> None:
         """Starts counting collectives and copies from zero."""
-        self._lanes.copied, self._lanes.summed = Counter(), 0
+        self._lanes.copied, self._lanes.summed, self._lanes.added = Counter(), 0, 0
         for group in self._groups():
             group.reset_counters()
 

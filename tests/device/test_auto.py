@@ -17,7 +17,7 @@ from lightning_zero import ZeroStrategy
 pytestmark = pytest.mark.simulated
 
 
-def fit(memory: int) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
+def fit(memory: int, micro_batches: int) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
     """The choice with so many MiB of the device, and the weights after a step with it and with the same by name."""
     auto = Assumed(device_memory_gb=memory / 2**10)
     trained = []
@@ -25,15 +25,21 @@ def fit(memory: int) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
         strategy = ZeroStrategy(**options_of(auto)) if number else auto
         torch.manual_seed(0)
         module = Stack()
-        make_trainer(strategy, accelerator=sim.DEVICE, limit_train_batches=1).fit(module)
+        flags = {"accelerator": sim.DEVICE, "accumulate_grad_batches": micro_batches}
+        make_trainer(strategy, limit_train_batches=micro_batches, **flags).fit(module)
         strategy.release()
         trained.append({name: value.cpu() for name, value in module.state_dict().items()})
     return options_of(auto), trained
 
 
 @pytest.mark.device("lazy")
-@pytest.mark.parametrize(("memory", "part"), [(14, 0.25), pytest.param(12, 0.5, marks=pytest.mark.slow)])
-def test_what_does_not_fit_the_device_goes_to_the_host(device_pool2: DevicePool, memory: int, part: float) -> None:
-    for options, (found, expected) in device_pool2.run(fit, memory):
+@pytest.mark.parametrize(
+    ("memory", "micro_batches", "part"), [(14, 1, 0.25), pytest.param(12, 4, 0.5, marks=pytest.mark.slow)]
+)
+def test_what_does_not_fit_the_device_goes_to_the_host(
+    device_pool2: DevicePool, memory: int, micro_batches: int, part: float
+) -> None:
+    for options, (found, expected) in device_pool2.run(fit, memory, micro_batches):
         assert (options["offload_optimizer"], options["offload_fraction"]) == ("cpu", part)
+        assert options["accumulate_on_device"] == (micro_batches > 1)
         assert_same(found, expected)
