@@ -109,6 +109,7 @@ void add(const std::string& isa, std::uintptr_t total, std::uintptr_t values, DT
 
 void sum_parts(const std::string& isa, std::uintptr_t total, const std::vector<std::uintptr_t>& parts,
                DType dtype, std::size_t count, std::size_t threads) {
+  if (parts.empty()) throw std::invalid_argument("there are no parts to sum");
   const SumFunction function = resolve_target(isa).kernels.sum;
   std::vector<const void*> arrays;
   for (const std::uintptr_t part : parts) arrays.push_back(pointer<const void>(part));

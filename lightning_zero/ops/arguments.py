@@ -47,7 +47,7 @@ def span(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], count: int 
 
     Raises:
         TypeError: it is not a tensor, or has another dtype.
-        ValueError: it is not on the CPU, 1-D, contiguous, allocated, or of the required length.
+        ValueError: it is not on the CPU, 1-D, contiguous, negated, allocated, or of the required length.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
@@ -61,8 +61,10 @@ def span(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], count: int 
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; expected a "
             "contiguous 1-D tensor. Pass .contiguous().view(-1), or a view of a flat buffer."
         )
+    if tensor.is_neg():
+        raise ValueError(f"{name} holds numbers that torch has not negated yet. Pass .resolve_neg().")
     if count is not None and tensor.numel() != count:
-        raise ValueError(f"{name} has {tensor.numel()} elements; expected {count}, the length of param")
+        raise ValueError(f"{name} has {tensor.numel()} elements; expected {count}, as many as the first tensor")
     check_allocated(name, tensor)
     begin = tensor.data_ptr()
     return Span(begin, begin + tensor.nbytes, name)

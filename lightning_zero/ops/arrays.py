@@ -125,7 +125,7 @@ def accumulate_(total: Tensor, values: Tensor) -> None:
         values: the same shape; any dtype that torch adds to that of ``total``.
     """
     applies = total.dtype in FP32 and values.dtype in ANY and runs_on(total.device) and runs_on(values.device)
-    if applies and total.is_contiguous() and values.is_contiguous():
+    if applies and total.is_contiguous() and values.is_contiguous() and not values.is_neg():
         add_(total.view(-1), values.view(-1))
     else:
         total.add_(values)
@@ -169,18 +169,18 @@ def sum_in_order_(total: Tensor, parts: Sequence[Tensor]) -> None:
         total: [n], of any dtype that torch adds and on any device, contiguous; it may be one of the parts.
         parts: at least one tensor of [n] like ``total``.
     """
-    if sums_in_place(total.dtype, total.device):
+    if total.dtype in ANY and runs_on(total.device):
         sum_(total, parts)
         return
-    found = parts[0].clone()  # if this is `total`, it must keep its values until it has been added
+    found = parts[0].to(torch.float32 if total.dtype in HALF else total.dtype, copy=True)
     for part in parts[1:]:
         found += part
     total.copy_(found)
 
 
-def sums_in_place(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `sum_in_order_` needs no memory of its own; otherwise it takes as much as the result."""
-    return dtype in ANY and runs_on(device)
+def sums_in_place(dtype: torch.dtype) -> bool:
+    """Whether `sum_in_order_` needs no memory of its own on the CPU; otherwise it takes as much as the result."""
+    return dtype in ANY
 
 
 def split_(

@@ -387,7 +387,7 @@ class _Messages:
 
     def scratch(self, part: int, dtype: torch.dtype) -> int:
         # The parts from other ranks; the sum takes the place of one of them.
-        return part * (self._group.size - 1 + (not ops.sums_in_place(dtype, torch.device("cpu"))))
+        return part * (self._group.size - 1 + (not ops.sums_in_place(dtype)))
 
     def begin_all_gather(self, data: Tensor, what: str) -> Callable[[], None]:
         slices = data.chunk(self._group.size)
@@ -401,7 +401,7 @@ class _Messages:
         ]
         group._exchange(parts, received, what)()
         # The sum takes the place of another rank's part: a view of `flat` would keep all of it in memory.
-        total = received[group.rank - 1]
+        total = received[group.rank - 1]  # that of the last rank, on rank 0
         ops.sum_in_order_(total, received)
         return total
 

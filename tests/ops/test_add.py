@@ -70,11 +70,20 @@ def test_threads_change_no_bit(dtype: torch.dtype) -> None:
         (torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bfloat16)),
         (torch.ones(2, 3), torch.ones(3, 2, dtype=torch.bfloat16).T),
         (torch.ones(3, 2).T, torch.ones(2, 3)),
+        (torch.ones(1), torch.full((1,), -1j).conj().imag),
         (torch.ones(4, dtype=torch.float64), torch.ones(4)),
         (torch.ones(4), torch.ones(4, dtype=torch.float64)),
         (torch.ones(4, device="meta"), torch.ones(4, device="meta")),
     ],
-    ids=["kernel", "strided values", "strided total", "fp64 total", "fp64 values", "another device"],
+    ids=[
+        "kernel",
+        "strided values",
+        "strided total",
+        "lazily negated values",
+        "fp64 total",
+        "fp64 values",
+        "another device",
+    ],
 )
 def test_what_the_kernel_does_not_take_torch_adds(
     total: torch.Tensor, values: torch.Tensor, monkeypatch: pytest.MonkeyPatch
@@ -102,6 +111,8 @@ def test_wrong_arguments_are_named_before_anything_is_added() -> None:
         ops.add_(total, total.clone()[:5])
     with pytest.raises(ValueError, match="share 16 bytes"):
         ops.add_(total[1:], total[:-1])
+    with pytest.raises(ValueError, match="values holds numbers that torch has not negated yet"):
+        ops.add_(total[:1], torch.full((1,), -1j).conj().imag)
     with pytest.raises(ValueError, match="no parts"):
         ops.sum_(total, [])
     with pytest.raises(TypeError, match=r"parts\[1\] has dtype torch.bfloat16; expected torch.float32"):
