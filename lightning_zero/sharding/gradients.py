@@ -31,7 +31,7 @@ from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.held import local_grad, set_local_grad
 from lightning_zero.sharding.reduction import Reduction
 from lightning_zero.sharding.sharded_gradient import ShardedGradient
-from lightning_zero.storage import passing_zeros
+from lightning_zero.storage import temporary_zeros
 from lightning_zero.storage.timers import Phase, timed
 from lightning_zero.torch_private import copy_each
 
@@ -115,7 +115,7 @@ class BucketGradients(Reduction[Tensor]):
         self._cleared = set()
 
     def _zeros(self, dtype: torch.dtype) -> Tensor:
-        return passing_zeros(self.bucket.layout.padded_numel, dtype, self._placement.device)
+        return temporary_zeros(self.bucket.layout.padded_numel, dtype, self._placement.device)
 
     def _add_unsharded(self, total: Tensor) -> None:
         for view, parameter in zip(self.bucket.views(total), self.bucket.parameters, strict=True):

@@ -13,7 +13,7 @@ from lightning_zero.storage.accelerators import (
 from lightning_zero.storage.device import DeviceStore, ResidentStore
 from lightning_zero.storage.disk_file import DiskError
 from lightning_zero.storage.executor import DONE, Executor, InlineExecutor, Lane, Ticket
-from lightning_zero.storage.host import HostStore, note_freed, passing_zeros, use_huge_pages
+from lightning_zero.storage.host import HostStore, note_freed, temporary_zeros, use_huge_pages
 from lightning_zero.storage.nvme import DiskStore
 from lightning_zero.storage.rested import Memory, Rested
 from lightning_zero.storage.store import TensorStore
@@ -48,8 +48,8 @@ __all__ = [
     "device_type",
     "make_executor",
     "note_freed",
-    "passing_zeros",
     "register_device_type",
+    "temporary_zeros",
     "timed",
     "use_huge_pages",
 ]

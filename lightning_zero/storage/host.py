@@ -84,7 +84,7 @@ class HostStore:
         return Resident(self.zeros(numel, dtype, crosses=crosses), self.memory)
 
 
-def passing_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def temporary_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate 1-D zeros that are freed soon, on any device.
 
     In host memory, fresh pages can cost more time than what is computed with them. The C allocator reuses memory of up
@@ -96,7 +96,7 @@ def passing_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 def use_huge_pages(tensor: Tensor) -> Tensor:
-    """Ask for huge pages for a tensor that was just allocated, if :func:`passing_zeros` would use them; returns it."""
+    """Ask for huge pages for a tensor just allocated, if :func:`temporary_zeros` would use them; returns the tensor."""
     if tensor.device.type == "cpu" and tensor.nbytes > _LARGEST_REUSED:
         _ask_for_huge_pages(tensor)
     return tensor

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_zero.storage import host, passing_zeros, use_huge_pages
+from lightning_zero.storage import host, temporary_zeros, use_huge_pages
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def asks_for_huge_pages(tensor: torch.Tensor) -> bool:
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages")
 @pytest.mark.parametrize("nbytes", [32 * MIB, 33 * MIB + 64])
 def test_what_the_allocator_does_not_reuse_is_in_huge_pages(nbytes: int) -> None:
-    zeros = passing_zeros(nbytes // 4, torch.float32, CPU)
+    zeros = temporary_zeros(nbytes // 4, torch.float32, CPU)
     empty = torch.empty(nbytes // 2, dtype=torch.bfloat16)
     assert use_huge_pages(empty) is empty
     assert [asks_for_huge_pages(tensor) for tensor in (zeros, empty)] == [True, True]
@@ -38,13 +38,13 @@ def test_what_the_allocator_does_not_reuse_is_in_huge_pages(nbytes: int) -> None
 def test_what_it_reuses_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(host, "_ask_for_huge_pages", lambda tensor: asked.append(tensor.nbytes))
-    assert not passing_zeros(7 * MIB, torch.float32, CPU).any()
+    assert not temporary_zeros(7 * MIB, torch.float32, CPU).any()
     use_huge_pages(torch.empty(7 * MIB))
-    assert passing_zeros(9 * MIB, torch.float32, torch.device("meta")).is_meta
+    assert temporary_zeros(9 * MIB, torch.float32, torch.device("meta")).is_meta
     assert not asked
 
 
 def test_a_system_without_huge_pages_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_MADV_HUGEPAGE", 9999)  # what such a kernel answers with EINVAL, too
-    assert not passing_zeros(40 * MIB, torch.uint8, CPU).any()
+    assert not temporary_zeros(40 * MIB, torch.uint8, CPU).any()
     assert not use_huge_pages(torch.empty(40 * MIB, dtype=torch.uint8)).zero_().any()
