@@ -113,6 +113,7 @@ def raise_at_once_and_late() -> None:
     raise LookupError("no such shard")
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_at_work_is_waited_for(pool2: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether another has failed, or the limit is over, for a while."""
     monkeypatch.setattr(pool2, "grace", 0.5)

@@ -46,6 +46,7 @@ def train(race: Race | None, cases_of: Sequence[Case]) -> list[RankResult]:
         return cases.train_cases(cases_of)
 
 
+@pytest.mark.slow
 def test_a_race_fails_a_test_of_cpu_ranks(simulated_pool: SimulatedPool) -> None:
     for device, parameters in simulated_pool.run(parameters_of_an_engine):
         assert device == "sim:0"

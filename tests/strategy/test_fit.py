@@ -185,6 +185,7 @@ def test_a_rank_without_a_loss_adds_no_gradient(
     assert_close(results[0].weights, expected.weights)
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_loss_at_stage_3_is_lightnings_error(pool2: RankPool) -> None:
     """Other ranks gather parameters in their backward; it must not become a hang."""
     recipe = Recipe(flagged=rank_1_in_step_1)
