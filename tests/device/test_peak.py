@@ -163,9 +163,9 @@ def test_the_peak_is_the_plans_where_muon_iterates_on_the_device(device_pool2: D
     "names", [("zero2", "zero3_offload"), pytest.param((*NAMES, "0.5 of zero2_offload"), marks=pytest.mark.slow)]
 )
 def test_the_peak_is_the_plans_where_updates_begin_in_backward(device_pool2: DevicePool, names: Sequence[str]) -> None:
-    """Or up to a tenth less: no step clips, so that what a plan takes for clipped gradients is not needed."""
+    """Or up to a ninth less: no step clips, so that what a plan takes for clipped gradients is not needed."""
     cases = [case for name in names for precision in PRECISIONS for case in both(name, precision)]
-    assert_planned(device_pool2, cases, in_backward=True, least=0.9)
+    assert_planned(device_pool2, cases, in_backward=True, least=0.89)
 
 
 def assert_planned(
