@@ -40,6 +40,11 @@ class RecordedGradients(Reduction[RecordedTensor]):
         return NOTHING if self._sharded is None else self._sharded.amount
 
     @property
+    def sharded_dtype(self) -> torch.dtype | None:
+        """Dtype of the sharded gradient; ``None`` before the first reduction."""
+        return None if self._sharded is None else self._sharded.dtype
+
+    @property
     def expected(self) -> int:
         """The number of gradients that a backward computes for parameters that an optimizer may update."""
         return sum(p.requires_grad for p in self._form.parameters) if self._form.spec.optimized else 0

@@ -132,18 +132,21 @@ class RecordedBucket:
         """The per-element state that an optimizer keeps."""
         return state_of(self.form.placement.optimizer_store, footprint, self.layout.shard_numel)
 
-    def update(self, footprints: Iterable[Footprint], first: bool) -> None:
+    def update(self, footprints: Iterable[Footprint], first: bool, scales: bool) -> None:
         """Updates the shard: each optimizer takes memory in passing, and what is gathered is out of date.
 
         Args:
             footprints: of the optimizers.
             first: whether their state is made, which nobody has taken memory for then.
+            scales: whether gradients may be scaled, for clipping or by a loss scaler.
         """
         placement = self.form.placement
         if self.form.trained and placement.optimizer_store.memory == "host" and not self._shards_params:
             self._lanes.copied["h2d"] += self._shard_bytes  # what was updated
         shard_memory = placement.param_store.memory if self._shards_params else "device"
         for footprint in footprints:
+            if not scales and self.gradients.sharded_dtype == footprint.master.dtype:
+                footprint = footprint._replace(gradients=0)  # the update reads the sharded gradient itself
             memory = placement.optimizer_store.memory if footprint.master.pieces else shard_memory
             fresh = footprint.fresh if first else 0
             self._account.touch(Bytes.of(memory, footprint.scratch + fresh))
@@ -238,7 +241,8 @@ class RecordedRun:
         self._first_root, self._last_root = self._split(parameters[ROOT])
         self._reducer = Reducer([bucket.gradients for bucket in self.buckets], placement.sharding)
         self._of_gradients = {id(bucket.gradients): n for n, bucket in enumerate(self.buckets)}
-        self._in_backward = [in_backward and not left for left in left_to_forward(forms)]
+        self._in_backward = in_backward
+        self._early = [in_backward and not left for left in left_to_forward(forms)]
         self._waiting: set[int] = set()  # numbers of the buckets that this step has not updated
         self._first = False  # whether this step is
         self._prefetcher = Prefetcher(self._own, max_live_numel, prefetch_mb)
@@ -276,7 +280,11 @@ class RecordedRun:
             self._give_state(updates)
         self._lanes.begin_updates()
         for number in updates:
-            self.buckets[number].update(self._footprints[number], first)
+            self._update(number)
+
+    def _update(self, number: int) -> None:
+        """Updates a bucket. Where updates begin in backward, nothing scales gradients."""
+        self.buckets[number].update(self._footprints[number], self._first, not self._in_backward)
 
     def _give_state(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -285,12 +293,12 @@ class RecordedRun:
     def _update_early(self, completed: Iterable[RecordedGradients]) -> None:
         """Updates, in the last backward of a step, the buckets of these complete and reduced gradients if allowed."""
         for number in (self._of_gradients[id(gradients)] for gradients in completed):
-            if self._reducer.last_micro_batch and self._in_backward[number] and number in self._waiting:
+            if self._reducer.last_micro_batch and self._early[number] and number in self._waiting:
                 self._waiting.remove(number)
                 if self._first:
                     self._give_state([number])
                 self._lanes.begin_updates()
-                self.buckets[number].update(self._footprints[number], self._first)
+                self._update(number)
 
     def evaluate(self) -> None:
         """Runs a forward without gradients; see :meth:`Engine.forward_context`."""
