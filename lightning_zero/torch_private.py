@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 __all__ = [
     "DEPENDS_ON_VALUES",
     "FLASH_ATTENTION",
+    "GLOO_THREAD",
     "OPTIMIZER_HOOKS",
     "ORIGINAL",
     "READS_NUMBER",
@@ -89,6 +90,9 @@ T = TypeVar("T", bound=Tensor)
 # the implementation for the tensors' device (unlike on "meta"). These errors mean that a shape depends on values, which
 # do not exist.
 DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+
+# The name that torch gives the threads that run gloo's collectives. There is no other way to see them.
+GLOO_THREAD = "pt_gloo_runloop"
 
 # Flash attention on a CPU and its backward, which torch's counter of operations does not know.
 FLASH_ATTENTION = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +14,12 @@ from torch import Tensor
 from lightning_zero.limits import process_name
 from lightning_zero.sharding.board import Board
 from lightning_zero.sharding.collectives import CollectiveError, Group, disagreement
+from lightning_zero.sharding.gloo_exit import wait_for_gloo
 from lightning_zero.storage import Executor, Lane, Ticket
 from lightning_zero.storage.timers import Timers
 from lightning_zero.torch_private import default_store
+
+atexit.register(wait_for_gloo)
 
 
 @dataclass(frozen=True)
