@@ -43,7 +43,7 @@ from lightning_zero import CheckpointError
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT = 10.0  # seconds that a rank waits for others, also for those that import for the first time
+TIMEOUT = 20.0  # seconds that a rank waits for others; one may be late by 10, since it imports or its disk stands still
 MARGIN = 60.0  # more, after which every rank must have ended, on a busy machine too
 LAUNCH = 400.0  # seconds of a real launch, most of which are imports
 DELAY, RATE = 1e-3, 100e6  # of a slow link: seconds; bits in a second
@@ -258,7 +258,8 @@ def test_ranks_end_soon_and_name_a_node_that_went_away(
         )
         assert re.search(said[rank], failure.message)
     if how == "cut":  # whoever is first has nobody else to name
-        assert any(f"rank {rank + 2} on node1 failed, or" in failures[rank].message for rank in (0, 1))
+        messages = [failures[rank].message for rank in (0, 1)]
+        assert any(f"rank {rank + 2} on node1 failed, or" in messages[rank] for rank in (0, 1)), messages
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints

@@ -26,7 +26,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -101,6 +101,7 @@ def become_rank(fd: int, spec: RankSpec) -> None:
     os.setsid()  # the pool kills the whole group, including data loader workers
     enter(spec.namespaces)  # entering a mount namespace makes its root the working folder
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal = keep_stacks(signal.signal)
     os.chdir(spec.folder)
     log = os.open(f"rank{spec.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
@@ -124,19 +125,32 @@ def become_rank(fd: int, spec: RankSpec) -> None:
         if message == ALL_ANSWERED:
             room.prepare()
             continue
-        print_stacks_of_faults()
+        print_stacks()
         reply = answer(Job(**pickle.loads(message)), spec, room)
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(reply)
 
 
-def print_stacks_of_faults() -> None:
-    """Print stacks at a fatal signal and at SIGUSR1; called for each job, since a Trainer resets these handlers."""
+def print_stacks() -> None:
+    """Print stacks at a fatal signal and at SIGUSR1."""
     faulthandler.disable()
-    faulthandler.enable()
+    faulthandler.enable(file=sys.__stderr__)  # a test may have put another stream in its place
     faulthandler.unregister(signal.SIGUSR1)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+
+
+def keep_stacks(set_handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `signal.signal`, by which a Trainer takes all handlers away that it does not know when it ends."""
+
+    @functools.wraps(set_handler)
+    def signal_(number: int, handler: Any) -> Any:
+        before = set_handler(number, handler)
+        if number == signal.SIGUSR1 and handler == signal.SIG_DFL:
+            print_stacks()
+        return before
+
+    return signal_
 
 
 def enter(namespaces: Sequence[str]) -> None:

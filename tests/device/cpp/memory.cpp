@@ -86,12 +86,12 @@ void Allocator::copy_data(void*, const void*, std::size_t) const {
 }
 
 void* Allocator::take(size_t bytes) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  arena().map();
-  reclaim();
   Block block{(bytes + kUnit - 1) / kUnit * kUnit, bytes, current_stream(), {}};
   const int device = block.stream / kStreams;
-  make_room(device, block.size);
+  Lock lock(mutex_);
+  arena().map();
+  reclaim();
+  make_room(device, block.size, lock);
   void* pointer = nullptr;
   auto& fitting = free_[{block.stream, block.size}];
   if (!fitting.empty()) {
@@ -112,7 +112,7 @@ void* Allocator::take(size_t bytes) {
 }
 
 // As CUDA: what is freed but still in use is waited for before the error.
-void Allocator::make_room(int device, size_t bytes) {
+void Allocator::make_room(int device, size_t bytes, Lock& lock) {
   auto& stats = stats_[device];
   const auto fits = [&] {
     return scheduler().defects.no_limit ||
@@ -120,8 +120,11 @@ void Allocator::make_room(int device, size_t bytes) {
   };
   if (fits()) return;
   stats.num_alloc_retries++;
-  for (auto& entry : std::vector<Limbo>(limbo_))
-    for (auto& signal : entry.signals) scheduler().finish(signal);
+  std::vector<SignalPtr> awaited;
+  for (const auto& entry : limbo_) awaited.insert(awaited.end(), entry.signals.begin(), entry.signals.end());
+  lock.unlock();
+  for (const auto& signal : awaited) scheduler().finish(signal);
+  lock.lock();
   reclaim();
   if (fits()) return;
   stats.num_ooms++;
@@ -132,7 +135,7 @@ void Allocator::make_room(int device, size_t bytes) {
 }
 
 void Allocator::give_back(void* pointer) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Lock lock(mutex_);
   auto found = blocks_.find(pointer);
   if (found == blocks_.end()) return;
   Block block = found->second;
@@ -141,8 +144,10 @@ void Allocator::give_back(void* pointer) {
   stats.allocation[kAll].decrease(1);
   stats.allocated_bytes[kAll].decrease(block.size);
   stats.requested_bytes[kAll].decrease(block.asked);
+  lock.unlock();
   std::vector<SignalPtr> signals;
   for (int stream : block.uses) signals.push_back(scheduler().record(stream));
+  lock.lock();
   limbo_.push_back({signals, pointer, block});
   reclaim();
 }
@@ -165,15 +170,15 @@ void Allocator::reclaim() {
 
 // The addresses stay with their stream; the machine gets the pages.
 void Allocator::emptyCache(c10::MempoolId_t) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
   scheduler().finish_all();
+  const Lock lock(mutex_);
   reclaim();
   for (auto& [key, pointers] : free_)
     for (void* pointer : pointers) arena().drop(pointer, key.second);
 }
 
 void Allocator::recordStream(const c10::DataPtr& data, c10::Stream stream) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const Lock lock(mutex_);
   auto found = blocks_.find(data.get());
   if (scheduler().defects.no_record_stream) return;
   if (found != blocks_.end() && found->second.stream != index_of(stream))
@@ -181,12 +186,12 @@ void Allocator::recordStream(const c10::DataPtr& data, c10::Stream stream) {
 }
 
 c10::CachingDeviceAllocator::DeviceStats Allocator::getDeviceStats(c10::DeviceIndex device) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const Lock lock(mutex_);
   return stats_[device];
 }
 
 void Allocator::resetAccumulatedStats(c10::DeviceIndex device) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const Lock lock(mutex_);
   auto& all = stats_[device];
   for (auto* stat :
        {&all.allocation, &all.allocated_bytes, &all.reserved_bytes, &all.active_bytes, &all.requested_bytes})
@@ -194,7 +199,7 @@ void Allocator::resetAccumulatedStats(c10::DeviceIndex device) {
 }
 
 void Allocator::resetPeakStats(c10::DeviceIndex device) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const Lock lock(mutex_);
   auto& all = stats_[device];
   for (auto* stat :
        {&all.allocation, &all.allocated_bytes, &all.reserved_bytes, &all.active_bytes, &all.requested_bytes})
@@ -202,7 +207,7 @@ void Allocator::resetPeakStats(c10::DeviceIndex device) {
 }
 
 std::pair<size_t, size_t> Allocator::getMemoryInfo(c10::DeviceIndex device) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const Lock lock(mutex_);
   return {limits_[device] - size_t(stats_[device].active_bytes[kAll].current), limits_[device]};
 }
 
@@ -221,9 +226,11 @@ std::vector<Copy> copies;                   // perhaps on their way
 
 // Freed memory that a copy may still read or write is kept, as CUDA's host allocator does.
 struct HostAllocator final : at::HostAllocator {
+  static inline std::mutex mutex;  // guards the vector
   static inline std::vector<std::pair<char*, size_t>> limbo;
 
   static void reclaim() {
+    const std::lock_guard<std::mutex> lock(mutex);
     auto held = std::move(limbo);
     limbo.clear();
     for (auto& [p, bytes] : held) {
@@ -245,7 +252,10 @@ struct HostAllocator final : at::HostAllocator {
       bytes = size_t(found->second - found->first);
       pinned.erase(found);
     }
-    limbo.push_back({p, bytes});
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      limbo.push_back({p, bytes});
+    }
     reclaim();
   }
 

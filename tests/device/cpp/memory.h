@@ -62,13 +62,17 @@ class Allocator final : public c10::DeviceAllocator {
   void set_limit(int device, size_t bytes) { limits_[device] = bytes; }
 
  private:
+  using Lock = std::unique_lock<std::mutex>;
+
   static void release(void* pointer);
   void* take(size_t bytes);
-  void make_room(int device, size_t bytes);
+  void make_room(int device, size_t bytes, Lock& lock);
   void give_back(void* pointer);
   void reclaim();
 
-  std::recursive_mutex mutex_;
+  // Guards the members below. No task runs while a thread has it: a task may wait for another process, and threads
+  // that free a tensor have Python's lock.
+  std::mutex mutex_;
   std::unordered_map<void*, Block> blocks_;
   std::map<std::pair<int, size_t>, std::vector<void*>> free_;  // by stream and size
   struct Limbo {

@@ -12,7 +12,16 @@
 namespace sim {
 namespace {
 
-thread_local bool noted = false;   // the thread is known to `HostThreads`, or is to stay unknown
+// The thread is known to `HostThreads`, until it ends, or is to stay unknown.
+struct Noted {
+  HostThreads* by = nullptr;
+  bool stays_unknown = false;
+  ~Noted() {
+    if (by) by->forget(int(gettid()));
+  }
+};
+
+thread_local Noted noted;
 thread_local int running = 0;      // tasks that the thread is in
 thread_local bool apart = false;   // the thread has a clock of its own,
 thread_local double own_time = 0;  // which shows this
@@ -20,10 +29,15 @@ thread_local double own_time = 0;  // which shows this
 }  // namespace
 
 void HostThreads::note() {
-  if (noted) return;
-  noted = true;
+  if (noted.by || noted.stays_unknown) return;
+  noted.by = this;
   std::lock_guard<std::mutex> lock(mutex_);
   threads_.push_back(int(gettid()));
+}
+
+void HostThreads::forget(int thread) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  threads_.erase(std::remove(threads_.begin(), threads_.end(), thread), threads_.end());
 }
 
 HostThreads::Seen HostThreads::look() {
@@ -33,7 +47,7 @@ HostThreads::Seen HostThreads::look() {
     const std::string folder = "/proc/self/task/" + std::to_string(thread);
     std::string stat;
     int64_t ran = 0;
-    if (!std::getline(std::ifstream(folder + "/stat"), stat)) continue;  // it has ended
+    if (!std::getline(std::ifstream(folder + "/stat"), stat)) continue;  // it is ending
     std::ifstream(folder + "/schedstat") >> ran;
     const auto name_ends = stat.rfind(')');
     seen.asleep &= name_ends + 2 < stat.size() && stat[name_ends + 2] == 'S';
@@ -42,7 +56,7 @@ HostThreads::Seen HostThreads::look() {
   return seen;
 }
 
-void Scheduler::not_a_host() { noted = true; }
+void Scheduler::not_a_host() { noted.stays_unknown = true; }
 
 Scheduler& scheduler() {
   static auto* the = new Scheduler;  // tensors may outlive static objects
@@ -118,8 +132,10 @@ void Scheduler::submit(int stream, Task task) {
 }
 
 void Scheduler::submit(int stream, Task task, Lock& lock) {
+  const bool poisons = task.poisons;
   plan(stream, task);
   queues_[stream].push_back(std::move(task));
+  if (poisons) return run_poison(stream, lock);  // and no other task, for the caller has the allocator's lock
   if (mode_ == Mode::eager)
     while (ready(stream)) run_head(stream, lock);
   run_poison(stream, lock);

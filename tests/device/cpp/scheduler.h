@@ -105,6 +105,8 @@ class HostThreads {
 
   // The calling thread is one.
   void note();
+  // A thread of this number is not one any more: another that gets the number may never sleep.
+  void forget(int thread);
   // Their state, from what the system says.
   Seen look();
 
