@@ -17,12 +17,13 @@ In every round the contestants run one at a time, each in a process of its own, 
   summary off. `_split`: with split masters. `_part`: with split masters, and the least `offload_fraction` of a quarter,
   a half and three quarters whose plan, including activations, fits 90% of the device's memory; skipped if none does.
   `_in_backward`: each bucket is updated as soon as its gradient is complete (`update_in_backward=True`). `_sums`: the
-  gradients of micro-batches are summed on the device (`accumulate_on_device=True`).
+  gradients of micro-batches are summed on the device, in fp32 (`accumulate_on_device=True`). `_in_backward_sums`: both.
 - deepspeed2_offload, deepspeed3_offload: DeepSpeed's engine with its defaults but without clipping, and its CPU Adam,
   which it compiles and which needs `nvcc` or `DS_SKIP_CUDA_CHECK=1`; at stage 3 parameters are offloaded, too, and the
   model is made in `deepspeed.zero.Init`. deepspeed3_super: stage 3 with SuperOffload as in its examples, if the
   installed version has it; parameters stay on the device.
 - fsdp2: `fully_shard` of every block with `CPUOffloadPolicy`, computing and reducing in bf16, fp32 shards, fused AdamW.
+  fsdp2_sums: the same, but the gradients of micro-batches are summed on the device, in bf16, and copied once per step.
 - torchao_fp32: torchao's `CPUOffloadOptimizer` over fused AdamW, with fp32 parameters on the device under autocast.
   torchao: the same over bf16 parameters, without masters and with bf16 state; it computes less than the others.
 
@@ -101,12 +102,13 @@ ROOM = 0.9  # fraction of the device's memory that a plan may use
 
 SPLIT = {"master_layout": "split"}
 IN_BACKWARD = {"update_in_backward": True, "skip_nonfinite": False}
+SUMS = {"accumulate_on_device": True}
 OURS: dict[str, dict[str, Any]] = {
     name + suffix: {**STRATEGIES[name], **changed}
     for name in ("zero2_offload", "zero3_offload")
     for suffix, changed in (
         *(("", {}), ("_split", SPLIT), ("_part", SPLIT), ("_in_backward", IN_BACKWARD)),
-        ("_sums", {"accumulate_on_device": True}),
+        *(("_sums", SUMS), ("_in_backward_sums", IN_BACKWARD | SUMS)),
     )
 }
 ON_HOST = {"device": "cpu", "pin_memory": True}
@@ -122,7 +124,8 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
     },
 }
 TORCHAO = {"torchao_fp32": {"parameters": "fp32"}, "torchao": {"parameters": "bf16"}}
-OTHERS: dict[str, dict[str, Any]] = {"fsdp2": {}, **TORCHAO}
+FSDP2 = {"fsdp2": {"sums": False}, "fsdp2_sums": {"sums": True}}
+OTHERS: dict[str, dict[str, Any]] = {**FSDP2, **TORCHAO}
 PEERS = [*DEEPSPEED, *OTHERS]
 # By device, the reasons why peers do not run on it; this package runs on all devices.
 NOT_ON = {
@@ -187,8 +190,8 @@ def contestants(options: argparse.Namespace) -> tuple[list[Contestant], dict[str
 
 def system_of(name: str) -> str:
     """The key of `RUNS` in the process of the contestant ``name``."""
-    kinds: dict[str, Mapping[str, Any]] = {"ours": OURS, "deepspeed": DEEPSPEED, "torchao": TORCHAO}
-    return next((system for system, names in kinds.items() if name in names), name)
+    kinds: dict[str, Mapping[str, Any]] = {"ours": OURS, "deepspeed": DEEPSPEED, "fsdp2": FSDP2, "torchao": TORCHAO}
+    return next(system for system, names in kinds.items() if name in names)
 
 
 def refusal(name: str, python: str, device: str) -> str:

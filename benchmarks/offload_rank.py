@@ -317,8 +317,8 @@ def run_ours(job: Job, place: Host, clock: Clock) -> list[Tensor]:
 def run_fsdp2(job: Job, place: Host, clock: Clock) -> list[Tensor]:
     """`fully_shard` of every block and of the rest, with fp32 shards in pinned host memory and torch's fused AdamW.
 
-    Gradients are copied to the host after every micro-batch; on the device they would take the memory that offloading
-    saves.
+    Gradients are copied to the host after every micro-batch, as by default; or, with the option `sums`, they are summed
+    on the device, in bf16, and copied once per step.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -333,7 +333,8 @@ def run_fsdp2(job: Job, place: Host, clock: Clock) -> list[Tensor]:
         fully_shard(layer, **options)
     fully_shard(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate, fused=True)
-    return plain(model, optimizer, on_device(job, place), job.micro_batches, clock)
+    begin: dict[str, Any] = {"begin": model.set_requires_gradient_sync} if job.options["sums"] else {}
+    return plain(model, optimizer, on_device(job, place), job.micro_batches, clock, **begin)
 
 
 def run_torchao(job: Job, place: Host, clock: Clock) -> list[Tensor]:
