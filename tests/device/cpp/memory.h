@@ -70,8 +70,8 @@ class Allocator final : public c10::DeviceAllocator {
   void give_back(void* pointer);
   void reclaim();
 
-  // Guards the members below. No task runs while a thread has it: a task may wait for another process, and threads
-  // that free a tensor have Python's lock.
+  // Guards the members below. No task runs while a thread has it: a task may wait for another process, and
+  // threads that free a tensor have Python's lock.
   std::mutex mutex_;
   std::unordered_map<void*, Block> blocks_;
   std::map<std::pair<int, size_t>, std::vector<void*>> free_;  // by stream and size
