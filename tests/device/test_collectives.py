@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from lightning_zero.storage import make_executor
 
 pytestmark = pytest.mark.simulated
 
+LAST_NUMBER = Path("/proc/sys/kernel/ns_last_pid")
 SCHEDULES = ("eager", "lazy", "random1", "random2")
 
 
@@ -152,6 +156,38 @@ def goes_on_beside_its_host() -> float:
 @pytest.mark.device
 def test_a_device_goes_on_while_its_host_waits_for_another_host(device_pool2: DevicePool) -> None:
     assert device_pool2.run(goes_on_beside_its_host) == [8.0, 8.0]
+
+
+def goes_on_beside_a_busy_thread() -> float:
+    """The same, where a thread that wakes up all the time has the number of one that used the device and has ended."""
+    if dist.get_rank() == 0:
+        return goes_on_beside_its_host()
+    used = threading.Thread(target=torch.ones, args=(1,), kwargs={"device": sim.DEVICE})
+    used.start()
+    used.join()
+    assert used.native_id is not None
+    while True:
+        LAST_NUMBER.write_text(str(used.native_id - 1))
+        ended = threading.Event()
+        busy = threading.Thread(target=wake_up_until, args=(ended,))
+        busy.start()
+        try:
+            if busy.native_id == used.native_id:  # no other process was faster
+                return goes_on_beside_its_host()
+        finally:
+            ended.set()
+            busy.join()
+
+
+def wake_up_until(ended: threading.Event) -> None:
+    while not ended.wait(5e-4):
+        pass
+
+
+@pytest.mark.skipif(not os.access(LAST_NUMBER, os.W_OK), reason="only root chooses the number of a thread")
+@pytest.mark.device
+def test_a_thread_that_has_ended_does_not_keep_a_host_awake(device_pool2: DevicePool) -> None:
+    assert device_pool2.run(goes_on_beside_a_busy_thread) == [8.0, 8.0]
 
 
 class Waits:
