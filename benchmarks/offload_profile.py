@@ -30,9 +30,10 @@ from torch.profiler import ProfilerActivity, profile
 import lightning_zero
 from benchmarks.environment import describe
 from benchmarks.offload import MODELS, OURS, threads
-from benchmarks.offload_rank import GIB, PLACES, Host, Job, batches, build
+from benchmarks.offload_rank import GIB, PLACES, REGISTERED, Host, Job, batches, build
 from benchmarks.timing import Clock, fit
 from lightning_zero.callbacks import Trace
+from lightning_zero.storage.accelerators import device_type
 
 WARMUP, TIMED, TRACED = 2, 3, 2  # numbers of optimizer steps
 GAP = 500.0  # microseconds without a kernel that count as a gap
@@ -91,6 +92,7 @@ def observe(name: str, job: Job, place: Host, folder: Path) -> dict[str, Any]:
     trace = Trace(folder, first_step=before, steps=TRACED)
     profiled = Profiled(place, job.micro_batches, before + TRACED + 1)  # a trace ends in the step after its last one
     flags = {"accelerator": place.accelerator, "devices": 1, "precision": "bf16-true"}
+    REGISTERED.watch(device_type(place.device))
     strategy = lightning_zero.ZeroStrategy(**job.options)
     fit(
         build(job),

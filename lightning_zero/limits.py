@@ -29,19 +29,6 @@ def _kilobytes(path: Path) -> dict[str, int]:
     return {name: int(kilobytes) * 1024 for name, kilobytes in lines}
 
 
-def thread_states(name: str, root: Path = Path("/")) -> set[str]:
-    """Reads the states of this process's threads called ``name``, such as `R` (running) and `S` (sleeping).
-
-    The set is empty if there is no such thread or no `/proc`.
-    """
-    states = set()
-    for thread in (root / "proc/self/task").glob("*"):
-        called, _, rest = (read_text(thread / "stat") or "").partition("(")[2].rpartition(")")
-        if called == name:  # a thread that has ended meanwhile has no text
-            states.add(rest.split()[0])
-    return states
-
-
 def physical_memory() -> int | None:
     """Asks the C library for the machine's memory in bytes, for systems without `/proc`."""
     try:

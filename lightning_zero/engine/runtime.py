@@ -327,12 +327,14 @@ class Engine:
 
         As :func:`torch.nn.utils.clip_grad_norm_`, over all shards. The factor is applied inside the update. Collective.
         """
+        self.in_backward.refuse_clipping()
         self._measure(clamped=True)
         return self._clipping.clip_norm_(optimizer, max_norm)
 
     @without_freed_checks
     def clip_grad_value_(self, optimizer: Optimizer, clip_value: float) -> None:
         """Clamp every averaged gradient of ``optimizer`` to ``[-clip_value, clip_value]``, where it is. Collective."""
+        self.in_backward.refuse_clipping()
         if self.stats(optimizer).found_inf and self.skip_nonfinite:
             return  # the step will be skipped: a clamp must not hide why
         self._clipping.clip_value_(optimizer, clip_value)

@@ -115,6 +115,20 @@ class UpdatesInBackward:
         if self._enabled and optimizers and (reason := why_not_in_backward(optimizers)) is not None:
             raise ValueError(f"updates cannot begin in backward: {reason}{advice(Case.NOT_IN_BACKWARD, '. ')}")
 
+    def refuse_clipping(self) -> None:
+        """Refuse to clip gradients: some parameters may be updated before all gradients are known.
+
+        Raises:
+            TornStepError: some are updated already.
+            ValueError: none is updated yet.
+        """
+        if self._enabled:
+            message = (
+                "gradients cannot be clipped, because updates begin in backward, before all gradients are known"
+                f"{advice(Case.NOT_IN_BACKWARD, '. ')}"
+            )
+            raise TornStepError(f"{message}. {self._torn()}") if self._begun else ValueError(message)
+
     @contextlib.contextmanager
     def expecting(self, optimizer: Optimizer) -> Iterator[None]:
         """Around the closure of the optimizer's ``step``, which runs the backward of the last micro-batch.

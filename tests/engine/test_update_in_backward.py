@@ -100,7 +100,7 @@ def clear(session: Session) -> None:
     [
         (change_rate, "hyperparameters or state of AdamW were changed"),
         (clear_state, "hyperparameters or state of AdamW were changed"),
-        (clip, "gradients were changed after"),
+        (clip, "gradients cannot be clipped, because updates begin in backward"),
         (halve, "gradients were changed after"),
         (clear, "gradients were changed after"),
     ],
@@ -116,6 +116,15 @@ def test_what_changes_the_step_after_its_first_update_is_an_error(
     for again in (lambda: session.optimizer.step(closure_of(session)), session.engine.in_backward.check):
         with pytest.raises(TornStepError):
             again()
+
+
+def test_clipping_is_refused_also_before_the_first_update() -> None:
+    """By the norm and by the value."""
+    session = start(2)
+    session.optimizer.step(closure_of(session))
+    for act in (clip, lambda session: session.engine.clip_grad_value_(session.optimizer, 0.1)):
+        with pytest.raises(ValueError, match=r"gradients cannot be clipped, because updates begin in backward"):
+            act(session)
 
 
 def assert_no_bit_changes(

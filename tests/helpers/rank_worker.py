@@ -144,13 +144,13 @@ def keep_stacks(set_handler: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `signal.signal`, by which a Trainer takes all handlers away that it does not know when it ends."""
 
     @functools.wraps(set_handler)
-    def signal_(number: int, handler: Any) -> Any:
-        before = set_handler(number, handler)
-        if number == signal.SIGUSR1 and handler == signal.SIG_DFL:
-            print_stacks()
-        return before
+    def set_or_keep(number: int, handler: Any) -> Any:
+        if number != signal.SIGUSR1 or handler != signal.SIG_DFL:
+            return set_handler(number, handler)
+        print_stacks()
+        return signal.getsignal(number)
 
-    return signal_
+    return set_or_keep
 
 
 def enter(namespaces: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ std::string megabytes(size_t bytes) {
 
 void poison(char* memory, size_t bytes, int stream, const char* name) {
   if (scheduler().defects.no_poison) return;
-  scheduler().submit(stream, {name, [memory, bytes] { memset(memory, 0xFF, bytes); }, {}, nullptr, true});
+  scheduler().submit_poison(stream, name, [memory, bytes] { memset(memory, 0xFF, bytes); });
 }
 
 }  // namespace
@@ -78,6 +78,7 @@ void Allocator::release(void* pointer) { allocator().give_back(pointer); }
 
 at::DataPtr Allocator::allocate(size_t bytes) {
   void* pointer = bytes ? take(bytes) : nullptr;
+  scheduler().go_on();
   return {pointer, pointer, &release, c10::Device(kType, current_device())};
 }
 
@@ -135,7 +136,7 @@ void Allocator::make_room(int device, size_t bytes, Lock& lock) {
 }
 
 void Allocator::give_back(void* pointer) {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   auto found = blocks_.find(pointer);
   if (found == blocks_.end()) return;
   Block block = found->second;
@@ -144,10 +145,8 @@ void Allocator::give_back(void* pointer) {
   stats.allocation[kAll].decrease(1);
   stats.allocated_bytes[kAll].decrease(block.size);
   stats.requested_bytes[kAll].decrease(block.asked);
-  lock.unlock();
   std::vector<SignalPtr> signals;
-  for (int stream : block.uses) signals.push_back(scheduler().record(stream));
-  lock.lock();
+  for (int stream : block.uses) signals.push_back(scheduler().record_alone(stream));
   limbo_.push_back({signals, pointer, block});
   reclaim();
 }
@@ -174,7 +173,9 @@ void Allocator::emptyCache(c10::MempoolId_t) {
   const Lock lock(mutex_);
   reclaim();
   for (auto& [key, pointers] : free_)
-    for (void* pointer : pointers) arena().drop(pointer, key.second);
+    for (void* pointer : pointers)
+      if (scheduler().idle(key.first))
+        arena().drop(pointer, key.second);  // another thread may have given it work
 }
 
 void Allocator::recordStream(const c10::DataPtr& data, c10::Stream stream) {

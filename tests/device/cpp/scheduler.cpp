@@ -18,6 +18,7 @@ struct Noted {
   bool stays_unknown = false;
   ~Noted() {
     if (by) by->forget(int(gettid()));
+    stays_unknown = true;
   }
 };
 
@@ -132,10 +133,8 @@ void Scheduler::submit(int stream, Task task) {
 }
 
 void Scheduler::submit(int stream, Task task, Lock& lock) {
-  const bool poisons = task.poisons;
   plan(stream, task);
   queues_[stream].push_back(std::move(task));
-  if (poisons) return run_poison(stream, lock);  // and no other task, for the caller has the allocator's lock
   if (mode_ == Mode::eager)
     while (ready(stream)) run_head(stream, lock);
   run_poison(stream, lock);
@@ -144,7 +143,6 @@ void Scheduler::submit(int stream, Task task, Lock& lock) {
 
 // Its place in virtual time, and the fault that was kept for it.
 void Scheduler::plan(int stream, Task& task) {
-  if (task.poisons) return;  // the device does no such thing
   if (defects.no_time) task.seconds = 0;
   const int device = stream / kStreams;
   double start = std::max(stream_time_[stream], host_time());
@@ -168,6 +166,31 @@ void Scheduler::plan(int stream, Task& task) {
     faults_.erase(fault);
     break;
   }
+}
+
+void Scheduler::submit_poison(int stream, std::string name, std::function<void()> run) {
+  hosts.note();
+  Lock lock(mutex_);
+  queues_[stream].push_back({std::move(name), std::move(run), {}, nullptr, true});
+  run_poison(stream, lock);
+}
+
+SignalPtr Scheduler::record_alone(int stream) {
+  auto signal = std::make_shared<Signal>();
+  hosts.note();
+  Lock lock(mutex_);
+  Task task{"record an event", nullptr, {}, signal};
+  plan(stream, task);
+  queues_[stream].push_back(std::move(task));
+  while (mode_ != Mode::lazy && ready(stream) &&
+         (queues_[stream].front().poisons || !queues_[stream].front().run))
+    run_head(stream, lock);
+  return signal;
+}
+
+void Scheduler::go_on() {
+  Lock lock(mutex_);
+  if (mode_ == Mode::random) run_freely(lock);
 }
 
 SignalPtr Scheduler::record(int stream) {

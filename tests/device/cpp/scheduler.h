@@ -120,6 +120,12 @@ class Scheduler {
   void configure(Mode mode, uint64_t seed);
   void submit(int stream, Task task);
   SignalPtr record(int stream);
+  // For callers that have the allocator's lock: these run no task but poison, and events that have nothing
+  // before them.
+  void submit_poison(int stream, std::string name, std::function<void()> run);
+  SignalPtr record_alone(int stream);
+  // With random schedules, a device goes on whenever the host calls it.
+  void go_on();
   // Runs what has to run before the signal is done; raises what tasks before have raised.
   void finish(const SignalPtr& signal);
   void finish_all();
