@@ -140,10 +140,17 @@ def run_ranks(
         for process in started:
             process.kill()  # a rank whose peer has failed waits for it without end
             process.wait()
+        _remove_shared_memory(shared["MASTER_ADDR"], shared["MASTER_PORT"])
     for number in failed:
         said, code = (folder / f"output{number}").read_text()[-5000:], started[number].returncode
         raise RankError(f"rank {number} of {contestant.name} ended with {code}:\n{said}", code)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def _remove_shared_memory(address: str, port: int) -> None:
+    """Remove the buffers of DeepSpeed's collectives in shared memory, 64 MiB a rank: they outlive its processes."""
+    for left in Path("/dev/shm").glob(f"deepspeed_*_{address}_{port}_*"):
+        left.unlink()
 
 
 # ------------------------------------------------------------------------------------------------------------- rounds

@@ -27,9 +27,9 @@ mostly with short sequences, for work that a system does in its first steps only
 ranks' collectives in its first ten steps). Memory is the peak of resident memory of a rank since its start, with all
 imports and the fp32 initialization (`peak_gib`), and during the measured steps (`peak_of_steps_gib`).
 
-Ratios to `ddp` are computed from the same round; their median and minimum over the rounds are saved. All contestants
-must end with the same loss, otherwise the run stops. Results are saved after each contestant; `--resume` continues with
-saved results. A round that lacks a requested contestant is not complete, and another one is measured.
+Ratios to other contestants are computed from the same round; their median and minimum over the rounds are saved. All
+contestants must end with the same loss, otherwise the run stops. Results are saved after each contestant; `--resume`
+continues with saved results. A round that lacks a requested contestant is not complete, and another one is measured.
 """
 
 from __future__ import annotations
@@ -74,8 +74,12 @@ COLUMNS = {
     "min, s": "min",
     "to ddp": "to_ddp",
     "min": "to_ddp_min",
+    "to fsdp2": "to_fsdp2",
+    "min ": "to_fsdp2_min",
+    "to deepspeed": "to_deepspeed",
+    "min  ": "to_deepspeed_min",
     "to before": "to_before",
-    "min ": "to_before_min",
+    "min   ": "to_before_min",
     "peak, GiB": "peak_gib",
     "of the steps": "peak_of_steps_gib",
 }
@@ -169,14 +173,23 @@ def check(found: Round, cell: Cell) -> None:
 
 
 def summary(rounds: Sequence[Round]) -> dict[str, dict[str, float]]:
-    """By contestant: seconds, peaks in GiB, and ratios to DDP and to the other checkout in the same round."""
+    """By contestant: seconds, peaks in GiB, and ratios to others in the same round.
+
+    They are DDP, FSDP2, DeepSpeed's training with the same stage and place, and the same strategy of another checkout.
+    """
     found: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(name for one in rounds for name in one):
         mine = [one[name] for one in rounds if name in one]
         row = found[name] = seconds_of(mine, ("peak_gib", "peak_of_steps_gib"))
-        for label, other in (("to_ddp", BASE), ("to_before", BEFORE + name)):
+        others = {
+            "ddp": BASE,
+            "fsdp2": "fsdp2",
+            "deepspeed": name.replace("zero", "deepspeed"),
+            "before": BEFORE + name,
+        }
+        for label, other in others.items():
             if found_ratios := ratios(rounds, name, other):
-                row |= {label: found_ratios["median"], f"{label}_min": found_ratios["min"]}
+                row |= {f"to_{label}": found_ratios["median"], f"to_{label}_min": found_ratios["min"]}
     return found
 
 

@@ -66,13 +66,19 @@ def test_a_small_run(names: list[str], tmp_path: Path) -> None:
         assert cell["summary"][name]["to_ddp"] == found[name]["seconds"] / found["ddp"]["seconds"]
 
 
-def test_ratios_of_rounds(run: Callable[..., dict[str, Any]]) -> None:
+def test_ratios_of_rounds(run: Callable[..., dict[str, Any]], benchmark: Any) -> None:
     result = run("--rounds", "2", "--models", "26m", "--micro-batches", "1", "--against", str(ROOT))
     assert list(result["cells"]) == ["26m bf16 x1", "26m fp32 x1"]
     summary = result["cells"]["26m fp32 x1"]["summary"]
     assert list(summary) == ["ddp", "fsdp2", *NAMES, *(f"before {name}" for name in NAMES)]
     assert summary["zero2"]["to_ddp"] == summary["zero2"]["to_ddp_min"] == 5 / 3
     assert summary["zero2"]["to_before"] == 5 / 12
+    assert summary["zero2"]["to_fsdp2"] == 5 / 5
+    assert "to_deepspeed" not in summary["zero2"]
+    (row, *_) = benchmark.summary(
+        [{name: {"seconds": 2.0} for name in ("zero2_offload", "deepspeed2_offload")}]
+    ).values()
+    assert row["to_deepspeed"] == row["to_deepspeed_min"] == 1.0
     assert "ddp_no_masters" in result["cells"]["26m bf16 x1"]["summary"]
 
 
@@ -126,3 +132,18 @@ def test_what_a_failing_rank_says_is_told(benchmark: Any, tmp_path: Path) -> Non
     contestant = benchmark.Contestant("zero2", "zero2", sys.executable)
     with pytest.raises(RuntimeError, match=r"rank 1 of zero2 ended with 1:(.|\n)*no room"):
         benchmark.run_ranks(contestant, script, {"folder": str(tmp_path)}, 2, {}, 60)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs shared memory as of Linux")
+def test_shared_memory_that_deepspeed_leaves_is_removed(benchmark: Any, tmp_path: Path) -> None:
+    script, name = tmp_path / "rank.py", "deepspeed_allreduce_buffer_0_{MASTER_ADDR}_{MASTER_PORT}_{RANK}"
+    script.write_text(
+        "import os, pathlib\n"
+        f"left = pathlib.Path('/dev/shm') / '{name}'.format(**os.environ)\n"
+        "left.touch()\n"
+        "pathlib.Path(f'rank{os.environ[\"RANK\"]}.json').write_text(f'\"{left}\"')\n"
+    )
+    contestant = benchmark.Contestant("deepspeed2", "deepspeed2", sys.executable)
+    left = benchmark.run_ranks(contestant, script, {"folder": str(tmp_path)}, 2, {}, 60)
+    assert len({*left}) == 2
+    assert not any(Path(path).exists() for path in left)
