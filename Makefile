@@ -96,7 +96,7 @@ test-cpp: $(VENV)/.installed-dev
 	$(call run_cpp_tests,cpp-asan,$(ADDRESS_AND_UNDEFINED),.)
 
 test-cpp-tsan: $(VENV)/.installed-dev
-	$(call run_cpp_tests,cpp-tsan,thread,ThreadPool|BindThreads|Parallel|Disk)
+	$(call run_cpp_tests,cpp-tsan,thread,ThreadPool|BindThreads|Parallel|Disk|Signal)
 
 # -P: as above, this folder stays off sys.path.
 mutants: simulated-device

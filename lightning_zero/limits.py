@@ -75,7 +75,7 @@ def boot(root: Path = Path("/")) -> str:
 
 
 def process_name(root: Path = Path("/")) -> str:
-    """Returns a name of this process by which others on the machine can call :func:`has_ended`."""
+    """Returns a name of this process by which others on the machine can call :func:`process_number`."""
     try:
         space = str((root / "proc/self/ns/pid").readlink())
     except OSError:  # not Linux
@@ -83,13 +83,18 @@ def process_name(root: Path = Path("/")) -> str:
     return f"{boot(root)} {space} {os.getpid()}"
 
 
-def has_ended(process: str, root: Path = Path("/")) -> bool:
-    """Whether the process with this :func:`process_name` has ended; False if it is not visible to this process."""
+def process_number(process: str, root: Path = Path("/")) -> int | None:
+    """Returns the number of the process with this :func:`process_name`; ``None`` if this process cannot see it."""
     place, _, number = process.rpartition(" ")
     own, _, _ = process_name(root).rpartition(" ")
-    if place != own or not all(place.split(" ")):
+    return int(number) if place == own and all(place.split(" ")) else None
+
+
+def has_ended(process: str, root: Path = Path("/")) -> bool:
+    """Whether the process with this :func:`process_name` has ended; False if it is not visible to this process."""
+    if (number := process_number(process, root)) is None:
         return False
-    _, _, state = (read_text(root / "proc" / number / "stat") or ") Z").rpartition(") ")
+    _, _, state = (read_text(root / "proc" / str(number) / "stat") or ") Z").rpartition(") ")
     return state[0] in "ZX"  # an ended process stays listed until its parent has asked for the exit code
 
 

@@ -15,6 +15,7 @@
 #include "lightning_zero/disk.h"
 #include "lightning_zero/disk_rings.h"
 #include "lightning_zero/dispatch.h"
+#include "lightning_zero/processes.h"
 #include "lightning_zero/thread_pool.h"
 
 namespace py = pybind11;
@@ -156,15 +157,19 @@ std::optional<FailureTuple> transfer(DiskPool& pool, const std::vector<TransferT
   return FailureTuple{failure->code, failure->file, failure->offset};
 }
 
-// A std::system_error becomes an OSError with its errno.
-template <class Pool>
-std::unique_ptr<Pool> make_pool(std::size_t depth, std::size_t block) {
+// Makes an object. A std::system_error becomes an OSError with its errno.
+template <class Made, class... Arguments>
+std::unique_ptr<Made> make(Arguments... arguments) {
   try {
-    return std::make_unique<Pool>(depth, block);
+    return std::make_unique<Made>(arguments...);
   } catch (const std::system_error& error) {
     PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), error.what()).ptr());
     throw py::error_already_set();
   }
+}
+
+std::unique_ptr<SharedMemory> make_shared_memory(std::size_t bytes, std::optional<int> file) {
+  return file ? make<SharedMemory>(*file, bytes) : make<SharedMemory>(bytes);
 }
 
 }  // namespace
@@ -309,8 +314,41 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
       .def("transfer", &transfer, py::arg("transfers"), py::kw_only(), py::arg("alignment"),
            py::arg("write"));
   py::class_<DiskThreads, DiskPool>(m, "DiskThreads")
-      .def(py::init(&make_pool<DiskThreads>), py::kw_only(), py::arg("depth"), py::arg("block"));
+      .def(py::init(&make<DiskThreads, std::size_t, std::size_t>), py::kw_only(), py::arg("depth"),
+           py::arg("block"));
   py::class_<DiskRings, DiskPool>(m, "DiskRings")
-      .def(py::init(&make_pool<DiskRings>), py::kw_only(), py::arg("depth"), py::arg("block"));
+      .def(py::init(&make<DiskRings, std::size_t, std::size_t>), py::kw_only(), py::arg("depth"),
+           py::arg("block"));
   m.def("io_uring_refusal", &io_uring_refusal);
+
+  py::class_<SharedMemory>(m, "SharedMemory", py::buffer_protocol())
+      .def(py::init(&make_shared_memory), py::arg("nbytes"), py::arg("file") = py::none())
+      .def_property_readonly("file", &SharedMemory::file)
+      .def("close_file", &SharedMemory::close_file)
+      .def_buffer([](SharedMemory& memory) {
+        const auto bytes = static_cast<py::ssize_t>(memory.bytes());
+        return py::buffer_info(static_cast<std::uint8_t*>(memory.data()), bytes);
+      });
+  m.def(
+      "announce",
+      [](std::uintptr_t signal, std::uint32_t value) { return pointer<Signal>(signal)->announce(value); },
+      py::arg("signal"), py::arg("value"));
+  m.def(
+      "wait_for",
+      [](std::uintptr_t signal, std::uint32_t value, double seconds) {
+        const py::gil_scoped_release release;
+        return pointer<Signal>(signal)->wait(value, seconds);
+      },
+      py::arg("signal"), py::arg("value"), py::arg("seconds"));
+  m.def(
+      "sleep_for",
+      [](std::uintptr_t signal, std::uint32_t value) { return pointer<Signal>(signal)->sleep(value); },
+      py::arg("signal"), py::arg("value"));
+  m.def(
+      "read_memory",
+      [](std::int64_t process, std::uintptr_t address, std::uintptr_t target, std::size_t bytes) {
+        const py::gil_scoped_release release;
+        return read_memory(process, address, pointer<void>(target), bytes);
+      },
+      py::arg("process"), py::arg("address"), py::arg("target"), py::arg("nbytes"));
 }

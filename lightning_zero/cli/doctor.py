@@ -57,7 +57,8 @@ SCHEMA = 1
 
 _ISA = "LIGHTNING_ZERO_ISA"
 _SETTINGS = (_ISA, "LIGHTNING_ZERO_NUM_THREADS", "LIGHTNING_ZERO_CORES")  # read when the kernels are imported
-_KNOWN = (*_SETTINGS, "LIGHTNING_ZERO_CLEAR_ERRORS", "LIGHTNING_ZERO_IO_URING", "LIGHTNING_ZERO_NVME_PATH")
+_OTHERS = "CLEAR_ERRORS CMA IO_URING NVME_PATH"
+_KNOWN = (*_SETTINGS, *(f"LIGHTNING_ZERO_{name}" for name in _OTHERS.split()))
 _PREFIXES = ("LIGHTNING_ZERO_", "NCCL_", "GLOO_", "TORCH_NCCL_", "KMP_")
 _NAMES = frozenset(
     "ATEN_CPU_CAPABILITY CUDA_DEVICE_ORDER CUDA_LAUNCH_BLOCKING CUDA_VISIBLE_DEVICES GOMP_CPU_AFFINITY LD_LIBRARY_PATH"
@@ -147,7 +148,7 @@ def run(*, nvme: Path | None = None, params: float | None = None, measure: bool 
 def examine(root: Path = Path("/")) -> Report:
     """Collects all facts and runs all checks; facts about the system are read under `root`."""
     findings: list[Finding] = []
-    torch = kernels = accelerators = None
+    torch = kernels = accelerators = ops = None
     checks: list[Check] = []
     try:
         torch = read_torch()
@@ -163,7 +164,7 @@ def examine(root: Path = Path("/")) -> Report:
     report = Report(
         kernels=kernels,
         checks=checks,
-        machine=read_machine(root),
+        machine=read_machine(root, ops),
         environment={
             name: value for name, value in sorted(os.environ.items()) if name in _NAMES or name.startswith(_PREFIXES)
         },
@@ -466,7 +467,7 @@ def _render_machine(report: Report) -> list[RenderableType]:
         "NUMA nodes": "unknown" if machine.numa_nodes is None else str(machine.numa_nodes),
         "huge pages": machine.huge_pages or "unknown",
     }
-    return [facts_table(facts | report.environment)]
+    return [facts_table(facts | {"read other ranks": machine.cross_memory} | report.environment)]
 
 
 def _render_software(report: Report, marks: Mapping[str, str]) -> list[RenderableType]:

@@ -11,6 +11,7 @@ import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from lightning_zero.cgroups import Unlimited, cpu_quota, memory_limit, read_text
 from lightning_zero.limits import locked_memory, machine_memory, physical_memory, processor, shared_memory
@@ -34,6 +35,7 @@ class Machine:
         shared_memory_bytes: size of `/dev/shm`.
         numa_nodes: number of memory nodes.
         huge_pages: mode of transparent huge pages: "always", "madvise" or "never".
+        cross_memory: whether ranks can read each other's memory: "yes", "no" and why not, or "unknown".
     """
 
     system: str
@@ -49,10 +51,11 @@ class Machine:
     shared_memory_bytes: int | None
     numa_nodes: int | None
     huge_pages: str | None
+    cross_memory: str
 
 
-def read_machine(root: Path = Path("/")) -> Machine:
-    """Collects the facts; files are looked for under `root`."""
+def read_machine(root: Path = Path("/"), ops: ModuleType | None = None) -> Machine:
+    """Collects the facts; files are looked for under `root`. `ops`: `lightning_zero.ops`, if it can be imported."""
     memory = machine_memory(root)
     return Machine(
         system=f"{platform.system()} {platform.release()}",
@@ -68,6 +71,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
         shared_memory_bytes=shared_memory(root),
         numa_nodes=_numa_nodes(root),
         huge_pages=_huge_pages(root),
+        cross_memory=_cross_memory(root, ops),
     )
 
 
@@ -79,3 +83,16 @@ def _numa_nodes(root: Path) -> int | None:
 def _huge_pages(root: Path) -> str | None:
     mode = re.search(r"\[(\w+)\]", read_text(root / "sys/kernel/mm/transparent_hugepage/enabled") or "")
     return mode[1] if mode else None
+
+
+def _cross_memory(root: Path, ops: ModuleType | None) -> str:
+    if ops is None:
+        return "unknown"
+    try:
+        refusal = ops.cma_refusal()
+    except ValueError as error:
+        refusal = str(error)
+    mode = (read_text(root / "proc/sys/kernel/yama/ptrace_scope") or "").strip()
+    if not refusal and mode not in ("", "0", "1"):  # in mode 2 root may
+        refusal = f"kernel.yama.ptrace_scope={mode}, so only root may"
+    return f"no: {refusal}" if refusal else "yes"

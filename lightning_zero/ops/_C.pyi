@@ -236,3 +236,20 @@ class DiskRings(DiskPool):
 
 def io_uring_refusal() -> str:
     """The reason why the system refuses io_uring; an empty string if it does not."""
+
+class SharedMemory:
+    """A buffer of `nbytes` bytes that processes share: new zeros, or those of an open `file`. Linux only.
+
+    Raises OSError.
+    """
+
+    file: int  # -1 if it is closed
+    def __init__(self, nbytes: int, file: int | None = None) -> None: ...
+    def close_file(self) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+def announce(signal: int, value: int) -> bool: ...
+def wait_for(signal: int, value: int, seconds: float) -> bool: ...
+def sleep_for(signal: int, value: int) -> bool: ...
+def read_memory(process: int, address: int, target: int, nbytes: int) -> int:
+    """Returns 0, or the system's error number."""

@@ -37,6 +37,7 @@ from lightning_zero.ops.blocks import BLOCK, Quantized, count_blocks, dequantize
 from lightning_zero.ops.disk import DiskBackend, DiskPool, TransferFailure, io_uring_refusal
 from lightning_zero.ops.formulas import Updates, updates_on
 from lightning_zero.ops.isa import compiled_isas, isa, supported_isas
+from lightning_zero.ops.processes import SIGNAL_BYTES, SharedMemory, Signal, cma_refusal, read_memory
 from lightning_zero.ops.threads import (
     bind_threads,
     get_num_threads,
@@ -50,12 +51,15 @@ from lightning_zero.ops.updates import Options, Ties, adagrad_, adamw_, lion_, s
 
 __all__ = [
     "BLOCK",
+    "SIGNAL_BYTES",
     "SQUARES_PIECE",
     "DiskBackend",
     "DiskPool",
     "Options",
     "Quantized",
     "RunningSquares",
+    "SharedMemory",
+    "Signal",
     "Ties",
     "TransferFailure",
     "Updates",
@@ -64,6 +68,7 @@ __all__ = [
     "adamw_",
     "add_",
     "bind_threads",
+    "cma_refusal",
     "compiled_isas",
     "count_blocks",
     "dequantize_",
@@ -74,6 +79,7 @@ __all__ = [
     "keep_near",
     "lion_",
     "quantize_",
+    "read_memory",
     "runs_on",
     "set_num_threads",
     "sgd_",

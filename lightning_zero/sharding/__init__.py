@@ -41,7 +41,8 @@ lane, ticket
 
 from lightning_zero.sharding.board import Board, Subject
 from lightning_zero.sharding.bucket import Bucket, BucketState, ParameterSpec
-from lightning_zero.sharding.collectives import CollectiveError, Group, is_communication_error, tells_an_end
+from lightning_zero.sharding.collective_errors import CollectiveError, is_communication_error, tells_an_end
+from lightning_zero.sharding.collectives import Group
 from lightning_zero.sharding.forms import BucketForm
 from lightning_zero.sharding.freed import FreedParameter
 from lightning_zero.sharding.gradients import BucketGradients

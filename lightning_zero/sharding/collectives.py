@@ -1,4 +1,4 @@
-"""The only module that calls ``torch.distributed``.
+"""The collectives of ranks. Only this module and ``exchange`` communicate.
 
 A :class:`Group` has a process group of its own, so that its collectives never interleave with Lightning's. How its
 ranks exchange data depends on its backend for the device. In host memory, with a backend that matches messages by tag,
@@ -9,7 +9,8 @@ backend's own collectives are used. Bytes are counted on the rank that sends the
 If ranks do not issue the same collectives, they hang, mix up their data, or abort (gloo, if sizes differ). To prevent
 this, each group keeps a *digest* of the collectives that were issued. While :attr:`Group.checked` is set, ranks compare
 their digests before every collective. Afterwards, messages carry the digest as their tag, so that only messages of the
-same collective are matched, and all others end by the timeout. With a backend's own collectives,
+same collective are matched. Others end at once between ranks that read them, and by the timeout between those that
+send. With a backend's own collectives,
 ``Mesh.check_digests`` compares the digests once a step.
 """
 
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -28,11 +30,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero import ops
-from lightning_zero.advice import Case, advice
 from lightning_zero.sharding.board import Board
-from lightning_zero.storage import DONE, Ticket, use_huge_pages
+from lightning_zero.sharding.collective_errors import CollectiveError, disagreement, expectation, tells_an_end
+from lightning_zero.sharding.cross_memory import Neighbor
+from lightning_zero.sharding.exchange import Channel, Exchange, MismatchError
+from lightning_zero.storage import DONE, Lane, Ticket, use_huge_pages
 from lightning_zero.storage.accelerators import device_type
-from lightning_zero.storage.threads import in_lane
+from lightning_zero.storage.threads import LaneThreads, in_lane
 from lightning_zero.storage.timers import Phase, Timers
 from lightning_zero.storage.work_log import named
 
@@ -47,8 +51,7 @@ _DATA_TAG = 1 << 30  # tags below this value are those of headers
 _RECENT = 5  # number of collectives that an error lists
 
 
-class CollectiveError(RuntimeError):
-    """Raised when ranks did not issue the same collectives, or when a rank is missing."""
+CHANNELS = 2  # of a group: one for exchanges that the calling thread waits for, one for those that go on beside it
 
 
 @dataclass
@@ -94,6 +97,8 @@ class Group:
         self.board = Board()
         self.before: Callable[[], None] | None = None
         self.issuing: Ticket = DONE
+        self._channels = [Channel({}, 0)] * CHANNELS
+        self._reader: LaneThreads | None = None
         self.recent: deque[str] = deque(maxlen=_RECENT)
         self._headers = 0
         self._noted = ""
@@ -130,6 +135,30 @@ class Group:
         group = cls()
         group.size, group.rank = size, rank
         return group
+
+    def meet(self, neighbors: Mapping[int, Neighbor], slots: Sequence[int]) -> None:
+        """Let this rank and others of its node read each other's messages.
+
+        Args:
+            neighbors: by rank of the world.
+            slots: which of their slots are for this group; as many as `CHANNELS`.
+        """
+        ranks = enumerate(self._world_ranks)
+        found = {rank: neighbors[of_world] for rank, of_world in ranks if of_world in neighbors}
+        self._channels = [Channel(found, index) for index in slots]
+
+    @property
+    def neighbors(self) -> Mapping[int, Neighbor]:
+        """The ranks of the node whose memory this rank can read, and they its, by the group's rank.
+
+        Messages between them are read where they lie; see :mod:`~lightning_zero.sharding.exchange`.
+        """
+        return self._channels[0].neighbors
+
+    @property
+    def exchanges_messages(self) -> bool:
+        """Whether data in host memory is exchanged by messages, not by the backend's own collectives."""
+        return self.process_group is not None and self._backends.get("cpu") in _TAGGED
 
     def count(self, collective: str, nbytes: int) -> None:
         """Counts an ``all_gather``, ``reduce_scatter`` or ``all_reduce`` of ``nbytes``, padding included.
@@ -172,7 +201,7 @@ class Group:
         Until then nobody may touch ``flat`` or free its memory.
         """
         if self.size == 1:
-            return _nothing
+            return DONE.wait
         self._announce(what, flat.device)
         self.count("all_gather", flat.nbytes)
         data = flat.view(torch.uint8)  # backends do not support every dtype
@@ -235,31 +264,41 @@ class Group:
 
     # ------------------------------------------------------------------------------------------------ between ranks
 
-    def _exchange(
-        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], what: str, tag: int | None = None
-    ) -> Callable[[], None]:
-        """Begin to send ``outgoing[r]`` to every other rank r, and to receive ``incoming[r]`` from it, in host memory.
+    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], what: str) -> None:
+        """Send ``outgoing[r]`` to every other rank r and receive ``incoming[r]`` from it, in host memory."""
+        exchange = self._new_exchange(outgoing, incoming, self._data_tag, self._channels[0])
+        self._perform(exchange.run, exchange, what)
 
-        Returns a function that waits for the end of both. Until then no tensor of the lists may be touched or freed.
+    def _exchange_beside(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], what: str) -> Callable[[], None]:
+        """Begin :meth:`_exchange`; returns a function that waits for its end, until which nobody may touch the tensors.
+
+        The exchange goes on without this thread. Otherwise ranks that come to other waits first would stop each other
+        for ever.
         """
-        group = self.process_group
-        assert group is not None
-        tag = _DATA_TAG | (self.digest & (_DATA_TAG - 1)) if tag is None else tag
-        # Each rank begins with the one after it, so that not all ranks send to the same rank first.
-        others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        works = []
-        with self._explained(what) as waiting:
-            for waiting.rank in others:
-                works.append((waiting.rank, group.send([outgoing[waiting.rank]], waiting.rank, tag)))
-            for waiting.rank in others:
-                works.append((waiting.rank, group.recv([incoming[waiting.rank]], waiting.rank, tag)))
-        return lambda: self._wait(works, what)
+        exchange = self._new_exchange(outgoing, incoming, self._data_tag, self._channels[1])
+        self._perform(exchange.begin, exchange, what)
+        finish: Callable[[], None] = exchange.finish
+        if self.neighbors:
+            self._reader = self._reader or LaneThreads(self, Lane.COMM)
+            finish = self._reader.submit(finish).result
+        return partial(self._perform, finish, exchange, what)
 
-    def _wait(self, works: Sequence[tuple[int | None, dist.Work]], what: str) -> None:
-        """Wait for works. Each comes with the group's rank that it depends on; ``None``: on all ranks."""
+    def _new_exchange(
+        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int, channel: Channel | None = None
+    ) -> Exchange:
+        assert self.process_group is not None
+        return Exchange(self.process_group, outgoing, incoming, tag, channel)
+
+    @property
+    def _data_tag(self) -> int:
+        return _DATA_TAG | (self.digest & (_DATA_TAG - 1))
+
+    def _perform(self, act: Callable[[], None], exchange: Exchange, what: str) -> None:
         with self._explained(what) as waiting:
-            for waiting.rank, work in works:
-                work.wait()
+            try:
+                act()
+            finally:
+                waiting.rank = exchange.awaited
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[_Waiting]:
@@ -285,36 +324,41 @@ class Group:
         except RuntimeError as error:
             if self.size == 1:
                 raise
-            raise CollectiveError(self._explanation(what, waiting.rank, str(error))) from error
+            raise CollectiveError(self._explanation(what, waiting.rank, error)) from error
 
-    def _explanation(self, what: str, awaited: int | None, error: str) -> str:
-        """The message for an error of the backend. If the cause is known, it comes last.
+    def _explanation(self, what: str, awaited: int | None, error: RuntimeError) -> str:
+        """The message for an error of the backend or an exchange. If the cause is known, it comes last.
 
         Args:
             what: what this rank was about to do.
             awaited: the group's rank for which it waited; ``None``: for no rank in particular.
-            error: the message of the backend.
+            error: the error.
         """
         ranks, board = self._world_ranks, self.board
         own = ranks[self.rank]
         failed = f"rank {own} of {dist.get_world_size()}{board.place(own)} could not {what}"
+        waited, ended = None if awaited is None else ranks[awaited], tells_an_end(str(error))
         cause, missing = board.explain(), ""
+        if not cause and isinstance(error, MismatchError) and waited is not None:
+            return f"{failed}, because {board.describe([waited])} does something else{error}. {self._past}"
         if not cause:
-            waited = None if awaited is None else ranks[awaited]
-            missing = board.describe(board.find_missing(waited, tells_an_end(error)))
+            missing = board.describe(board.find_missing(waited, ended))
             cause = board.explain()  # a rank may have noted it in the meantime
         if cause:
             return f"{failed}, because {cause}"
-        if tells_an_end(error) and missing:  # if none is missing, a rank that gave up waiting has closed connections
+        if ended and missing:  # if none is missing, a rank that gave up waiting has closed connections
             return (
                 f"{failed}, because {missing} has ended without a Python error: it was killed, say, or its node is "
                 f"down ({error})"
             )
         return (
             f"{failed}: {missing or 'another rank'} failed, or does something else than this one, or takes longer than "
-            f"the timeout{', or its node or the network to it is down' if missing else ''}. "
-            f"Before it, this rank had asked for: {', '.join(self.recent) or 'nothing'}. {_expectation()} ({error})"
+            f"the timeout{', or its node or the network to it is down' if missing else ''}. {self._past} ({error})"
         )
+
+    @property
+    def _past(self) -> str:
+        return f"Before it, this rank had asked for: {', '.join(self.recent) or 'nothing'}. {expectation()}"
 
     # -------------------------------------------------------------------------------------------------- consistency
 
@@ -391,7 +435,7 @@ class _Messages:
 
     def begin_all_gather(self, data: Tensor, what: str) -> Callable[[], None]:
         slices = data.chunk(self._group.size)
-        return self._group._exchange([slices[self._group.rank]] * self._group.size, slices, what)
+        return self._group._exchange_beside([slices[self._group.rank]] * self._group.size, slices, what)
 
     def reduce_scatter(self, flat: Tensor, what: str) -> Tensor:
         group, parts = self._group, list(flat.chunk(self._group.size))
@@ -399,7 +443,7 @@ class _Messages:
         received = [
             part if rank == group.rank else use_huge_pages(torch.empty_like(part)) for rank, part in enumerate(parts)
         ]
-        group._exchange(parts, received, what)()
+        group._exchange(parts, received, what)
         # The sum takes the place of another rank's part: a view of `flat` would keep all of it in memory.
         total = received[group.rank - 1]  # that of the last rank, on rank 0
         ops.sum_in_order_(total, received)
@@ -408,12 +452,13 @@ class _Messages:
     def all_reduce_(self, flat: Tensor, what: str) -> None:
         group, slices = self._group, flat.chunk(self._group.size)
         slices[group.rank].copy_(self.reduce_scatter(flat, what))
-        group._exchange([slices[group.rank]] * group.size, slices, what)()
+        group._exchange([slices[group.rank]] * group.size, slices, what)
 
     def gather_headers(self, table: Tensor, header: Tensor, what: str, tag: int) -> None:
         group = self._group
         table[group.rank].copy_(header)
-        group._exchange([table[group.rank]] * group.size, list(table), what, tag)()
+        exchange = group._new_exchange([table[group.rank]] * group.size, list(table), tag)
+        group._perform(exchange.run, exchange, what)
 
 
 class _Collectives:
@@ -432,7 +477,12 @@ class _Collectives:
         group, own = self._group, data.chunk(self._group.size)[self._group.rank]
         with group._explained(what):
             work = _all_gather_flat(data, own, group=group.process_group, async_op=True)
-        return lambda: group._wait([(None, work)], what)
+
+        def wait() -> None:
+            with group._explained(what):
+                work.wait()
+
+        return wait
 
     def reduce_scatter(self, flat: Tensor, what: str) -> Tensor:
         out = flat.new_empty(flat.numel() // self._group.size)
@@ -447,42 +497,3 @@ class _Collectives:
     def gather_headers(self, table: Tensor, header: Tensor, what: str, tag: int) -> None:
         with self._group._explained(what):
             _all_gather_flat(table.view(-1), header, group=self._group.process_group)
-
-
-def is_communication_error(error: BaseException) -> bool:
-    """Whether an error comes from a collective, of this package or of other code that uses ``torch.distributed``."""
-    return isinstance(error, CollectiveError | dist.DistError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_GLOO)
-    )
-
-
-def tells_an_end(error: str) -> bool:
-    """Whether an error says that another rank has closed its connections."""
-    return any(words in error for words in _CLOSED)
-
-
-# Words in errors of gloo, which are plain `RuntimeError`s. The second occurs if the timeout of another operation has
-# closed the connection.
-_OF_GLOO = ("/gloo/", "Application timeout caused pair closure")
-_CLOSED = ("closed by peer", "reset by peer", "Broken pipe")  # in errors of gloo
-
-
-def _expectation() -> str:
-    return (
-        "All ranks must run the same units in the same order, and as many backward passes and steps"
-        f"{advice(Case.RANKS_DIFFER, '. ')}"
-    )
-
-
-def disagreement(wants: Mapping[int, str], board: Board) -> str:
-    """The message for ranks that do, or have done, different things. ``wants``: what each does, by world rank."""
-    ranks: dict[str, list[int]] = {}
-    for rank, want in wants.items():
-        ranks.setdefault(want, []).append(rank)
-    said = "; ".join(f"{board.describe(own)}: {want}" for want, own in ranks.items())
-    cause = board.explain()
-    return f"ranks do not do the same. {said}. {f'The cause: {cause}' if cause else _expectation()}"
-
-
-def _nothing() -> None:
-    """Do nothing, to wait for a collective of a single rank."""

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from lightning_zero.cgroups import read_text
+from lightning_zero.storage.threads import drain_lanes
 from lightning_zero.torch_private import GLOO_THREAD
 
 _THREADS = Path("/proc/self/task")
@@ -26,6 +27,7 @@ _LOOKS = 5  # that must see no thread run: one may just have begun to wait for t
 
 def wait_for_gloo() -> None:
     """Waits until no thread of gloo runs, for at most five seconds; for ``atexit``."""
+    drain_lanes()  # they use gloo
     until, quiet = time.monotonic() + _SECONDS, 0
     while quiet < _LOOKS and time.monotonic() < until:
         if not (states := _states()):

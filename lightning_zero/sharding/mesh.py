@@ -11,13 +11,18 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from lightning_zero import ops
 from lightning_zero.limits import process_name
 from lightning_zero.sharding.board import Board
-from lightning_zero.sharding.collectives import CollectiveError, Group, disagreement
+from lightning_zero.sharding.collective_errors import CollectiveError, disagreement
+from lightning_zero.sharding.collectives import CHANNELS, Group
+from lightning_zero.sharding.cross_memory import Neighbor, SlotBoard
 from lightning_zero.sharding.gloo_exit import wait_for_gloo
 from lightning_zero.storage import Executor, Lane, Ticket
 from lightning_zero.storage.timers import Timers
 from lightning_zero.torch_private import default_store
+
+_GROUPS = 3  # of a mesh
 
 atexit.register(wait_for_gloo)
 
@@ -143,13 +148,38 @@ class Mesh:
         world = Group.create([list(range(world_size))], timeout)
         shard = world if size == world_size else Group.create(shards, timeout)
         replica = world if size == 1 else Group.create(replicas, timeout)
-        return cls(world, shard, replica, board=_board_of(world))
+        board, neighbors = _introduce(world)
+        for number, group in enumerate((world, shard, replica)):
+            group.meet(neighbors, range(number * CHANNELS, (number + 1) * CHANNELS))
+        return cls(world, shard, replica, board=board)
 
 
-def _board_of(world: Group) -> Board:
-    """Make the board of a mesh, named after the process group, whose name is the same on all ranks. Collective."""
+def _introduce(world: Group) -> tuple[Board, dict[int, Neighbor]]:
+    """Let the ranks learn about each other. Collective.
+
+    Returns:
+        The board of a mesh, named after the process group, whose name is the same on all ranks, and the ranks with
+        which this one can exchange messages by reading each other's memory.
+    """
     if world.process_group is None:
-        return Board()
-    ranks = world.all_gather_object((socket.gethostname(), process_name()), "name the nodes")
-    hosts, processes = zip(*ranks, strict=True)
-    return Board(world.rank, world.size, default_store(), world.process_group.group_name, hosts, processes)
+        return Board(), {}
+    slots, own_host = _make_slots(world), socket.gethostname()
+    ranks = world.all_gather_object((own_host, process_name(), slots and slots.offer()), "name the nodes")
+    hosts, processes, offers = zip(*ranks, strict=True)
+    board = Board(world.rank, world.size, default_store(), world.process_group.group_name, hosts, processes)
+    of_node = [offer if host == own_host else None for host, offer in zip(hosts, offers, strict=True)]
+    found = {} if slots is None else slots.find_neighbors(processes, of_node, world.rank)
+    finders = world.all_gather_object([*found], "say whose memory can be read")
+    if slots is not None:
+        slots.close()
+    return board, {rank: neighbor for rank, neighbor in found.items() if world.rank in finders[rank]}
+
+
+def _make_slots(world: Group) -> SlotBoard | None:
+    """The slots for messages that are read; ``None`` where there are no such messages, or the system refuses it."""
+    if not world.exchanges_messages or ops.cma_refusal():
+        return None
+    try:
+        return SlotBoard(world.size, _GROUPS * CHANNELS)
+    except OSError:
+        return None

@@ -22,7 +22,8 @@ from torch.nn import Parameter
 
 from lightning_zero.advice import Case, advice
 from lightning_zero.sharding.bucket import ParameterSpec
-from lightning_zero.sharding.collectives import CollectiveError, Group
+from lightning_zero.sharding.collective_errors import CollectiveError
+from lightning_zero.sharding.collectives import Group
 from lightning_zero.sharding.compiled import named_modules, original, plain_name
 from lightning_zero.sharding.layout import FlatLayout
 from lightning_zero.sharding.placement import BucketPlacement

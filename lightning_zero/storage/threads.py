@@ -61,6 +61,12 @@ class LaneThreads:
         """Whether jobs have not ended."""
         return bool(self._left) and any(thread.is_alive() for thread in self._threads)  # none is in a forked process
 
+    def submit(self, job: Callable[[], object]) -> Future[None]:
+        """Let a thread run ``job``; returns a future, whose result raises what the job raises."""
+        ended: Future[None] = Future()
+        self.put(partial(_run, job, ended))
+        return ended
+
     def put(self, job: Callable[[], None]) -> None:
         """Let a thread run ``job``, which must not raise."""
         self._left.append(None)
@@ -80,7 +86,7 @@ _started: weakref.WeakSet[LaneThreads] = weakref.WeakSet()
 
 
 @atexit.register
-def _drain_lanes() -> None:
+def drain_lanes() -> None:
     """Wait for the jobs of lanes: a thread that is in a compiled function at the end would abort the process."""
     until = time.monotonic() + _EXIT_SECONDS
     while any(lane.busy for lane in list(_started)) and time.monotonic() < until:
@@ -125,9 +131,7 @@ class ThreadExecutor(InlineExecutor):
     def submit(self, job: Callable[[], object], lane: Lane, what: str, after: Sequence[Ticket] = ()) -> Ticket:
         if lane not in FILE_LANES:
             return super().submit(job, lane, what, after)
-        ended: Future[None] = Future()
-        self._threads_of(lane).put(partial(_run, partial(super().submit, job, lane, what, tuple(after)), ended))
-        return _Work(lane, what, ended)
+        return _Work(lane, what, self._threads_of(lane).submit(partial(super().submit, job, lane, what, tuple(after))))
 
     def _threads_of(self, lane: Lane) -> LaneThreads:
         with self._lock:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import dataclasses
 import io
 import re
 import time
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers.ranks import RankPool, ranks
 from lightning import Callback
 from lightning.pytorch.loggers import CSVLogger
@@ -27,6 +25,7 @@ from torch.utils.data import DataLoader
 from lightning_zero.callbacks import Breakdown
 from lightning_zero.callbacks.breakdown import table_of
 from lightning_zero.sharding import Group
+from lightning_zero.sharding.exchange import Exchange
 from lightning_zero.storage import InlineExecutor, Phase
 from lightning_zero.update.updaters import ShardUpdater
 
@@ -72,26 +71,16 @@ def slow(*methods: tuple[type, str]) -> Iterator[None]:
         yield
 
 
-@dataclasses.dataclass
-class SlowWork:
-    """Of a rank that is late."""
-
-    work: dist.Work
-
-    def wait(self) -> None:
-        time.sleep(PAUSE)
-        self.work.wait()
-
-
 @contextlib.contextmanager
 def slow_works() -> Iterator[None]:
-    wait = Group._wait
+    finish = Exchange.finish
 
-    def waits(group: Group, works: Any, what: str) -> None:
-        wait(group, [(rank, SlowWork(work)) for rank, work in works], what)  # type: ignore[misc]
+    def finishes(exchange: Exchange) -> None:
+        time.sleep(PAUSE)
+        finish(exchange)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Group, "_wait", waits)
+        patch.setattr(Exchange, "finish", finishes)
         yield
 
 

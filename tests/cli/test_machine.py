@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from lightning_zero import ops
 from lightning_zero.cgroups import cpu_quota, memory_limit
 from lightning_zero.cli.machine import read_machine
 
@@ -98,6 +101,21 @@ def test_memory_nodes_and_pages(tmp_path: Path) -> None:
     assert machine.cpu == "Some CPU @ 3 GHz"
     assert machine.numa_nodes == 2
     assert machine.huge_pages == "never"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has process_vm_readv")
+def test_what_keeps_ranks_from_reading_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LIGHTNING_ZERO_CMA", raising=False)
+    for mode, expected in [("0", "yes"), ("1", "yes"), ("2", "no: kernel.yama.ptrace_scope=2, so only root may")]:
+        root = write(tmp_path, {"proc/sys/kernel/yama/ptrace_scope": f"{mode}\n"})
+        assert read_machine(root, ops).cross_memory == expected
+    assert read_machine(root).cross_memory == "unknown"
+    refused = Mock(side_effect=PermissionError(1, "Operation not permitted"))
+    monkeypatch.setattr("lightning_zero.ops.processes.read_memory", refused)
+    assert read_machine(Path("/"), ops).cross_memory == "no: Operation not permitted"
+    for asked, reason in [("off", "LIGHTNING_ZERO_CMA=off"), ("no", "LIGHTNING_ZERO_CMA='no' must be 'off', or unset")]:
+        monkeypatch.setenv("LIGHTNING_ZERO_CMA", asked)
+        assert read_machine(Path("/"), ops).cross_memory == f"no: {reason}"
 
 
 def test_a_system_without_proc_and_sys(tmp_path: Path) -> None:

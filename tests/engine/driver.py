@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from lightning_zero.engine import Engine
 from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardingPolicy
+from lightning_zero.sharding.exchange import Exchange
 from lightning_zero.sharding.memory_format import MemoryFormat
 from lightning_zero.storage import DeviceStore, DiskStore, Executor, HostStore, TensorStore, make_executor
 from lightning_zero.storage.disk_speed import Way
@@ -82,14 +83,20 @@ def limit_waits(mesh: Mesh, seconds: float) -> None:
     """
     limit = timedelta(seconds=seconds)
 
-    def hurried(wait: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
-        return lambda works, what: wait([(rank, Hurried(work, limit)) for rank, work in works], what)
+    def hurrying(make: Callable[..., Exchange]) -> Callable[..., Exchange]:
+        def new(*args: Any) -> Exchange:
+            made = make(*args)
+            finish = made._finish
+            made._finish = lambda rank, work: finish(rank, Hurried(work, limit))  # type: ignore[method-assign, arg-type]
+            return made
+
+        return new
 
     dist.barrier()
     for group in {mesh.world, mesh.shard, mesh.replica}:
         if group.process_group is not None:
             group.process_group.set_timeout(limit)  # gloo's connections keep theirs
-            group._wait = hurried(group._wait)  # type: ignore[method-assign]
+            group._new_exchange = hurrying(group._new_exchange)  # type: ignore[method-assign]
 
 
 class Hurried(NamedTuple):

@@ -142,12 +142,12 @@ def differ_silently() -> None:
     if dist.get_rank() == 1:
         mesh.shard.digest += 1
         mesh.shard.recent.append("gather something else")
-    original = mesh.shard._exchange
+    new = mesh.shard._new_exchange
 
-    def untagged(outgoing: Any, incoming: Any, what: str, tag: int | None = None) -> Any:
-        return original(outgoing, incoming, what, tag=7)
+    def untagged(outgoing: Any, incoming: Any, tag: int, channel: Any = None) -> Any:
+        return new(outgoing, incoming, 7, channel)
 
-    mesh.shard._exchange = untagged  # type: ignore[method-assign]
+    mesh.shard._new_exchange = untagged  # type: ignore[method-assign]
     driver.run_step(session, [torch.ones(2, 6, dtype=torch.long)])
 
 

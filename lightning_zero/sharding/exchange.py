@@ -1,0 +1,183 @@
+"""Messages between the ranks of a process group, in host memory.
+
+A message to a rank of the same node is not sent, if the two can read each other's memory (see
+:mod:`~lightning_zero.sharding.cross_memory`). The sender posts where it lies, in a slot that both share. The receiver
+reads it there, and answers in the slot; until then the sender's memory must stay as it is. If the read fails, the
+receiver answers that, and gets the message in the ordinary way: that works with memory that cannot be read, and if the
+sender has ended, it says so.
+
+A rank waits for a post or an answer in shared memory for a fifth of a second. Then it falls asleep, and waits for a
+byte from the other rank, by the backend of the process group: this knows whether a rank has ended, or takes too long.
+
+All other messages are sent and received by the backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero import ops
+from lightning_zero.sharding.cross_memory import Neighbor
+
+_PATIENCE = 0.2  # seconds
+
+
+class MismatchError(RuntimeError):
+    """Raised when another rank offers another message than expected; says in which way, after a colon, if it can."""
+
+
+class Channel:
+    """The slots for the exchanges of a group, one at a time.
+
+    Attributes:
+        neighbors: the ranks whose messages are read, and that read this rank's, by the group's rank.
+        index: of the slots.
+        failure: the error that ended an exchange. Slots are left as they are then, and cannot be used again.
+    """
+
+    def __init__(self, neighbors: Mapping[int, Neighbor], index: int) -> None:
+        self.neighbors, self.index = neighbors, index
+        self.failure: BaseException | None = None
+        self._exchanges = 0
+
+    def next_number(self) -> int:
+        """The number of the next exchange, which is the same on all ranks; at least 1."""
+        self._exchanges += 1
+        return self._exchanges
+
+
+class Exchange:
+    """Sends a message to every other rank of a group, and receives one from each.
+
+    Attributes:
+        awaited: the group's rank for which this one waits, or to which an error belongs.
+
+    Args:
+        group: the ranks. Its backend matches messages by tag, and those with the same tag in their order.
+        outgoing: by the group's rank, what it gets from this one; contiguous, in host memory.
+        incoming: by the group's rank, where to put what comes from it.
+        tag: of the messages.
+        channel: the slots for messages that are read, the same on all ranks; ``None``: all are sent.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        tag: int,
+        channel: Channel | None = None,
+    ) -> None:
+        self._group, self._tag = group, tag
+        self._outgoing, self._incoming = outgoing, incoming
+        own, size = group.rank(), group.size()
+        # Each rank begins with the one after it, so that not all ranks send to the same rank first.
+        self._others = [(own + step) % size for step in range(1, size)]
+        self._channel = channel or Channel({}, 0)
+        self._neighbors, self._index = self._channel.neighbors, self._channel.index
+        self._number = self._channel.next_number()
+        self._works: list[tuple[int, dist.Work]] = []
+        self.awaited: int | None = None
+
+    def run(self) -> None:
+        """Exchanges the messages."""
+        self.begin()
+        self.finish()
+
+    def begin(self) -> None:
+        """Begins to send and to receive. Until :meth:`finish` returns, nobody may touch or free the tensors."""
+        strangers = [rank for rank in self._others if rank not in self._neighbors]
+        for rank in strangers:
+            self._send(rank, self._outgoing[rank])
+        for rank in strangers:
+            self._works.append((rank, self._receive(rank, self._incoming[rank])))
+
+    def finish(self) -> None:
+        """Waits until this rank has received all messages, and the others have received its own.
+
+        Other exchanges of the channel must not run meanwhile.
+
+        Raises:
+            MismatchError: a rank offers a message of another size or tag.
+            RuntimeError: the backend has failed, or an earlier exchange of the channel.
+        """
+        with self._using_channel():
+            for rank, neighbor in self._neighbors.items():
+                slot = neighbor.slots[self._index]
+                slot.write(self._outgoing[rank], self._tag)
+                if slot.posted.announce(self._number):
+                    self._wake(rank)
+            # The other rank wakes this one, if it must, before it sends again what could not be read.
+            refused = [rank for rank in self._others if rank in self._neighbors and not self._read(rank)]
+            for rank, neighbor in self._neighbors.items():
+                slot = neighbor.slots[self._index]
+                self._wait(rank, slot.answered)
+                if slot.refused:
+                    self._send(rank, self._outgoing[rank])
+            received = [(rank, self._receive(rank, self._incoming[rank])) for rank in refused]
+            for rank, work in (*self._works, *received):
+                self._finish(rank, work)
+
+    def _read(self, rank: int) -> bool:
+        """Reads the message of a neighbor and answers; returns whether it could be read."""
+        neighbor, target = self._neighbors[rank], self._incoming[rank]
+        slot = neighbor.own_slots[self._index]
+        self._wait(rank, slot.posted)
+        address, nbytes, tag = slot.read()
+        if (nbytes, tag) != (target.nbytes, self._tag):
+            raise MismatchError(f": {nbytes} bytes where {target.nbytes} were expected" if tag == self._tag else "")
+        try:
+            ops.read_memory(neighbor.process, address, target)
+        except OSError:
+            slot.refused = True
+        else:
+            slot.refused = False
+        if slot.answered.announce(self._number):
+            self._wake(rank)
+        return not slot.refused
+
+    def _wait(self, rank: int, signal: ops.Signal) -> None:
+        self.awaited = rank
+        if not signal.wait(self._number, _PATIENCE) and signal.sleep(self._number):
+            self._finish(rank, self._receive(rank, _byte()))
+
+    def _wake(self, rank: int) -> None:
+        """Wakes a rank that has fallen asleep in :meth:`_wait`."""
+        self._send(rank, _byte())
+
+    def _send(self, rank: int, message: Tensor) -> None:
+        self.awaited = rank
+        self._works.append((rank, self._group.send([message], rank, self._tag)))
+
+    def _receive(self, rank: int, target: Tensor) -> dist.Work:
+        self.awaited = rank
+        return self._group.recv([target], rank, self._tag)
+
+    def _finish(self, rank: int, work: dist.Work) -> None:
+        self.awaited = rank
+        work.wait()
+
+    @contextmanager
+    def _using_channel(self) -> Iterator[None]:
+        """If an error ends the exchange, ends the channel, and keeps the tensors: another rank may still read them."""
+        if self._channel.failure is not None:
+            raise RuntimeError(f"an exchange before it has failed: {self._channel.failure}")
+        try:
+            yield
+        except BaseException as error:
+            if self._neighbors:
+                self._channel.failure = error
+                _kept.append((self._outgoing, self._incoming))
+            raise
+
+
+def _byte() -> Tensor:
+    return torch.zeros(1, dtype=torch.uint8, device="cpu")
+
+
+_kept: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []

@@ -1,0 +1,219 @@
+"""Messages between ranks of a node: read where they lie, or sent."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.ranks import RankPool, ranks
+from torch import Tensor
+
+from lightning_zero import ops
+from lightning_zero.cli.machine import read_machine
+from lightning_zero.limits import process_name
+from lightning_zero.sharding import CollectiveError, Mesh, exchange
+from lightning_zero.sharding.cross_memory import Slot, SlotBoard
+from lightning_zero.sharding.exchange import Channel
+
+pytestmark = pytest.mark.skipif(
+    (found := read_machine(ops=ops).cross_memory) != "yes", reason=f"can ranks read each other's memory? {found}"
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+LATE = 0.3  # seconds: longer than a rank's patience
+
+
+def collect(mesh: Mesh, seed: int) -> list[Tensor]:
+    """The results of collectives of random sizes and dtypes; gathers go on beside the others."""
+    alike = torch.Generator().manual_seed(seed)  # on all ranks
+    own = torch.Generator().manual_seed(seed * 100 + dist.get_rank())
+    results: list[Tensor] = []
+    waits: list[Any] = []
+    for number in range(12):
+        size, kind, dtype = (int(torch.randint(n, (), generator=alike)) for n in (3000, 4, len(DTYPES)))
+        flat = torch.randn(size * mesh.shard.size, generator=own).to(DTYPES[dtype])
+        if kind == 0:
+            waits.append(mesh.shard.begin_all_gather_(flat, f"gather {number}"))
+            results.append(flat)
+        elif kind == 1:
+            results.append(mesh.shard.reduce_scatter(flat, f"reduce {number}"))
+        elif kind == 2:
+            results.append(mesh.world.all_reduce_(flat, f"sum {number}"))
+        elif waits:
+            waits.pop()()
+    for wait in waits:
+        wait()
+    return results
+
+
+def collect_in_both_ways(seeds: Sequence[int], shard_size: int | None, without: int = -1) -> None:
+    """But for the rank ``without``, which sends and receives."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == without:
+            patch.setenv("LIGHTNING_ZERO_CMA", "off")
+        mesh, read = Mesh.create(shard_size), ops.read_memory
+    readers = [rank for rank in range(mesh.world.size) if rank != without]
+    expected_reads = mesh.world.rank in readers and len(readers) > 1
+    assert [*mesh.world.neighbors] == [rank for rank in readers if expected_reads and rank != mesh.world.rank]
+    reads: list[int] = []
+
+    def counted(process: int, address: int, target: Tensor) -> None:
+        reads.append(process)
+        read(process, address, target)
+
+    for seed in seeds:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ops, "read_memory", counted)
+            found = collect(mesh, seed)
+            begun = len(reads)
+            for group in (mesh.world, mesh.shard, mesh.replica):
+                patch.setattr(group, "_channels", [Channel({}, 0)] * 2)
+            expected = collect(mesh, seed)
+        assert all(map(torch.equal, found, expected))
+        assert len(reads) == begun >= expected_reads
+
+
+@ranks(2, 4)
+def test_messages_that_are_read_have_the_bits_of_those_that_are_sent(pool: RankPool) -> None:
+    pool.run(collect_in_both_ways, range(4), None)
+    if pool.world_size == 4:
+        pool.run(collect_in_both_ways, range(4, 6), 2)
+        pool.run(collect_in_both_ways, range(6, 8), None, 1)
+
+
+def sum_under(late: int | None, slow: int | None, refusing: Sequence[int]) -> list[float]:
+    """Sums twice while a rank comes late or reads slowly, and some cannot read; senders change their memory at once."""
+    mesh, read = Mesh.create(), ops.read_memory
+    rank = mesh.world.rank
+
+    def reading(process: int, address: int, target: Tensor) -> None:
+        if rank == slow:
+            time.sleep(LATE)
+        if rank in refusing:
+            raise OSError(errno.EFAULT, "planted")
+        read(process, address, target)
+
+    sums = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "read_memory", reading)
+        for number in range(2):
+            if rank == late:
+                time.sleep(LATE)
+            values = torch.full([1000 * mesh.world.size], float(10**rank + number))
+            part = mesh.world.reduce_scatter(values, f"sum {number}").clone()
+            values.fill_(torch.nan)
+            assert part.unique().numel() == 1
+            sums.append(float(part[0]))
+    return sums
+
+
+@ranks(2)
+def test_late_ranks_and_memory_that_cannot_be_read(pool: RankPool) -> None:
+    """Ranks that wait for long fall asleep and are woken, and a message that cannot be read is sent."""
+    for case in [(None, None, [0]), (0, None, []), (0, None, [0, 1]), (None, 0, []), (1, 0, [1])]:
+        assert pool.run(sum_under, *case) == [[11.0, 13.0]] * 2, case
+
+
+def wait_in_another_order() -> float:
+    mesh = Mesh.create()
+    flat = torch.full([2 * 1000], float(mesh.world.rank))
+    if mesh.world.rank == 1:
+        time.sleep(LATE)
+    wait = mesh.world.begin_all_gather_(flat, "gather")
+    if mesh.world.rank == 0:
+        wait()
+    total = mesh.world.all_reduce_(torch.ones(1000), "sum")
+    wait()
+    return float(flat.sum() + total.sum())
+
+
+def test_a_gather_goes_on_without_the_thread_that_began_it(pool2: RankPool) -> None:
+    """Or ranks that wait for it in different orders would stop each other."""
+    assert pool2.run_within(20, wait_in_another_order) == [3000.0] * 2
+
+
+def gather_different_sizes() -> str:
+    """The second gather's message; it would fit."""
+    mesh = Mesh.create()
+    sizes = 1000 * (1 + mesh.world.rank), 1000
+    exchange._kept.clear()
+    waits = [mesh.world.begin_all_gather_(torch.ones(2 * size), "gather") for size in sizes]
+    with pytest.raises(CollectiveError) as first:
+        waits[0]()
+    with pytest.raises(CollectiveError, match="an exchange before it has failed: "):
+        waits[1]()
+    assert "an exchange" not in str(first.value)
+    assert exchange._kept  # another rank may still read it
+    exchange._kept.clear()
+    return str(first.value)
+
+
+def test_a_message_of_another_size_is_an_error_at_once(pool2: RankPool) -> None:
+    for rank, message in enumerate(pool2.run_within(20, gather_different_sizes)):
+        own, other = 4000 * (1 + rank), 4000 * (2 - rank)
+        start = f"rank {rank} of 2 could not gather, because rank {1 - rank} does something else: "
+        assert message.startswith(f"{start}{other} bytes where {own} were expected. Before it, this rank had asked for")
+
+
+def test_only_processes_that_can_be_read_are_neighbors() -> None:
+    names = [process_name()] * 2
+    own, other = SlotBoard(2, 3), SlotBoard(2, 3)
+    offers = [own.offer(), other.offer()]
+    found, back = own.find_neighbors(names, offers, 0), other.find_neighbors(names, offers, 1)
+    assert [*found] == [1]
+    assert found[1].process == os.getpid()
+    slot, seen = found[1].slots[2], back[0].own_slots[2]
+    message = torch.ones(7)
+    slot.write(message, 1 << 30)
+    assert not slot.posted.announce(1)
+    assert seen.posted.wait(1, 0.0)
+    assert seen.read() == (message.data_ptr(), 28, 1 << 30)
+    assert not any(each.posted.wait(1, 0.0) for each in (*back[0].own_slots[:2], *back[0].slots, *found[1].own_slots))
+    with Path(os.devnull).open() as file:
+        wrong = [
+            None,  # it does without
+            offers[1]._replace(secret=b"another"),  # another process with this number
+            offers[1]._replace(address=8),
+            offers[1]._replace(file=12345),
+            offers[1]._replace(file=file.fileno()),
+            offers[1]._replace(file=offers[0].file),
+            SlotBoard(3, 3).offer(),
+        ]
+        assert not any(own.find_neighbors(names, [offers[0], offer], 0) for offer in wrong)
+    # Another machine, or another namespace of processes.
+    assert not own.find_neighbors([names[0], f"elsewhere {names[1]}"], offers, 0)
+    files = len([*Path("/proc/self/fd").iterdir()])
+    own.close()
+    other.close()
+    assert len([*Path("/proc/self/fd").iterdir()]) == files - 2
+    assert not own.find_neighbors(names, offers, 0)
+    assert seen.posted.wait(1, 0.0)
+
+
+def test_strided_memory_is_refused() -> None:
+    strided = torch.ones(8)[::2]
+    with pytest.raises(ValueError, match=r"the message has strides \(2,\)"):
+        Slot(np.zeros(64, dtype=np.uint8)).write(strided, 1)
+    with pytest.raises(ValueError, match=r"the target has shape \(4,\) and strides \(2,\)"):
+        ops.read_memory(os.getpid(), strided.data_ptr(), strided)
+
+
+def test_the_environment_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LIGHTNING_ZERO_CMA", raising=False)
+    assert not ops.cma_refusal()
+    monkeypatch.setenv("LIGHTNING_ZERO_CMA", "off")
+    assert ops.cma_refusal() == "LIGHTNING_ZERO_CMA=off"
+    monkeypatch.setenv("LIGHTNING_ZERO_CMA", "no")
+    with pytest.raises(ValueError, match="LIGHTNING_ZERO_CMA='no' must be 'off', or unset"):
+        ops.cma_refusal()
+    monkeypatch.delenv("LIGHTNING_ZERO_CMA")
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert "Linux" in ops.cma_refusal()
