@@ -54,10 +54,12 @@ def collect(mesh: Mesh, seed: int) -> list[Tensor]:
     return results
 
 
-def collect_in_both_ways(seeds: Sequence[int], shard_size: int | None, without: int = -1) -> None:
-    """But for the rank ``without``, which sends and receives."""
+def collect_in_both_ways(seeds: Sequence[int], shard_size: int | None, without: int = -1, blind: bool = False) -> None:
+    """But for the rank ``without``, which sends and receives: it wants to, or is ``blind`` while others read it."""
     with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == without:
+        if dist.get_rank() == without and blind:
+            patch.setattr(SlotBoard, "find_neighbors", lambda *_: {})
+        elif dist.get_rank() == without:
             patch.setenv("LIGHTNING_ZERO_CMA", "off")
         mesh, read = Mesh.create(shard_size), ops.read_memory
     readers = [rank for rank in range(mesh.world.size) if rank != without]
@@ -86,7 +88,8 @@ def test_messages_that_are_read_have_the_bits_of_those_that_are_sent(pool: RankP
     pool.run(collect_in_both_ways, range(4), None)
     if pool.world_size == 4:
         pool.run(collect_in_both_ways, range(4, 6), 2)
-        pool.run(collect_in_both_ways, range(6, 8), None, 1)
+        for blind in (False, True):
+            pool.run_within(20, collect_in_both_ways, [6 + blind], None, 1, blind)
 
 
 def sum_under(late: int | None, slow: int | None, refusing: Sequence[int]) -> list[float]:
@@ -119,7 +122,7 @@ def sum_under(late: int | None, slow: int | None, refusing: Sequence[int]) -> li
 def test_late_ranks_and_memory_that_cannot_be_read(pool: RankPool) -> None:
     """Ranks that wait for long fall asleep and are woken, and a message that cannot be read is sent."""
     for case in [(None, None, [0]), (0, None, []), (0, None, [0, 1]), (None, 0, []), (1, 0, [1])]:
-        assert pool.run(sum_under, *case) == [[11.0, 13.0]] * 2, case
+        assert pool.run_within(20, sum_under, *case) == [[11.0, 13.0]] * 2, case
 
 
 def wait_in_another_order() -> float:
