@@ -9,8 +9,8 @@ backend's own collectives are used. Bytes are counted on the rank that sends the
 If ranks do not issue the same collectives, they hang, mix up their data, or abort (gloo, if sizes differ). To prevent
 this, each group keeps a *digest* of the collectives that were issued. While :attr:`Group.checked` is set, ranks compare
 their digests before every collective. Afterwards, messages carry the digest as their tag, so that only messages of the
-same collective are matched. Others end at once between ranks that read them, and by the timeout between those that
-send. With a backend's own collectives,
+same collective are matched. Others end by the timeout, or at once between ranks that read each other's messages, unless
+only one of the two gathers. With a backend's own collectives,
 ``Mesh.check_digests`` compares the digests once a step.
 """
 

@@ -91,6 +91,7 @@ def drain_lanes() -> None:
     until = time.monotonic() + _EXIT_SECONDS
     while any(lane.busy for lane in list(_started)) and time.monotonic() < until:
         time.sleep(0.01)
+    _started.clear()  # whoever calls this again does not wait for the same jobs again
 
 
 def noting_wait(lane: Lane, what: str) -> AbstractContextManager[None]:

@@ -40,9 +40,13 @@ class Branching(nn.Module):
         return x
 
 
-def go_astray(way: str, sizes: tuple[int, int, int], step: int, check_steps: int, stage: int = 3) -> None:
+def go_astray(
+    way: str, sizes: tuple[int, int, int], step: int, check_steps: int, stage: int = 3, *, cma: str = ""
+) -> None:
     setup = Setup(stage, check_steps=check_steps)
-    mesh = Mesh.create()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIGHTNING_ZERO_CMA", cma)
+        mesh = Mesh.create()
     session = driver.start(Branching(sizes, way), lambda m: torch.optim.SGD(m.parameters(), lr=0.1), setup, mesh)
     for number in range(step + 1):
         session.model.astray = number == step
@@ -51,9 +55,9 @@ def go_astray(way: str, sizes: tuple[int, int, int], step: int, check_steps: int
         driver.run_step(session, [torch.ones(2, 4)], lambda model, x: model(x).sum())
 
 
-def failures_of(pool: RankPool, function: Any, *args: Any) -> list[str]:
+def failures_of(pool: RankPool, function: Any, *args: Any, **kwargs: Any) -> list[str]:
     with pytest.raises(RankError) as caught:
-        pool.run_within(LIMIT, function, *args)
+        pool.run_within(LIMIT, function, *args, **kwargs)
     failures = caught.value.failures
     assert set(failures) == set(range(pool.world_size))
     assert {failure.kind for failure in failures.values()} == {"CollectiveError"}
@@ -83,9 +87,15 @@ def test_another_way_in_a_checked_step_is_an_error_at_once(
 
 @pytest.mark.slow
 @ranks(2)
-@pytest.mark.parametrize(("way", "sizes"), [("other", SAME), ("fewer", DIFFERENT), ("more", DIFFERENT)])
-def test_later_it_is_an_error_after_the_timeout(pool: RankPool, way: str, sizes: tuple[int, int, int]) -> None:
-    for rank, message in enumerate(failures_of(pool, go_astray, way, sizes, 3, 1)):
+@pytest.mark.parametrize(
+    ("way", "sizes", "cma"),
+    [("other", SAME, "off"), ("fewer", DIFFERENT, "off"), ("more", DIFFERENT, "off"), ("other", SAME, "")],
+)
+def test_later_it_is_an_error_after_the_timeout(
+    pool: RankPool, way: str, sizes: tuple[int, int, int], cma: str
+) -> None:
+    """Between ranks that send their messages; between those that read them, at the latest then."""
+    for rank, message in enumerate(failures_of(pool, go_astray, way, sizes, 3, 1, cma=cma)):
         assert message.startswith(f"rank {rank} of {pool.world_size} could not ")
         assert "blocks." in message
 
