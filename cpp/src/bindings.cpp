@@ -109,13 +109,14 @@ void add(const std::string& isa, std::uintptr_t total, std::uintptr_t values, DT
 }
 
 void sum_parts(const std::string& isa, std::uintptr_t total, const std::vector<std::uintptr_t>& parts,
-               DType dtype, std::size_t count, std::size_t threads) {
+               float factor, DType dtype, std::size_t count, std::size_t threads) {
   if (parts.empty()) throw std::invalid_argument("there are no parts to sum");
   const SumFunction function = resolve_target(isa).kernels.sum;
   std::vector<const void*> arrays;
   for (const std::uintptr_t part : parts) arrays.push_back(pointer<const void>(part));
   const py::gil_scoped_release release;
-  sum_parallel(function, {pointer<void>(total), arrays.data(), arrays.size(), dtype, 0, count}, threads);
+  sum_parallel(function, {pointer<void>(total), arrays.data(), arrays.size(), factor, dtype, 0, count},
+               threads);
 }
 
 void convert(SplitFunction function, std::uintptr_t whole, std::uintptr_t high, DType dtype,
@@ -264,7 +265,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.def("add", &add, py::kw_only(), py::arg("isa"), py::arg("total"), py::arg("values"), py::arg("dtype"),
         py::arg("count"), py::arg("threads"));
   m.def("sum_parts", &sum_parts, py::kw_only(), py::arg("isa"), py::arg("total"), py::arg("parts"),
-        py::arg("dtype"), py::arg("count"), py::arg("threads"));
+        py::arg("factor"), py::arg("dtype"), py::arg("count"), py::arg("threads"));
 
   m.def(
       "split",
@@ -351,4 +352,12 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
         return read_memory(process, address, pointer<void>(target), bytes);
       },
       py::arg("process"), py::arg("address"), py::arg("target"), py::arg("nbytes"));
+  m.def(
+      "read_pieces",
+      [](std::int64_t process, std::uintptr_t table, std::size_t count, std::uintptr_t target,
+         std::size_t bytes) {
+        const py::gil_scoped_release release;
+        return read_pieces(process, table, count, pointer<void>(target), bytes);
+      },
+      py::arg("process"), py::arg("table"), py::arg("count"), py::arg("target"), py::arg("nbytes"));
 }

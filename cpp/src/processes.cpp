@@ -13,9 +13,12 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <climits>
+#include <cstring>
 #include <ctime>
+#include <vector>
 
 namespace lightning_zero {
 namespace {
@@ -28,6 +31,36 @@ static_assert(sizeof(Signal) == sizeof(std::uint32_t) && std::atomic<std::uint32
 long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value, const timespec* limit) {
   // Not FUTEX_PRIVATE_FLAG: another process wakes the waiter, through its own mapping of the memory.
   return syscall(SYS_futex, &word, operation, value, limit, nullptr, 0);
+}
+
+// Reads pieces of another process's memory to their places in `target`. A call that reads less than it is
+// asked for has come to memory that is not there.
+int read_each(std::int64_t process, const Piece* pieces, std::size_t number, void* target) {
+  constexpr std::size_t kMost = std::size_t{1} << 30;  // bytes in a call; the system reads less than 2 GiB
+  std::vector<iovec> own, other;
+  std::size_t asked = 0;
+  const auto read = [&] {
+    const ssize_t count =
+        process_vm_readv(static_cast<pid_t>(process), own.data(), own.size(), other.data(), other.size(), 0);
+    const int error = count < 0 ? errno : static_cast<std::size_t>(count) < asked ? EFAULT : 0;
+    own.clear();
+    other.clear();
+    asked = 0;
+    return error;
+  };
+  for (const Piece* piece = pieces; piece != pieces + number; ++piece) {
+    for (std::size_t done = 0; done < piece->bytes;) {
+      const std::size_t bytes = std::min<std::size_t>(piece->bytes - done, kMost - asked);
+      own.push_back({static_cast<char*>(target) + piece->start + done, bytes});
+      other.push_back({reinterpret_cast<void*>(piece->address + done), bytes});
+      done += bytes;
+      asked += bytes;
+      if (own.size() == IOV_MAX || asked == kMost) {
+        if (const int error = read()) return error;
+      }
+    }
+  }
+  return asked == 0 ? 0 : read();
 }
 
 }  // namespace
@@ -100,15 +133,26 @@ void SharedMemory::map(int file) {
 }
 
 int read_memory(std::int64_t process, std::uintptr_t address, void* target, std::size_t bytes) {
-  for (std::size_t done = 0; done < bytes;) {  // a call reads 2 GiB at most
-    const iovec own{static_cast<char*>(target) + done, bytes - done};
-    const iovec other{reinterpret_cast<void*>(address + done), bytes - done};
-    const ssize_t count = process_vm_readv(static_cast<pid_t>(process), &own, 1, &other, 1, 0);
-    if (count < 0) return errno;
-    if (count == 0) return EFAULT;
-    done += static_cast<std::size_t>(count);
+  const Piece whole{0, address, bytes};
+  return read_each(process, &whole, 1, target);
+}
+
+int read_pieces(std::int64_t process, std::uintptr_t table, std::size_t count, void* target,
+                std::size_t bytes) {
+  if (count > bytes) return EINVAL;  // more than one for each byte
+  std::vector<Piece> pieces(count);
+  if (const int error = read_memory(process, table, pieces.data(), count * sizeof(Piece))) return error;
+  std::size_t end = 0;
+  const auto fill_to = [&](std::size_t start) {
+    if (start > end) std::memset(static_cast<char*>(target) + end, 0, start - end);
+  };
+  for (const Piece& piece : pieces) {
+    if (piece.start < end || piece.start > bytes || piece.bytes > bytes - piece.start) return EINVAL;
+    fill_to(piece.start);
+    end = piece.start + piece.bytes;
   }
-  return 0;
+  fill_to(bytes);
+  return read_each(process, pieces.data(), count, target);
 }
 
 }  // namespace lightning_zero
@@ -131,6 +175,7 @@ bool Signal::wait(std::uint32_t, double) { throw std::logic_error("there are no 
 bool Signal::sleep(std::uint32_t) { throw std::logic_error("there are no futexes"); }
 
 int read_memory(std::int64_t, std::uintptr_t, void*, std::size_t) { return ENOSYS; }
+int read_pieces(std::int64_t, std::uintptr_t, std::size_t, void*, std::size_t) { return ENOSYS; }
 
 }  // namespace lightning_zero
 

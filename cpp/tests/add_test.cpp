@@ -34,25 +34,28 @@ TEST_P(AddTest, RoundsTheExactSumOnce) {
   }
 }
 
-TEST_P(AddTest, SumsInOrderAndRoundsTo16BitsOnce) {
+TEST_P(AddTest, SumsProductsInOrderAndRoundsTo16BitsOnce) {
   for (const DType dtype : kAll) {
     for (std::size_t count = 0; count <= 70; ++count) {
       for (std::size_t number = 1; number <= 3; ++number) {
         const std::size_t item = item_size(dtype);
+        const float factor = count % 2 == 0 ? 1.0F : 0.3F;
         Buffer first(item, count, count % 17), second(item, count, 5), third(item, count);
         std::vector<double> expected;
         Buffer* const buffers[] = {&first, &second, &third};
         for (std::size_t p = 0; p < number; ++p) fill_with_samples(*buffers[p], dtype, 3 * count + p);
         for (std::size_t i = 0; i < count; ++i) {
-          float sum = static_cast<float>(decode(dtype, first.bits(i)));
-          for (std::size_t p = 1; p < number; ++p) {
-            sum += static_cast<float>(decode(dtype, buffers[p]->bits(i)));
-          }
+          const auto product = [&](std::size_t p) {
+            const float exact = static_cast<float>(decode(dtype, buffers[p]->bits(i))) * factor;
+            return static_cast<float>(nearest(dtype, exact));
+          };
+          float sum = product(0);
+          for (std::size_t p = 1; p < number; ++p) sum += product(p);
           expected.push_back(nearest(dtype, sum));
         }
         const void* const parts[] = {first.data(), second.data(), third.data()};
         Buffer& total = *buffers[number - 1];  // in the place of the last part
-        GetParam()->kernels.sum({total.data(), parts, number, dtype, 0, count});
+        GetParam()->kernels.sum({total.data(), parts, number, factor, dtype, 0, count});
         for (std::size_t i = 0; i < count; ++i) {
           ASSERT_TRUE(same_value(expected[i], decode(dtype, total.bits(i)))) << name_of(dtype) << ' ' << i;
         }

@@ -121,6 +121,43 @@ TEST(ReadMemory, RefusesMemoryThatIsNotThere) {
   munmap(memory, page);
 }
 
+TEST(ReadPieces, ReadsThemToTheirPlacesWithZerosBetween) {
+  constexpr std::size_t kNumber = 2500;  // more than the system takes in one call
+  std::vector<unsigned char> memory(4 * kNumber), found(4 * kNumber + 9, 77), expected(found.size());
+  std::iota(memory.begin(), memory.end(), 1);
+  std::vector<Piece> table;
+  for (std::size_t i = 0; i < kNumber; ++i) {  // in the opposite order, with a gap after every other one
+    const std::size_t start = 4 * i + 5, bytes = 4 - i % 2, from = 4 * (kNumber - 1 - i);
+    table.push_back({start, reinterpret_cast<std::uintptr_t>(&memory[from]), bytes});
+    std::copy_n(&memory[from], bytes, &expected[start]);
+  }
+  const auto address = reinterpret_cast<std::uintptr_t>(table.data());
+  EXPECT_EQ(read_pieces(getpid(), address, kNumber, found.data(), found.size()), 0);
+  EXPECT_EQ(found, expected);
+  EXPECT_EQ(read_pieces(getpid(), 0, 0, found.data(), found.size()), 0);
+  EXPECT_EQ(found, std::vector<unsigned char>(found.size()));
+  EXPECT_EQ(read_pieces(getpid(), 0, 0, nullptr, 0), 0);
+}
+
+TEST(ReadPieces, RefusesATableThatIsNotInOrder) {
+  int value = 5, found[2] = {7, 7};
+  const auto at = reinterpret_cast<std::uintptr_t>(&value);
+  const auto read = [&](const std::vector<Piece>& table) {
+    return read_pieces(getpid(), reinterpret_cast<std::uintptr_t>(table.data()), table.size(), found,
+                       sizeof found);
+  };
+  EXPECT_EQ(read({{0, at, 4}, {4, at, 4}}), 0);
+  EXPECT_EQ(found[1], 5);
+  EXPECT_EQ(read({{4, at, 4}, {0, at, 4}}), EINVAL);
+  EXPECT_EQ(read({{0, at, 4}, {3, at, 4}}), EINVAL);
+  EXPECT_EQ(read({{5, at, 4}}), EINVAL);
+  EXPECT_EQ(read({{9, at, 0}}), EINVAL);
+  EXPECT_EQ(read({{4, at, static_cast<std::uint64_t>(-4)}}), EINVAL);
+  EXPECT_EQ(read_pieces(getpid(), at, 9, found, sizeof found), EINVAL) << "more pieces than bytes";
+  EXPECT_EQ(read_pieces(getpid(), 0, 1, found, sizeof found), EFAULT);
+  EXPECT_EQ(read({{0, 0, 4}}), EFAULT);
+}
+
 }  // namespace
 }  // namespace lightning_zero
 

@@ -26,7 +26,7 @@ from lightning_zero.planning.memory import Memory
 from lightning_zero.sharding import BucketPlacement, Mesh, ShardingPolicy, sharded_init
 from lightning_zero.sharding.layout import imbalance_of
 from lightning_zero.sharding.partition import MAX_IMBALANCE
-from lightning_zero.storage import DeviceStore, Executor, HostStore, TensorStore, device_type
+from lightning_zero.storage import DeviceStore, Executor, HostStore, TensorStore, device_type, reuse_freed_memory
 from lightning_zero.update import block_of, kept_whole
 from lightning_zero.update.attached import parameters_of
 
@@ -73,6 +73,8 @@ def make_mesh(
     """Make the process groups of all ranks. Collective."""
     ops.share_cores(num_processes, local_rank)  # the ranks of a machine update at the same time
     keep_near(devices, local_rank)
+    if any(device_type(device).shares_host_memory for device in devices):
+        reuse_freed_memory()
     mesh = Mesh.create(shard_size(options, num_nodes, num_processes), timedelta(seconds=options.timeout))
     if options.shard_size is None and not options.replicates and mesh.replica.size > 1:
         rank_zero_info(

@@ -37,7 +37,14 @@ from lightning_zero.ops.blocks import BLOCK, Quantized, count_blocks, dequantize
 from lightning_zero.ops.disk import DiskBackend, DiskPool, TransferFailure, io_uring_refusal
 from lightning_zero.ops.formulas import Updates, updates_on
 from lightning_zero.ops.isa import compiled_isas, isa, supported_isas
-from lightning_zero.ops.processes import SIGNAL_BYTES, SharedMemory, Signal, cma_refusal, read_memory
+from lightning_zero.ops.processes import (
+    SIGNAL_BYTES,
+    SharedMemory,
+    Signal,
+    cma_refusal,
+    read_memory,
+    read_pieces,
+)
 from lightning_zero.ops.threads import (
     bind_threads,
     get_num_threads,
@@ -80,6 +87,7 @@ __all__ = [
     "lion_",
     "quantize_",
     "read_memory",
+    "read_pieces",
     "runs_on",
     "set_num_threads",
     "sgd_",

@@ -131,14 +131,23 @@ def accumulate_(total: Tensor, values: Tensor) -> None:
         total.add_(values)
 
 
-def sum_(total: Tensor, parts: Sequence[Tensor], *, isa: str | None = None, threads: int | None = None) -> None:
-    """Sums ``parts`` in their order into ``total``, in one pass over memory.
+def sum_(
+    total: Tensor,
+    parts: Sequence[Tensor],
+    factor: float = 1.0,
+    *,
+    isa: str | None = None,
+    threads: int | None = None,
+) -> None:
+    """Sums ``parts`` times ``factor`` in their order into ``total``, in one pass over memory.
 
-    Sums are computed in fp32 and converted to 16 bits once, with torch's rounding.
+    Products are rounded to the dtype of the parts, as torch does. Sums are computed in fp32 and converted to 16 bits
+    once, with torch's rounding.
 
     Args:
         total: [n] fp32, bf16 or fp16, written. It may be one of the parts.
         parts: at least one tensor of [n], of the same dtype; not modified, unless one of them is ``total``.
+        factor: as fp32.
         isa: one of `supported_isas` instead of the chosen one, for tests and benchmarks.
         threads: maximum number of threads instead of `get_num_threads`; >= 1.
 
@@ -156,24 +165,27 @@ def sum_(total: Tensor, parts: Sequence[Tensor], *, isa: str | None = None, thre
         isa=chosen_isa() if isa is None else isa,
         total=total.data_ptr(),
         parts=[part.data_ptr() for part in parts],
+        factor=factor,
         dtype=DTYPES[total.dtype],
         count=total.numel(),
         threads=get_num_threads() if threads is None else positive("threads", threads),
     )
 
 
-def sum_in_order_(total: Tensor, parts: Sequence[Tensor]) -> None:
-    """Sums ``parts`` in their order into ``total``: by `sum_` where it applies, otherwise by torch.
+def sum_in_order_(total: Tensor, parts: Sequence[Tensor], factor: float = 1.0) -> None:
+    """Sums ``parts`` times ``factor`` in their order into ``total``: by `sum_` where it applies, otherwise by torch.
 
     Args:
         total: [n], of any dtype that torch adds and on any device, contiguous; it may be one of the parts.
         parts: at least one tensor of [n] like ``total``.
+        factor: 1 for integers.
     """
     if total.dtype in ANY and runs_on(total.device):
-        sum_(total, parts)
+        sum_(total, parts, factor)
         return
-    found = parts[0].to(torch.float32 if total.dtype in HALF else total.dtype, copy=True)
-    for part in parts[1:]:
+    first, *others = (part if factor == 1 else part * factor for part in parts)
+    found = first.to(torch.float32 if total.dtype in HALF else total.dtype, copy=True)
+    for part in others:
         found += part
     total.copy_(found)
 

@@ -5,6 +5,7 @@ The last is called cross-memory attach (CMA): ``process_vm_readv(2)`` of Linux.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -115,13 +116,37 @@ def read_memory(process: int, address: int, target: Tensor) -> None:
         OSError: the process has ended, or does not let this one read its memory, or has none there that can be read;
             memory that a driver has mapped cannot. Or the system is not Linux.
     """
+    _check_target(target)
+    if error := _C.read_memory(process, address, target.data_ptr(), target.nbytes):
+        raise OSError(error, f"{os.strerror(error)} (memory of process {process})")
+
+
+def read_pieces(process: int, table: int, count: int, target: Tensor) -> None:
+    """Fills ``target`` with a message that lies in pieces in another process's memory. Releases the GIL.
+
+    Args:
+        process: the process's number.
+        table: where its table of the pieces begins: [count, 3] int64, where a piece begins in the message, its address
+            and its size, in bytes; pieces are in order and do not overlap, and between them the message is zero.
+        count: number of pieces.
+        target: contiguous, in host memory.
+
+    Raises:
+        ValueError, OSError: as :func:`read_memory`; a `ValueError` also if the table is not as described.
+    """
+    _check_target(target)
+    if error := _C.read_pieces(process, table, count, target.data_ptr(), target.nbytes):
+        if error == errno.EINVAL:
+            raise ValueError(f"process {process} has no {count} pieces of {target.nbytes} bytes, in order, at {table}")
+        raise OSError(error, f"{os.strerror(error)} (memory of process {process})")
+
+
+def _check_target(target: Tensor) -> None:
     if target.device.type != "cpu" or not target.is_contiguous():
         raise ValueError(
             f"the target has shape {tuple(target.shape)} and strides {target.stride()} on {target.device}; expected a "
             "contiguous tensor in host memory"
         )
-    if error := _C.read_memory(process, address, target.data_ptr(), target.nbytes):
-        raise OSError(error, f"{os.strerror(error)} (memory of process {process})")
 
 
 def cma_refusal() -> str:

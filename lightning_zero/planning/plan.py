@@ -8,7 +8,8 @@ The plan is per rank. Ψ is the number of padded elements of a bucket, S the siz
     optimizer_state  Ψ/S for each name of per-element state
     sharded_gradient Ψ/S in the dtype of :func:`sharded_gradient_dtype`
     gradients        of one backward, in the parameter dtype, until their bucket is reduced
-    reduce_buffer    Ψ in the reduce dtype, and temporary memory of the collective
+    reduce_buffer    Ψ in the reduce dtype, unless gradients are reduced from where they lie, and memory of the
+                     collective
     staging          host memory through which gradients and parameters pass, and device memory of gradients that are
                      being copied to the host: as much as the executor may keep, as if no copy ended before its wait;
                      also host memory of tiles on their way from and to a disk, and of activations in host memory
@@ -190,6 +191,7 @@ def plan(
     # The plan has its own groups, so that its traffic is not mixed with that of an engine.
     mesh = placement.mesh
     imagined = Mesh.imagined(mesh.shard.size, mesh.replica.size, mesh.world.rank)
+    imagined.shard.strangers = mesh.shard.strangers
     placement = placement._replace(mesh=imagined, block=block_of(optimizers))
     optimized = [p for optimizer in optimizers for p in parameters_of(optimizer)] if optimizers else None
     whole = kept_whole(optimizers, placement.optimizer_store.device)

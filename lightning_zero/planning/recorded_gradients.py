@@ -15,7 +15,11 @@ from lightning_zero.storage.disk_file import aligned
 from lightning_zero.storage.nvme import tiles_at_work
 
 
-class RecordedGradients(Reduction[RecordedTensor]):
+class RecordedPieces(RecordedTensor):
+    """Gradients that are not collected in one tensor."""
+
+
+class RecordedGradients(Reduction[RecordedTensor, RecordedPieces]):
     """The gradients of one bucket, from their accumulation until they are cleared; see ``BucketGradients``.
 
     Attributes:
@@ -69,8 +73,14 @@ class RecordedGradients(Reduction[RecordedTensor]):
             self._give(gradient)
         self._unsharded = {}
 
-    def _take_unsharded(self, buffer: RecordedTensor) -> None:
-        self._add_unsharded(buffer)
+    def _take_unsharded(self, dtype: torch.dtype) -> RecordedTensor:
+        if not self._in_pieces:
+            buffer = self._zeros(dtype)
+            self._add_unsharded(buffer)
+            return buffer
+        pieces = RecordedPieces(sum(gradient.numel for gradient in self._unsharded.values()), self._dtype)
+        self._unsharded = {}
+        return self._convert(pieces, dtype)
 
     def _merge(self, total: RecordedTensor, values: RecordedTensor) -> RecordedTensor:
         self._give(values)
@@ -83,14 +93,17 @@ class RecordedGradients(Reduction[RecordedTensor]):
         self._give(values)
         return converted
 
-    def _reduce_scatter(self, buffer: RecordedTensor) -> RecordedTensor:
-        shard = self._placement.mesh.shard
-        scratch = shard.scratch(buffer.nbytes, buffer.dtype, self._placement.device)
-        self.reduction = max(self.reduction, buffer.nbytes + scratch)
-        shard.count("reduce_scatter", buffer.nbytes)
+    def _reduce_scatter(self, gradients: RecordedTensor) -> RecordedTensor:
+        shard, dtype, layout = self._placement.mesh.shard, gradients.dtype, self._form.layout
+        nbytes = layout.padded_numel * dtype.itemsize
+        in_pieces = isinstance(gradients, RecordedPieces)
+        scratch = shard.scratch(nbytes, dtype, self._placement.device, in_pieces)
+        in_place = in_pieces and dtype == self._dtype
+        self.reduction = max(self.reduction, scratch + (0 if in_place else gradients.nbytes))
+        shard.count("reduce_scatter", nbytes)
         self._account.touch(Bytes(device=scratch))
-        self._give(buffer)
-        return self._take(RecordedTensor(self._form.layout.shard_numel, buffer.dtype))
+        self._give(gradients)
+        return self._take(RecordedTensor(layout.shard_numel, dtype))
 
     def _sum_replicas(self, shard: RecordedTensor) -> None:
         replica, device = self._placement.mesh.replica, self._placement.device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch.distributed as dist
 
@@ -17,6 +17,10 @@ _CLOSED = ("closed by peer", "reset by peer", "Broken pipe")  # in errors of glo
 
 class CollectiveError(RuntimeError):
     """Raised when ranks did not issue the same collectives, or when a rank is missing."""
+
+
+class MismatchError(RuntimeError):
+    """Raised when another rank offers another message than expected; says in which way, after a colon, if it can."""
 
 
 def is_communication_error(error: BaseException) -> bool:
@@ -47,3 +51,36 @@ def disagreement(wants: Mapping[int, str], board: Board) -> str:
     said = "; ".join(f"{board.describe(own)}: {want}" for want, own in ranks.items())
     cause = board.explain()
     return f"ranks do not do the same. {said}. {f'The cause: {cause}' if cause else expectation()}"
+
+
+def failure(what: str, error: RuntimeError, board: Board, own: int, waited: int | None, recent: Iterable[str]) -> str:
+    """The message for an error of the backend or an exchange. If the cause is known, it comes last.
+
+    Args:
+        what: what this rank was about to do.
+        error: the error.
+        board: notes of all ranks.
+        own: this rank, of the world.
+        waited: the rank for which this one waited; ``None``: for no rank in particular.
+        recent: the last collectives that this rank issued.
+    """
+    failed = f"rank {own} of {dist.get_world_size()}{board.place(own)} could not {what}"
+    ended = tells_an_end(str(error))
+    past = f"Before it, this rank had asked for: {', '.join(recent) or 'nothing'}. {expectation()}"
+    cause, missing = board.explain(), ""
+    if not cause and isinstance(error, MismatchError) and waited is not None:
+        return f"{failed}, because {board.describe([waited])} does something else{error}. {past}"
+    if not cause:
+        missing = board.describe(board.find_missing(waited, ended))
+        cause = board.explain()  # a rank may have noted it in the meantime
+    if cause:
+        return f"{failed}, because {cause}"
+    if ended and missing:  # if none is missing, a rank that gave up waiting has closed connections
+        return (
+            f"{failed}, because {missing} has ended without a Python error: it was killed, say, or its node is down "
+            f"({error})"
+        )
+    return (
+        f"{failed}: {missing or 'another rank'} failed, or does something else than this one, or takes longer than the "
+        f"timeout{', or its node or the network to it is down' if missing else ''}. {past} ({error})"
+    )

@@ -10,8 +10,7 @@ If ranks do not issue the same collectives, they hang, mix up their data, or abo
 this, each group keeps a *digest* of the collectives that were issued. While :attr:`Group.checked` is set, ranks compare
 their digests before every collective. Afterwards, messages carry the digest as their tag, so that only messages of the
 same collective are matched. Others end by the timeout, or at once between ranks that read each other's messages, unless
-only one of the two gathers. With a backend's own collectives,
-``Mesh.check_digests`` compares the digests once a step.
+only one of the two gathers. With a backend's own collectives, ``Mesh.check_digests`` compares them once a step.
 """
 
 from __future__ import annotations
@@ -31,9 +30,10 @@ from torch import Tensor
 
 from lightning_zero import ops
 from lightning_zero.sharding.board import Board
-from lightning_zero.sharding.collective_errors import CollectiveError, disagreement, expectation, tells_an_end
+from lightning_zero.sharding.collective_errors import CollectiveError, disagreement, failure
 from lightning_zero.sharding.cross_memory import Neighbor
-from lightning_zero.sharding.exchange import Channel, Exchange, MismatchError
+from lightning_zero.sharding.exchange import Channel, Exchange
+from lightning_zero.sharding.pieces import Pieces, bytes_of_blocks
 from lightning_zero.storage import DONE, Lane, Ticket, use_huge_pages
 from lightning_zero.storage.accelerators import device_type
 from lightning_zero.storage.threads import LaneThreads, in_lane
@@ -49,7 +49,6 @@ _TAGGED = frozenset({"gloo", "mpi"})  # backends that match messages by tag
 _HEADER = 128  # bytes: a digest, and the beginning of the text that says what the collective is for
 _DATA_TAG = 1 << 30  # tags below this value are those of headers
 _RECENT = 5  # number of collectives that an error lists
-
 
 CHANNELS = 2  # of a group: one for exchanges that the calling thread waits for, one for those that go on beside it
 
@@ -71,6 +70,7 @@ class Group:
     Attributes:
         size: number of ranks.
         rank: this process's rank inside the group.
+        strangers: number of ranks to which messages are sent in host memory, since they do not read them.
         checked: compare with the other ranks before each collective, which costs a small exchange.
         digest: a 32-bit checksum of the ``what`` of all collectives issued so far.
         sent: bytes that this rank has sent, by collective, in a ring or a direct exchange; checks are not counted.
@@ -88,6 +88,7 @@ class Group:
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = process_group
         self.size = process_group.size() if process_group is not None else 1
+        self.strangers = self.size - 1
         self.rank = process_group.rank() if process_group is not None else 0
         self.checked = False
         self.digest = 0
@@ -146,6 +147,7 @@ class Group:
         ranks = enumerate(self._world_ranks)
         found = {rank: neighbors[of_world] for rank, of_world in ranks if of_world in neighbors}
         self._channels = [Channel(found, index) for index in slots]
+        self.strangers = self.size - 1 - len(found)
 
     @property
     def neighbors(self) -> Mapping[int, Neighbor]:
@@ -181,9 +183,9 @@ class Group:
         """The number of elements by which :meth:`all_reduce_` pads a tensor of ``numel`` elements."""
         return self._transport(device).padding(numel)
 
-    def scratch(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> int:
+    def scratch(self, nbytes: int, dtype: torch.dtype, device: torch.device, in_pieces: bool = False) -> int:
         """Bytes that :meth:`reduce_scatter` of ``nbytes`` allocates while it runs, including its result."""
-        return 0 if self.size == 1 else self._transport(device).scratch(nbytes // self.size, dtype)
+        return 0 if self.size == 1 else self._transport(device).scratch(nbytes // self.size, dtype, in_pieces)
 
     def reset_counters(self) -> None:
         self.sent.clear()
@@ -207,17 +209,28 @@ class Group:
         data = flat.view(torch.uint8)  # backends do not support every dtype
         return self._transport(flat.device).begin_all_gather(data, what)
 
-    def reduce_scatter(self, flat: Tensor, what: str) -> Tensor:
-        """Sum ``flat`` (1-D, a multiple of ``size`` elements) over the ranks; returns this rank's slice of the sum.
+    def takes_pieces(self, device: torch.device) -> bool:
+        """Whether :meth:`reduce_scatter` takes a tensor in pieces."""
+        return self.size > 1 and device.type == "cpu" and self._transport(device).takes_pieces
 
-        The result is 1-D and has the dtype of ``flat``. A direct exchange adds 16-bit values in fp32 and rounds once.
-        ``flat`` may be overwritten, and the result may share its memory.
+    def reduce_scatter(self, flat: Tensor | Pieces, what: str, factor: float = 1.0) -> Tensor:
+        """Sum ``flat`` times ``factor`` over the ranks; returns this rank's slice of the sum.
+
+        The result is 1-D and has the dtype of ``flat``, to which products are rounded. A direct exchange adds 16-bit
+        values in fp32 and rounds once.
+
+        Args:
+            flat: 1-D, a multiple of ``size`` elements; may be overwritten, and the result may share its memory. If the
+                group :meth:`takes_pieces`, it may lie in pieces, which can be others on each rank and are only read.
+            what: see above.
+            factor: the same on all ranks.
         """
-        if self.size == 1:
-            return flat
-        self._announce(what, flat.device)
-        self.count("reduce_scatter", flat.nbytes)
-        return self._transport(flat.device).reduce_scatter(flat, what)
+        if self.size > 1:
+            self._announce(what, flat.device)
+            self.count("reduce_scatter", flat.nbytes)
+            return self._transport(flat.device).reduce_scatter(flat, what, factor)
+        assert isinstance(flat, Tensor)
+        return flat if factor == 1 else flat.mul_(factor)
 
     def all_reduce_(self, flat: Tensor, what: str) -> Tensor:
         """Sum ``flat`` (1-D, of any length) over the ranks, in place. Every rank gets the same bits."""
@@ -264,12 +277,12 @@ class Group:
 
     # ------------------------------------------------------------------------------------------------ between ranks
 
-    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], what: str) -> None:
+    def _exchange(self, outgoing: Sequence[Pieces], incoming: Sequence[Tensor], what: str) -> None:
         """Send ``outgoing[r]`` to every other rank r and receive ``incoming[r]`` from it, in host memory."""
         exchange = self._new_exchange(outgoing, incoming, self._data_tag, self._channels[0])
         self._perform(exchange.run, exchange, what)
 
-    def _exchange_beside(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], what: str) -> Callable[[], None]:
+    def _exchange_beside(self, outgoing: Sequence[Pieces], incoming: Sequence[Tensor], what: str) -> Callable[[], None]:
         """Begin :meth:`_exchange`; returns a function that waits for its end, until which nobody may touch the tensors.
 
         The exchange goes on without this thread. Otherwise ranks that come to other waits first would stop each other
@@ -284,7 +297,7 @@ class Group:
         return partial(self._perform, finish, exchange, what)
 
     def _new_exchange(
-        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int, channel: Channel | None = None
+        self, outgoing: Sequence[Pieces], incoming: Sequence[Tensor], tag: int, channel: Channel | None = None
     ) -> Exchange:
         assert self.process_group is not None
         return Exchange(self.process_group, outgoing, incoming, tag, channel)
@@ -324,41 +337,10 @@ class Group:
         except RuntimeError as error:
             if self.size == 1:
                 raise
-            raise CollectiveError(self._explanation(what, waiting.rank, error)) from error
-
-    def _explanation(self, what: str, awaited: int | None, error: RuntimeError) -> str:
-        """The message for an error of the backend or an exchange. If the cause is known, it comes last.
-
-        Args:
-            what: what this rank was about to do.
-            awaited: the group's rank for which it waited; ``None``: for no rank in particular.
-            error: the error.
-        """
-        ranks, board = self._world_ranks, self.board
-        own = ranks[self.rank]
-        failed = f"rank {own} of {dist.get_world_size()}{board.place(own)} could not {what}"
-        waited, ended = None if awaited is None else ranks[awaited], tells_an_end(str(error))
-        cause, missing = board.explain(), ""
-        if not cause and isinstance(error, MismatchError) and waited is not None:
-            return f"{failed}, because {board.describe([waited])} does something else{error}. {self._past}"
-        if not cause:
-            missing = board.describe(board.find_missing(waited, ended))
-            cause = board.explain()  # a rank may have noted it in the meantime
-        if cause:
-            return f"{failed}, because {cause}"
-        if ended and missing:  # if none is missing, a rank that gave up waiting has closed connections
-            return (
-                f"{failed}, because {missing} has ended without a Python error: it was killed, say, or its node is "
-                f"down ({error})"
-            )
-        return (
-            f"{failed}: {missing or 'another rank'} failed, or does something else than this one, or takes longer than "
-            f"the timeout{', or its node or the network to it is down' if missing else ''}. {self._past} ({error})"
-        )
-
-    @property
-    def _past(self) -> str:
-        return f"Before it, this rank had asked for: {', '.join(self.recent) or 'nothing'}. {expectation()}"
+            ranks = self._world_ranks
+            waited = None if waiting.rank is None else ranks[waiting.rank]
+            message = failure(what, error, self.board, ranks[self.rank], waited, self.recent)
+            raise CollectiveError(message) from error
 
     # -------------------------------------------------------------------------------------------------- consistency
 
@@ -401,16 +383,18 @@ class Group:
 class _Transport(Protocol):
     """Exchanges data between the ranks of a group of several ranks, in one kind of memory."""
 
+    takes_pieces: bool  # see `Group.takes_pieces`
+
     def padding(self, numel: int) -> int:
         """The number of elements by which ``numel`` elements must be padded for :meth:`all_reduce_`."""
 
-    def scratch(self, part: int, dtype: torch.dtype) -> int:
-        """Bytes that :meth:`reduce_scatter` allocates, including its result, if a rank's part has ``part`` bytes."""
+    def scratch(self, part: int, dtype: torch.dtype, in_pieces: bool) -> int:
+        """See :meth:`Group.scratch`; a rank's part has ``part`` bytes."""
 
     def begin_all_gather(self, data: Tensor, what: str) -> Callable[[], None]:
         """See :meth:`Group.begin_all_gather_`; ``data`` is uint8."""
 
-    def reduce_scatter(self, flat: Tensor, what: str) -> Tensor:
+    def reduce_scatter(self, flat: Tensor | Pieces, what: str, factor: float) -> Tensor:
         """See :meth:`Group.reduce_scatter`."""
 
     def all_reduce_(self, flat: Tensor, what: str) -> None:
@@ -423,46 +407,58 @@ class _Transport(Protocol):
 class _Messages:
     """A direct exchange in host memory: every rank sends to every other rank, and sums are made in rank order."""
 
+    takes_pieces = True
+
     def __init__(self, group: Group) -> None:
         self._group = group
 
     def padding(self, numel: int) -> int:
         return -numel % self._group.size
 
-    def scratch(self, part: int, dtype: torch.dtype) -> int:
-        # The parts from other ranks; the sum takes the place of one of them.
-        return part * (self._group.size - 1 + (not ops.sums_in_place(dtype)))
+    def scratch(self, part: int, dtype: torch.dtype, in_pieces: bool) -> int:
+        # The parts from other ranks, and those joined for them; the sum takes the place of one of them.
+        parts = self._group.size - 1 + in_pieces * self._group.strangers
+        return part * (parts + (not ops.sums_in_place(dtype))) + in_pieces * bytes_of_blocks(part)
 
     def begin_all_gather(self, data: Tensor, what: str) -> Callable[[], None]:
         slices = data.chunk(self._group.size)
-        return self._group._exchange_beside([slices[self._group.rank]] * self._group.size, slices, what)
+        return self._group._exchange_beside(self._to_all(slices), slices, what)
 
-    def reduce_scatter(self, flat: Tensor, what: str) -> Tensor:
-        group, parts = self._group, list(flat.chunk(self._group.size))
+    def reduce_scatter(self, flat: Tensor | Pieces, what: str, factor: float) -> Tensor:
+        group, pieces = self._group, Pieces.of(flat) if isinstance(flat, Tensor) else flat
+        parts, own = pieces.chunk(group.size), group.rank
         # A rank's own part is not received, so no memory is needed for it.
-        received = [
-            part if rank == group.rank else use_huge_pages(torch.empty_like(part)) for rank, part in enumerate(parts)
-        ]
+        sizes = [0 if rank == own else part.numel for rank, part in enumerate(parts)]
+        received = [use_huge_pages(torch.empty(size, dtype=flat.dtype, device=flat.device)) for size in sizes]
         group._exchange(parts, received, what)
         # The sum takes the place of another rank's part: a view of `flat` would keep all of it in memory.
-        total = received[group.rank - 1]  # that of the last rank, on rank 0
-        ops.sum_in_order_(total, received)
+        total = received[own - 1]  # that of the last rank, on rank 0
+        for start, block in parts[own].blocks():
+            stop = start + block.numel()
+            summands = [block if rank == own else part[start:stop] for rank, part in enumerate(received)]
+            ops.sum_in_order_(total[start:stop], summands, factor)
         return total
 
     def all_reduce_(self, flat: Tensor, what: str) -> None:
-        group, slices = self._group, flat.chunk(self._group.size)
-        slices[group.rank].copy_(self.reduce_scatter(flat, what))
-        group._exchange([slices[group.rank]] * group.size, slices, what)
+        slices = flat.chunk(self._group.size)
+        slices[self._group.rank].copy_(self.reduce_scatter(flat, what, 1.0))
+        self._group._exchange(self._to_all(slices), slices, what)
 
     def gather_headers(self, table: Tensor, header: Tensor, what: str, tag: int) -> None:
         group = self._group
         table[group.rank].copy_(header)
-        exchange = group._new_exchange([table[group.rank]] * group.size, list(table), tag)
+        exchange = group._new_exchange(self._to_all(list(table)), list(table), tag)
         group._perform(exchange.run, exchange, what)
+
+    def _to_all(self, slices: Sequence[Tensor]) -> list[Pieces]:
+        """This rank's slice, for every rank."""
+        return [Pieces.of(slices[self._group.rank])] * self._group.size
 
 
 class _Collectives:
     """The backend's own collectives."""
+
+    takes_pieces = False
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -470,7 +466,7 @@ class _Collectives:
     def padding(self, numel: int) -> int:
         return 0
 
-    def scratch(self, part: int, dtype: torch.dtype) -> int:
+    def scratch(self, part: int, dtype: torch.dtype, in_pieces: bool) -> int:
         return part
 
     def begin_all_gather(self, data: Tensor, what: str) -> Callable[[], None]:
@@ -484,8 +480,11 @@ class _Collectives:
 
         return wait
 
-    def reduce_scatter(self, flat: Tensor, what: str) -> Tensor:
+    def reduce_scatter(self, flat: Tensor | Pieces, what: str, factor: float) -> Tensor:
+        assert isinstance(flat, Tensor)
         out = flat.new_empty(flat.numel() // self._group.size)
+        if factor != 1:
+            flat.mul_(factor)
         with self._group._explained(what):
             _reduce_scatter_flat(out, flat, group=self._group.process_group)
         return out

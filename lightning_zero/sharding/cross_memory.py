@@ -22,13 +22,29 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from lightning_zero import ops
 from lightning_zero.limits import process_number
+from lightning_zero.sharding.pieces import Pieces
 
 _PR_SET_PTRACER = 0x59616D61  # see prctl(2)
 _SLOT = 64  # bytes: a cache line
+
+
+class Posted(NamedTuple):
+    """Where a message lies in its sender's memory.
+
+    Attributes:
+        table: address of the table of its pieces.
+        pieces: their number.
+        nbytes: size of the message.
+        tag: its tag.
+    """
+
+    table: int
+    pieces: int
+    nbytes: int
+    tag: int
 
 
 class Slot:
@@ -42,27 +58,35 @@ class Slot:
     def __init__(self, memory: NDArray[np.uint8]) -> None:
         size = ops.SIGNAL_BYTES
         self.posted, self.answered = ops.Signal(memory[:size]), ops.Signal(memory[size : 2 * size])
-        self._fields = memory[16:48].view(np.int64)
+        self._fields = memory[16:56].view(np.int64)
 
-    def write(self, message: Tensor, tag: int) -> None:
-        """Says where a message lies in this process's memory; to be announced."""
-        if not message.is_contiguous():
-            raise ValueError(f"the message has strides {message.stride()}; expected a contiguous tensor")
-        self._fields[:3] = message.data_ptr(), message.nbytes, tag
+    def write(self, message: Pieces, tag: int) -> NDArray[np.int64]:
+        """Says where a message lies in this process's memory; to be announced.
 
-    def read(self) -> tuple[int, int, int]:
-        """Address, bytes and tag of the message; after the announcement."""
-        address, nbytes, tag = self._fields[:3].tolist()
-        return address, nbytes, tag
+        Returns:
+            The table of its pieces, which the receiver reads, too; see :func:`~lightning_zero.ops.read_pieces`.
+        """
+        for _, part in message.parts:
+            if not part.is_contiguous():
+                raise ValueError(f"the message has strides {part.stride()}; expected a contiguous tensor")
+        size = message.dtype.itemsize
+        rows = [(start * size, part.data_ptr(), part.nbytes) for start, part in message.parts]
+        table = np.array(rows, dtype=np.int64).reshape(-1, 3)
+        self._fields[:4] = table.ctypes.data, len(rows), message.nbytes, tag
+        return table
+
+    def read(self) -> Posted:
+        """Where the message lies; after the announcement."""
+        return Posted(*self._fields[:4].tolist())
 
     @property
     def refused(self) -> bool:
         """Whether the receiver could not read the message; to be set before, and read after the answer."""
-        return bool(self._fields[3])
+        return bool(self._fields[4])
 
     @refused.setter
     def refused(self, refused: bool) -> None:
-        self._fields[3] = refused
+        self._fields[4] = refused
 
 
 class Neighbor(NamedTuple):

@@ -1,10 +1,10 @@
 """Messages between the ranks of a process group, in host memory.
 
 A message to a rank of the same node is not sent, if the two can read each other's memory (see
-:mod:`~lightning_zero.sharding.cross_memory`). The sender posts where it lies, in a slot that both share. The receiver
-reads it there, and answers in the slot; until then the sender's memory must stay as it is. If the read fails, the
-receiver answers that, and gets the message in the ordinary way: that works with memory that cannot be read, and if the
-sender has ended, it says so.
+:mod:`~lightning_zero.sharding.cross_memory`). The sender posts where its pieces lie, in a slot that both share. The
+receiver reads them there, and answers in the slot; until then the sender's memory must stay as it is. If the read
+fails, the receiver answers that, and gets the message in the ordinary way: that works with memory that cannot be read,
+and if the sender has ended, it says so.
 
 A rank waits for a post or an answer in shared memory for a fifth of a second. Then it falls asleep, and waits for a
 byte from the other rank, by the backend of the process group: this knows whether a rank has ended, or takes too long.
@@ -17,18 +17,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_zero import ops
+from lightning_zero.sharding.collective_errors import MismatchError
 from lightning_zero.sharding.cross_memory import Neighbor
+from lightning_zero.sharding.pieces import Pieces
 
 _PATIENCE = 0.2  # seconds
-
-
-class MismatchError(RuntimeError):
-    """Raised when another rank offers another message than expected; says in which way, after a colon, if it can."""
 
 
 class Channel:
@@ -59,8 +59,8 @@ class Exchange:
 
     Args:
         group: the ranks. Its backend matches messages by tag, and those with the same tag in their order.
-        outgoing: by the group's rank, what it gets from this one; contiguous, in host memory.
-        incoming: by the group's rank, where to put what comes from it.
+        outgoing: by the group's rank, what it gets from this one.
+        incoming: by the group's rank, where to put what comes from it; contiguous, in host memory.
         tag: of the messages.
         channel: the slots for messages that are read, the same on all ranks; ``None``: all are sent.
     """
@@ -68,7 +68,7 @@ class Exchange:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        outgoing: Sequence[Tensor],
+        outgoing: Sequence[Pieces],
         incoming: Sequence[Tensor],
         tag: int,
         channel: Channel | None = None,
@@ -82,6 +82,7 @@ class Exchange:
         self._neighbors, self._index = self._channel.neighbors, self._channel.index
         self._number = self._channel.next_number()
         self._works: list[tuple[int, dist.Work]] = []
+        self._used: list[Tensor | NDArray[np.int64]] = []  # memory that others read, or that is sent
         self.awaited: int | None = None
 
     def run(self) -> None:
@@ -93,7 +94,7 @@ class Exchange:
         """Begins to send and to receive. Until :meth:`finish` returns, nobody may touch or free the tensors."""
         strangers = [rank for rank in self._others if rank not in self._neighbors]
         for rank in strangers:
-            self._send(rank, self._outgoing[rank])
+            self._send(rank, self._outgoing[rank].join())
         for rank in strangers:
             self._works.append((rank, self._receive(rank, self._incoming[rank])))
 
@@ -109,7 +110,7 @@ class Exchange:
         with self._using_channel():
             for rank, neighbor in self._neighbors.items():
                 slot = neighbor.slots[self._index]
-                slot.write(self._outgoing[rank], self._tag)
+                self._used.append(slot.write(self._outgoing[rank], self._tag))
                 if slot.posted.announce(self._number):
                     self._wake(rank)
             # The other rank wakes this one, if it must, before it sends again what could not be read.
@@ -118,7 +119,7 @@ class Exchange:
                 slot = neighbor.slots[self._index]
                 self._wait(rank, slot.answered)
                 if slot.refused:
-                    self._send(rank, self._outgoing[rank])
+                    self._send(rank, self._outgoing[rank].join())
             received = [(rank, self._receive(rank, self._incoming[rank])) for rank in refused]
             for rank, work in (*self._works, *received):
                 self._finish(rank, work)
@@ -128,11 +129,13 @@ class Exchange:
         neighbor, target = self._neighbors[rank], self._incoming[rank]
         slot = neighbor.own_slots[self._index]
         self._wait(rank, slot.posted)
-        address, nbytes, tag = slot.read()
-        if (nbytes, tag) != (target.nbytes, self._tag):
-            raise MismatchError(f": {nbytes} bytes where {target.nbytes} were expected" if tag == self._tag else "")
+        posted = slot.read()
+        if posted.tag != self._tag:
+            raise MismatchError
+        if posted.nbytes != target.nbytes:
+            raise MismatchError(f": {posted.nbytes} bytes where {target.nbytes} were expected")
         try:
-            ops.read_memory(neighbor.process, address, target)
+            ops.read_pieces(neighbor.process, posted.table, posted.pieces, target)
         except OSError:
             slot.refused = True
         else:
@@ -152,6 +155,7 @@ class Exchange:
 
     def _send(self, rank: int, message: Tensor) -> None:
         self.awaited = rank
+        self._used.append(message)  # not every backend keeps it
         self._works.append((rank, self._group.send([message], rank, self._tag)))
 
     def _receive(self, rank: int, target: Tensor) -> dist.Work:
@@ -172,7 +176,7 @@ class Exchange:
         except BaseException as error:
             if self._neighbors:
                 self._channel.failure = error
-                _kept.append((self._outgoing, self._incoming))
+                _kept.append(self)
             raise
 
 
@@ -180,4 +184,4 @@ def _byte() -> Tensor:
     return torch.zeros(1, dtype=torch.uint8, device="cpu")
 
 
-_kept: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
+_kept: list[Exchange] = []

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Flag, auto
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from torch import Tensor
 from lightning_zero import ops
 from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.held import local_grad, set_local_grad
+from lightning_zero.sharding.pieces import Pieces
 from lightning_zero.sharding.reduction import Reduction
 from lightning_zero.sharding.sharded_gradient import ShardedGradient
 from lightning_zero.storage import temporary_zeros
@@ -46,7 +48,7 @@ class Held(Flag):
     SHARDED = auto()
 
 
-class BucketGradients(Reduction[Tensor]):
+class BucketGradients(Reduction[Tensor, Pieces]):
     """The gradients of one bucket; see the module's docstring.
 
     Attributes:
@@ -123,15 +125,24 @@ class BucketGradients(Reduction[Tensor]):
                 ops.accumulate_(view, gradient)
                 set_local_grad(parameter, None)
 
-    def _take_unsharded(self, buffer: Tensor) -> None:
-        targets, sources = [], []
-        for view, parameter in zip(self.bucket.views(buffer), self.bucket.parameters, strict=True):
+    def _take_unsharded(self, dtype: torch.dtype) -> Tensor | Pieces:
+        bucket, taken = self.bucket, []
+        for index, parameter in enumerate(bucket.parameters):
             if (gradient := local_grad(parameter)) is not None:
-                targets.append(view)
-                sources.append(gradient)
+                taken.append((index, gradient))
                 set_local_grad(parameter, None)
-        if targets:
-            copy_each(targets, sources)
+        if self._in_pieces:
+            offsets = bucket.layout.offsets
+            parts = [(offsets[i], self._piece(i, gradient, dtype)) for i, gradient in taken if gradient.numel()]
+            return Pieces(bucket.layout.padded_numel, dtype, sorted(parts, key=itemgetter(0)))
+        buffer = self._zeros(dtype)
+        if taken:
+            copy_each([bucket.view(buffer, index) for index, _ in taken], [gradient for _, gradient in taken])
+        return buffer
+
+    def _piece(self, index: int, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        """A gradient as it lies in the flat buffer, 1-D: the same memory, if it lies so and has the dtype."""
+        return self.bucket.formats[index].flatten(gradient).resolve_neg().to(dtype).contiguous()
 
     def _merge(self, total: Tensor, values: Tensor) -> Tensor:
         ops.accumulate_(total, values)
@@ -140,11 +151,12 @@ class BucketGradients(Reduction[Tensor]):
     def _convert(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         return values.to(dtype)
 
-    def _reduce_scatter(self, buffer: Tensor) -> Tensor:
+    def _reduce_scatter(self, gradients: Tensor | Pieces) -> Tensor:
         mesh = self._placement.mesh
-        # Divide before the sum, so that fp16 sums over many ranks do not overflow.
-        buffer.mul_(1.0 / mesh.world.size)
-        return mesh.shard.reduce_scatter(buffer, f"reduce the gradients of {self.bucket.name}")
+        # Divided before the sum, so that fp16 sums over many ranks do not overflow.
+        return mesh.shard.reduce_scatter(
+            gradients, f"reduce the gradients of {self.bucket.name}", factor=1.0 / mesh.world.size
+        )
 
     def _sum_replicas(self, shard: Tensor) -> None:
         self._placement.mesh.replica.all_reduce_(shard, f"sum the gradients of {self.bucket.name} over replicas")

@@ -23,10 +23,14 @@ class Values(Protocol):
 
 
 T = TypeVar("T", bound=Values)
+U = TypeVar("U")
 
 
-class Reduction(ABC, Generic[T]):
-    """Reduces the gradients of one bucket; ``T`` is the type of 1-D tensors of the bucket's or the shard's length.
+class Reduction(ABC, Generic[T, U]):
+    """Reduces the gradients of one bucket.
+
+    ``T`` is the type of 1-D tensors of the bucket's or the shard's length, ``U`` that of unsharded gradients where they
+    are reduced from where they lie, and not collected in a tensor.
 
     Args:
         dtype: dtype of the parameters.
@@ -59,7 +63,7 @@ class Reduction(ABC, Generic[T]):
                 the device instead of being summed over replicas and copied to where the sharded gradient rests.
         """
         placement, summed = self._placement, self._sum is not None
-        # No variable refers to the buffer, so it is freed before its slice is kept.
+        # No variable refers to what is reduced, so it is freed before its slice is kept.
         fresh = self._reduce_scatter(self._collect(placement.reduce_dtype(self._dtype, summed)))
         if placement.collects_slices:
             # Micro-batches are summed in fp32, as in the sharded gradient.
@@ -74,12 +78,15 @@ class Reduction(ABC, Generic[T]):
             self._sum_replicas(fresh)
         self._keep(fresh, more=not last)
 
-    def _collect(self, dtype: torch.dtype) -> T:
-        """Move the unsharded gradients and their sum over micro-batches into one buffer of ``dtype``."""
+    @property
+    def _in_pieces(self) -> bool:
+        """Whether unsharded gradients are reduced from where they lie."""
+        return self._placement.mesh.shard.takes_pieces(self._placement.device)
+
+    def _collect(self, dtype: torch.dtype) -> T | U:
+        """The unsharded gradients, with their sum over micro-batches, in ``dtype``."""
         if self._sum is None:
-            buffer = self._zeros(dtype)
-            self._take_unsharded(buffer)
-            return buffer
+            return self._take_unsharded(dtype)
         self._add_unsharded(self._sum)
         buffer, self._sum = self._sum, None  # without this reference the sum is freed after its conversion
         return self._convert(buffer, dtype)
@@ -93,8 +100,8 @@ class Reduction(ABC, Generic[T]):
         """Add the unsharded gradients to ``total``, whose dtype is theirs or a wider one, and free them."""
 
     @abstractmethod
-    def _take_unsharded(self, buffer: T) -> None:
-        """Move the unsharded gradients into ``buffer``, which holds zeros."""
+    def _take_unsharded(self, dtype: torch.dtype) -> T | U:
+        """Take the unsharded gradients, in ``dtype``: in pieces, or moved into one tensor."""
 
     @abstractmethod
     def _merge(self, total: T, values: T) -> T:
@@ -105,8 +112,8 @@ class Reduction(ABC, Generic[T]):
         """Convert values to ``dtype``; returns the same object if they have it, else the old one is not used again."""
 
     @abstractmethod
-    def _reduce_scatter(self, buffer: T) -> T:
-        """Divide ``buffer`` by the world size, sum it over the shard group, return this rank's slice. Collective."""
+    def _reduce_scatter(self, gradients: T | U) -> T:
+        """Divide by the world size, sum over the shard group, return this rank's slice. Collective."""
 
     @abstractmethod
     def _sum_replicas(self, shard: T) -> None:

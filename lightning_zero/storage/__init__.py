@@ -13,7 +13,7 @@ from lightning_zero.storage.accelerators import (
 from lightning_zero.storage.device import DeviceStore, ResidentStore
 from lightning_zero.storage.disk_file import DiskError
 from lightning_zero.storage.executor import DONE, Executor, InlineExecutor, Lane, Ticket
-from lightning_zero.storage.host import HostStore, note_freed, temporary_zeros, use_huge_pages
+from lightning_zero.storage.host import HostStore, note_freed, reuse_freed_memory, temporary_zeros, use_huge_pages
 from lightning_zero.storage.nvme import DiskStore
 from lightning_zero.storage.rested import Memory, Rested
 from lightning_zero.storage.store import TensorStore
@@ -49,6 +49,7 @@ __all__ = [
     "make_executor",
     "note_freed",
     "register_device_type",
+    "reuse_freed_memory",
     "temporary_zeros",
     "timed",
     "use_huge_pages",

@@ -84,6 +84,17 @@ class HostStore:
         return Resident(self.zeros(numel, dtype, crosses=crosses), self.memory)
 
 
+def reuse_freed_memory() -> None:
+    """Let the C allocator keep freed memory, in blocks of up to 32 MiB, for what is allocated next.
+
+    At first glibc gives larger blocks back to the system when they are freed, and so it does with the end of its heap,
+    and every micro-batch gets its gradients in fresh pages. It learns from the largest block that it has seen freed
+    (M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in mallopt(3)), unless the environment sets one of these. Other allocators
+    ignore this.
+    """
+    torch.empty(_LARGEST_REUSED - mmap.PAGESIZE, dtype=torch.uint8, device="cpu")  # freed at once
+
+
 def temporary_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate 1-D zeros that are freed soon, on any device.
 

@@ -6,22 +6,28 @@ import errno
 import os
 import time
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import RankPool, ranks
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_zero import ops
 from lightning_zero.cli.machine import read_machine
 from lightning_zero.limits import process_name
 from lightning_zero.sharding import CollectiveError, Mesh, exchange
+from lightning_zero.sharding import pieces as pieces_module
 from lightning_zero.sharding.cross_memory import Slot, SlotBoard
 from lightning_zero.sharding.exchange import Channel
+from lightning_zero.sharding.pieces import Pieces
 
 pytestmark = pytest.mark.skipif(
     (found := read_machine(ops=ops).cross_memory) != "yes", reason=f"can ranks read each other's memory? {found}"
@@ -29,6 +35,14 @@ pytestmark = pytest.mark.skipif(
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 LATE = 0.3  # seconds: longer than a rank's patience
+
+
+def cut(values: Tensor, draw: torch.Generator) -> Pieces:
+    """Some of the values, in pieces that lie anywhere."""
+    borders = torch.randint(values.numel() + 1, (int(torch.randint(40, (), generator=draw)) * 2,), generator=draw)
+    borders = borders.unique()  # sorted
+    ranges = [(start, stop) for start, stop in pairwise(borders.tolist()) if torch.rand((), generator=draw) < 0.7]
+    return Pieces(values.numel(), values.dtype, [(start, values[start:stop].clone()) for start, stop in ranges])
 
 
 def collect(mesh: Mesh, seed: int) -> list[Tensor]:
@@ -44,7 +58,10 @@ def collect(mesh: Mesh, seed: int) -> list[Tensor]:
             waits.append(mesh.shard.begin_all_gather_(flat, f"gather {number}"))
             results.append(flat)
         elif kind == 1:
-            results.append(mesh.shard.reduce_scatter(flat, f"reduce {number}"))
+            pieces = cut(flat, own)
+            found = mesh.shard.reduce_scatter(pieces, f"reduce pieces of {number}", 0.3)
+            results.append(mesh.shard.reduce_scatter(pieces.join(), f"reduce {number}", 0.3))
+            assert torch.equal(found, results[-1])
         elif kind == 2:
             results.append(mesh.world.all_reduce_(flat, f"sum {number}"))
         elif waits:
@@ -61,19 +78,19 @@ def collect_in_both_ways(seeds: Sequence[int], shard_size: int | None, without: 
             patch.setattr(SlotBoard, "find_neighbors", lambda *_: {})
         elif dist.get_rank() == without:
             patch.setenv("LIGHTNING_ZERO_CMA", "off")
-        mesh, read = Mesh.create(shard_size), ops.read_memory
+        mesh, read = Mesh.create(shard_size), ops.read_pieces
     readers = [rank for rank in range(mesh.world.size) if rank != without]
     expected_reads = mesh.world.rank in readers and len(readers) > 1
     assert [*mesh.world.neighbors] == [rank for rank in readers if expected_reads and rank != mesh.world.rank]
     reads: list[int] = []
 
-    def counted(process: int, address: int, target: Tensor) -> None:
+    def counted(process: int, table: int, count: int, target: Tensor) -> None:
         reads.append(process)
-        read(process, address, target)
+        read(process, table, count, target)
 
     for seed in seeds:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ops, "read_memory", counted)
+            patch.setattr(ops, "read_pieces", counted)
             found = collect(mesh, seed)
             begun = len(reads)
             for group in (mesh.world, mesh.shard, mesh.replica):
@@ -94,19 +111,19 @@ def test_messages_that_are_read_have_the_bits_of_those_that_are_sent(pool: RankP
 
 def sum_under(late: int | None, slow: int | None, refusing: Sequence[int]) -> list[float]:
     """Sums twice while a rank comes late or reads slowly, and some cannot read; senders change their memory at once."""
-    mesh, read = Mesh.create(), ops.read_memory
+    mesh, read = Mesh.create(), ops.read_pieces
     rank = mesh.world.rank
 
-    def reading(process: int, address: int, target: Tensor) -> None:
+    def reading(process: int, table: int, count: int, target: Tensor) -> None:
         if rank == slow:
             time.sleep(LATE)
         if rank in refusing:
             raise OSError(errno.EFAULT, "planted")
-        read(process, address, target)
+        read(process, table, count, target)
 
     sums = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "read_memory", reading)
+        patch.setattr(ops, "read_pieces", reading)
         for number in range(2):
             if rank == late:
                 time.sleep(LATE)
@@ -175,10 +192,14 @@ def test_only_processes_that_can_be_read_are_neighbors() -> None:
     assert found[1].process == os.getpid()
     slot, seen = found[1].slots[2], back[0].own_slots[2]
     message = torch.ones(7)
-    slot.write(message, 1 << 30)
+    table = slot.write(Pieces(9, message.dtype, [(0, message[:1]), (3, message[1:])]), 1 << 30)
+    assert table.tolist() == [[0, message.data_ptr(), 4], [12, message.data_ptr() + 4, 24]]
     assert not slot.posted.announce(1)
     assert seen.posted.wait(1, 0.0)
-    assert seen.read() == (message.data_ptr(), 28, 1 << 30)
+    assert seen.read() == (table.ctypes.data, 2, 36, 1 << 30)
+    read = torch.full([9], torch.nan)
+    ops.read_pieces(os.getpid(), table.ctypes.data, 2, read)
+    assert read.tolist() == [1, 0, 0, 1, 1, 1, 1, 1, 1]
     assert not any(each.posted.wait(1, 0.0) for each in (*back[0].own_slots[:2], *back[0].slots, *found[1].own_slots))
     with Path(os.devnull).open() as file:
         wrong = [
@@ -204,9 +225,39 @@ def test_only_processes_that_can_be_read_are_neighbors() -> None:
 def test_strided_memory_is_refused() -> None:
     strided = torch.ones(8)[::2]
     with pytest.raises(ValueError, match=r"the message has strides \(2,\)"):
-        Slot(np.zeros(64, dtype=np.uint8)).write(strided, 1)
+        Slot(np.zeros(64, dtype=np.uint8)).write(Pieces(4, strided.dtype, [(0, strided)]), 1)
     with pytest.raises(ValueError, match=r"the target has shape \(4,\) and strides \(2,\)"):
         ops.read_memory(os.getpid(), strided.data_ptr(), strided)
+    with pytest.raises(ValueError, match=r"the target has shape \(4,\) and strides \(2,\)"):
+        ops.read_pieces(os.getpid(), strided.data_ptr(), 0, strided)
+    table = np.array([[4, strided.data_ptr(), 4], [0, strided.data_ptr(), 4]])
+    with pytest.raises(ValueError, match="has no 2 pieces of 8 bytes, in order, at "):
+        ops.read_pieces(os.getpid(), table.ctypes.data, 2, torch.ones(2))
+
+
+@given(st.data(), st.integers(1, 5), st.integers(1, 40))
+def test_pieces_are_cut_and_joined(data: st.DataObject, number: int, size: int) -> None:
+    flat = torch.zeros(number * size, dtype=torch.float64)
+    parts = []
+    for start, stop in pairwise(sorted(data.draw(st.sets(st.integers(0, flat.numel()))))):
+        if data.draw(st.booleans()):
+            flat[start:stop] = torch.rand(stop - start, dtype=flat.dtype)
+            parts.append((start, flat[start:stop].clone()))
+    pieces = Pieces(flat.numel(), flat.dtype, parts)
+    for each, whole in ((pieces, flat), *zip(pieces.chunk(number), flat.chunk(number), strict=True)):
+        joined = each.join()
+        with mock.patch.object(pieces_module, "_SMALL", 64):
+            blocks = [*each.blocks()]
+        assert joined.dtype == flat.dtype
+        assert torch.equal(joined, whole)
+        assert torch.equal(torch.cat([block for _, block in blocks]), whole)
+        assert [start for start, _ in blocks] == [0, *accumulate(block.numel() for _, block in blocks)][:-1]
+        assert all(block.nbytes < 128 or any(block is part for _, part in each.parts) for _, block in blocks)
+        assert all(block.nbytes + after.nbytes >= 64 for (_, block), (_, after) in pairwise(blocks))
+    assert Pieces.of(flat).join().data_ptr() == flat.data_ptr()
+    assert [each.parts[0][1].data_ptr() for each in Pieces.of(flat).chunk(number)] == [
+        each.data_ptr() for each in flat.chunk(number)
+    ]
 
 
 def test_the_environment_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:

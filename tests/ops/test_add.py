@@ -27,21 +27,28 @@ def test_sums_have_torchs_bits(count: int, dtype: torch.dtype, seed: int, offset
         assert buffer[GUARD + offset + count :].eq(7).all()
 
 
-@given(st.integers(0, 300), st.sampled_from(FLOATS), st.integers(1, 5), st.integers(0, 2**32 - 1), st.integers(0, 31))
+@given(
+    st.integers(0, 300),
+    st.sampled_from(FLOATS),
+    st.integers(1, 5),
+    st.sampled_from([1.0, 0.5, 1 / 3]),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 31),
+)
 def test_sums_of_several_have_the_bits_of_one_after_another(
-    count: int, dtype: torch.dtype, number: int, seed: int, offset: int
+    count: int, dtype: torch.dtype, number: int, factor: float, seed: int, offset: int
 ) -> None:
     draw = torch.Generator().manual_seed(seed)
     values = [random_bits(count, dtype, draw) for _ in range(number)]
-    expected = values[0].float()
+    expected = (values[0] * factor).float()
     for more in values[1:]:
-        expected = expected + more
+        expected = expected + more * factor
     expected = expected.to(dtype)
     placed_at = seed % (number + 1)  # the sum takes the place of one of the parts, or is a tensor of its own
     for isa in ops.supported_isas():
         parts = [placed(part, (offset + i) % 32) for i, part in enumerate([*values, torch.zeros(count, dtype=dtype)])]
         total, buffer = parts[placed_at]
-        ops.sum_(total, [part for part, _ in parts[:-1]], isa=isa)
+        ops.sum_(total, [part for part, _ in parts[:-1]], factor, isa=isa)
         assert torch.equal(total.isnan(), expected.isnan())
         bits = (t.nan_to_num(0.0, torch.inf, -torch.inf).view(INTEGERS[t.itemsize]) for t in (total, expected))
         assert torch.equal(*bits)
@@ -101,6 +108,9 @@ def test_parts_of_any_dtype_are_summed_into_one_of_them(dtype: torch.dtype) -> N
     parts = [torch.tensor([1, 2]).to(dtype), torch.tensor([3, 5]).to(dtype), torch.tensor([7, 11]).to(dtype)]
     ops.sum_in_order_(parts[1], parts)
     assert [part.tolist() for part in parts] == [[1, 2], [11, 18], [7, 11]]
+    if dtype.is_floating_point:
+        ops.sum_in_order_(parts[0], parts[::2], 0.5)
+        assert parts[0].tolist() == [4, 6.5]
 
 
 def test_wrong_arguments_are_named_before_anything_is_added() -> None:

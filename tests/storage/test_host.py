@@ -1,8 +1,12 @@
-"""Memory in huge pages."""
+"""Host memory that is freed soon: huge pages, and pages that are used again."""
 
 from __future__ import annotations
 
+import os
+import platform
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,3 +52,34 @@ def test_a_system_without_huge_pages_does_without(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(host, "_MADV_HUGEPAGE", 9999)  # what such a kernel answers with EINVAL, too
     assert not temporary_zeros(40 * MIB, torch.uint8, CPU).any()
     assert not use_huge_pages(torch.empty(40 * MIB, dtype=torch.uint8)).zero_().any()
+
+
+COUNT_FRESH_PAGES = """
+import resource, torch, torch.distributed as dist
+from lightning_zero.integration.engines import make_mesh
+from lightning_zero.integration.options import StrategyOptions
+
+def fresh_pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        blocks = [torch.ones(12 << 18) for _ in range(3)]
+        del blocks
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize() >> 20
+
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+before = fresh_pages()
+make_mesh(StrategyOptions(stage=1), 1, 1, 0, [torch.device("cpu")])
+print(before, fresh_pages())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_freed_memory_is_used_again_on_cpu_ranks() -> None:
+    """MiB of fresh pages for ten times 36 MiB."""
+    # The suite has settings of its own, which measure memory better.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    command = [sys.executable, "-P", "-c", COUNT_FRESH_PAGES]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    before, after = map(int, child.stdout.split())
+    assert before > 200
+    assert after < 60

@@ -21,14 +21,15 @@ using AddFunction = void (*)(const AddArrays&);
 // Runs `add` on up to `threads` threads (at least 1).
 void add_parallel(AddFunction add, const AddArrays& arrays, std::size_t threads);
 
-// `total[i] = parts[0][i] + parts[1][i] + ...`, in this order, for `start <= i < start + count`. Sums are
-// computed in fp32, each rounded, and converted to 16 bits once. `total` may be one of the parts, of which
-// there is at least one.
+// `total[i] = factor * parts[0][i] + factor * parts[1][i] + ...`, in this order, for `start <= i < start +
+// count`. Products are rounded to the dtype of the arrays; sums are computed in fp32, each rounded, and
+// converted to 16 bits once. `total` may be one of the parts, of which there is at least one.
 struct SumArrays {
   void* total;
   const void* const* parts;
   std::size_t number;  // of parts
-  DType dtype;         // of all arrays: float32, bfloat16 or float16
+  float factor;
+  DType dtype;  // of all arrays: float32, bfloat16 or float16
   std::size_t start;
   std::size_t count;
 };

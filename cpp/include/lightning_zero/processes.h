@@ -59,4 +59,18 @@ class SharedMemory {
 // memory.
 int read_memory(std::int64_t process, std::uintptr_t address, void* target, std::size_t bytes);
 
+// A piece of a message: `bytes` bytes at `address` in the memory of the process that has it. In the message
+// they begin at byte `start`.
+struct Piece {
+  std::uint64_t start, address, bytes;
+};
+
+// Fills `target` with a message of `bytes` bytes that lies in pieces in the memory of `process`; zeros are
+// between them. `table` is the address, in that process, of an array of `count` pieces in ascending order,
+// which do not overlap.
+//
+// Returns as `read_memory` does; EINVAL if the table is not as described.
+int read_pieces(std::int64_t process, std::uintptr_t table, std::size_t count, void* target,
+                std::size_t bytes);
+
 }  // namespace lightning_zero

@@ -56,6 +56,30 @@ KERNEL_INLINE void store_sum(Pair<V> sum, Half* to) {
   store_copy<Order::consecutive>(sum, to, false);
 }
 
+// `x` rounded to an element's format.
+template <class V>
+KERNEL_INLINE Pair<V> rounded(Pair<V> x, const float*) {
+  return x;
+}
+template <class V>
+KERNEL_INLINE Pair<V> rounded(Pair<V> x, const BFloat16*) {
+  using Bits = typename V::Bits;
+  const Bits upper = Bits::broadcast(0xFFFF0000U);
+  const Pair<Bits> bits = rounded_bits(x);
+  return {V::from_bits(bits.first & upper), V::from_bits(bits.second & upper)};
+}
+template <class V>
+KERNEL_INLINE Pair<V> rounded(Pair<V> x, const Float16*) {
+  return {round_to_float16(x.first), round_to_float16(x.second)};
+}
+
+// Elements times a factor, rounded to their format.
+template <class V, class Element>
+KERNEL_INLINE Pair<V> load_scaled(const Element* from, V factor) {
+  const Pair<V> x = load<V, Order::consecutive>(from);
+  return rounded(Pair<V>{x.first * factor, x.second * factor}, from);
+}
+
 // Sums the pairs of vectors that `pair_of` gives for each of `number` parts.
 template <class V, class PairOf>
 KERNEL_INLINE Pair<V> sum_parts(std::size_t number, const PairOf& pair_of) {
@@ -72,10 +96,11 @@ void sum_elements(const SumArrays& a) {
   constexpr std::size_t block = 2 * V::width;
   const auto part = [&](std::size_t p) { return static_cast<const Element*>(a.parts[p]); };
   auto* const total = static_cast<Element*>(a.total);
+  const V factor = V::broadcast(a.factor);
   const std::size_t end = a.start + a.count;
   std::size_t i = a.start;
   for (; i + block <= end; i += block) {
-    store_sum(sum_parts<V>(a.number, [&](std::size_t p) { return load<V, Order::consecutive>(part(p) + i); }),
+    store_sum(sum_parts<V>(a.number, [&](std::size_t p) { return load_scaled(part(p) + i, factor); }),
               total + i);
   }
   const std::size_t rest = end - i;
@@ -84,7 +109,7 @@ void sum_elements(const SumArrays& a) {
   store_sum(sum_parts<V>(a.number,
                          [&](std::size_t p) {
                            std::memcpy(padded, part(p) + i, rest * sizeof(Element));
-                           return load<V, Order::consecutive>(padded);
+                           return load_scaled(padded, factor);
                          }),
             padded);
   std::memcpy(total + i, padded, rest * sizeof(Element));

@@ -101,13 +101,18 @@ KERNEL_INLINE void store_copy(Pair<V> x, Float16* to, bool stream) {
   x = consecutive<kOrder>(x);
   V::store_pair(x.first, x.second, to, stream);
 }
-template <Order kOrder, class V>
-KERNEL_INLINE void store_copy(Pair<V> x, BFloat16* to, bool stream) {
+// Bits whose upper halves are `x` rounded to bf16, ties to even.
+template <class V>
+KERNEL_INLINE Pair<typename V::Bits> rounded_bits(Pair<V> x) {
   using Bits = typename V::Bits;
   const Bits one = Bits::broadcast(1);
   const Bits half = Bits::broadcast(0x7FFF);
-  const Pair<Bits> bits =
-      biased(x, half + ((x.first.bits() >> 16) & one), half + ((x.second.bits() >> 16) & one));
+  return biased(x, half + ((x.first.bits() >> 16) & one), half + ((x.second.bits() >> 16) & one));
+}
+
+template <Order kOrder, class V>
+KERNEL_INLINE void store_copy(Pair<V> x, BFloat16* to, bool stream) {
+  const Pair<typename V::Bits> bits = rounded_bits(x);
   store_upper<kOrder>(bits.first, bits.second, &to->bits, stream);
 }
 template <Order kOrder, class V>
