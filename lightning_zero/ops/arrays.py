@@ -183,15 +183,15 @@ def sum_in_order_(total: Tensor, parts: Sequence[Tensor], factor: float = 1.0) -
     if total.dtype in ANY and runs_on(total.device):
         sum_(total, parts, factor)
         return
-    first, *others = (part if factor == 1 else part * factor for part in parts)
-    found = first.to(torch.float32 if total.dtype in HALF else total.dtype, copy=True)
-    for part in others:
-        found += part
+    found = torch.empty_like(total, dtype=torch.float32 if total.dtype in HALF else total.dtype)
+    for index, part in enumerate(parts):
+        product = part if factor == 1 else part * factor
+        found.add_(product) if index else found.copy_(product)
     total.copy_(found)
 
 
 def sums_in_place(dtype: torch.dtype) -> bool:
-    """Whether `sum_in_order_` needs no memory of its own on the CPU; otherwise it takes as much as the result."""
+    """Whether `sum_in_order_` needs no memory of its own on the CPU; otherwise it takes twice as much as the result."""
     return dtype in ANY
 
 

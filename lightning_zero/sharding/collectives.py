@@ -417,8 +417,8 @@ class _Messages:
 
     def scratch(self, part: int, dtype: torch.dtype, in_pieces: bool) -> int:
         # The parts from other ranks, and those joined for them; the sum takes the place of one of them.
-        parts = self._group.size - 1 + in_pieces * self._group.strangers
-        return part * (parts + (not ops.sums_in_place(dtype))) + in_pieces * bytes_of_blocks(part)
+        parts = self._group.size - 1 + in_pieces * self._group.strangers + 2 * (not ops.sums_in_place(dtype))
+        return part * parts + in_pieces * bytes_of_blocks(part)
 
     def begin_all_gather(self, data: Tensor, what: str) -> Callable[[], None]:
         slices = data.chunk(self._group.size)
