@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -113,7 +114,7 @@ def run_ranks(
         watch: called repeatedly while the ranks run.
 
     Raises:
-        RankError: a rank failed.
+        RankError: a rank failed; an abort after it has saved its result is none.
         RuntimeError: the ranks exceeded the limit.
     """
     folder = Path(job["folder"])
@@ -133,7 +134,7 @@ def run_ranks(
         while not failed and any(rank.poll() is None for rank in started):
             watch()
             time.sleep(0.05)
-            failed = [number for number, rank in enumerate(started) if rank.poll()]
+            failed = [number for number, rank in enumerate(started) if _has_failed(rank, _result(folder, number))]
             if time.monotonic() > end:
                 raise RuntimeError(f"{contestant.name} took more than {limit:g} s")
     finally:
@@ -144,7 +145,17 @@ def run_ranks(
     for number in failed:
         said, code = (folder / f"output{number}").read_text()[-5000:], started[number].returncode
         raise RankError(f"rank {number} of {contestant.name} ended with {code}:\n{said}", code)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    return [json.loads(_result(folder, rank).read_text()) for rank in range(ranks)]
+
+
+def _result(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.json"
+
+
+def _has_failed(rank: subprocess.Popen[bytes], result: Path) -> bool:
+    """Whether a rank has ended without a result. At its exit torch's gloo may abort it, or threads of DeepSpeed."""
+    code = rank.poll()
+    return bool(code) and not (code == -signal.SIGABRT and result.exists())
 
 
 def _remove_shared_memory(address: str, port: int) -> None:

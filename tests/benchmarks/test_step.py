@@ -134,6 +134,19 @@ def test_what_a_failing_rank_says_is_told(benchmark: Any, tmp_path: Path) -> Non
         benchmark.run_ranks(contestant, script, {"folder": str(tmp_path)}, 2, {}, 60)
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_an_abort_counts_unless_the_result_is_there(benchmark: Any, tmp_path: Path, before: bool) -> None:
+    lines = ["os.abort()", "pathlib.Path(f'rank{os.environ[\"RANK\"]}.json').write_text('7')"]
+    script = tmp_path / "rank.py"
+    script.write_text("\n".join(["import os, pathlib, time", *(lines if before else reversed(lines))]))
+    ranks = benchmark.Contestant("fsdp2", "fsdp2", sys.executable), script, {"folder": str(tmp_path)}, 2, {}, 60
+    if before:
+        with pytest.raises(RuntimeError, match=r"rank . of fsdp2 ended with -6"):
+            benchmark.run_ranks(*ranks)
+    else:
+        assert benchmark.run_ranks(*ranks) == [7, 7]
+
+
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs shared memory as of Linux")
 def test_shared_memory_that_deepspeed_leaves_is_removed(benchmark: Any, tmp_path: Path) -> None:
     script, name = tmp_path / "rank.py", "deepspeed_allreduce_buffer_0_{MASTER_ADDR}_{MASTER_PORT}_{RANK}"
