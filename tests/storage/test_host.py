@@ -54,32 +54,30 @@ def test_a_system_without_huge_pages_does_without(monkeypatch: pytest.MonkeyPatc
     assert not use_huge_pages(torch.empty(40 * MIB, dtype=torch.uint8)).zero_().any()
 
 
-COUNT_FRESH_PAGES = """
-import resource, torch, torch.distributed as dist
+MAKE_A_MESH = """
+import ctypes, torch, torch.distributed as dist
 from lightning_zero.integration.engines import make_mesh
 from lightning_zero.integration.options import StrategyOptions
 
-def fresh_pages():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(10):
-        blocks = [torch.ones(12 << 18) for _ in range(3)]
-        del blocks
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize() >> 20
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+
+def is_mapped():
+    # The second bit of a chunk's size, which lies before its memory. It is not freed, so that nothing is learned.
+    return bool(ctypes.c_size_t.from_address(libc.malloc(ctypes.c_size_t(31 << 20)) - 8).value & 2)
 
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-before = fresh_pages()
+before = is_mapped()
 make_mesh(StrategyOptions(stage=1), 1, 1, 0, [torch.device("cpu")])
-print(before, fresh_pages())
+print(before, is_mapped())
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 def test_freed_memory_is_used_again_on_cpu_ranks() -> None:
-    """MiB of fresh pages for ten times 36 MiB."""
+    """Large blocks come from the heap, not as mappings of their own, which are given back when they are freed."""
     # The suite has settings of its own, which measure memory better.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    command = [sys.executable, "-P", "-c", COUNT_FRESH_PAGES]
+    command = [sys.executable, "-P", "-c", MAKE_A_MESH]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    before, after = map(int, child.stdout.split())
-    assert before > 200
-    assert after < 60
+    assert child.stdout.split() == ["True", "False"]
