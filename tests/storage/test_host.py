@@ -8,10 +8,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from helpers.ranks import RankPool, ranks
 
+from lightning_zero.integration import engines
+from lightning_zero.integration.options import StrategyOptions
 from lightning_zero.storage import host, temporary_zeros, use_huge_pages
 
 MIB = 1 << 20
@@ -54,10 +59,9 @@ def test_a_system_without_huge_pages_does_without(monkeypatch: pytest.MonkeyPatc
     assert not use_huge_pages(torch.empty(40 * MIB, dtype=torch.uint8)).zero_().any()
 
 
-MAKE_A_MESH = """
-import ctypes, torch, torch.distributed as dist
-from lightning_zero.integration.engines import make_mesh
-from lightning_zero.integration.options import StrategyOptions
+WHERE_A_BLOCK_COMES_FROM = """
+import ctypes
+from lightning_zero.storage import reuse_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -66,18 +70,29 @@ def is_mapped():
     # The second bit of a chunk's size, which lies before its memory. It is not freed, so that nothing is learned.
     return bool(ctypes.c_size_t.from_address(libc.malloc(ctypes.c_size_t(31 << 20)) - 8).value & 2)
 
-dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 before = is_mapped()
-make_mesh(StrategyOptions(stage=1), 1, 1, 0, [torch.device("cpu")])
+reuse_freed_memory()
 print(before, is_mapped())
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
-def test_freed_memory_is_used_again_on_cpu_ranks() -> None:
+def test_freed_memory_is_used_again() -> None:
     """Large blocks come from the heap, not as mappings of their own, which are given back when they are freed."""
     # The suite has settings of its own, which measure memory better.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    command = [sys.executable, "-P", "-c", MAKE_A_MESH]
+    command = [sys.executable, "-P", "-c", WHERE_A_BLOCK_COMES_FROM]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert child.stdout.split() == ["True", "False"]
+
+
+def make_a_mesh() -> int:
+    """How often it asks for memory to be used again."""
+    with mock.patch.object(engines, "reuse_freed_memory") as asked:
+        engines.make_mesh(StrategyOptions(stage=1), 1, dist.get_world_size(), dist.get_rank(), [CPU])
+        return asked.call_count
+
+
+@ranks(1)
+def test_cpu_ranks_use_it_again(pool: RankPool) -> None:
+    assert pool.run(make_a_mesh) == [1]
