@@ -14,6 +14,7 @@ REASONS: dict[str, str] = {
     "tests/engine/test_disk.py::test_gradients_of_a_bucket_of_two_optimizers_are_not_read_for_its_norms": (
         "a device sums their squares before they leave it, so that they are not read in the first step either"
     ),
+    "tests/engine/test_gradients.py": "a device collects gradients in a tensor; the host reduces them as they lie",
     "tests/engine/test_loss_scale.py::test_optimizers_of_whole_parameters_skip_an_overflow_in_fp16": (
         "Muon's batches of matrices are rounded by their members there: test_two_places.py"
     ),
