@@ -147,7 +147,7 @@ def sum_(
     Args:
         total: [n] fp32, bf16 or fp16, written. It may be one of the parts.
         parts: at least one tensor of [n], of the same dtype; not modified, unless one of them is ``total``.
-        factor: as fp32.
+        factor: rounded to fp32.
         isa: one of `supported_isas` instead of the chosen one, for tests and benchmarks.
         threads: maximum number of threads instead of `get_num_threads`; >= 1.
 

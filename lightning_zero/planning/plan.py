@@ -15,10 +15,11 @@ The plan is per rank. Ψ is the number of padded elements of a bucket, S the siz
                      also host memory of tiles on their way from and to a disk, and of activations in host memory
 
 Sizes come from the functions by which the engine allocates. The peak and the traffic come from two steps in which the
-runtime's own reducer and prefetcher run without tensors (``recording.py``). Not counted are: activations and temporary
-memory of a module's own backward, unless there is a trace of them (``tracing.py``); tensors of a few bytes (scalar
-state, checksums); buffers of NCCL and gloo (whose threads also keep the tensors of a collective for a moment after its
-end).
+runtime's own reducer and prefetcher run without tensors (``recording.py``). Imagined CPU ranks are assumed to read each
+other's gradients. Not counted are: activations and temporary memory of a module's own backward, unless
+there is a trace of them (``tracing.py``); copies of gradients that do not lie as their parameters do; tensors of a few
+bytes (scalar state, checksums); buffers of NCCL and gloo (whose threads also keep the tensors of a collective for a
+moment after its end).
 """
 
 from __future__ import annotations

@@ -25,6 +25,8 @@ master
     split into a high half, usually the shard itself, and a low half.
 sharded gradient
     A shard of the averaged gradient. Before the reduction a gradient is unsharded and local, that is, one rank's own.
+pieces
+    A tensor with the flat buffer's layout that is not in one place, such as gradients where autograd has left them.
 unshard, reshard
     Gather all shards into the flat buffer; free the flat buffer. A full-precision unshard gathers masters instead.
 stale

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lightning_zero.storage import use_huge_pages
 
-_SMALL = 1 << 16  # bytes
+# Bytes. A smaller piece is copied faster than a kernel is called for it.
+_SMALL = 1 << 16
 
 
 def bytes_of_blocks(nbytes: int) -> int:

@@ -138,7 +138,7 @@ def test_what_a_failing_rank_says_is_told(benchmark: Any, tmp_path: Path) -> Non
 def test_an_abort_counts_unless_the_result_is_there(benchmark: Any, tmp_path: Path, before: bool) -> None:
     lines = ["os.abort()", "pathlib.Path(f'rank{os.environ[\"RANK\"]}.json').write_text('7')"]
     script = tmp_path / "rank.py"
-    script.write_text("\n".join(["import os, pathlib, time", *(lines if before else reversed(lines))]))
+    script.write_text("\n".join(["import os, pathlib", *(lines if before else reversed(lines))]))
     ranks = benchmark.Contestant("fsdp2", "fsdp2", sys.executable), script, {"folder": str(tmp_path)}, 2, {}, 60
     if before:
         with pytest.raises(RuntimeError, match=r"rank . of fsdp2 ended with -6"):
