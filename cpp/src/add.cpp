@@ -13,8 +13,10 @@ void add_parallel(AddFunction add, const AddArrays& arrays, std::size_t threads)
 
 void sum_parallel(SumFunction sum, const SumArrays& arrays, std::size_t threads) {
   for_pieces(arrays.count, threads, [&](std::size_t start, std::size_t count) {
-    sum({arrays.total, arrays.parts, arrays.number, arrays.factor, arrays.dtype, arrays.start + start,
-         count});
+    SumArrays piece = arrays;
+    piece.start += start;
+    piece.count = count;
+    sum(piece);
   });
 }
 

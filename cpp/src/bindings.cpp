@@ -108,15 +108,22 @@ void add(const std::string& isa, std::uintptr_t total, std::uintptr_t values, DT
   add_parallel(function, {pointer<float>(total), pointer<const void>(values), dtype, count}, threads);
 }
 
-void sum_parts(const std::string& isa, std::uintptr_t total, const std::vector<std::uintptr_t>& parts,
-               float factor, DType dtype, std::size_t count, std::size_t threads) {
+void sum_parts(const std::string& isa, std::uintptr_t total, DType total_dtype, bool add,
+               const std::vector<std::uintptr_t>& parts, float factor, DType dtype, std::size_t count,
+               std::size_t threads) {
   if (parts.empty()) throw std::invalid_argument("there are no parts to sum");
+  if (total_dtype != DType::float32 && (add || total_dtype != dtype)) {
+    throw std::invalid_argument(
+        "the total must be float32, or have the dtype of the parts and not be added to");
+  }
   const SumFunction function = resolve_target(isa).kernels.sum;
   std::vector<const void*> arrays;
   for (const std::uintptr_t part : parts) arrays.push_back(pointer<const void>(part));
   const py::gil_scoped_release release;
-  sum_parallel(function, {pointer<void>(total), arrays.data(), arrays.size(), factor, dtype, 0, count},
-               threads);
+  sum_parallel(
+      function,
+      {pointer<void>(total), total_dtype, add, arrays.data(), arrays.size(), factor, dtype, 0, count},
+      threads);
 }
 
 void convert(SplitFunction function, std::uintptr_t whole, std::uintptr_t high, DType dtype,
@@ -264,8 +271,9 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
 
   m.def("add", &add, py::kw_only(), py::arg("isa"), py::arg("total"), py::arg("values"), py::arg("dtype"),
         py::arg("count"), py::arg("threads"));
-  m.def("sum_parts", &sum_parts, py::kw_only(), py::arg("isa"), py::arg("total"), py::arg("parts"),
-        py::arg("factor"), py::arg("dtype"), py::arg("count"), py::arg("threads"));
+  m.def("sum_parts", &sum_parts, py::kw_only(), py::arg("isa"), py::arg("total"), py::arg("total_dtype"),
+        py::arg("add"), py::arg("parts"), py::arg("factor"), py::arg("dtype"), py::arg("count"),
+        py::arg("threads"));
 
   m.def(
       "split",

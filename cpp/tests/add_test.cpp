@@ -54,10 +54,22 @@ TEST_P(AddTest, SumsProductsInOrderAndRoundsTo16BitsOnce) {
           expected.push_back(nearest(dtype, sum));
         }
         const void* const parts[] = {first.data(), second.data(), third.data()};
+        Buffer written(4, count, 3), added(4, count, 7), before(4, count);
+        fill_with_samples(added, DType::float32, count + 5);
+        for (std::size_t i = 0; i < count; ++i) before.set_bits(i, added.bits(i));
+        const auto sum_to = [&](Buffer& total, DType total_dtype, bool add) {
+          GetParam()->kernels.sum({total.data(), total_dtype, add, parts, number, factor, dtype, 0, count});
+        };
+        sum_to(written, DType::float32, false);
+        sum_to(added, DType::float32, true);
         Buffer& total = *buffers[number - 1];  // in the place of the last part
-        GetParam()->kernels.sum({total.data(), parts, number, factor, dtype, 0, count});
+        sum_to(total, dtype, false);
         for (std::size_t i = 0; i < count; ++i) {
-          ASSERT_TRUE(same_value(expected[i], decode(dtype, total.bits(i)))) << name_of(dtype) << ' ' << i;
+          const float sum = static_cast<float>(expected[i]);
+          ASSERT_TRUE(same_value(sum, decode(dtype, total.bits(i)))) << name_of(dtype) << ' ' << i;
+          ASSERT_TRUE(same_value(sum, float_of(written.bits(i)))) << name_of(dtype) << ' ' << i;
+          ASSERT_TRUE(same_value(float_of(before.bits(i)) + sum, float_of(added.bits(i))))
+              << name_of(dtype) << ' ' << i;
         }
       }
     }

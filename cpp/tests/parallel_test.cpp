@@ -171,7 +171,7 @@ TEST_P(ParallelTest, SumsDoNotDependOnTheThreads) {
     for (Buffer* total : {&whole, &pieces}) {
       fill_with_samples(*total, dtype, 3);
       const void* const parts[] = {values.data(), total->data()};
-      const SumArrays arrays{total->data(), parts, 2, 0.3F, dtype, 0, count};
+      const SumArrays arrays{total->data(), dtype, false, parts, 2, 0.3F, dtype, 0, count};
       total == &whole ? kernels().sum(arrays) : sum_parallel(kernels().sum, arrays, 3);
     }
     EXPECT_TRUE(same_numbers(dtype, whole, pieces));
@@ -227,7 +227,9 @@ TEST_P(ParallelTest, NothingDependsOnTheFloatingPointEnvironmentOfTheCaller) {
     on_thread([&] {
       const HostileFloatingPoint hostile;
       const void* const parts[] = {copy.data(), subnormal.data()};
-      sum_parallel(kernels().sum, {copy.data(), parts, 2, 1.0F, DType::float32, 0, copy.count()}, threads);
+      const SumArrays arrays{copy.data(), DType::float32, false, parts,       2,
+                             1.0F,        DType::float32, 0,     copy.count()};
+      sum_parallel(kernels().sum, arrays, threads);
     });
     EXPECT_TRUE(same_numbers(DType::float32, subnormal, copy)) << threads << " threads";
   }

@@ -189,7 +189,16 @@ def sgd(
 def sum_of_squares(*, isa: str, values: int, dtype: DType, count: int, threads: int) -> float: ...
 def add(*, isa: str, total: int, values: int, dtype: DType, count: int, threads: int) -> None: ...
 def sum_parts(
-    *, isa: str, total: int, parts: Sequence[int], factor: float, dtype: DType, count: int, threads: int
+    *,
+    isa: str,
+    total: int,
+    total_dtype: DType,
+    add: bool,
+    parts: Sequence[int],
+    factor: float,
+    dtype: DType,
+    count: int,
+    threads: int,
 ) -> None: ...
 def split(*, isa: str, whole: int, high: int, dtype: DType, remainder: int, count: int, threads: int) -> None: ...
 def join(*, isa: str, whole: int, high: int, dtype: DType, remainder: int, count: int, threads: int) -> None: ...

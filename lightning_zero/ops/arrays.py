@@ -136,62 +136,74 @@ def sum_(
     parts: Sequence[Tensor],
     factor: float = 1.0,
     *,
+    add: bool = False,
     isa: str | None = None,
     threads: int | None = None,
 ) -> None:
     """Sums ``parts`` times ``factor`` in their order into ``total``, in one pass over memory.
 
-    Products are rounded to the dtype of the parts, as torch does. Sums are computed in fp32 and converted to 16 bits
-    once, with torch's rounding.
+    Products are rounded to the dtype of the parts, as torch does. Sums are computed in fp32 and converted to the
+    parts' dtype once, with torch's rounding.
 
     Args:
-        total: [n] fp32, bf16 or fp16, written. It may be one of the parts.
-        parts: at least one tensor of [n], of the same dtype; not modified, unless one of them is ``total``.
+        total: [n] fp32 or, unless ``add``, of the parts' dtype, written. Then it may be one of the parts.
+        parts: at least one tensor of [n], all fp32, bf16 or fp16; not modified, unless one of them is ``total``.
         factor: rounded to fp32.
+        add: add the sum, converted to the parts' dtype, to ``total``.
         isa: one of `supported_isas` instead of the chosen one, for tests and benchmarks.
         threads: maximum number of threads instead of `get_num_threads`; >= 1.
 
     Raises:
         TypeError, ValueError: see `adamw_`; or there are no parts.
     """
-    result = span("total", total, ANY, None)
     if not parts:
         raise ValueError("there are no parts to sum; expected at least one tensor")
+    result = span("total", total, FP32 if add else ANY, None)
+    allowed = ANY if total.dtype in FP32 else (total.dtype,)
     for index, part in enumerate(parts):
-        one = span(f"parts[{index}]", part, (total.dtype,), total.numel())
-        if one[:2] != result[:2]:
+        one = span(f"parts[{index}]", part, allowed, total.numel())
+        allowed = (part.dtype,)
+        if add or part.dtype != total.dtype or one[:2] != result[:2]:
             check_disjoint([result, one])
     _C.sum_parts(
         isa=chosen_isa() if isa is None else isa,
         total=total.data_ptr(),
+        total_dtype=DTYPES[total.dtype],
+        add=add,
         parts=[part.data_ptr() for part in parts],
         factor=factor,
-        dtype=DTYPES[total.dtype],
+        dtype=DTYPES[parts[0].dtype],
         count=total.numel(),
         threads=get_num_threads() if threads is None else positive("threads", threads),
     )
 
 
-def sum_in_order_(total: Tensor, parts: Sequence[Tensor], factor: float = 1.0) -> None:
+def sum_in_order_(total: Tensor, parts: Sequence[Tensor], factor: float = 1.0, add: bool = False) -> None:
     """Sums ``parts`` times ``factor`` in their order into ``total``: by `sum_` where it applies, otherwise by torch.
 
     Args:
         total: [n], of any dtype that torch adds and on any device, contiguous; it may be one of the parts.
-        parts: at least one tensor of [n] like ``total``.
+        parts: at least one tensor of [n] on the same device, all of one dtype.
         factor: 1 for integers.
+        add: add the sum to ``total``, which is none of the parts.
     """
-    if total.dtype in ANY and runs_on(total.device):
-        sum_(total, parts, factor)
+    dtype = parts[0].dtype
+    if dtype in ANY and total.dtype in (FP32 if add else (*FP32, dtype)) and runs_on(total.device):
+        sum_(total, parts, factor, add=add)
         return
-    found = torch.empty_like(total, dtype=torch.float32 if total.dtype in HALF else total.dtype)
+    found = torch.empty_like(total, dtype=torch.float32 if dtype in HALF else dtype)
     for index, part in enumerate(parts):
         product = part if factor == 1 else part * factor
         found.add_(product) if index else found.copy_(product)
-    total.copy_(found)
+    found = found.to(dtype)
+    total.add_(found) if add else total.copy_(found)
 
 
 def sums_in_place(dtype: torch.dtype) -> bool:
-    """Whether `sum_in_order_` needs no memory of its own on the CPU; otherwise it takes twice as much as the result."""
+    """Whether `sum_in_order_` of parts of ``dtype`` needs no memory of its own on the CPU.
+
+    The total must have the same dtype, without ``add``, or be fp32. Otherwise twice the memory of the parts is needed.
+    """
     return dtype in ANY
 
 

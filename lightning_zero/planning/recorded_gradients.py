@@ -94,6 +94,11 @@ class RecordedGradients(Reduction[RecordedTensor, RecordedPieces]):
         return converted
 
     def _reduce_scatter(self, gradients: RecordedTensor) -> RecordedTensor:
+        dtype = gradients.dtype
+        self._exchange(gradients)
+        return self._take(RecordedTensor(self._form.layout.shard_numel, dtype))
+
+    def _exchange(self, gradients: RecordedTensor) -> None:
         shard, dtype, layout = self._placement.mesh.shard, gradients.dtype, self._form.layout
         nbytes = layout.padded_numel * dtype.itemsize
         in_pieces = isinstance(gradients, RecordedPieces)
@@ -103,7 +108,11 @@ class RecordedGradients(Reduction[RecordedTensor, RecordedPieces]):
         shard.count("reduce_scatter", nbytes)
         self._account.touch(Bytes(device=scratch))
         self._give(gradients)
-        return self._take(RecordedTensor(layout.shard_numel, dtype))
+
+    def _reduce_to_sharded(self, gradients: RecordedTensor) -> None:
+        self._make_sharded(gradients.dtype, summed=not self._empty)
+        self._exchange(gradients)
+        self.known_squares = self._empty = False
 
     def _sum_replicas(self, shard: RecordedTensor) -> None:
         replica, device = self._placement.mesh.replica, self._placement.device
@@ -113,27 +122,33 @@ class RecordedGradients(Reduction[RecordedTensor, RecordedPieces]):
     def _keep(self, shard: RecordedTensor, more: bool) -> None:
         """Adds a reduced slice to the sharded gradient; see ``ShardedGradient``."""
         placement, store = self._placement, self._placement.optimizer_store
-        summed = not self._empty or (more and placement.rests_gradients)
-        dtype = sharded_gradient_dtype(placement.precision.grad_dtype, shard.dtype, summed)
-        if self._sharded is None:
-            self._sharded = self._take(RecordedTensor(shard.numel, dtype, placement.gradient_memory, store.pins))
-            self._lanes.rest(self._sharded.amount.disk)
-        elif torch.promote_types(self._sharded.dtype, dtype) != self._sharded.dtype:
-            self._sharded = self._convert(self._sharded, dtype)
+        sharded = self._make_sharded(shard.dtype, not self._empty or (more and placement.rests_gradients))
         if not self._empty and store.device != self._placement.device:
-            self._lanes.add_up(shard, self._sharded)
+            self._lanes.add_up(shard, sharded)
         alone = device_type(self._placement.device).shares_host_memory
-        passes = notes_squares(placement, self._sharded.dtype, not self._empty, more)
+        passes = notes_squares(placement, sharded.dtype, not self._empty, more)
         self.known_squares = (self._empty and store.as_on_host and not alone) or passes
         if passes and not self._empty:
-            self._account.touch(Bytes(host=min(ops.SQUARES_PIECE, shard.numel) * self._sharded.dtype.itemsize))
+            self._account.touch(Bytes(host=min(ops.SQUARES_PIECE, shard.numel) * sharded.dtype.itemsize))
         self._move_tiles(reads=not self._empty)
-        moved = (self._sharded if self._empty else shard).nbytes  # it is converted before, or when it is added
+        moved = (sharded if self._empty else shard).nbytes  # it is converted before, or when it is added
         self._empty = False
         if store.memory == "host":
             self._lanes.let_go(shard, moved)
         else:
             self._give(shard)
+
+    def _make_sharded(self, values: torch.dtype, summed: bool) -> RecordedTensor:
+        """The sharded gradient, allocated or converted for ``values``; see ``sharded_gradient_dtype``."""
+        placement = self._placement
+        dtype = sharded_gradient_dtype(placement.precision.grad_dtype, values, summed)
+        if self._sharded is None:
+            numel, pins = self._form.layout.shard_numel, placement.optimizer_store.pins
+            self._sharded = self._take(RecordedTensor(numel, dtype, placement.gradient_memory, pins))
+            self._lanes.rest(self._sharded.amount.disk)
+        elif torch.promote_types(self._sharded.dtype, dtype) != self._sharded.dtype:
+            self._sharded = self._convert(self._sharded, dtype)
+        return self._sharded
 
     def read_squares(self) -> None:
         """Notes that the sharded gradient is read for its norm, if it rests on a disk."""

@@ -210,10 +210,12 @@ class Group:
         return self._transport(flat.device).begin_all_gather(data, what)
 
     def takes_pieces(self, device: torch.device) -> bool:
-        """Whether :meth:`reduce_scatter` takes a tensor in pieces."""
-        return self.size > 1 and device.type == "cpu" and self._transport(device).takes_pieces
+        """Whether :meth:`reduce_scatter` takes a tensor in pieces, and a tensor for the result."""
+        return self.size > 1 and device.type == "cpu" and self._backends.get("cpu") in _TAGGED
 
-    def reduce_scatter(self, flat: Tensor | Pieces, what: str, factor: float = 1.0) -> Tensor:
+    def reduce_scatter(
+        self, flat: Tensor | Pieces, what: str, factor: float = 1.0, out: Tensor | None = None, add: bool = False
+    ) -> Tensor:
         """Sum ``flat`` times ``factor`` over the ranks; returns this rank's slice of the sum.
 
         The result is 1-D and has the dtype of ``flat``, to which products are rounded. A direct exchange adds 16-bit
@@ -224,11 +226,13 @@ class Group:
                 group :meth:`takes_pieces`, it may lie in pieces, which can be others on each rank and are only read.
             what: see above.
             factor: the same on all ranks.
+            out: if the group :meth:`takes_pieces`, where the slice is written, and what is returned.
+            add: add the slice to ``out``.
         """
         if self.size > 1:
             self._announce(what, flat.device)
             self.count("reduce_scatter", flat.nbytes)
-            return self._transport(flat.device).reduce_scatter(flat, what, factor)
+            return self._transport(flat.device).reduce_scatter(flat, what, factor, out, add)
         assert isinstance(flat, Tensor)
         return flat if factor == 1 else flat.mul_(factor)
 
@@ -383,8 +387,6 @@ class Group:
 class _Transport(Protocol):
     """Exchanges data between the ranks of a group of several ranks, in one kind of memory."""
 
-    takes_pieces: bool  # see `Group.takes_pieces`
-
     def padding(self, numel: int) -> int:
         """The number of elements by which ``numel`` elements must be padded for :meth:`all_reduce_`."""
 
@@ -394,7 +396,7 @@ class _Transport(Protocol):
     def begin_all_gather(self, data: Tensor, what: str) -> Callable[[], None]:
         """See :meth:`Group.begin_all_gather_`; ``data`` is uint8."""
 
-    def reduce_scatter(self, flat: Tensor | Pieces, what: str, factor: float) -> Tensor:
+    def reduce_scatter(self, flat: Tensor | Pieces, what: str, factor: float, out: Tensor | None, add: bool) -> Tensor:
         """See :meth:`Group.reduce_scatter`."""
 
     def all_reduce_(self, flat: Tensor, what: str) -> None:
@@ -406,8 +408,6 @@ class _Transport(Protocol):
 
 class _Messages:
     """A direct exchange in host memory: every rank sends to every other rank, and sums are made in rank order."""
-
-    takes_pieces = True
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -424,24 +424,25 @@ class _Messages:
         slices = data.chunk(self._group.size)
         return self._group._exchange_beside(self._to_all(slices), slices, what)
 
-    def reduce_scatter(self, flat: Tensor | Pieces, what: str, factor: float) -> Tensor:
+    def reduce_scatter(self, flat: Tensor | Pieces, what: str, factor: float, out: Tensor | None, add: bool) -> Tensor:
         group, pieces = self._group, Pieces.of(flat) if isinstance(flat, Tensor) else flat
         parts, own = pieces.chunk(group.size), group.rank
         # A rank's own part is not received, so no memory is needed for it.
         sizes = [0 if rank == own else part.numel for rank, part in enumerate(parts)]
         received = [use_huge_pages(torch.empty(size, dtype=flat.dtype, device=flat.device)) for size in sizes]
         group._exchange(parts, received, what)
-        # The sum takes the place of another rank's part: a view of `flat` would keep all of it in memory.
-        total = received[own - 1]  # that of the last rank, on rank 0
+        if out is None:
+            # The sum takes the place of another rank's part: a view of `flat` would keep all of it in memory.
+            out = received[own - 1]  # that of the last rank, on rank 0
         for start, block in parts[own].blocks():
             stop = start + block.numel()
             summands = [block if rank == own else part[start:stop] for rank, part in enumerate(received)]
-            ops.sum_in_order_(total[start:stop], summands, factor)
-        return total
+            ops.sum_in_order_(out[start:stop], summands, factor, add)
+        return out
 
     def all_reduce_(self, flat: Tensor, what: str) -> None:
         slices = flat.chunk(self._group.size)
-        slices[self._group.rank].copy_(self.reduce_scatter(flat, what, 1.0))
+        self.reduce_scatter(flat, what, 1.0, slices[self._group.rank], add=False)
         self._group._exchange(self._to_all(slices), slices, what)
 
     def gather_headers(self, table: Tensor, header: Tensor, what: str, tag: int) -> None:
@@ -457,8 +458,6 @@ class _Messages:
 
 class _Collectives:
     """The backend's own collectives."""
-
-    takes_pieces = False
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -480,8 +479,9 @@ class _Collectives:
 
         return wait
 
-    def reduce_scatter(self, flat: Tensor | Pieces, what: str, factor: float) -> Tensor:
+    def reduce_scatter(self, flat: Tensor | Pieces, what: str, factor: float, out: Tensor | None, add: bool) -> Tensor:
         assert isinstance(flat, Tensor)
+        assert out is None
         out = flat.new_empty(flat.numel() // self._group.size)
         if factor != 1:
             flat.mul_(factor)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Flag, auto
+from functools import partial
 from operator import itemgetter
 
 import torch
@@ -151,12 +152,13 @@ class BucketGradients(Reduction[Tensor, Pieces]):
     def _convert(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         return values.to(dtype)
 
-    def _reduce_scatter(self, gradients: Tensor | Pieces) -> Tensor:
-        mesh = self._placement.mesh
+    def _reduce_scatter(self, gradients: Tensor | Pieces, out: Tensor | None = None, add: bool = False) -> Tensor:
+        mesh, what = self._placement.mesh, f"reduce the gradients of {self.bucket.name}"
         # Divided before the sum, so that fp16 sums over many ranks do not overflow.
-        return mesh.shard.reduce_scatter(
-            gradients, f"reduce the gradients of {self.bucket.name}", factor=1.0 / mesh.world.size
-        )
+        return mesh.shard.reduce_scatter(gradients, what, 1.0 / mesh.world.size, out, add)
+
+    def _reduce_to_sharded(self, gradients: Tensor | Pieces) -> None:
+        self.sharded.add_by(gradients.dtype, partial(self._reduce_scatter, gradients))
 
     def _sum_replicas(self, shard: Tensor) -> None:
         self._placement.mesh.replica.all_reduce_(shard, f"sum the gradients of {self.bucket.name} over replicas")

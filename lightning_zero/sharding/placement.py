@@ -204,6 +204,16 @@ class BucketPlacement(NamedTuple):
         return self.mesh.replica.size > 1 or (self.accumulate_on_device and leaves)
 
     @property
+    def reduces_pieces(self) -> bool:
+        """Whether unsharded gradients are reduced from where they lie."""
+        return self.mesh.shard.takes_pieces(self.device)
+
+    def sums_where_kept(self, dtype: torch.dtype) -> bool:
+        """Whether gradients of ``dtype`` are added to the sharded gradient in the pass that sums over ranks."""
+        kept = ops.sums_in_place(dtype) and self.precision.grad_dtype in (None, torch.float32)
+        return kept and self.reduces_pieces and not (self.collects_slices or self.rests_gradients)
+
+    @property
     def rests_gradients(self) -> bool:
         """Whether sharded gradients rest on a disk; False while ``gradients_rest`` is ``None``."""
         return bool(self.gradients_rest) and self.optimizer_store.tile is not None

@@ -62,9 +62,13 @@ class Reduction(ABC, Generic[T, U]):
             last: whether this is the last micro-batch before the step. Before, slices may be collected in a window on
                 the device instead of being summed over replicas and copied to where the sharded gradient rests.
         """
-        placement, summed = self._placement, self._sum is not None
+        placement = self._placement
+        dtype = placement.reduce_dtype(self._dtype, self._sum is not None)
         # No variable refers to what is reduced, so it is freed before its slice is kept.
-        fresh = self._reduce_scatter(self._collect(placement.reduce_dtype(self._dtype, summed)))
+        if placement.sums_where_kept(dtype):
+            self._reduce_to_sharded(self._collect(dtype))
+            return
+        fresh = self._reduce_scatter(self._collect(dtype))
         if placement.collects_slices:
             # Micro-batches are summed in fp32, as in the sharded gradient.
             if self._window is not None:
@@ -81,7 +85,7 @@ class Reduction(ABC, Generic[T, U]):
     @property
     def _in_pieces(self) -> bool:
         """Whether unsharded gradients are reduced from where they lie."""
-        return self._placement.mesh.shard.takes_pieces(self._placement.device)
+        return self._placement.reduces_pieces
 
     def _collect(self, dtype: torch.dtype) -> T | U:
         """The unsharded gradients, with their sum over micro-batches, in ``dtype``."""
@@ -114,6 +118,10 @@ class Reduction(ABC, Generic[T, U]):
     @abstractmethod
     def _reduce_scatter(self, gradients: T | U) -> T:
         """Divide by the world size, sum over the shard group, return this rank's slice. Collective."""
+
+    @abstractmethod
+    def _reduce_to_sharded(self, gradients: T | U) -> None:
+        """Like :meth:`_reduce_scatter`, but add the slice to the sharded gradient in the same pass. Collective."""
 
     @abstractmethod
     def _sum_replicas(self, shard: T) -> None:

@@ -190,6 +190,21 @@ class ShardedGradient:
         self._lent_to = DONE  # `work` runs after it
         self._empty = False
 
+    def add_by(self, dtype: torch.dtype, function: Callable[[Tensor, bool], object]) -> None:
+        """Add values that ``function`` computes, without a tensor of their own; see ``sums_where_kept``.
+
+        Args:
+            dtype: dtype of the values.
+            function: takes the sharded gradient, in memory of this process, and whether to add the values to it. If
+                not, they are written to it.
+        """
+        again = not self._empty
+        held = self._ensure(sharded_gradient_dtype(self._fixed_dtype, dtype, again))
+        self._arrive()
+        self._forget_squares()
+        function(held.view(0, self._numel), again)
+        self._empty = False
+
     def _copy(self, target: Tensor, values: Tensor, after: Sequence[Ticket]) -> Ticket:
         return self._placement.move(target, values, ("device", self._store.memory), self._name, after)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from lightning_zero.planning import plan
 from lightning_zero.sharding import Mesh, MixedPrecisionPolicy
 from lightning_zero.sharding.gradients import BucketGradients
 from lightning_zero.sharding.held import local_grad, set_local_grad
+from lightning_zero.sharding.sharded_gradient import ShardedGradient
+from lightning_zero.storage import DONE
 
 FORMS: list[Callable[[Tensor], Tensor | None]] = [
     torch.empty_like,  # strides of the parameter
@@ -38,13 +41,23 @@ class OfManyForms(nn.Module):
         self.weights = nn.ParameterList(nn.Parameter(value) for value in values)
 
 
-class Kept(BucketGradients):
-    """Keeps the slice that was reduced."""
+class Reading:
+    """An update that reads a sharded gradient until somebody waits for it."""
 
-    slice: Tensor
+    def __init__(self, gradient: ShardedGradient, numel: int) -> None:
+        self.values = gradient.read(0, numel)
+        self.expected = self.values.clone()
+        self.ended = False
+        gradient.lent_to(self)
 
-    def _keep(self, shard: Tensor, more: bool) -> None:
-        self.slice = shard
+    def wait(self) -> None:
+        assert torch.equal(self.values, self.expected)
+        self.ended = True
+
+    synchronize = wait
+
+    def done(self) -> bool:
+        return self.ended
 
 
 def add(values: list[Tensor]) -> Tensor:
@@ -58,7 +71,8 @@ def reduce_gradients_of_many_forms(setup: Setup, dtype: torch.dtype, seeds: int)
     setup = dataclasses.replace(setup, bucket_size_mb=1)
     buckets = make_engine(OfManyForms().to(dtype), setup).buckets
     assert len(buckets) == 1
-    kept, world = Kept(buckets[0]), dist.get_world_size()
+    kept, world = BucketGradients(buckets[0]), dist.get_world_size()
+    held = torch.tensor(0.0)  # the sum over micro-batches
     for seed in range(seeds):
         draw = torch.Generator().manual_seed(seed * world + dist.get_rank())
         bucket, dtype = kept.bucket, setup.precision.reduce_dtype or kept.bucket.dtype
@@ -72,15 +86,22 @@ def reduce_gradients_of_many_forms(setup: Setup, dtype: torch.dtype, seeds: int)
                 bucket.view(own, index).copy_(gradient)
                 given.append((gradient, gradient.clone()))
             set_local_grad(parameter, gradient)
-        kept.reduce(last=True)
+        last = seed % 3 == 2 or bucket.placement.collects_slices
+        reads = not kept.sharded.empty and bucket.placement.sums_where_kept(dtype)
+        reading = Reading(kept.sharded, bucket.layout.shard_numel) if reads else DONE
+        kept.reduce(last)
+        assert reading.done()
         assert all(local_grad(parameter) is None for parameter in bucket.parameters)
         assert all(torch.equal(*both) for both in given)
         everybodys = [torch.empty_like(own) for _ in range(world)]
         dist.all_gather(everybodys, own)
         mesh, averages = bucket.placement.mesh, [each * (1 / world) for each in everybodys]
         sums = [add(averages[at : at + mesh.shard.size]) for at in range(0, world, mesh.shard.size)]
-        total = add(sums)
-        assert torch.equal(kept.slice, total.chunk(mesh.shard.size)[mesh.shard.rank])
+        held = held + add(sums).chunk(mesh.shard.size)[mesh.shard.rank].to(torch.promote_types(dtype, torch.float32))
+        assert torch.equal(kept.sharded.read(0, bucket.layout.shard_numel).to(held.dtype), held)
+        if last:
+            kept.clear(range(len(bucket.parameters)))
+            held = torch.tensor(0.0)
 
 
 @ranks(2, slow=(1, 3, 4))
@@ -106,14 +127,15 @@ def measure_reduction(reads: bool) -> tuple[float, float]:
         patch.setenv("LIGHTNING_ZERO_CMA", "" if reads else "off")
         mesh = Mesh.create()
         planned = plan(model, make_placement(setup, mesh), [torch.optim.SGD(model.parameters())])
-        kept = Kept(make_engine(model, setup, mesh).buckets[0])
-        gradients = [torch.ones_like(parameter) for parameter in kept.bucket.parameters]
-        for parameter, gradient in zip(kept.bucket.parameters, gradients, strict=True):
-            set_local_grad(parameter, gradient)
-        peak = memory.Peak()
-        before = memory.storage_bytes()
-        with peak:
-            kept.reduce(last=True)
+        kept, peak, before = BucketGradients(make_engine(model, setup, mesh).buckets[0]), memory.Peak(), 0
+        for last in (False, True):  # the sharded gradient is allocated in the first one
+            gradients = [torch.ones_like(parameter) for parameter in kept.bucket.parameters]
+            for parameter, gradient in zip(kept.bucket.parameters, gradients, strict=True):
+                set_local_grad(parameter, gradient)
+            before = memory.storage_bytes()
+            with peak if last else nullcontext():
+                kept.reduce(last=last)
+        assert kept.sharded.read(0, kept.bucket.layout.shard_numel).max() == 2
     nbytes = sum(gradient.nbytes for gradient in gradients)
     return (peak.nbytes - before) / nbytes, planned.buckets[0].reduce_buffer.device / nbytes
 

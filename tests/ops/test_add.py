@@ -55,6 +55,16 @@ def test_sums_of_several_have_the_bits_of_one_after_another(
         begin = GUARD + (offset + placed_at) % 32
         assert buffer[:begin].eq(7).all()
         assert buffer[begin + count :].eq(7).all()
+        parts = [placed(part, (offset + i) % 32) for i, part in enumerate(values)]
+        for add in (False, True):  # to another tensor, in fp32
+            before = random_bits(count, torch.float32, draw)
+            wide, buffer = placed(before, offset)
+            ops.sum_(wide, [part for part, _ in parts], factor, add=add, isa=isa)
+            wanted = before + expected if add else expected.float()
+            assert torch.equal(wide.isnan(), wanted.isnan())
+            assert torch.equal(*(t.nan_to_num(0.0, torch.inf, -torch.inf).view(torch.int32) for t in (wide, wanted)))
+            assert buffer[: GUARD + offset].eq(7).all()
+            assert buffer[GUARD + offset + count :].eq(7).all()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -108,6 +118,9 @@ def test_parts_of_any_dtype_are_summed_into_one_of_them(dtype: torch.dtype) -> N
     parts = [torch.tensor([1, 2]).to(dtype), torch.tensor([3, 5]).to(dtype), torch.tensor([7, 11]).to(dtype)]
     ops.sum_in_order_(parts[1], parts)
     assert [part.tolist() for part in parts] == [[1, 2], [11, 18], [7, 11]]
+    total = torch.ones(2, dtype=dtype)
+    ops.sum_in_order_(total, parts, add=True)
+    assert total.tolist() == [20, 32]
     if dtype.is_floating_point:
         ops.sum_in_order_(parts[0], parts[::2], 0.5)
         assert parts[0].tolist() == [4, 6.5]
@@ -127,8 +140,14 @@ def test_wrong_arguments_are_named_before_anything_is_added() -> None:
         ops.sum_(total, [])
     with pytest.raises(TypeError, match=r"parts\[1\] has dtype torch.bfloat16; expected torch.float32"):
         ops.sum_(total, [total, total.bfloat16()])
+    with pytest.raises(TypeError, match=r"parts\[0\] has dtype torch.float32; expected torch.bfloat16"):
+        ops.sum_(total.bfloat16(), [total])
+    with pytest.raises(TypeError, match=r"total has dtype torch.bfloat16; expected torch.float32"):
+        ops.sum_(total.bfloat16(), [total.bfloat16()], add=True)
     with pytest.raises(ValueError, match=r"parts\[0\] has 5 elements; expected 6"):
         ops.sum_(total, [total.clone()[:5]])
     with pytest.raises(ValueError, match="share 16 bytes"):
         ops.sum_(total[1:], [total[1:].clone(), total[:-1]])
+    with pytest.raises(ValueError, match="share 24 bytes"):
+        ops.sum_(total, [total], add=True)
     assert total.eq(0).all()

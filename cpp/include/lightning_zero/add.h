@@ -21,15 +21,17 @@ using AddFunction = void (*)(const AddArrays&);
 // Runs `add` on up to `threads` threads (at least 1).
 void add_parallel(AddFunction add, const AddArrays& arrays, std::size_t threads);
 
-// `total[i] = factor * parts[0][i] + factor * parts[1][i] + ...`, in this order, for `start <= i < start +
-// count`. Products are rounded to the dtype of the arrays; sums are computed in fp32, each rounded, and
-// converted to 16 bits once. `total` may be one of the parts, of which there is at least one.
+// `sum[i] = factor * parts[0][i] + factor * parts[1][i] + ...`, in this order, for `start <= i < start +
+// count`. Products are rounded to the dtype of the parts; sums are computed in fp32, each rounded, and
+// converted to 16-bit parts' dtype once. Then `total[i] = sum[i]`, or `total[i] += sum[i]`, rounded once.
 struct SumArrays {
-  void* total;
-  const void* const* parts;
-  std::size_t number;  // of parts
+  void* total;        // it may be one of the parts, if these are not added to it
+  DType total_dtype;  // that of the parts or, always if they are added to it, float32
+  bool add;
+  const void* const* parts;  // at least one
+  std::size_t number;        // of parts
   float factor;
-  DType dtype;  // of all arrays: float32, bfloat16 or float16
+  DType dtype;  // of the parts: float32, bfloat16 or float16
   std::size_t start;
   std::size_t count;
 };

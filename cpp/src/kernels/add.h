@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstring>
+#include <type_traits>
 
 #include "kernels/formats.h"
 #include "lightning_zero/add.h"
@@ -91,39 +92,59 @@ KERNEL_INLINE Pair<V> sum_parts(std::size_t number, const PairOf& pair_of) {
   return sum;
 }
 
-template <class V, class Element>
+// Writes a pair of sums of elements to `total`, or adds it.
+template <class Element, bool kAdd, class V, class Total>
+KERNEL_INLINE void keep_sum(Pair<V> sum, Total* total) {
+  if constexpr (!std::is_same_v<Element, Total>) sum = rounded(sum, static_cast<const Element*>(nullptr));
+  if constexpr (kAdd) {
+    const Pair<V> before = load<V, Order::consecutive>(total);
+    sum = {before.first + sum.first, before.second + sum.second};
+  }
+  store_sum(sum, total);
+}
+
+template <class V, class Element, class Total, bool kAdd>
 void sum_elements(const SumArrays& a) {
   constexpr std::size_t block = 2 * V::width;
   const auto part = [&](std::size_t p) { return static_cast<const Element*>(a.parts[p]); };
-  auto* const total = static_cast<Element*>(a.total);
+  auto* const total = static_cast<Total*>(a.total);
   const V factor = V::broadcast(a.factor);
   const std::size_t end = a.start + a.count;
   std::size_t i = a.start;
   for (; i + block <= end; i += block) {
-    store_sum(sum_parts<V>(a.number, [&](std::size_t p) { return load_scaled(part(p) + i, factor); }),
-              total + i);
+    keep_sum<Element, kAdd>(
+        sum_parts<V>(a.number, [&](std::size_t p) { return load_scaled(part(p) + i, factor); }), total + i);
   }
   const std::size_t rest = end - i;
   if (rest == 0) return;
   Element padded[block] = {};
-  store_sum(sum_parts<V>(a.number,
-                         [&](std::size_t p) {
-                           std::memcpy(padded, part(p) + i, rest * sizeof(Element));
-                           return load_scaled(padded, factor);
-                         }),
-            padded);
-  std::memcpy(total + i, padded, rest * sizeof(Element));
+  Total kept[block] = {};
+  if constexpr (kAdd) std::memcpy(kept, total + i, rest * sizeof(Total));
+  keep_sum<Element, kAdd>(sum_parts<V>(a.number,
+                                       [&](std::size_t p) {
+                                         std::memcpy(padded, part(p) + i, rest * sizeof(Element));
+                                         return load_scaled(padded, factor);
+                                       }),
+                          kept);
+  std::memcpy(total + i, kept, rest * sizeof(Total));
+}
+
+template <class V, class Element>
+void sum_to_total(const SumArrays& a) {
+  if (a.add) return sum_elements<V, Element, float, true>(a);
+  if (a.total_dtype == a.dtype) return sum_elements<V, Element, Element, false>(a);
+  return sum_elements<V, Element, float, false>(a);
 }
 
 template <class V>
 void sum(const SumArrays& a) {
   switch (a.dtype) {
     case DType::float32:
-      return sum_elements<V, float>(a);
+      return sum_to_total<V, float>(a);
     case DType::bfloat16:
-      return sum_elements<V, BFloat16>(a);
+      return sum_to_total<V, BFloat16>(a);
     case DType::float16:
-      return sum_elements<V, Float16>(a);
+      return sum_to_total<V, Float16>(a);
     case DType::int8:
       break;  // not supported: the arguments have no scales
   }
