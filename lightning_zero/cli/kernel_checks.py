@@ -372,10 +372,14 @@ def _check_sums(ops: ModuleType, isa: str) -> Iterator[Check]:
         parts = [_numbers(COUNT, dtype), _numbers(COUNT, dtype).flip(0), _numbers(COUNT, dtype).roll(1)]
 
         def against_torch(parts: Sequence[Tensor] = parts) -> tuple[bool, str]:
-            found = torch.empty_like(parts[0])
-            ops.sum_(found, parts, isa=isa)
             first, second, third = (part.float() for part in parts)
-            same = _same_bits(found, (first + second + third).to(found.dtype))
+            expected = (first + second + third).to(parts[0].dtype)
+            found, wide, total = torch.empty_like(expected), torch.empty_like(first), first.clone()
+            ops.sum_(found, parts, isa=isa)
+            ops.sum_(wide, parts, isa=isa)
+            ops.sum_(total, parts, add=True, isa=isa)
+            pairs = [(found, expected), (wide, expected.float()), (total, first + expected.float())]
+            same = all(_same_bits(*pair) for pair in pairs)
             return same, "torch's bits" if same else "the sums are not torch's"
 
         case = str(dtype).removeprefix("torch.")

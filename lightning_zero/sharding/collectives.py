@@ -218,7 +218,7 @@ class Group:
     ) -> Tensor:
         """Sum ``flat`` times ``factor`` over the ranks; returns this rank's slice of the sum.
 
-        The result is 1-D and has the dtype of ``flat``, to which products are rounded. A direct exchange adds 16-bit
+        The slice is 1-D and has the dtype of ``flat``, to which products are rounded. A direct exchange adds 16-bit
         values in fp32 and rounds once.
 
         Args:
@@ -226,14 +226,15 @@ class Group:
                 group :meth:`takes_pieces`, it may lie in pieces, which can be others on each rank and are only read.
             what: see above.
             factor: the same on all ranks.
-            out: if the group :meth:`takes_pieces`, where the slice is written, and what is returned.
-            add: add the slice to ``out``.
+            out: if the group :meth:`takes_pieces`, where the slice is written, and what is returned; also fp32.
+            add: add the slice to ``out``. An error of the exchange leaves ``out`` as it is.
         """
         if self.size > 1:
             self._announce(what, flat.device)
             self.count("reduce_scatter", flat.nbytes)
             return self._transport(flat.device).reduce_scatter(flat, what, factor, out, add)
         assert isinstance(flat, Tensor)
+        assert out is None
         return flat if factor == 1 else flat.mul_(factor)
 
     def all_reduce_(self, flat: Tensor, what: str) -> Tensor:
@@ -426,6 +427,7 @@ class _Messages:
 
     def reduce_scatter(self, flat: Tensor | Pieces, what: str, factor: float, out: Tensor | None, add: bool) -> Tensor:
         group, pieces = self._group, Pieces.of(flat) if isinstance(flat, Tensor) else flat
+        assert out is not None or not add
         parts, own = pieces.chunk(group.size), group.rank
         # A rank's own part is not received, so no memory is needed for it.
         sizes = [0 if rank == own else part.numel for rank, part in enumerate(parts)]

@@ -87,7 +87,7 @@ def slow_works() -> Iterator[None]:
 def fit_slowed(name: str) -> tuple[dict[Phase, float], int, str]:
     breakdown, out = Breakdown(), io.StringIO()
     updates = [(kind, "update") for kind in ShardUpdater.__subclasses__()]
-    copy = (InlineExecutor, "commit")  # it rests in host memory
+    copy = (InlineExecutor, "fetch")  # of updated parameters; masters rest in host memory
     with (
         slow((Group, "reduce_scatter"), (Group, "begin_all_gather_"), copy, *updates),
         slow_works(),
