@@ -74,7 +74,7 @@ class RecordedGradients(Reduction[RecordedTensor, RecordedPieces]):
         self._unsharded = {}
 
     def _take_unsharded(self, dtype: torch.dtype) -> RecordedTensor:
-        if not self._in_pieces:
+        if not self._placement.reduces_pieces:
             buffer = self._zeros(dtype)
             self._add_unsharded(buffer)
             return buffer

@@ -132,7 +132,7 @@ class BucketGradients(Reduction[Tensor, Pieces]):
             if (gradient := local_grad(parameter)) is not None:
                 taken.append((index, gradient))
                 set_local_grad(parameter, None)
-        if self._in_pieces:
+        if self._placement.reduces_pieces:
             offsets = bucket.layout.offsets
             parts = [(offsets[i], self._piece(i, gradient, dtype)) for i, gradient in taken if gradient.numel()]
             return Pieces(bucket.layout.padded_numel, dtype, sorted(parts, key=itemgetter(0)))

@@ -82,11 +82,6 @@ class Reduction(ABC, Generic[T, U]):
             self._sum_replicas(fresh)
         self._keep(fresh, more=not last)
 
-    @property
-    def _in_pieces(self) -> bool:
-        """Whether unsharded gradients are reduced from where they lie."""
-        return self._placement.reduces_pieces
-
     def _collect(self, dtype: torch.dtype) -> T | U:
         """The unsharded gradients, with their sum over micro-batches, in ``dtype``."""
         if self._sum is None:
