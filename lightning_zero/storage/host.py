@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import re
 import sys
 import threading
 
@@ -26,8 +28,11 @@ HUGE_PAGE = 2 * 1024 * 1024
 _TRIM_BYTES = 1 << 25  # freed memory that the C allocator may keep before it is asked to give it back
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 _freed_bytes = 0
-# Bytes: the largest value to which glibc raises M_MMAP_THRESHOLD, less a page for what it adds to a size.
-_LARGEST_REUSED = (1 << 25) - mmap.PAGESIZE
+_mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of its malloc.h
+_KEPT_BYTES = 1 << 30  # at the end of the heap; activations and gradients of a micro-batch come from there
+_LARGEST_BLOCK = 1 << 25  # bytes, the largest that glibc allows
+_LARGEST_REUSED = _LARGEST_BLOCK - mmap.PAGESIZE  # glibc adds some bytes to a block
 _MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux has it
 _madvise = None if _MADV_HUGEPAGE is None else ctypes.CDLL(None).madvise
 if _madvise is not None:
@@ -85,14 +90,16 @@ class HostStore:
 
 
 def reuse_freed_memory() -> None:
-    """Let the C allocator keep freed memory, in blocks of up to 32 MiB, for what is allocated next.
+    """Let glibc's allocator keep up to 1 GiB of freed memory, in blocks of up to 32 MiB, for what is allocated next.
 
-    At first glibc gives larger blocks back to the system when they are freed, and so it does with the end of its heap,
-    and every micro-batch gets its gradients in fresh pages. It learns from the largest block that it has seen freed
-    (M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in mallopt(3)), unless the environment sets one of these. Other allocators
-    ignore this.
+    By default it gives large blocks and the end of its heap back to the system when they are freed, so that every
+    micro-batch gets its activations and gradients in fresh pages. See M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in
+    mallopt(3). An environment that sets one of these keeps its own values. Other allocators ignore this.
     """
-    torch.empty(_LARGEST_REUSED - mmap.PAGESIZE, dtype=torch.uint8, device="cpu")  # freed at once
+    tuned = " ".join(os.environ).lower() + os.environ.get("GLIBC_TUNABLES", "")
+    if _mallopt is not None and not re.search("malloc[_.](mmap|trim)_threshold", tuned):
+        _mallopt(_M_MMAP_THRESHOLD, _LARGEST_BLOCK)
+        _mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def temporary_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -66,24 +66,45 @@ from lightning_zero.storage import reuse_freed_memory
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 
+libc.sbrk.restype = ctypes.c_void_p
+
+def take():
+    return libc.malloc(ctypes.c_size_t(31 << 20))
+
 def is_mapped():
     # The second bit of a chunk's size, which lies before its memory. It is not freed, so that nothing is learned.
-    return bool(ctypes.c_size_t.from_address(libc.malloc(ctypes.c_size_t(31 << 20)) - 8).value & 2)
+    return bool(ctypes.c_size_t.from_address(take() - 8).value & 2)
+
+def shrinks_the_heap():
+    blocks = [take() for _ in range(10)]
+    end = libc.sbrk(0)
+    for block in blocks:
+        libc.free(ctypes.c_void_p(block))
+    return libc.sbrk(0) < end
 
 before = is_mapped()
 reuse_freed_memory()
-print(before, is_mapped())
+print(before, is_mapped(), shrinks_the_heap())
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
-def test_freed_memory_is_used_again() -> None:
-    """Large blocks come from the heap, not as mappings of their own, which are given back when they are freed."""
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({}, ["True", "False", "False"]),
+        ({"MALLOC_TRIM_THRESHOLD_": "1000000"}, ["True", "True", "False"]),
+        ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=33554432"}, ["False", "False", "True"]),
+    ],
+    ids=["unset", "set by a variable", "set by a tunable"],
+)
+def test_freed_memory_is_used_again(settings: dict[str, str], found: list[str]) -> None:
+    """Large blocks come from the heap, not as mappings, and its end is kept, unless the environment has its own way."""
     # The suite has settings of its own, which measure memory better.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | settings
     command = [sys.executable, "-P", "-c", WHERE_A_BLOCK_COMES_FROM]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert child.stdout.split() == ["True", "False"]
+    assert child.stdout.split() == found
 
 
 def make_a_mesh() -> int:
