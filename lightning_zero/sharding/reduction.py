@@ -64,10 +64,10 @@ class Reduction(ABC, Generic[T, U]):
         """
         placement = self._placement
         dtype = placement.reduce_dtype(self._dtype, self._sum is not None)
-        # No variable refers to what is reduced, so it is freed before its slice is kept.
         if placement.sums_where_kept(dtype):
             self._reduce_to_sharded(self._collect(dtype))
             return
+        # No variable refers to what is reduced, so it is freed before its slice is kept.
         fresh = self._reduce_scatter(self._collect(dtype))
         if placement.collects_slices:
             # Micro-batches are summed in fp32, as in the sharded gradient.

@@ -65,7 +65,6 @@ from lightning_zero.storage import reuse_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
-
 libc.sbrk.restype = ctypes.c_void_p
 
 def take():

@@ -23,7 +23,7 @@ void add_parallel(AddFunction add, const AddArrays& arrays, std::size_t threads)
 
 // `sum[i] = factor * parts[0][i] + factor * parts[1][i] + ...`, in this order, for `start <= i < start +
 // count`. Products are rounded to the dtype of the parts; sums are computed in fp32, each rounded, and
-// converted to 16-bit parts' dtype once. Then `total[i] = sum[i]`, or `total[i] += sum[i]`, rounded once.
+// converted to this dtype once. Then `total[i] = sum[i]`, or `total[i] += sum[i]`, rounded once.
 struct SumArrays {
   void* total;        // it may be one of the parts, if these are not added to it
   DType total_dtype;  // that of the parts or, always if they are added to it, float32
