@@ -13,15 +13,20 @@ from typing import Any
 
 import torch
 
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
+"""Flags of `/proc/cpuinfo` on which the rate of matrix products depends."""
+
 
 def describe() -> dict[str, Any]:
     """The date, command, hardware and versions of this process."""
-    cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in _lines("/proc/cpuinfo"))}
+    flags = facts.get("flags", facts.get("Features", "")).split()
     memory = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
     return {
         "date": dt.date.today().isoformat(),
         "command": shlex.join(["python", "-m", _module_name(), *sys.argv[1:]]),
-        "cpu": cpu or platform.processor(),
+        "cpu": facts.get("model name") or platform.processor(),
+        "instructions": [name for name in INSTRUCTIONS if name in flags],
         "cores": torch.get_num_threads(),
         "memory_gib": round(memory / 2**20, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

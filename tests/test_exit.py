@@ -22,15 +22,27 @@ while time.perf_counter() < end:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux" or sys.version_info >= (3, 14), reason="threads are Linux's, the abort old")
-@pytest.mark.parametrize(
-    ("imports", "code"),
-    [("import lightning_zero.sharding", 0), pytest.param("", -signal.SIGABRT, marks=pytest.mark.slow)],
-    ids=["with us", "torch alone"],
+LINUX_BEFORE_3_14 = pytest.mark.skipif(
+    sys.platform != "linux" or sys.version_info >= (3, 14), reason="threads are Linux's, the abort old"
 )
-def test_a_process_whose_collective_has_just_ended_ends_without_an_abort(imports: str, code: int) -> None:
-    """Which torch alone does not promise: when it does, `sharding/gloo_exit.py` can go."""
-    ended = subprocess.run(
-        [sys.executable, "-P", "-c", LATE.format(imports)], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert ended.returncode == code, ended.stderr
+
+
+def end_of(program: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+@LINUX_BEFORE_3_14
+def test_a_process_whose_collective_has_just_ended_ends_without_an_abort() -> None:
+    ended = end_of(LATE.format("import lightning_zero.sharding"))
+    assert ended.returncode == 0, ended.stderr
+
+
+@LINUX_BEFORE_3_14
+@pytest.mark.slow
+def test_torch_alone_does_abort() -> None:
+    """When this fails, torch has been mended, and `sharding/gloo_exit.py` can go.
+
+    The abort needs gloo's thread to ask for Python's lock while the main thread has it, which a busy machine may miss.
+    """
+    assert any(end_of(LATE.format("")).returncode == -signal.SIGABRT for _ in range(10))

@@ -36,7 +36,7 @@ from rich.text import Text
 
 from lightning_zero.cli.disk import Disk, describe_disk, judge_disk, measure_disk
 from lightning_zero.cli.machine import Machine, read_machine
-from lightning_zero.cli.rates import Measured, describe_rates, measure_all
+from lightning_zero.cli.rates import Measured, describe_rates, judge_rates, measure_all
 from lightning_zero.cli.software import (
     DISTRIBUTION,
     Accelerators,
@@ -197,8 +197,7 @@ def add_rates(report: Report) -> None:
         remedy = "Set XDG_CACHE_HOME to a folder that can be written to."
         report.findings.append(Finding("problem", "rates", f"the rates cannot be kept: {error}", remedy))
     else:
-        if report.rates.failure:
-            report.findings.append(Finding("warning", "rates", report.rates.failure, "Estimates assume a rate."))
+        report.findings += [Finding("warning", "rates", *found) for found in judge_rates(report.rates)]
 
 
 def _import_kernels(findings: list[Finding]) -> tuple[ModuleType | None, bool]:

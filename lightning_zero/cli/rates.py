@@ -191,6 +191,16 @@ def measure_gather(kind: str, seconds: float, nbytes: int) -> float:
     raise MeasureError(f"two ranks ended with code {ended.returncode}: {said[-1]}")
 
 
+def judge_rates(measured: Measured) -> list[tuple[str, str]]:
+    """Returns what could be better, each with a remedy."""
+    found = [(measured.failure, "Estimates assume a rate.")] if measured.failure else []
+    rates, device = measured.calibration.rates, measured.calibration.machine.device
+    if rates.matmul_16 < rates.matmul_32 / 2:
+        longer = f"matrix products in bf16 take {rates.matmul_32 / rates.matmul_16:.3g} times as long as in fp32"
+        found.append((f"{longer} on {device}, with this torch", "Train in fp32: precision=32-true."))
+    return found
+
+
 def describe_rates(measured: Measured) -> dict[str, str]:
     """The facts as text, by their names."""
     found = measured.calibration

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import subprocess
@@ -50,14 +51,20 @@ def test_a_measurement_is_of_this_machine_and_is_kept(cache: Path) -> None:
 
 def test_the_report_has_the_rates(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_zero.cli.doctor._run_checks", lambda *_: [])
-    for failure in ("", "two ranks ended with code 1: no"):
+    for failure, slower, said in (
+        ("", 2.0, []),
+        ("", 50.0, ["matrix products in bf16 take 50 times as long as in fp32 on cpu, with this torch"]),
+        ("two ranks ended with code 1: no", 0.5, ["two ranks ended with code 1: no"]),
+    ):
         found = measured(failure)
+        speeds = dataclasses.replace(found.calibration.rates, matmul_32=1e12, matmul_16=1e12 / slower)
+        found = dataclasses.replace(found, calibration=dataclasses.replace(found.calibration, rates=speeds))
         monkeypatch.setattr("lightning_zero.cli.doctor.measure_all", lambda disk, found=found: found)
         result = CliRunner().invoke(app, ["doctor", "--measure", "--json"], catch_exceptions=False)
         report = json.loads(result.stdout)
         assert report["rates"]["path"] == str(cache)
         assert report["rates"]["calibration"]["rates"]["update"] == found.calibration.rates.update
-        assert [f["message"] for f in report["findings"] if f["section"] == "rates"] == [failure] * bool(failure)
+        assert [f["message"] for f in report["findings"] if f["section"] == "rates"] == said
     monkeypatch.setenv("COLUMNS", "200")
     text = CliRunner().invoke(app, ["doctor", "--measure"], catch_exceptions=False).stdout
     assert "matmul 16" in text
