@@ -122,7 +122,7 @@ def measure_update(seconds: float, nbytes: int) -> float:
     return 7 * param.nbytes / best(update, seconds)
 
 
-def measure_matmul(device: torch.device, dtype: torch.dtype, seconds: float, size: int = 512) -> float:
+def measure_matmul(device: torch.device, dtype: torch.dtype, seconds: float, size: int = 128) -> float:
     """Operations per second of a product of square matrices, which grow until one takes a tenth of the time."""
     import torch
 
