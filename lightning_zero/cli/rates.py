@@ -197,7 +197,8 @@ def judge_rates(measured: Measured) -> list[tuple[str, str]]:
     rates, device = measured.calibration.rates, measured.calibration.machine.device
     if rates.matmul_16 < rates.matmul_32 / 2:
         longer = f"matrix products in bf16 take {rates.matmul_32 / rates.matmul_16:.3g} times as long as in fp32"
-        found.append((f"{longer} on {device}, with this torch", "Train in fp32: precision=32-true."))
+        remedy = "Train in fp32 (precision=32-true); GPUs without bf16 may be fast in fp16 (precision=16-mixed)."
+        found.append((f"{longer} on {device}, with this torch", remedy))
     return found
 
 
