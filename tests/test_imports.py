@@ -187,7 +187,8 @@ def test_imports_inside_a_part_run_downward(part: str) -> None:
 
 def test_only_the_modules_of_collectives_communicate() -> None:
     found = {str(path.relative_to(PACKAGE)): communication(path.read_text()) for path in files()}
-    expected = {f"sharding/{name}.py" for name in ("collectives", "exchange", "collective_errors")}
+    names = ("collectives", "backend_collectives", "exchange", "collective_errors")
+    expected = {f"sharding/{name}.py" for name in names}
     assert {name for name, uses in found.items() if uses} == expected
 
 

@@ -361,11 +361,17 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
       },
       py::arg("process"), py::arg("address"), py::arg("target"), py::arg("nbytes"));
   m.def(
+      "read_table",
+      [](std::int64_t process, std::uintptr_t table, std::size_t count, std::size_t bytes,
+         std::uintptr_t pieces) { return read_table(process, table, count, bytes, pointer<Piece>(pieces)); },
+      py::arg("process"), py::arg("table"), py::arg("count"), py::arg("nbytes"), py::arg("pieces"));
+  m.def(
       "read_pieces",
-      [](std::int64_t process, std::uintptr_t table, std::size_t count, std::uintptr_t target,
-         std::size_t bytes) {
+      [](std::int64_t process, std::uintptr_t pieces, std::size_t count, std::size_t start,
+         std::uintptr_t target, std::size_t bytes) {
         const py::gil_scoped_release release;
-        return read_pieces(process, table, count, pointer<void>(target), bytes);
+        return read_pieces(process, pointer<const Piece>(pieces), count, start, pointer<void>(target), bytes);
       },
-      py::arg("process"), py::arg("table"), py::arg("count"), py::arg("target"), py::arg("nbytes"));
+      py::arg("process"), py::arg("pieces"), py::arg("count"), py::arg("start"), py::arg("target"),
+      py::arg("nbytes"));
 }

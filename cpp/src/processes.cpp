@@ -137,22 +137,38 @@ int read_memory(std::int64_t process, std::uintptr_t address, void* target, std:
   return read_each(process, &whole, 1, target);
 }
 
-int read_pieces(std::int64_t process, std::uintptr_t table, std::size_t count, void* target,
-                std::size_t bytes) {
-  if (count > bytes) return EINVAL;  // more than one for each byte
-  std::vector<Piece> pieces(count);
-  if (const int error = read_memory(process, table, pieces.data(), count * sizeof(Piece))) return error;
+int read_table(std::int64_t process, std::uintptr_t table, std::size_t count, std::size_t bytes,
+               Piece* pieces) {
+  if (const int error = read_memory(process, table, pieces, count * sizeof(Piece))) return error;
   std::size_t end = 0;
-  const auto fill_to = [&](std::size_t start) {
-    if (start > end) std::memset(static_cast<char*>(target) + end, 0, start - end);
+  for (const Piece* piece = pieces; piece != pieces + count; ++piece) {
+    if (piece->start < end || piece->start > bytes || piece->bytes > bytes - piece->start) return EINVAL;
+    end = piece->start + piece->bytes;
+  }
+  return 0;
+}
+
+int read_pieces(std::int64_t process, const Piece* pieces, std::size_t count, std::size_t start, void* target,
+                std::size_t bytes) {
+  const std::size_t stop = start + bytes;
+  const Piece* piece = std::partition_point(
+      pieces, pieces + count, [&](const Piece& each) { return each.start + each.bytes <= start; });
+  std::vector<Piece> asked;
+  std::size_t end = 0;
+  const auto fill_to = [&](std::size_t from) {
+    if (from > end) std::memset(static_cast<char*>(target) + end, 0, from - end);
   };
-  for (const Piece& piece : pieces) {
-    if (piece.start < end || piece.start > bytes || piece.bytes > bytes - piece.start) return EINVAL;
-    fill_to(piece.start);
-    end = piece.start + piece.bytes;
+  for (; piece != pieces + count && piece->start < stop; ++piece) {
+    const std::size_t low = std::max<std::size_t>(piece->start, start);
+    const std::size_t high = std::min<std::size_t>(piece->start + piece->bytes, stop);
+    if (low < high) {
+      fill_to(low - start);
+      end = high - start;
+      asked.push_back({low - start, piece->address + (low - piece->start), high - low});
+    }
   }
   fill_to(bytes);
-  return read_each(process, pieces.data(), count, target);
+  return read_each(process, asked.data(), asked.size(), target);
 }
 
 }  // namespace lightning_zero
@@ -175,7 +191,8 @@ bool Signal::wait(std::uint32_t, double) { throw std::logic_error("there are no 
 bool Signal::sleep(std::uint32_t) { throw std::logic_error("there are no futexes"); }
 
 int read_memory(std::int64_t, std::uintptr_t, void*, std::size_t) { return ENOSYS; }
-int read_pieces(std::int64_t, std::uintptr_t, std::size_t, void*, std::size_t) { return ENOSYS; }
+int read_table(std::int64_t, std::uintptr_t, std::size_t, std::size_t, Piece*) { return ENOSYS; }
+int read_pieces(std::int64_t, const Piece*, std::size_t, std::size_t, void*, std::size_t) { return ENOSYS; }
 
 }  // namespace lightning_zero
 

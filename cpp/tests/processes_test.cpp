@@ -132,30 +132,38 @@ TEST(ReadPieces, ReadsThemToTheirPlacesWithZerosBetween) {
     std::copy_n(&memory[from], bytes, &expected[start]);
   }
   const auto address = reinterpret_cast<std::uintptr_t>(table.data());
-  EXPECT_EQ(read_pieces(getpid(), address, kNumber, found.data(), found.size()), 0);
+  std::vector<Piece> copy(kNumber);
+  ASSERT_EQ(read_table(getpid(), address, kNumber, found.size(), copy.data()), 0);
+  EXPECT_EQ(read_pieces(getpid(), copy.data(), kNumber, 0, found.data(), found.size()), 0);
   EXPECT_EQ(found, expected);
-  EXPECT_EQ(read_pieces(getpid(), 0, 0, found.data(), found.size()), 0);
+  for (std::size_t start = 0; start < 20; ++start) {
+    for (const std::size_t bytes : {0, 1, 6, 4001}) {
+      std::vector<unsigned char> range(bytes, 77);
+      EXPECT_EQ(read_pieces(getpid(), copy.data(), kNumber, start, range.data(), bytes), 0);
+      EXPECT_TRUE(std::equal(range.begin(), range.end(), &expected[start])) << bytes << " from " << start;
+    }
+  }
+  EXPECT_EQ(read_pieces(getpid(), nullptr, 0, 0, found.data(), found.size()), 0);
   EXPECT_EQ(found, std::vector<unsigned char>(found.size()));
-  EXPECT_EQ(read_pieces(getpid(), 0, 0, nullptr, 0), 0);
+  EXPECT_EQ(read_pieces(getpid(), nullptr, 0, 0, nullptr, 0), 0);
 }
 
-TEST(ReadPieces, RefusesATableThatIsNotInOrder) {
-  int value = 5, found[2] = {7, 7};
+TEST(ReadTable, RefusesPiecesThatAreNotInOrder) {
+  int value = 5;
   const auto at = reinterpret_cast<std::uintptr_t>(&value);
+  std::vector<Piece> copy(2);
   const auto read = [&](const std::vector<Piece>& table) {
-    return read_pieces(getpid(), reinterpret_cast<std::uintptr_t>(table.data()), table.size(), found,
-                       sizeof found);
+    return read_table(getpid(), reinterpret_cast<std::uintptr_t>(table.data()), table.size(), 8, copy.data());
   };
   EXPECT_EQ(read({{0, at, 4}, {4, at, 4}}), 0);
-  EXPECT_EQ(found[1], 5);
   EXPECT_EQ(read({{4, at, 4}, {0, at, 4}}), EINVAL);
   EXPECT_EQ(read({{0, at, 4}, {3, at, 4}}), EINVAL);
   EXPECT_EQ(read({{5, at, 4}}), EINVAL);
   EXPECT_EQ(read({{9, at, 0}}), EINVAL);
   EXPECT_EQ(read({{4, at, static_cast<std::uint64_t>(-4)}}), EINVAL);
-  EXPECT_EQ(read_pieces(getpid(), at, 9, found, sizeof found), EINVAL) << "more pieces than bytes";
-  EXPECT_EQ(read_pieces(getpid(), 0, 1, found, sizeof found), EFAULT);
-  EXPECT_EQ(read({{0, 0, 4}}), EFAULT);
+  EXPECT_EQ(read_table(getpid(), 0, 1, 8, copy.data()), EFAULT);
+  const Piece nowhere{0, 0, 4};
+  EXPECT_EQ(read_pieces(getpid(), &nowhere, 1, 0, &value, 4), EFAULT);
 }
 
 }  // namespace

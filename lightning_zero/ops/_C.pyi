@@ -265,5 +265,8 @@ def sleep_for(signal: int, value: int) -> bool: ...
 def read_memory(process: int, address: int, target: int, nbytes: int) -> int:
     """Returns 0, or the system's error number."""
 
-def read_pieces(process: int, table: int, count: int, target: int, nbytes: int) -> int:
+def read_table(process: int, table: int, count: int, nbytes: int, pieces: int) -> int:
     """Returns 0, or the system's error number; EINVAL for a wrong table."""
+
+def read_pieces(process: int, pieces: int, count: int, start: int, target: int, nbytes: int) -> int:
+    """Returns 0, or the system's error number."""

@@ -39,11 +39,11 @@ from lightning_zero.ops.formulas import Updates, updates_on
 from lightning_zero.ops.isa import compiled_isas, isa, supported_isas
 from lightning_zero.ops.processes import (
     SIGNAL_BYTES,
+    RemoteMessage,
     SharedMemory,
     Signal,
     cma_refusal,
     read_memory,
-    read_pieces,
 )
 from lightning_zero.ops.threads import (
     bind_threads,
@@ -64,6 +64,7 @@ __all__ = [
     "DiskPool",
     "Options",
     "Quantized",
+    "RemoteMessage",
     "RunningSquares",
     "SharedMemory",
     "Signal",
@@ -87,7 +88,6 @@ __all__ = [
     "lion_",
     "quantize_",
     "read_memory",
-    "read_pieces",
     "runs_on",
     "set_num_threads",
     "sgd_",

@@ -118,27 +118,56 @@ def read_memory(process: int, address: int, target: Tensor) -> None:
     """
     _check_target(target)
     if error := _C.read_memory(process, address, target.data_ptr(), target.nbytes):
-        raise OSError(error, f"{os.strerror(error)} (memory of process {process})")
+        raise _unreadable(error, process)
 
 
-def read_pieces(process: int, table: int, count: int, target: Tensor) -> None:
-    """Fills ``target`` with a message that lies in pieces in another process's memory. Releases the GIL.
+class RemoteMessage:
+    """A message that lies in pieces in another process's memory, which must stay as it is while it is read.
 
     Args:
         process: the process's number.
         table: where its table of the pieces begins: [count, 3] int64, where a piece begins in the message, its address
             and its size, in bytes; pieces are in order and do not overlap, and between them the message is zero.
         count: number of pieces.
-        target: contiguous, in host memory.
+        nbytes: size of the message.
 
     Raises:
-        ValueError, OSError: as :func:`read_memory`; a `ValueError` also if the table is not as described.
+        ValueError: the table is not as described.
+        OSError: as :func:`read_memory`.
     """
-    _check_target(target)
-    if error := _C.read_pieces(process, table, count, target.data_ptr(), target.nbytes):
+
+    def __init__(self, process: int, table: int, count: int, nbytes: int) -> None:
+        self._process = process
+        self._nbytes = nbytes
+        self._pieces = np.empty((min(count, nbytes), 3), dtype=np.int64)
+        error = errno.EINVAL
+        if count <= nbytes:  # one for each byte at most
+            error = _C.read_table(process, table, count, nbytes, self._pieces.ctypes.data)
         if error == errno.EINVAL:
-            raise ValueError(f"process {process} has no {count} pieces of {target.nbytes} bytes, in order, at {table}")
-        raise OSError(error, f"{os.strerror(error)} (memory of process {process})")
+            raise ValueError(f"process {process} has no {count} pieces of {nbytes} bytes, in order, at {table}")
+        if error:
+            raise _unreadable(error, process)
+
+    def read(self, start: int, target: Tensor) -> None:
+        """Fills ``target`` with the message from byte ``start`` on. Releases the GIL.
+
+        Args:
+            start: at least 0.
+            target: contiguous, in host memory; not larger than what is left of the message.
+
+        Raises:
+            ValueError, OSError: as :func:`read_memory`; a `ValueError` also if the message ends before.
+        """
+        _check_target(target)
+        if not 0 <= start <= self._nbytes - target.nbytes:
+            raise ValueError(f"the message has {self._nbytes} bytes; expected {target.nbytes} from byte {start} on")
+        address, count = self._pieces.ctypes.data, len(self._pieces)
+        if error := _C.read_pieces(self._process, address, count, start, target.data_ptr(), target.nbytes):
+            raise _unreadable(error, self._process)
+
+
+def _unreadable(error: int, process: int) -> OSError:
+    return OSError(error, f"{os.strerror(error)} (memory of process {process})")
 
 
 def _check_target(target: Tensor) -> None:

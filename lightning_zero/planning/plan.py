@@ -192,7 +192,7 @@ def plan(
     # The plan has its own groups, so that its traffic is not mixed with that of an engine.
     mesh = placement.mesh
     imagined = Mesh.imagined(mesh.shard.size, mesh.replica.size, mesh.world.rank)
-    imagined.shard.strangers = mesh.shard.strangers
+    imagined.shard.strangers, imagined.replica.strangers = mesh.shard.strangers, mesh.replica.strangers
     placement = placement._replace(mesh=imagined, block=block_of(optimizers))
     optimized = [p for optimizer in optimizers for p in parameters_of(optimizer)] if optimizers else None
     whole = kept_whole(optimizers, placement.optimizer_store.device)

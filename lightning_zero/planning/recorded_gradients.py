@@ -95,14 +95,14 @@ class RecordedGradients(Reduction[RecordedTensor, RecordedPieces]):
 
     def _reduce_scatter(self, gradients: RecordedTensor) -> RecordedTensor:
         dtype = gradients.dtype
-        self._exchange(gradients)
+        self._exchange(gradients, out=False)
         return self._take(RecordedTensor(self._form.layout.shard_numel, dtype))
 
-    def _exchange(self, gradients: RecordedTensor) -> None:
+    def _exchange(self, gradients: RecordedTensor, out: bool) -> None:
         shard, dtype, layout = self._placement.mesh.shard, gradients.dtype, self._form.layout
         nbytes = layout.padded_numel * dtype.itemsize
         in_pieces = isinstance(gradients, RecordedPieces)
-        scratch = shard.scratch(nbytes, dtype, self._placement.device, in_pieces)
+        scratch = shard.scratch(nbytes, dtype, self._placement.device, in_pieces, out)
         in_place = in_pieces and dtype == self._dtype
         self.reduction = max(self.reduction, scratch + (0 if in_place else gradients.nbytes))
         shard.count("reduce_scatter", nbytes)
@@ -111,13 +111,13 @@ class RecordedGradients(Reduction[RecordedTensor, RecordedPieces]):
 
     def _reduce_to_sharded(self, gradients: RecordedTensor) -> None:
         self._make_sharded(gradients.dtype, summed=not self._empty)
-        self._exchange(gradients)
+        self._exchange(gradients, out=True)
         self.known_squares = self._empty = False
 
     def _sum_replicas(self, shard: RecordedTensor) -> None:
         replica, device = self._placement.mesh.replica, self._placement.device
         replica.count("all_reduce", shard.nbytes + replica.padding(shard.numel, device) * shard.dtype.itemsize)
-        self._account.touch(Bytes(device=replica.scratch(shard.nbytes, shard.dtype, device)))
+        self._account.touch(Bytes(device=replica.scratch(shard.nbytes, shard.dtype, device, out=True)))
 
     def _keep(self, shard: RecordedTensor, more: bool) -> None:
         """Adds a reduced slice to the sharded gradient; see ``ShardedGradient``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -21,6 +22,13 @@ class CollectiveError(RuntimeError):
 
 class MismatchError(RuntimeError):
     """Raised when another rank offers another message than expected; says in which way, after a colon, if it can."""
+
+
+@dataclass
+class Waiting:
+    """The rank of a group for which this rank waits, and to which an error belongs; ``None``: for all ranks."""
+
+    rank: int | None = None
 
 
 def is_communication_error(error: BaseException) -> bool:

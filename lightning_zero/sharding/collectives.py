@@ -1,4 +1,4 @@
-"""The collectives of ranks. Only this module and ``exchange`` communicate.
+"""The collectives of ranks. Only this module, ``exchange`` and ``backend_collectives`` communicate.
 
 A :class:`Group` has a process group of its own, so that its collectives never interleave with Lightning's. How its
 ranks exchange data depends on its backend for the device. In host memory, with a backend that matches messages by tag,
@@ -19,7 +19,6 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -29,10 +28,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero import ops
+from lightning_zero.sharding.backend_collectives import BackendCollectives
 from lightning_zero.sharding.board import Board
-from lightning_zero.sharding.collective_errors import CollectiveError, disagreement, failure
+from lightning_zero.sharding.collective_errors import CollectiveError, Waiting, disagreement, failure
 from lightning_zero.sharding.cross_memory import Neighbor
-from lightning_zero.sharding.exchange import Channel, Exchange
+from lightning_zero.sharding.exchange import Channel, Exchange, UseTile, bytes_of_tile
 from lightning_zero.sharding.pieces import Pieces, bytes_of_blocks
 from lightning_zero.storage import DONE, Lane, Ticket, use_huge_pages
 from lightning_zero.storage.accelerators import device_type
@@ -40,9 +40,6 @@ from lightning_zero.storage.threads import LaneThreads, in_lane
 from lightning_zero.storage.timers import Phase, Timers
 from lightning_zero.storage.work_log import named
 
-# torch 2.13 renamed the flat collectives. Versions 2.10 to 2.12 have the old names only.
-_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # each sends (size - 1) / size of the data
 
 _TAGGED = frozenset({"gloo", "mpi"})  # backends that match messages by tag
@@ -51,13 +48,6 @@ _DATA_TAG = 1 << 30  # tags below this value are those of headers
 _RECENT = 5  # number of collectives that an error lists
 
 CHANNELS = 2  # of a group: one for exchanges that the calling thread waits for, one for those that go on beside it
-
-
-@dataclass
-class _Waiting:
-    """The rank of a group for which this rank waits; ``None``: for all ranks."""
-
-    rank: int | None = None
 
 
 class Group:
@@ -132,9 +122,10 @@ class Group:
 
     @classmethod
     def imagined(cls, size: int, rank: int = 0) -> Group:
-        """A group for planning, which has a size and cannot communicate."""
+        """A group for planning, which has a size and cannot communicate. If it can be, all its ranks are neighbors."""
         group = cls()
         group.size, group.rank = size, rank
+        group.strangers = size - 1 if ops.cma_refusal() else 0
         return group
 
     def meet(self, neighbors: Mapping[int, Neighbor], slots: Sequence[int]) -> None:
@@ -177,15 +168,17 @@ class Group:
     def _transport(self, device: torch.device) -> _Transport:
         """The transport for data in the memory of a device."""
         tagged = self._backends.get(device.type) in _TAGGED
-        return _Messages(self) if tagged and device_type(device).shares_host_memory else _Collectives(self)
+        return _Messages(self) if tagged and device_type(device).shares_host_memory else BackendCollectives(self)
 
     def padding(self, numel: int, device: torch.device) -> int:
         """The number of elements by which :meth:`all_reduce_` pads a tensor of ``numel`` elements."""
         return self._transport(device).padding(numel)
 
-    def scratch(self, nbytes: int, dtype: torch.dtype, device: torch.device, in_pieces: bool = False) -> int:
-        """Bytes that :meth:`reduce_scatter` of ``nbytes`` allocates while it runs, including its result."""
-        return 0 if self.size == 1 else self._transport(device).scratch(nbytes // self.size, dtype, in_pieces)
+    def scratch(
+        self, nbytes: int, dtype: torch.dtype, device: torch.device, in_pieces: bool = False, out: bool = False
+    ) -> int:
+        """Bytes that :meth:`reduce_scatter` of ``nbytes`` allocates, including its result unless it gets ``out``."""
+        return 0 if self.size == 1 else self._transport(device).scratch(nbytes // self.size, dtype, in_pieces, out)
 
     def reset_counters(self) -> None:
         self.sent.clear()
@@ -227,7 +220,7 @@ class Group:
             what: see above.
             factor: the same on all ranks.
             out: if the group :meth:`takes_pieces`, where the slice is written, and what is returned; also fp32.
-            add: add the slice to ``out``. An error of the exchange leaves ``out`` as it is.
+            add: add the slice to ``out``. An error of the exchange may leave a part of it added.
         """
         if self.size > 1:
             self._announce(what, flat.device)
@@ -255,7 +248,7 @@ class Group:
         """Overwrite ``tensor`` (contiguous, of any dtype) with the tensor of the group's rank ``src``."""
         if self.size > 1 and tensor.numel():
             self._announce(what, tensor.device)
-            with self._explained(what):
+            with self.calling_backend(what):
                 dist.broadcast(tensor.view(-1).view(torch.uint8), group=self.process_group, group_src=src)
             self._count("broadcast", tensor.nbytes if self.rank == src else 0)
         return tensor
@@ -266,7 +259,7 @@ class Group:
             return [value]
         self._come()
         values: list[Any] = [None] * self.size
-        with self._explained(what):
+        with self.calling_backend(what):
             dist.all_gather_object(values, value, group=self.process_group)
         return values
 
@@ -276,16 +269,22 @@ class Group:
             return value
         self._come()
         values = [value]
-        with self._explained(what):
+        with self.calling_backend(what):
             dist.broadcast_object_list(values, group=self.process_group, group_src=0)
         return values[0]
 
     # ------------------------------------------------------------------------------------------------ between ranks
 
-    def _exchange(self, outgoing: Sequence[Pieces], incoming: Sequence[Tensor], what: str) -> None:
-        """Send ``outgoing[r]`` to every other rank r and receive ``incoming[r]`` from it, in host memory."""
+    def _exchange(
+        self, outgoing: Sequence[Pieces], incoming: Sequence[Tensor], what: str, use: UseTile | None = None
+    ) -> None:
+        """Send ``outgoing[r]`` to every other rank r and receive ``incoming[r]`` from it, in host memory.
+
+        With ``use``, it gets all messages in tiles, and those that are read are not in ``incoming``; see
+        :meth:`Exchange.run_in_tiles`.
+        """
         exchange = self._new_exchange(outgoing, incoming, self._data_tag, self._channels[0])
-        self._perform(exchange.run, exchange, what)
+        self._perform(exchange.run if use is None else partial(exchange.run_in_tiles, use), exchange, what)
 
     def _exchange_beside(self, outgoing: Sequence[Pieces], incoming: Sequence[Tensor], what: str) -> Callable[[], None]:
         """Begin :meth:`_exchange`; returns a function that waits for its end, until which nobody may touch the tensors.
@@ -312,20 +311,20 @@ class Group:
         return _DATA_TAG | (self.digest & (_DATA_TAG - 1))
 
     def _perform(self, act: Callable[[], None], exchange: Exchange, what: str) -> None:
-        with self._explained(what) as waiting:
+        with self.calling_backend(what) as waiting:
             try:
                 act()
             finally:
                 waiting.rank = exchange.awaited
 
     @contextmanager
-    def _explained(self, what: str) -> Iterator[_Waiting]:
+    def calling_backend(self, what: str) -> Iterator[Waiting]:
         """Count the time of calls of the backend as waiting for other ranks, and explain their errors."""
         with self.explaining(what) as waiting, self.timers.phase(Phase.WAIT), named(what):
             yield waiting
 
     @contextmanager
-    def explaining(self, what: str) -> Iterator[_Waiting]:
+    def explaining(self, what: str) -> Iterator[Waiting]:
         """Replace errors of the backend by ones that say what this rank was doing, had done before, and waited for.
 
         Results of a collective must be read inside this context, too: if it fails on a device, the host learns of that
@@ -334,7 +333,7 @@ class Group:
         Raises:
             CollectiveError: the backend has raised an error in a group of several ranks.
         """
-        waiting = _Waiting()
+        waiting = Waiting()
         try:
             yield waiting
         except (CollectiveError, torch.AcceleratorError):  # explained already, or an error of this rank's own device
@@ -391,7 +390,7 @@ class _Transport(Protocol):
     def padding(self, numel: int) -> int:
         """The number of elements by which ``numel`` elements must be padded for :meth:`all_reduce_`."""
 
-    def scratch(self, part: int, dtype: torch.dtype, in_pieces: bool) -> int:
+    def scratch(self, part: int, dtype: torch.dtype, in_pieces: bool, out: bool) -> int:
         """See :meth:`Group.scratch`; a rank's part has ``part`` bytes."""
 
     def begin_all_gather(self, data: Tensor, what: str) -> Callable[[], None]:
@@ -416,10 +415,12 @@ class _Messages:
     def padding(self, numel: int) -> int:
         return -numel % self._group.size
 
-    def scratch(self, part: int, dtype: torch.dtype, in_pieces: bool) -> int:
-        # The parts from other ranks, and those joined for them; the sum takes the place of one of them.
-        parts = self._group.size - 1 + in_pieces * self._group.strangers + 2 * (not ops.sums_in_place(dtype))
-        return part * parts + in_pieces * bytes_of_blocks(part)
+    def scratch(self, part: int, dtype: torch.dtype, in_pieces: bool, out: bool) -> int:
+        # The parts from other ranks that are not read, and those joined for them; the sum takes the place of one.
+        strangers, tile = self._group.strangers, bytes_of_tile(part)
+        whole = strangers * (1 + in_pieces) + (not out and not strangers)
+        tiles = self._group.size - 1 - strangers + 2 * (not ops.sums_in_place(dtype))
+        return part * whole + tile * tiles + in_pieces * bytes_of_blocks(tile)
 
     def begin_all_gather(self, data: Tensor, what: str) -> Callable[[], None]:
         slices = data.chunk(self._group.size)
@@ -429,17 +430,28 @@ class _Messages:
         group, pieces = self._group, Pieces.of(flat) if isinstance(flat, Tensor) else flat
         assert out is not None or not add
         parts, own = pieces.chunk(group.size), group.rank
-        # A rank's own part is not received, so no memory is needed for it.
-        sizes = [0 if rank == own else part.numel for rank, part in enumerate(parts)]
+        # Memory is needed only for what is not read in tiles.
+        sizes = [0 if rank == own or rank in group.neighbors else part.numel for rank, part in enumerate(parts)]
         received = [use_huge_pages(torch.empty(size, dtype=flat.dtype, device=flat.device)) for size in sizes]
-        group._exchange(parts, received, what)
         if out is None:
-            # The sum takes the place of another rank's part: a view of `flat` would keep all of it in memory.
-            out = received[own - 1]  # that of the last rank, on rank 0
-        for start, block in parts[own].blocks():
-            stop = start + block.numel()
-            summands = [block if rank == own else part[start:stop] for rank, part in enumerate(received)]
-            ops.sum_in_order_(out[start:stop], summands, factor, add)
+            # A view of `flat` would keep all of it in memory. If a part was received, the sum takes its place.
+            whole = [part for part in received if part.numel()]
+            out = whole[-1] if whole else use_huge_pages(torch.empty(parts[own].numel, dtype=flat.dtype, device="cpu"))
+        total, errors = out, list[Exception]()
+
+        def add_up(at: int, tile: Pieces, others: Mapping[int, Tensor]) -> None:
+            try:
+                with group.timers.phase(Phase.REDUCE):
+                    for start, block in tile.blocks():
+                        stop = start + block.numel()
+                        summands = [block if rank == own else others[rank][start:stop] for rank in range(group.size)]
+                        ops.sum_in_order_(total[at + start : at + stop], summands, factor, add)
+            except Exception as error:  # noqa: BLE001  (such as missing memory; the other ranks get their answers first)
+                errors.append(error)
+
+        group._exchange(parts, received, what, add_up)
+        if errors:
+            raise errors[0]
         return out
 
     def all_reduce_(self, flat: Tensor, what: str) -> None:
@@ -456,45 +468,3 @@ class _Messages:
     def _to_all(self, slices: Sequence[Tensor]) -> list[Pieces]:
         """This rank's slice, for every rank."""
         return [Pieces.of(slices[self._group.rank])] * self._group.size
-
-
-class _Collectives:
-    """The backend's own collectives."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-
-    def padding(self, numel: int) -> int:
-        return 0
-
-    def scratch(self, part: int, dtype: torch.dtype, in_pieces: bool) -> int:
-        return part
-
-    def begin_all_gather(self, data: Tensor, what: str) -> Callable[[], None]:
-        group, own = self._group, data.chunk(self._group.size)[self._group.rank]
-        with group._explained(what):
-            work = _all_gather_flat(data, own, group=group.process_group, async_op=True)
-
-        def wait() -> None:
-            with group._explained(what):
-                work.wait()
-
-        return wait
-
-    def reduce_scatter(self, flat: Tensor | Pieces, what: str, factor: float, out: Tensor | None, add: bool) -> Tensor:
-        assert isinstance(flat, Tensor)
-        assert out is None
-        out = flat.new_empty(flat.numel() // self._group.size)
-        if factor != 1:
-            flat.mul_(factor)
-        with self._group._explained(what):
-            _reduce_scatter_flat(out, flat, group=self._group.process_group)
-        return out
-
-    def all_reduce_(self, flat: Tensor, what: str) -> None:
-        with self._group._explained(what):
-            dist.all_reduce(flat, group=self._group.process_group)
-
-    def gather_headers(self, table: Tensor, header: Tensor, what: str, tag: int) -> None:
-        with self._group._explained(what):
-            _all_gather_flat(table.view(-1), header, group=self._group.process_group)

@@ -64,7 +64,7 @@ class Slot:
         """Says where a message lies in this process's memory; to be announced.
 
         Returns:
-            The table of its pieces, which the receiver reads, too; see :func:`~lightning_zero.ops.read_pieces`.
+            The table of its pieces, which the receiver reads, too; see :class:`~lightning_zero.ops.RemoteMessage`.
         """
         for _, part in message.parts:
             if not part.is_contiguous():

@@ -48,15 +48,18 @@ class Pieces:
 
     def chunk(self, number: int) -> list[Pieces]:
         """Slices of equal sizes; ``number`` divides :attr:`numel`."""
-        size = self.numel // number
-        chunks: list[list[tuple[int, Tensor]]] = [[] for _ in range(number)]
+        return self.split(self.numel // number) if self.numel else [self] * number
+
+    def split(self, size: int) -> list[Pieces]:
+        """Slices of ``size`` elements, at least 1; the last one may be shorter."""
+        slices: list[list[tuple[int, Tensor]]] = [[] for _ in range(0, self.numel, size)]
         for start, part in self.parts:
             stop = start + part.numel()
             for index in range(start // size, -(-stop // size)):
                 low, high = max(start, index * size), min(stop, (index + 1) * size)
                 whole = high - low == part.numel()
-                chunks[index].append((low - index * size, part if whole else part[low - start : high - start]))
-        return [Pieces(size, self.dtype, parts) for parts in chunks]
+                slices[index].append((low - index * size, part if whole else part[low - start : high - start]))
+        return [Pieces(min(size, self.numel - i * size), self.dtype, parts) for i, parts in enumerate(slices)]
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """The tensor in consecutive blocks, by the index of their first element.

@@ -20,8 +20,8 @@ from device.test_training import EAGER, LAZY, SEEDS, Training, digests
 from device.where import DevicePool
 from strategy.fits import Recipe
 
+from lightning_zero.sharding.backend_collectives import BackendCollectives
 from lightning_zero.sharding.bucket import Bucket
-from lightning_zero.sharding.collectives import _Collectives
 from lightning_zero.sharding.sharded_gradient import LentGradient, ShardedGradient
 from lightning_zero.storage import HostStore
 from lightning_zero.storage.host import _PinnedMapping
@@ -64,7 +64,7 @@ TRAININGS = (
          "self._await_shards()", name="zero2_offload", world=2),
     Race("a shard is gathered before it has come", Bucket, "_fetch_shard",
          "fetched.wait()", world=2),
-    Race("a slice is used before it is reduced", _Collectives, "reduce_scatter",
+    Race("a slice is used before it is reduced", BackendCollectives, "reduce_scatter",
          BLOCKING, BLOCKING.replace(")", ", async_op=True)"), name="zero2", world=2),
     Race("a gradient is read before it has come", ShardedGradient, "_arrive",
          "self._placement.await_host(work)", name="zero2_offload", precision="bf16-true"),

@@ -65,12 +65,19 @@ struct Piece {
   std::uint64_t start, address, bytes;
 };
 
-// Fills `target` with a message of `bytes` bytes that lies in pieces in the memory of `process`; zeros are
-// between them. `table` is the address, in that process, of an array of `count` pieces in ascending order,
-// which do not overlap.
+// Copies to `pieces` the table of a message of `bytes` bytes, which lies in pieces in the memory of
+// `process`: `table` is the address, in that process, of an array of `count` pieces in ascending order, which
+// do not overlap.
 //
 // Returns as `read_memory` does; EINVAL if the table is not as described.
-int read_pieces(std::int64_t process, std::uintptr_t table, std::size_t count, void* target,
+int read_table(std::int64_t process, std::uintptr_t table, std::size_t count, std::size_t bytes,
+               Piece* pieces);
+
+// Fills `target` with `bytes` bytes of a message, from byte `start` on, with zeros between its pieces. The
+// table of `count` pieces is one that `read_table` has accepted.
+//
+// Returns as `read_memory` does.
+int read_pieces(std::int64_t process, const Piece* pieces, std::size_t count, std::size_t start, void* target,
                 std::size_t bytes);
 
 }  // namespace lightning_zero
