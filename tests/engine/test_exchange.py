@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,31 @@ def test_late_ranks_and_memory_that_cannot_be_read(pool: RankPool) -> None:
     in_the_midst = [(None, None, [0], 2000), (None, None, [0, 1], 3500)]
     for case in [*cases, *in_the_midst]:
         assert pool.run_within(20, sum_under, *case) == [[11.0, 13.0]] * 2, case
+
+
+def fail_to_sum() -> list[float]:
+    """Rank 0 cannot sum the second of three tiles. Returns the sums after that."""
+    mesh, add_up, calls = Mesh.create(), ops.sum_in_order_, list[int]()
+
+    def failing(total: Tensor, *args: Any) -> None:
+        calls.append(len(calls))
+        if mesh.world.rank == 0 and len(calls) == 2:
+            raise RuntimeError("planted")
+        add_up(total, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "_TILE", 1600)
+        patch.setattr(ops, "sum_in_order_", failing)
+        planted = pytest.raises(RuntimeError, match="planted") if mesh.world.rank == 0 else nullcontext()
+        with planted as error:
+            mesh.world.reduce_scatter(torch.ones(2000), "sum")
+        assert calls == [0, 1, 2]
+    assert not error or not isinstance(error.value, CollectiveError)
+    return mesh.world.reduce_scatter(torch.ones(2000), "sum again").unique().tolist()
+
+
+def test_a_sum_that_fails_is_no_error_of_another_rank(pool2: RankPool) -> None:
+    assert pool2.run_within(20, fail_to_sum) == [[2.0]] * 2
 
 
 def wait_in_another_order() -> float:
