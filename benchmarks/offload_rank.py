@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the last one, so that no source hides an installed package
 
-from benchmarks.timing import Clock, Engine, counting, fit, plain
+from benchmarks.timing import Clock, Engine, counting, fit, forget_gradient, plain
 from benchmarks.transformer import Block
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -277,7 +277,7 @@ def seconds_alone(job: Job, place: Host) -> float:
         other.load_state_dict(model.layers[0].state_dict(), assign=True)
         model.layers.append(other)
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(_forget_gradient)
+        parameter.register_post_accumulate_grad_hook(forget_gradient)
     micro_batches = on_device(job, place)[: job.micro_batches]
     found = []
     for _ in range(ALONE):
@@ -288,10 +288,6 @@ def seconds_alone(job: Job, place: Host) -> float:
         place.synchronize()
         found.append(time.perf_counter() - start)
     return min(found[1:])
-
-
-def _forget_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
 
 
 # --------------------------------------------------------------------------------------------------------- contestants

@@ -15,6 +15,8 @@ model, a precision and a number of micro-batches; each round goes through all ce
 - ddp: `DistributedDataParallel` in a plain loop, without synchronization before the last micro-batch. In bf16 the
   parameters are bf16 and AdamW updates fp32 masters, as with all contestants here; there is no autocast.
 - ddp_no_masters (bf16 only): AdamW updates the bf16 parameters themselves, with bf16 state. It computes less.
+- forward_backward: forward and backward of the same micro-batches in the same two processes, whose gradients are freed
+  at once: no reduction and no update, so it trains nothing. Its time is a lower bound for all others.
 - fsdp2: `fully_shard` of every block; in bf16 with a `MixedPrecisionPolicy` that computes and reduces in bf16.
   Gradients are reduced after the last micro-batch.
 - deepspeed1, 2, 3 and 2_offload: DeepSpeed's engine with its defaults but without clipping, and torch's AdamW; with
@@ -28,8 +30,9 @@ ranks' collectives in its first ten steps). Memory is the peak of resident memor
 imports and the fp32 initialization (`peak_gib`), and during the measured steps (`peak_of_steps_gib`).
 
 Ratios to other contestants are computed from the same round; their median and minimum over the rounds are saved. All
-contestants must end with the same loss, otherwise the run stops. Results are saved after each contestant; `--resume`
-continues with saved results. A round that lacks a requested contestant is not complete, and another one is measured.
+contestants that train must end with the same loss, otherwise the run stops. Results are saved after each contestant;
+`--resume` continues with saved results. A round that lacks a requested contestant is not complete, and another one is
+measured.
 """
 
 from __future__ import annotations
@@ -63,6 +66,7 @@ from benchmarks.examples import ROOT, STRATEGIES
 RANKS = 2
 RANK = ROOT / "benchmarks/step_rank.py"
 PEERS = ("ddp", "ddp_no_masters", "fsdp2")
+BOUND = "forward_backward"  # it trains nothing
 DEEPSPEED = ("deepspeed1", "deepspeed2", "deepspeed3", "deepspeed2_offload")
 MODELS = ("26m", "200m")
 PRECISIONS = ("bf16", "fp32")
@@ -103,7 +107,7 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
     def chosen(names: Sequence[str], python: str, prefix: str = "") -> list[Contestant]:
         return [Contestant(prefix + n, n, python) for n in names if not options.only or n in options.only]
 
-    found = chosen([*PEERS, *STRATEGIES], sys.executable)
+    found = chosen([BOUND, *PEERS, *STRATEGIES], sys.executable)
     deepspeed = chosen(DEEPSPEED, options.deepspeed_python)
     if deepspeed and not deepspeed_version(options):
         print(f"DeepSpeed is left out: {options.deepspeed_python} does not have it")
@@ -157,14 +161,15 @@ def threads() -> int:
 
 
 def check(found: Round, cell: Cell) -> None:
-    """Check that all contestants have trained the same.
+    """Check that all contestants that train have trained the same.
 
     Raises:
         RuntimeError: a contestant's loss differs from that of the others.
     """
-    reference = BASE if BASE in found else next(iter(found))
+    trained = {name: result for name, result in found.items() if name != BOUND}
+    reference = BASE if BASE in trained else next(iter(trained), BOUND)
     expected = found[reference]["loss"]
-    for name, result in found.items():
+    for name, result in trained.items():
         if not abs(result["loss"] / expected - 1) <= LOSS[cell.precision]:
             raise RuntimeError(
                 f"{name} ends at loss {result['loss']:.6g} in {cell}, {reference} at {expected:.6g}: "
@@ -181,12 +186,9 @@ def summary(rounds: Sequence[Round]) -> dict[str, dict[str, float]]:
     for name in dict.fromkeys(name for one in rounds for name in one):
         mine = [one[name] for one in rounds if name in one]
         row = found[name] = seconds_of(mine, ("peak_gib", "peak_of_steps_gib"))
-        others = {
-            "ddp": BASE,
-            "fsdp2": "fsdp2",
-            "deepspeed": name.replace("zero", "deepspeed"),
-            "before": BEFORE + name,
-        }
+        others = {"ddp": BASE, "fsdp2": "fsdp2", "before": BEFORE + name}
+        if name.startswith("zero"):
+            others["deepspeed"] = name.replace("zero", "deepspeed")
         for label, other in others.items():
             if found_ratios := ratios(rounds, name, other):
                 row |= {f"to_{label}": found_ratios["median"], f"to_{label}_min": found_ratios["min"]}
@@ -209,7 +211,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=MODELS, choices=["tiny", *MODELS])
     parser.add_argument("--precisions", nargs="+", default=PRECISIONS, choices=PRECISIONS)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--only", nargs="+", default=[], choices=[*PEERS, *DEEPSPEED, *STRATEGIES], metavar="NAME")
+    names = [BOUND, *PEERS, *DEEPSPEED, *STRATEGIES]
+    parser.add_argument("--only", nargs="+", default=[], choices=names, metavar="NAME")
     parser.add_argument("--batch", type=int, default=2, help="sequences of a micro-batch")
     parser.add_argument("--tokens", type=int, default=64, help="of a sequence")
     parser.add_argument("--warmup", type=int, default=10, help="optimizer steps before the measured ones, at least 1")

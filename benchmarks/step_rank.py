@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the last one, so that no source hides an installed package
 
-from benchmarks.timing import Clock, Engine, accumulate, counting, fit, plain
+from benchmarks.timing import Clock, Engine, accumulate, counting, fit, forget_gradient, plain
 
 VOCABULARY, HEAD = 1024, 64
 SHORT = 8
@@ -136,6 +136,22 @@ def run_ddp(job: Job, clock: Clock) -> list[Tensor]:
     return accumulate(batches(job), job.micro_batches, clock, micro, step)
 
 
+def run_forward_backward(job: Job, clock: Clock) -> list[Tensor]:
+    """Forward and backward alone: no reduction, no update, and each gradient is freed as soon as it is complete."""
+    model = build(job)
+    if job.precision == "bf16":
+        model.to(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(forget_gradient)
+
+    def micro(batch: Tensor, last: bool) -> Tensor:
+        loss: Tensor = model(batch)
+        loss.backward()
+        return loss
+
+    return accumulate(batches(job), job.micro_batches, clock, micro, lambda: None)
+
+
 def run_fsdp2(job: Job, clock: Clock) -> list[Tensor]:
     """`fully_shard` of every block and of the rest; for bf16 it computes and reduces in bf16, with fp32 shards."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -188,7 +204,13 @@ def run_ours(job: Job, clock: Clock) -> list[Tensor]:
     )
 
 
-RUNS = {"ddp": run_ddp, "fsdp2": run_fsdp2, "deepspeed": run_deepspeed, "zero": run_ours}
+RUNS = {
+    "forward_backward": run_forward_backward,
+    "ddp": run_ddp,
+    "fsdp2": run_fsdp2,
+    "deepspeed": run_deepspeed,
+    "zero": run_ours,
+}
 
 
 def main() -> None:

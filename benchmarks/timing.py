@@ -27,6 +27,11 @@ def counting(draw: random.Random, sequences: int, tokens: int) -> Tensor:
     return starts + torch.arange(tokens + 1)
 
 
+def forget_gradient(parameter: Tensor) -> None:
+    """Frees a parameter's gradient; a hook for forward and backward without an update."""
+    parameter.grad = None
+
+
 class Clock:
     """Measures seconds and peak memory of the measured steps.
 

@@ -45,7 +45,9 @@ def run(benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [["ddp", "zero2"], ["ddp", "ddp_no_masters", "fsdp2"], ["ddp", "deepspeed2"]])
+@pytest.mark.parametrize(
+    "names", [["forward_backward", "ddp", "zero2"], ["ddp", "ddp_no_masters", "fsdp2"], ["ddp", "deepspeed2"]]
+)
 def test_a_small_run(names: list[str], tmp_path: Path) -> None:
     if "deepspeed2" in names:
         pytest.importorskip("deepspeed")
@@ -70,7 +72,7 @@ def test_ratios_of_rounds(run: Callable[..., dict[str, Any]], benchmark: Any) ->
     result = run("--rounds", "2", "--models", "26m", "--micro-batches", "1", "--against", str(ROOT))
     assert list(result["cells"]) == ["26m bf16 x1", "26m fp32 x1"]
     summary = result["cells"]["26m fp32 x1"]["summary"]
-    assert list(summary) == ["ddp", "fsdp2", *NAMES, *(f"before {name}" for name in NAMES)]
+    assert list(summary) == ["forward_backward", "ddp", "fsdp2", *NAMES, *(f"before {name}" for name in NAMES)]
     assert summary["zero2"]["to_ddp"] == summary["zero2"]["to_ddp_min"] == 5 / 3
     assert summary["zero2"]["to_before"] == 5 / 12
     assert summary["zero2"]["to_fsdp2"] == 5 / 5
