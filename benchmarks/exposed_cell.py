@@ -202,9 +202,9 @@ class ClockedWork(streams._Work):
     order: Order
     ends: list[float]
 
-    def events(self) -> list[torch.Event]:
+    def marks(self) -> list[Any]:
         with self.order.waiting(self._ended):
-            found = super().events()
+            found = super().marks()
             self.clock.host_reaches(self.ends[0])
         self.order.note()
         return found
@@ -214,11 +214,12 @@ class ClockedExecutor(streams.StreamExecutor):
     """An executor whose threads have clocks: a job begins after it was submitted and the previous one has ended."""
 
     limit: int
+    staging: int
     host: Host
     clock: Any
 
     def __init__(self, device: torch.device, staging_bytes: int = 0) -> None:
-        super().__init__(device, self.limit, self.limit)  # the scaled limit, whatever the arguments are
+        super().__init__(device, self.limit, self.staging)  # the scaled limits, whatever the arguments are
         self._order = Order(self.clock.now)
 
     def _in_thread(self, lane: Lane, job: Callable[[], object], what: str, after: Sequence[Ticket]) -> Any:
@@ -341,7 +342,8 @@ def measure(job: Job) -> dict[str, Any]:
     copied = 6.0 if options["stage"] == 3 or split else 4.0
     host = Host(c, job["dram"] / square, copied)
     charge_kernels(host)
-    ClockedExecutor.limit, ClockedExecutor.host, ClockedExecutor.clock = streams.DEFAULT_BYTES // square, host, c
+    ClockedExecutor.limit, ClockedExecutor.staging = streams.DEFAULT_BYTES // square, streams.STAGING_BYTES // square
+    ClockedExecutor.host, ClockedExecutor.clock = host, c
     streams.StreamExecutor = ClockedExecutor  # type: ignore[misc]
     GradientClipping._all_reduce = measure_in_turn  # type: ignore[method-assign]
     staged._LARGEST_TILE //= square

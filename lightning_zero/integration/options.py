@@ -56,7 +56,7 @@ class StrategyOptions:
     persistence_numel: int = 10_000
     max_live_numel: int | None = None
     prefetch_mb: float = 0.0
-    staging_buffer_mb: float = 64.0
+    staging_buffer_mb: float = 256.0
     activation_offload: bool = False
     activation_offload_mb: float = 1.0
     check_steps: int = 10
@@ -107,7 +107,7 @@ class StrategyOptions:
         mib = "a number of MiB >= 0; 0 gathers one unit ahead"
         _check_positive("prefetch_mb", self.prefetch_mb, mib, zero=True)
         _check_positive(
-            "staging_buffer_mb", self.staging_buffer_mb, "a number of MiB greater than 0; 64 is a good start"
+            "staging_buffer_mb", self.staging_buffer_mb, "a number of MiB greater than 0; 256 is a good start"
         )
         least = "a number of MiB >= 0; 0 moves every saved tensor"
         _check_positive("activation_offload_mb", self.activation_offload_mb, least, zero=True)

@@ -189,7 +189,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         persistence_numel: int = 10_000,
         max_live_numel: int | None = None,
         prefetch_mb: float = 0.0,
-        staging_buffer_mb: float = 64.0,
+        staging_buffer_mb: float = 256.0,
         activation_offload: bool = False,
         activation_offload_mb: float = 1.0,
         check_steps: int = 10,

@@ -34,7 +34,7 @@ from lightning_zero.storage import (
 )
 from lightning_zero.storage import Memory as MemoryName
 from lightning_zero.storage.rested import nbytes_of
-from lightning_zero.storage.streams import DEFAULT_BYTES
+from lightning_zero.storage.streams import DEFAULT_BYTES, STAGING_BYTES
 from lightning_zero.update import ShardUpdater
 from lightning_zero.update.attached import parameters_of
 
@@ -94,7 +94,7 @@ class Setting:
     precision: MixedPrecisionPolicy
     offload_fraction: float = 1.0
     split_masters: bool = False
-    staging_bytes: int = DEFAULT_BYTES
+    staging_bytes: int = STAGING_BYTES
     gradients_rest: bool | None = None
     update_in_backward: bool = False
     accumulate_on_device: bool = False

@@ -18,7 +18,7 @@ from lightning_zero.storage.rested import Memory, Rested, pieces
 from lightning_zero.storage.threads import in_lane
 from lightning_zero.storage.windowed import Window, Windowed
 
-_LARGEST_TILE = 1 << 23  # elements; with smaller tiles the fixed cost of each of them shows
+_LARGEST_TILE = 1 << 25  # elements; with smaller tiles the fixed cost of each of them shows
 _IN_FLIGHT = 4  # tiles in host memory: one is fetched, one is worked on, two are copied back
 
 

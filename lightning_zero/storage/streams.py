@@ -14,12 +14,14 @@ the lane SIDE runs on one more stream. That stream waits for the job's copies, a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,30 +32,70 @@ from lightning_zero.storage.executor import DONE, Executor, InlineExecutor, Lane
 from lightning_zero.storage.staging import Staging
 from lightning_zero.storage.threads import FILE_LANES, LaneThreads, ThreadExecutor, in_lane, noting_wait
 
-DEFAULT_BYTES = 64 << 20  # for gradients on their way to the host, and for staging memory
+DEFAULT_BYTES = 64 << 20  # for gradients on their way to the host
+STAGING_BYTES = 256 << 20  # in it fit tiles whose fixed cost is small; see `staged_tile`
 _STREAMS = frozenset({Lane.H2D, Lane.D2H, Lane.SIDE})
 _THREADS = FILE_LANES | {Lane.HOST: 1, Lane.COMM: 1}  # number of threads
+
+
+class _Mark(NamedTuple):
+    """An event that a stream has recorded.
+
+    Attributes:
+        event: the event.
+        stream: the stream of a lane; ``None``: a stream that was the current one of some thread.
+        number: greater than those of the stream's earlier marks. Who waits for a mark has waited for these, too.
+    """
+
+    event: torch.Event
+    stream: torch.Stream | None = None
+    number: int = 0
+
+
+_NUMBERS = itertools.count(1)
+
+
+def _record(stream: torch.Stream) -> _Mark:
+    """Record an event on the stream of a lane; nobody else may do so at the same time."""
+    return _Mark(stream.record_event(), stream, next(_NUMBERS))
+
+
+def _last(marks: Iterable[_Mark]) -> list[_Mark]:
+    """The marks to wait for instead of all: the last one of each lane's stream, and those of other streams.
+
+    Otherwise each tile of an update would wait for all tiles before it, one call of the driver for each.
+    """
+    last: dict[int, _Mark] = {}
+    for mark in marks:
+        key = id(mark.event if mark.stream is None else mark.stream)
+        if key not in last or last[key].number < mark.number:
+            last[key] = mark
+    return [*last.values()]
 
 
 class _Job:
     """A job that a thread of a lane runs.
 
-    It knows the events that it comes after, and those of the work that it has submitted so far. If it has a stream,
-    that is the current stream inside of it, and waits for the same events.
+    It knows the marks that it comes after, and those of the work that it has submitted so far. If it has a stream, that
+    is the current stream inside of it, and waits for the same marks.
     """
 
-    def __init__(self, begin: Sequence[torch.Event], stream: torch.Stream | None) -> None:
+    def __init__(self, begin: Sequence[_Mark], stream: torch.Stream | None) -> None:
         self.begin = list(begin)
-        self.made: list[torch.Event] = []
+        self.made: list[_Mark] = []
         self.stream = stream
 
-    def follow(self, events: Sequence[torch.Event]) -> None:
-        """Let what it submits from now on, and whoever waits for it, wait for events."""
-        self.begin += events
-        self.made += events
+    def follow(self, marks: Sequence[_Mark]) -> None:
+        """Let what it submits from now on, and whoever waits for it, wait for marks."""
+        self.begin = _last([*self.begin, *marks])
+        self.submitted(marks)
         if self.stream is not None:
-            for event in events:
-                self.stream.wait_event(event)
+            for mark in marks:
+                self.stream.wait_event(mark.event)
+
+    def submitted(self, marks: Sequence[_Mark]) -> None:
+        """Let whoever waits for it wait for marks."""
+        self.made = _last([*self.made, *marks])
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -62,10 +104,10 @@ class _Job:
             yield
             return
         with self.stream:
-            for event in self.begin:
-                self.stream.wait_event(event)
+            for mark in self.begin:
+                self.stream.wait_event(mark.event)
             yield
-            self.made.append(self.stream.record_event())
+            self.submitted([_record(self.stream)])
 
 
 class _Running(threading.local):
@@ -80,30 +122,30 @@ _RUNNING = _Running()
 class _Work:
     """The ticket of work on a stream, or of a job. A job's ticket stands for what it has submitted to streams, too."""
 
-    def __init__(self, owner: StreamExecutor, lane: Lane, what: str, ended: Future[list[torch.Event]]) -> None:
+    def __init__(self, owner: StreamExecutor, lane: Lane, what: str, ended: Future[list[_Mark]]) -> None:
         self._owner = owner
         self._lane = lane
         self._what = what
         self._ended = ended
 
-    def events(self) -> list[torch.Event]:
-        """The events that a stream waits for. The host waits here until the job's thread has ended it."""
+    def marks(self) -> list[_Mark]:
+        """The marks that a stream waits for. The host waits here until the job's thread has ended it."""
         return self._ended.result()
 
     def done(self) -> bool:
         """Whether the work has ended."""
-        return self._ended.done() and all(event.query() for event in self.events())
+        return self._ended.done() and all(mark.event.query() for mark in self.marks())
 
     def wait(self) -> None:
         with noting_wait(self._lane, self._what):
-            self._owner.follow(self.events())
+            self._owner.follow(self.marks())
 
     def synchronize(self) -> None:
         try:
             with noting_wait(self._lane, self._what):
-                for event in self.events():
-                    if not event.query():
-                        event.synchronize()
+                for mark in self.marks():
+                    if not mark.event.query():
+                        mark.event.synchronize()
         except Exception as error:
             if not self._ended.exception():  # it is the device's, which does not say what failed
                 error.add_note(f"The host was waiting for {self._what}, in the lane {self._lane.name}.")
@@ -115,7 +157,7 @@ class _Work:
 class _Copy:
     """A copy that may be under way; it keeps its tensors alive."""
 
-    event: torch.Event
+    mark: _Mark
     on_host: list[Tensor]
     on_device: list[Tensor]
     leaving: int = field(default=0)  # bytes on the device that only this copy needs
@@ -143,7 +185,7 @@ class StreamExecutor:
     overlaps = True
 
     def __init__(
-        self, device: torch.device, in_flight_bytes: int = DEFAULT_BYTES, staging_bytes: int = DEFAULT_BYTES
+        self, device: torch.device, in_flight_bytes: int = DEFAULT_BYTES, staging_bytes: int = STAGING_BYTES
     ) -> None:
         self.device = device
         self.in_flight_bytes = in_flight_bytes
@@ -227,37 +269,41 @@ class StreamExecutor:
         with self._submitting[lane]:  # a lock per stream: while many kernels go to one, others are free
             stream = self._stream(lane)
             with stream:
-                for event in before:
-                    stream.wait_event(event)
+                for mark in before:
+                    if mark.stream is not stream:  # it does its work in order
+                        stream.wait_event(mark.event)
                 with noting_work(lane, what):
                     job()
-                ended = stream.record_event()
+                ended = _record(stream)
             leaving = sum(tensor.nbytes for tensor in on_device) if lane is Lane.D2H else 0
             self._copies[lane].append(_Copy(ended, list(on_host), list(on_device), leaving))
             self.release()
             if leaving and not in_lane():
                 self._bound(self._copies[lane])
         if (running := _RUNNING.job) is not None:
-            running.made.append(ended)
-        future: Future[list[torch.Event]] = Future()
+            running.submitted([ended])
+        future: Future[list[_Mark]] = Future()
         future.set_result([ended])
         return _Work(self, lane, what, future)
 
-    def _begin(self, after: Sequence[Ticket]) -> list[torch.Event]:
-        """The events that must be reached before work begins. The host waits here for jobs of its own threads."""
-        events = [event for ticket in after for event in (ticket.events() if isinstance(ticket, _Work) else ())]
-        if (running := _RUNNING.job) is not None:
-            return [*running.begin, *events]
-        return [torch.accelerator.current_stream(self.device).record_event(), *events]
+    def _begin(self, after: Sequence[Ticket]) -> list[_Mark]:
+        """The marks that must be reached before work begins. The host waits here for jobs of its own threads."""
+        marks = [mark for ticket in after for mark in (ticket.marks() if isinstance(ticket, _Work) else ())]
+        running = _RUNNING.job
+        return _last([*(self._now() if running is None else running.begin), *marks])
 
-    def follow(self, events: Sequence[torch.Event]) -> None:
-        """Let the current stream wait for events. In a job, what it still submits and who waits for it wait instead."""
+    def _now(self) -> list[_Mark]:
+        """A mark of what was submitted to the current stream so far."""
+        return [_Mark(torch.accelerator.current_stream(self.device).record_event())]
+
+    def follow(self, marks: Sequence[_Mark]) -> None:
+        """Let the current stream wait for marks. In a job, what it still submits and who waits for it wait instead."""
         if (running := _RUNNING.job) is not None:
-            running.follow(events)
+            running.follow(marks)
             return
         stream = torch.accelerator.current_stream(self.device)
-        for event in events:
-            stream.wait_event(event)
+        for mark in marks:
+            stream.wait_event(mark.event)
 
     @property
     def staged_bytes(self) -> int:
@@ -268,7 +314,7 @@ class StreamExecutor:
         """Let go of the tensors of copies that have ended."""
         with self._lock:
             for copies in self._copies.values():
-                while copies and copies[0].event.query():
+                while copies and copies[0].mark.event.query():
                     copies.popleft()
 
     def _bound(self, copies: deque[_Copy]) -> None:
@@ -282,7 +328,7 @@ class StreamExecutor:
                 if leaving <= self.in_flight_bytes:
                     return
                 if copy.leaving:
-                    self.follow([copy.event])
+                    self.follow([copy.mark])
                     leaving -= copy.leaving
                     copy.on_device, copy.leaving = [], 0
 
@@ -306,9 +352,8 @@ class StreamExecutor:
         return DONE
 
     def _in_thread(self, lane: Lane, job: Callable[[], object], what: str, after: Sequence[Ticket]) -> _Work:
-        future: Future[list[torch.Event]] = Future()
-        begin = [torch.accelerator.current_stream(self.device).record_event()]
-        running = _Job(begin, self._stream(lane) if lane is Lane.COMM else None)
+        future: Future[list[_Mark]] = Future()
+        running = _Job(self._now(), self._stream(lane) if lane is Lane.COMM else None)
         self._threads_of(lane).put(partial(_run, job, lane, what, tuple(after), running, future))
         return _Work(self, lane, what, future)
 
@@ -319,7 +364,7 @@ class StreamExecutor:
             return self._threads[lane]
 
 
-def make_executor(device: torch.device, overlap: bool, staging_bytes: int = DEFAULT_BYTES) -> Executor:
+def make_executor(device: torch.device, overlap: bool, staging_bytes: int = STAGING_BYTES) -> Executor:
     """Make the executor for a training on ``device``.
 
     Args:
@@ -350,7 +395,7 @@ def _run(
     what: str,
     after: Sequence[Ticket],
     running: _Job,
-    ended: Future[list[torch.Event]],
+    ended: Future[list[_Mark]],
 ) -> None:
     _RUNNING.job = running
     try:

@@ -119,10 +119,10 @@ class LateWork(_Work):
 
     gates: list[Gate]
 
-    def events(self) -> list[torch.Event]:
+    def marks(self) -> list[Any]:
         for gate in self.gates:
             gate.open()
-        return super().events()
+        return super().marks()
 
 
 class Late(StreamExecutor):

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardedGradient, ShardingPolicy
 from lightning_zero.storage import DeviceStore, DiskStore, HostStore, Lane, StreamExecutor
 from lightning_zero.storage.run_folder import RunFolder
+from lightning_zero.storage.streams import _Work
 from lightning_zero.storage.threads import FILE_LANES, in_lane
 
 N = 1000
@@ -117,6 +119,22 @@ def test_what_a_job_submits_follows_what_it_has_waited_for(device: torch.device)
         lambda: executor.fetch(target, passing, "b"), Lane.HOST, "b"
     ).wait()  # and what it has not waited for
     assert target.cpu().eq(8).all()
+
+
+@pytest.mark.device("lazy", "random1", "random4")
+def test_who_waits_for_a_job_of_many_copies_waits_once(device: torch.device) -> None:
+    """And has waited for all of them, since their stream does them in order."""
+    executor, values = StreamExecutor(device), [host(device, float(value)) for value in range(5)]
+    targets = [torch.zeros(N, device=device) for _ in values]
+
+    def job() -> None:
+        for target, value in zip(targets, values, strict=True):
+            executor.fetch(target, value, "a").wait()
+
+    work = executor.submit(job, Lane.HOST, "a")
+    work.wait()
+    assert torch.stack(targets)[:, -1].tolist() == [0, 1, 2, 3, 4]
+    assert len(cast("_Work", work).marks()) == 1
 
 
 @pytest.mark.device("lazy")

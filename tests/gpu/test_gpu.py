@@ -259,7 +259,8 @@ def test_offloading_saves_device_memory(device_pool1: DevicePool, precision: str
     peaks = {name: device_pool1.run(peak_memory, name, precision, accelerator)[0] / MIB for name in NAMES}
     assert peaks["zero2_offload"] < 0.6 * peaks["zero0"]
     assert peaks["zero1_offload"] < 0.7 * peaks["zero0"]
-    assert peaks["zero3_offload"] < 0.5 * peaks["zero2_offload"]
+    # Gradients on their way to the host, at most 64 MiB, are on the device in both.
+    assert peaks["zero3_offload"] < 0.6 * peaks["zero2_offload"]
 
 
 class Noted(Lit):
