@@ -33,7 +33,7 @@ from lightning_zero.storage.staging import Staging
 from lightning_zero.storage.threads import FILE_LANES, LaneThreads, ThreadExecutor, in_lane, noting_wait
 
 DEFAULT_BYTES = 64 << 20  # for gradients on their way to the host
-STAGING_BYTES = 256 << 20  # in it fit tiles whose fixed cost is small; see `staged_tile`
+STAGING_BYTES = 256 << 20  # tiles whose fixed cost is small fit in it; see `staged_tile`
 _STREAMS = frozenset({Lane.H2D, Lane.D2H, Lane.SIDE})
 _THREADS = FILE_LANES | {Lane.HOST: 1, Lane.COMM: 1}  # number of threads
 
@@ -44,7 +44,7 @@ class _Mark(NamedTuple):
     Attributes:
         event: the event.
         stream: the stream of a lane; ``None``: a stream that was the current one of some thread.
-        number: greater than those of the stream's earlier marks. Who waits for a mark has waited for these, too.
+        number: of a lane's stream, greater than those of its earlier marks. Who waits for a mark has waited for these.
     """
 
     event: torch.Event

@@ -21,7 +21,7 @@ from lightning_zero import Muon, ZeroStrategy
 from lightning_zero.integration import strategy as integration
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.storage import Executor, make_executor
-from lightning_zero.storage.streams import DEFAULT_BYTES
+from lightning_zero.storage.streams import DEFAULT_BYTES, STAGING_BYTES
 
 pytestmark = pytest.mark.simulated
 
@@ -102,7 +102,7 @@ def measure(
     return figures
 
 
-def make_late(device: torch.device, overlap: bool, staging_bytes: int = DEFAULT_BYTES) -> Executor:
+def make_late(device: torch.device, overlap: bool, staging_bytes: int = STAGING_BYTES) -> Executor:
     """Whose host jobs begin when somebody waits for them: then most is on its way at a time."""
     late = Late(device, DEFAULT_BYTES, staging_bytes)
     return late if overlap else make_executor(device, overlap, staging_bytes)

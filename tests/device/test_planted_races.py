@@ -71,7 +71,7 @@ TRAININGS = (
     Race("a micro-batch is added before it has come", StreamExecutor, "receive",
          "(*after, arrived)", "after"),
     Race("a copy begins before its source is there", StreamExecutor, "_on_stream",
-         "stream.wait_event(event)"),
+         "stream.wait_event(mark.event)"),
     Race("a freed gradient is still being copied", StreamExecutor, "_on_stream",
          "list(on_device)", "[]"),
     Race("a staging buffer is used again too early", Staging, "_choose",

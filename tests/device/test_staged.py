@@ -114,7 +114,7 @@ def test_what_was_expected_and_not_seen_is_let_go(device: torch.device) -> None:
 def test_a_tile_never_cuts_a_block_of_state() -> None:
     executor = InlineExecutor()
     assert staged_tile(executor, torch.bfloat16) % lightning_zero.ops.BLOCK == 0
-    for nbytes in (1, SMALL, 5000, 64 << 20):
+    for nbytes in (1, SMALL, 5000, 256 << 20, 1 << 40):
         executor.staging_bytes = nbytes
         tile = staged_tile(executor, torch.bfloat16)
         assert tile % lightning_zero.ops.BLOCK == 0

@@ -242,7 +242,10 @@ class Deep(LightningModule):
 
 
 def peak_memory(name: str, precision: str, accelerator: str) -> int:
-    """Bytes on the device at the worst moment of a fit."""
+    """Bytes on the device at the worst moment of a fit, beside the workspaces of cuBLAS, which stay."""
+    nn.Linear(8, 8, device=torch.accelerator.current_accelerator())(
+        torch.ones(8, 8, device=torch.accelerator.current_accelerator())
+    ).sum().backward()
     gc.collect()
     torch.accelerator.empty_cache()
     before = torch.accelerator.memory_allocated()
@@ -259,8 +262,7 @@ def test_offloading_saves_device_memory(device_pool1: DevicePool, precision: str
     peaks = {name: device_pool1.run(peak_memory, name, precision, accelerator)[0] / MIB for name in NAMES}
     assert peaks["zero2_offload"] < 0.6 * peaks["zero0"]
     assert peaks["zero1_offload"] < 0.7 * peaks["zero0"]
-    # Gradients on their way to the host, at most 64 MiB, are on the device in both.
-    assert peaks["zero3_offload"] < 0.6 * peaks["zero2_offload"]
+    assert peaks["zero3_offload"] < 0.3 * peaks["zero0"]
 
 
 class Noted(Lit):
