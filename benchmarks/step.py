@@ -16,7 +16,8 @@ model, a precision and a number of micro-batches; each round goes through all ce
   parameters are bf16 and AdamW updates fp32 masters, as with all contestants here; there is no autocast.
 - ddp_no_masters (bf16 only): AdamW updates the bf16 parameters themselves, with bf16 state. It computes less.
 - forward_backward: forward and backward of the same micro-batches in the same two processes, whose gradients are freed
-  at once: no reduction and no update, so it trains nothing. Its time is a lower bound for all others.
+  at once: no reduction and no update, so it trains nothing. Its time is a lower bound for all others, apart from what
+  these save by settings of the C allocator.
 - fsdp2: `fully_shard` of every block; in bf16 with a `MixedPrecisionPolicy` that computes and reduces in bf16.
   Gradients are reduced after the last micro-batch.
 - deepspeed1, 2, 3 and 2_offload: DeepSpeed's engine with its defaults but without clipping, and torch's AdamW; with

@@ -243,9 +243,8 @@ class Deep(LightningModule):
 
 def peak_memory(name: str, precision: str, accelerator: str) -> int:
     """Bytes on the device at the worst moment of a fit, beside the workspaces of cuBLAS, which stay."""
-    nn.Linear(8, 8, device=torch.accelerator.current_accelerator())(
-        torch.ones(8, 8, device=torch.accelerator.current_accelerator())
-    ).sum().backward()
+    device = torch.accelerator.current_accelerator()
+    nn.Linear(8, 8, device=device)(torch.ones(8, 8, device=device)).sum().backward()
     gc.collect()
     torch.accelerator.empty_cache()
     before = torch.accelerator.memory_allocated()
