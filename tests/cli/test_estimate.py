@@ -63,7 +63,7 @@ def test_every_name_is_there_with_what_it_takes() -> None:
     assert by_name["strategy=zero3"]["device_held_bytes"] == pytest.approx(2 * numel, rel=0.01)
     offloaded = by_name["strategy=zero2_offload"]
     assert offloaded["device_held_bytes"] == pytest.approx(2 * numel, rel=0.01)
-    assert offloaded["host_held_bytes"] == pytest.approx(14 * numel / 8, rel=0.02)
+    assert offloaded["host_held_bytes"] == pytest.approx(14 * numel / 8 + 2**28, rel=0.01)  # and staging memory
     assert offloaded["copied_to_device_bytes"] == pytest.approx(2 * numel / 8, rel=0.01)
     for each in report["choices"]:
         assert each["device_peak_bytes"] >= each["device_held_bytes"]
