@@ -242,9 +242,7 @@ class Deep(LightningModule):
 
 
 def peak_memory(name: str, precision: str, accelerator: str) -> int:
-    """Bytes on the device at the worst moment of a fit, beside the workspaces of cuBLAS, which stay."""
-    device = torch.accelerator.current_accelerator()
-    nn.Linear(8, 8, device=device)(torch.ones(8, 8, device=device)).sum().backward()
+    """Bytes on the device at the worst moment of a fit."""
     gc.collect()
     torch.accelerator.empty_cache()
     before = torch.accelerator.memory_allocated()
@@ -261,7 +259,7 @@ def test_offloading_saves_device_memory(device_pool1: DevicePool, precision: str
     peaks = {name: device_pool1.run(peak_memory, name, precision, accelerator)[0] / MIB for name in NAMES}
     assert peaks["zero2_offload"] < 0.6 * peaks["zero0"]
     assert peaks["zero1_offload"] < 0.7 * peaks["zero0"]
-    assert peaks["zero3_offload"] < 0.3 * peaks["zero0"]
+    assert peaks["zero3_offload"] < 0.5 * peaks["zero2_offload"]
 
 
 class Noted(Lit):
