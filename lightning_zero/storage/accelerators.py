@@ -207,7 +207,7 @@ class Accelerator:
     def _allocates_pinned(self) -> bool:
         """Whether torch can allocate pinned memory for this type, which it only shows when it is tried."""
         try:
-            return torch.empty(1, pin_memory=True, device="cpu").is_pinned()
+            return torch.empty(1, dtype=torch.uint8, pin_memory=True, device="cpu").is_pinned()
         except RuntimeError:
             return False
 
@@ -263,7 +263,7 @@ class Cuda(Accelerator):
         # The runtime keeps the error, and torch would raise it after the next kernel, which has nothing to do with it.
         # Of torch's functions only a check after a kernel takes it away.
         with suppress(RuntimeError):
-            torch.ones(1, device=self._name)
+            torch.ones(1, dtype=torch.uint8, device=self._name)
         raise RuntimeError(f"CUDA could not {action}: {torch.cuda.CudaError(int(result))}")
 
 

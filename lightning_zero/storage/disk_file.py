@@ -59,7 +59,7 @@ class DiskFile:
         self.given = 0
         self._size = 0  # of all extents so far
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # offsets of extents that were given back, by size
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the thread that holds it may collect garbage, whose extents are given back
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
             self._file = os.open(path, flags, 0o600)

@@ -111,9 +111,17 @@ class _Job:
 
 
 class _Running(threading.local):
-    """The job that the current thread runs."""
+    """The job that the current thread runs.
 
+    Attributes:
+        prepared: whether the thread is prepared for the jobs of its lane.
+        job: the job of a thread of a lane.
+        made: marks of what a job in the lane COMPUTE, which has no thread, has submitted so far.
+    """
+
+    prepared = False
     job: _Job | None = None
+    made: list[_Mark] | None = None
 
 
 _RUNNING = _Running()
@@ -282,8 +290,14 @@ class StreamExecutor:
                 self._bound(self._copies[lane])
         if (running := _RUNNING.job) is not None:
             running.submitted([ended])
+        elif _RUNNING.made is not None:
+            _RUNNING.made.append(ended)
+        return self._made(lane, what, [ended])
+
+    def _made(self, lane: Lane, what: str, marks: list[_Mark]) -> _Work:
+        """A ticket of work that was submitted to streams."""
         future: Future[list[_Mark]] = Future()
-        future.set_result([ended])
+        future.set_result(marks)
         return _Work(self, lane, what, future)
 
     def _begin(self, after: Sequence[Ticket]) -> list[_Mark]:
@@ -347,20 +361,25 @@ class StreamExecutor:
             return self._in_thread(lane, job, what, after)
         for ticket in after:
             ticket.wait()
-        with noting_work(lane, what):
-            job()
-        return DONE
+        before, _RUNNING.made = _RUNNING.made, []
+        try:
+            with noting_work(lane, what):
+                job()
+            marks = _last(_RUNNING.made)
+        finally:
+            _RUNNING.made = before
+        return self._made(lane, what, marks) if marks else DONE
 
     def _in_thread(self, lane: Lane, job: Callable[[], object], what: str, after: Sequence[Ticket]) -> _Work:
         future: Future[list[_Mark]] = Future()
         running = _Job(self._now(), self._stream(lane) if lane is Lane.COMM else None)
-        self._threads_of(lane).put(partial(_run, job, lane, what, tuple(after), running, future))
+        self._threads_of(lane).put(partial(_run, self.device, job, lane, what, tuple(after), running, future))
         return _Work(self, lane, what, future)
 
     def _threads_of(self, lane: Lane) -> LaneThreads:
         with self._lock:
             if lane not in self._threads:
-                self._threads[lane] = LaneThreads(self, lane, _THREADS[lane], partial(_prepare, self.device, lane))
+                self._threads[lane] = LaneThreads(self, lane, _THREADS[lane])
             return self._threads[lane]
 
 
@@ -382,14 +401,18 @@ def make_executor(device: torch.device, overlap: bool, staging_bytes: int = STAG
 
 
 def _prepare(device: torch.device, lane: Lane) -> None:
-    """Prepare the current thread for the jobs of a lane."""
+    """Prepare the current thread for the jobs of a lane, unless it is prepared."""
+    if _RUNNING.prepared:
+        return
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
     if lane is Lane.HOST:
         ops.work_beside()
+    _RUNNING.prepared = True
 
 
 def _run(
+    device: torch.device,
     job: Callable[[], object],
     lane: Lane,
     what: str,
@@ -399,6 +422,7 @@ def _run(
 ) -> None:
     _RUNNING.job = running
     try:
+        _prepare(device, lane)
         with running.on_stream():
             for ticket in after:  # if there is a stream, it waits for the device, and the host only for threads
                 (ticket.synchronize if running.stream is None else ticket.wait)()

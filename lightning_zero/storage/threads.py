@@ -41,16 +41,13 @@ class LaneThreads:
         owner: when it dies, the threads end after the jobs that were put.
         lane: gives the threads their name.
         count: number of threads.
-        prepare: called in each thread before its first job.
     """
 
-    def __init__(self, owner: object, lane: Lane, count: int = 1, prepare: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, owner: object, lane: Lane, count: int = 1) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._left: deque[None] = deque()  # one entry per job that has not ended; its methods are atomic
         # Daemons, so that a job that hangs holds up neither teardown nor the end of the process.
-        self._threads = [
-            _LaneThread(target=self._work, args=[prepare], name=f"lane {lane.name}", daemon=True) for _ in range(count)
-        ]
+        self._threads = [_LaneThread(target=self._work, name=f"lane {lane.name}", daemon=True) for _ in range(count)]
         _started.add(self)
         for thread in self._threads:
             thread.start()
@@ -72,8 +69,7 @@ class LaneThreads:
         self._left.append(None)
         self._jobs.put(job)
 
-    def _work(self, prepare: Callable[[], object]) -> None:
-        prepare()
+    def _work(self) -> None:
         with torch.no_grad():
             while (job := self._jobs.get()) is not None:
                 job()

@@ -94,7 +94,8 @@ class Drawn:
         alternates, breaks = optimizers > 1 and draw.random() < 0.5, draw.choice([0.0, 0.15, 0.3])
         shards = draw.choice([1, 2, 2]) if stage > 0 and ranks > 1 else 1
         reads = draw.random() < 0.5
-        case = dataclasses.replace(case, sums=host and draw.random() < 0.3)
+        sums, host_params = host and draw.random() < 0.3, stage == 3 and not host and draw.random() < 0.5
+        case = dataclasses.replace(case, sums=sums, host_params=host_params)
         return cls(case, clipped, overflows, fails, alternates, breaks, shards, reads)
 
     def flagged(self, step: int, micro: int, rank: int) -> bool:

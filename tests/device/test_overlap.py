@@ -56,7 +56,8 @@ class Case:
     precision: MixedPrecisionPolicy = FP32
     native: NativeOptimizer = "auto"
     split: bool = False  # the layout of masters
-    host: bool = True
+    host: bool = True  # where optimizer state rests, and at stage 3 parameters
+    host_params: bool = False  # where these alone rest at stage 3
     seed: int = 0  # of what user code does
     overflow: bool = False
     model: str = "transformer"
@@ -69,7 +70,7 @@ class Case:
 
     def __str__(self) -> str:
         dtype = str(self.precision.param_dtype or torch.float32).removeprefix("torch.")
-        chosen = {"split": self.split, "overflow": self.overflow, "sums": self.sums}
+        chosen = {"split": self.split, "overflow": self.overflow, "sums": self.sums, "host-params": self.host_params}
         options = [self.native, *(name for name, is_so in chosen.items() if is_so)]
         options += [self.model] if self.model != "transformer" else []
         options += [f"{self.optimizers}-optimizers"] if self.optimizers > 1 else []
@@ -87,6 +88,7 @@ CASES = [
     Case(3, micro=2, precision=BF16, prefetch_mb=1.0),
     Case(3, native="off"),
     Case(3, host=False),
+    Case(3, micro=2, precision=BF16, host=False, host_params=True),
     Case(2, micro=2, precision=BF16, model="optional"),
     Case(2, micro=2, optimizers=2),
     Case(3, precision=BF16, native="off", optimizers=2),
@@ -154,6 +156,8 @@ def start(
     if case.disk is not None:
         store = DiskStore.in_folder(RunFolder(case.disk, f"run{next(RUNS)}", 0), executor, 1, pin_for=device)
     params = store if case.stage == 3 else on_device
+    if case.host_params:
+        params = HostStore(pin_for=device)
     policy = ShardingPolicy.from_stage(case.stage)
     placement = BucketPlacement(
         mesh or Mesh.single(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from device import sim
 from torch import Tensor
 
+from lightning_zero import ops
 from lightning_zero.sharding import BucketPlacement, Mesh, MixedPrecisionPolicy, ShardedGradient, ShardingPolicy
 from lightning_zero.storage import DeviceStore, DiskStore, HostStore, Lane, StreamExecutor
 from lightning_zero.storage.run_folder import RunFolder
@@ -73,6 +75,31 @@ def test_the_ticket_of_a_job_stands_for_what_it_submits(device: torch.device) ->
     assert narrow.cpu().eq(3).all()
     assert not counts.waits
     assert counts.beside.total() == 1  # for the buffer
+
+
+@pytest.mark.simulated
+@pytest.mark.device("lazy")
+def test_the_ticket_of_a_computation_stands_for_the_copies_that_it_submits(device: torch.device) -> None:
+    executor, arrived, back = StreamExecutor(device), host(device), torch.zeros(N, device=device)
+
+    def job() -> None:
+        executor.commit(arrived, torch.full((N,), 7.0, device=device), "a")
+
+    executor.fetch(back, arrived, "a", after=[executor.submit(job, Lane.COMPUTE, "a")]).wait()
+    assert back.cpu().eq(7).all()
+
+
+@pytest.mark.simulated
+@pytest.mark.device("lazy")
+def test_jobs_of_a_thread_that_cannot_be_prepared_fail(device: torch.device) -> None:
+    """And do not hang. The cores of a container may change, for one."""
+    executor = StreamExecutor(device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "work_beside", lambda: os.sched_setaffinity(0, {4095}))
+        for _ in range(2):
+            with pytest.raises(OSError, match="Invalid argument"):
+                executor.submit(lambda: None, Lane.HOST, "a").synchronize()
+    executor.submit(lambda: None, Lane.HOST, "a").synchronize()
 
 
 @pytest.mark.device("lazy", "random1", "random4")
