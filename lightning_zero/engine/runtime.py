@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -174,9 +174,10 @@ class Engine:
                     yield
             finally:
                 if not torch.is_grad_enabled():
-                    if self._prefetcher.has_gathered:  # on all ranks: as good as a step
+                    counts = self._prefetcher.has_gathered  # on all ranks: as good as a step
+                    self._reshard()  # first: it ends gathers, which all ranks check or none
+                    if counts:
                         self._count_checked()
-                    self._reshard()
         self._map.refresher.finish()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -235,13 +236,13 @@ class Engine:
         self._reducer.flush()
         self._scale.end_backward()
         self._activations.end_backward()
-        for hooks in self._unshard_hooks:
-            hooks.end_backward()
         self._reshard()
         if self._optimizers.updaters and (self._reducer.last_micro_batch or self.shows_sums):
             self._measure()  # the step would do it; before that, user code may ask for gradients
 
     def _reshard(self) -> None:
+        for hooks in self._unshard_hooks:
+            hooks.end_backward()
         self._prefetcher.end_pass()
         for bucket in self.buckets:
             bucket.reshard()
@@ -364,9 +365,7 @@ class Engine:
             self.zero_grad(parameters_of(optimizer))
         else:
             self.outcomes.take(optimizer, norm)
-            call = call or StepCall(optimizer)
-            update = Optimizer.profile_hook_step(lambda optimizer: self._update(optimizer, stats.used, call))
-            update(optimizer)
+            Optimizer.profile_hook_step(lambda own: self._update(own, call or StepCall(own)))(optimizer)
             self._scale.judge(found_inf=False)
         return not skipped
 
@@ -378,7 +377,8 @@ class Engine:
 
     @torch.no_grad()
     @without_freed_checks
-    def _update(self, optimizer: Optimizer, used_anywhere: frozenset[int], call: StepCall) -> None:
+    def _update(self, optimizer: Optimizer, call: StepCall) -> None:
+        used_anywhere = self.stats(optimizer).used  # again: step hooks may have dropped gradients, or made some
         self._map.refresher.finish()
         self._map.absorb_edits()
         used = [p for p in parameters_of(optimizer) if id(p) in used_anywhere]
@@ -423,9 +423,9 @@ class Engine:
         deferred = not reads and self.placement.executor.overlaps
         (self._map.refresher.defer if deferred else self._map.refresher.gather)()
 
-    def await_updates(self) -> None:
-        """Wait for all updates that go on beside the training; see :meth:`Bucket.await_update`. No communication."""
-        for bucket in self.buckets:
+    def await_updates(self, defaults: Collection[torch.dtype] = ()) -> None:
+        """Wait for all updates that go on, or for those that differ between default dtypes. No communication."""
+        for bucket in self._optimizers.differing(defaults) if defaults else self.buckets:
             bucket.await_update()
 
     def sync_buffers(self) -> None:

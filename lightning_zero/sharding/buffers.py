@@ -31,7 +31,8 @@ _NORMALIZATIONS = (
 
 def convert_buffers(root: nn.Module, placement: BucketPlacement) -> None:
     """Move buffers to the device, convert them to the dtype of the policy, and broadcast rank 0's. Collective."""
-    converted: dict[int, Tensor] = {}  # by id: a buffer may be registered twice
+    # By id, since a buffer may be registered twice; with the buffer itself, whose id another tensor may get after it.
+    converted: dict[int, tuple[Tensor, Tensor]] = {}
     for module in root.modules():
         if has_own_apply(module) and next(module.parameters(), None) is None:
             module.to(placement.device)  # moves state that is neither parameter nor buffer, as torchmetrics has
@@ -41,8 +42,8 @@ def convert_buffers(root: nn.Module, placement: BucketPlacement) -> None:
                 # Contiguous, since an expanded buffer cannot be written to.
                 strided = buffer.layout is torch.strided
                 moved = buffer.to(placement.device, dtype)
-                converted[id(buffer)] = moved.contiguous() if strided else moved
-            setattr(module, name, converted[id(buffer)])
+                converted[id(buffer)] = buffer, moved.contiguous() if strided else moved
+            setattr(module, name, converted[id(buffer)][1])
     broadcast_buffers(root, placement.mesh.world)
 
 

@@ -272,7 +272,7 @@ def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[Unit]:
 
 def _blocks_of(container: nn.Module) -> set[str]:
     children = {k: original(m) for k, m in container.named_children()}
-    composite = {k: m for k, m in children.items() if _has_parameters(m) and next(m.children(), None)}
+    composite = {k: m for k, m in children.items() if _has_parameters(m) and any(True for _ in m.children())}
     counts = Counter(type(m) for m in composite.values())
     return {k for k, m in composite.items() if counts[type(m)] >= 2}
 

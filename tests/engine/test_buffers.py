@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +14,12 @@ from helpers.ranks import RankPool, ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_zero.sharding import Mesh, MixedPrecisionPolicy
+from lightning_zero.sharding.buffers import convert_buffers
+
 STEPS = 5
+MANY = 16  # tensors, of which some get the address of one that is gone
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_buffers=True)
 CHANGING = ("counts", "table", "mean")
 
 
@@ -83,3 +89,27 @@ def compare(setup: Setup) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_buffers_that_training_changes_are_those_of_rank_0(pool: RankPool, stage: int) -> None:
     pool.run(compare, Setup(stage, check_steps=2))  # what `data` changes is known after two
+
+
+class Statistics(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        for number in range(MANY):
+            self.register_buffer(f"of{number}", torch.full((6,), number, dtype=dtype))
+
+
+class Metric(Statistics):
+    """Moves its state itself, as metrics of torchmetrics do, and into new tensors, as a move to a device does."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Metric:
+        self._buffers = {name: fn(buffer).clone() for name, buffer in self._buffers.items() if buffer is not None}
+        return self
+
+
+def test_converted_buffers_stay_apart() -> None:
+    """Also from those that are made when others are gone."""
+    statistics, metric = Statistics(torch.float32), Metric(torch.int64)
+    convert_buffers(nn.ModuleList([statistics, metric]), driver.make_placement(Setup(precision=BF16), Mesh.single()))
+    for module, dtype in ((statistics, torch.bfloat16), (metric, torch.int64)):
+        assert [b.tolist() for b in module.buffers()] == [[number] * 6 for number in range(MANY)]
+        assert {b.dtype for b in module.buffers()} == {dtype}

@@ -89,6 +89,10 @@ def test_every_container_is_looked_into() -> None:
     assert unit_names(Tree(body=nn.ModuleDict({"x": first, "y": second}))) == ["body.x", "body.y"]
 
 
+def test_a_block_may_begin_with_an_empty_container() -> None:
+    assert unit_names(nn.ModuleList(Tree(adapters=nn.ModuleDict(), body=Composite()) for _ in range(2))) == ["0", "1"]
+
+
 def test_a_sequential_root_is_a_container_of_blocks() -> None:
     assert unit_names(nn.Sequential(nn.Linear(3, 3), Composite(), Composite())) == ["1", "2"]
 

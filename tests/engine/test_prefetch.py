@@ -120,6 +120,18 @@ def test_another_order_is_learnt_in_one_step() -> None:
     assert ahead(train(session, order)) == [[0], [4], [], [1], []]
 
 
+def test_units_are_freed_in_an_evaluation_after_one_with_gradients() -> None:
+    """A force field takes a gradient that has a gradient itself, after which nobody but the flush frees the units."""
+    session = start()
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    with torch.no_grad(), session.engine.forward_context(), torch.enable_grad():
+        torch.autograd.grad(session.model(x).sum(), x, create_graph=True)
+    session.model.seen = []
+    with torch.no_grad(), session.engine.forward_context():
+        session.model(x)
+    assert all(sum(state is not BucketState.SHARDED for state in states) <= 2 for states in session.model.seen)
+
+
 def test_evaluation_has_an_order_of_its_own() -> None:
     session = start()
     for _ in range(2):
