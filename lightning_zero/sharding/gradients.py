@@ -166,6 +166,11 @@ class BucketGradients(Reduction[Tensor, Pieces]):
     def _keep(self, shard: Tensor, more: bool) -> None:
         self.sharded.add(shard, more)
 
+    def mark_assigned(self, index: int) -> None:
+        """Note that user code has made the gradient of one parameter in the sharded gradient."""
+        self.received[index] = True
+        self._cleared.discard(index)
+
     @torch.no_grad()
     def scale(self, factor: float) -> None:
         """Multiply all gradients that are held, reduced or not, by ``factor``."""

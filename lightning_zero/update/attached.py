@@ -6,11 +6,12 @@ import contextlib
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -22,6 +23,7 @@ from lightning_zero.sharding.bucket import Bucket
 from lightning_zero.sharding.bucket_map import BucketMap
 from lightning_zero.sharding.layout import Segment
 from lightning_zero.torch_private import mark_for_schedulers
+from lightning_zero.update.loading import keeping_digits
 from lightning_zero.update.shell import StepCall
 from lightning_zero.update.step_updates import StepUpdates
 from lightning_zero.update.view import Updater
@@ -148,6 +150,10 @@ class AttachedOptimizers:
             updater.clear()
         self._take_state(updater)
 
+    def differing(self, defaults: Collection[torch.dtype]) -> list[Bucket]:
+        """The buckets with updates that may differ between some default dtypes of torch."""
+        return [b for a in self._attached.values() if not a.updater.alike_under(defaults) for b in a.buckets]
+
     def with_parameter(self, parameter: Parameter) -> list[Optimizer]:
         """The optimizers that have ``parameter`` in a group."""
         return [a.updater.optimizer for a in self._attached.values() if id(parameter) in a.admitted]
@@ -257,10 +263,10 @@ def parameters_of(optimizer: Optimizer) -> list[Parameter]:
 
 
 def attach_optimizer(optimizer: Optimizer, target: Target) -> list[RemovableHandle]:
-    """Replace ``step`` and ``zero_grad``, and guard ``state_dict`` and ``load_state_dict``.
+    """Replace ``step``, ``zero_grad`` and ``load_state_dict``, and guard ``state_dict``.
 
     Returns:
-        The handles of the guards.
+        The handles of hooks.
     """
     engine = weakref.ref(target)  # an optimizer that outlives the engine must not keep its buckets alive
 
@@ -281,6 +287,10 @@ def attach_optimizer(optimizer: Optimizer, target: Target) -> list[RemovableHand
             with _replaced_zero_grad(clear):
                 type(optimizer).zero_grad(optimizer, *args, **kwargs)
 
+    def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        with keeping_digits(optimizer):
+            type(optimizer).load_state_dict(optimizer, state_dict)
+
     # This is without torch's wrapper, which calls step hooks: the engine calls them around the update, and does not
     # call them if it skips the update.
     method = types.MethodType(step, optimizer)
@@ -288,6 +298,7 @@ def attach_optimizer(optimizer: Optimizer, target: Target) -> list[RemovableHand
     mark_for_schedulers(step)
     optimizer.step = method  # type: ignore[method-assign]
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+    optimizer.load_state_dict = types.MethodType(load_state_dict, optimizer)  # type: ignore[method-assign]
     return [
         optimizer.register_state_dict_pre_hook(_refuse_state_dict),
         optimizer.register_load_state_dict_post_hook(lambda optimizer: _alive(engine).adopt_state(optimizer)),
@@ -325,7 +336,7 @@ def state_was_replaced(optimizer: Optimizer) -> bool:
 def detach_optimizer(optimizer: Optimizer) -> None:
     """Give an optimizer its class's own methods back."""
     optimizer.state = defaultdict(dict, optimizer.state)
-    for method in ("step", "zero_grad"):
+    for method in ("step", "zero_grad", "load_state_dict"):
         optimizer.__dict__.pop(method, None)
 
 

@@ -23,6 +23,7 @@ from lightning_zero.storage.host import HUGE_PAGE
 from lightning_zero.storage.rested import Resident
 from lightning_zero.torch_private import version_of
 from lightning_zero.update.compact import decoded
+from lightning_zero.update.loading import saved_states
 from lightning_zero.update.native import Group, NativeRule, Numbers, first_index
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -211,7 +212,7 @@ class CPUOptimizer(Optimizer):
         """
 
         def note(_: Optimizer, loaded: dict[str, Any]) -> None:  # after the hooks of others, before anything is written
-            for parameter, state in self._matched(loaded):
+            for parameter, state in saved_states(self, loaded):
                 _check_shapes(parameter, state)
             self._loaded = loaded
 
@@ -229,15 +230,8 @@ class CPUOptimizer(Optimizer):
                 group.setdefault(name, value)
         if self._loaded is not None:
             # torch casts state to the dtype of its parameter, so that fp32 state of a 16-bit parameter loses digits.
-            for parameter, saved in self._matched(self._loaded):
+            for parameter, saved in saved_states(self, self._loaded):
                 self.state[parameter] = self._adapted(parameter, saved)
-
-    def _matched(self, state_dict: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
-        """Lists the parameters for which a state dict has state, with that state."""
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        # Lengths need not be checked here, because torch refuses groups of other lengths.
-        return [(p, state_dict["state"][k]) for k, p in zip(keys, parameters, strict=False) if k in state_dict["state"]]
 
     @torch.no_grad()
     def _adapted(self, parameter: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
@@ -246,7 +240,7 @@ class CPUOptimizer(Optimizer):
         state: dict[str, Any] = {}
         for name, value in saved.items():
             if name == "step":
-                state[name] = torch.tensor(float(value), device="cpu")
+                state[name] = torch.tensor(float(value), dtype=torch.float32, device="cpu")
             elif name not in ("master", "remainder") and value is not None:
                 in_blocks = self.numbers.in_blocks and name in self.rule.signed
                 dtype = torch.float32 if self.numbers.in_blocks and not in_blocks else self.numbers.state_dtype

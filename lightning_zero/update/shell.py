@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.torch_private import OPTIMIZER_HOOKS, foreach_devices
 
-_REPLACED = ("state", "param_groups", "step", "zero_grad", *OPTIMIZER_HOOKS)
+_REPLACED = ("state", "param_groups", "step", "zero_grad", "load_state_dict", *OPTIMIZER_HOOKS)
 
 
 def snapshot(optimizer: Optimizer) -> Optimizer:
@@ -110,7 +110,8 @@ def takes_closure(optimizer: Optimizer) -> bool:
 def trial_call(optimizer: Optimizer) -> StepCall:
     """Makes a call of ``step`` for a trial: with a closure, as Lightning does, if ``step`` takes one."""
     call = StepCall(
-        optimizer, **({"closure": lambda: torch.zeros((), device="cpu")} if takes_closure(optimizer) else {})
+        optimizer,
+        **({"closure": lambda: torch.zeros((), dtype=torch.float32, device="cpu")} if takes_closure(optimizer) else {}),
     )
     call.run_closure()
     return call

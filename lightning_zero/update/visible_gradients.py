@@ -177,7 +177,7 @@ class VisibleGradients:
         bucket = self._map[parameter]
         with torch.no_grad():
             self._show(parameter).copy_(value)
-        self._map.gradients_of(bucket).received[bucket.index[id(parameter)]] = True
+        self._map.gradients_of(bucket).mark_assigned(bucket.index[id(parameter)])
         self._clipping.note_change(used=parameter)
 
     def _assign_local(self, parameter: Parameter, value: Tensor) -> None:
@@ -206,7 +206,7 @@ class VisibleGradients:
         totals: dict[int, float] = {}
         parts: list[Tensor] = []
         for bucket in buckets:
-            none = torch.empty(0, device=bucket.placement.optimizer_store.device)
+            none = torch.empty(0, dtype=torch.float32, device=bucket.placement.optimizer_store.device)
             sharded, segments = self._map.gradients_of(bucket).sharded, {s.param: s for s in bucket.segments}
             for index, parameter in enumerate(bucket.parameters):
                 totals[id(parameter)] = 0.0

@@ -144,6 +144,67 @@ def test_edits_of_an_optimizer_count(pool: RankPool, name: str) -> None:
         assert count == expected_count, f"after batch {index}, with the edits {made}"
 
 
+class Loads(Edited):
+    """Loads state with more digits than the parameters have, and notes what there is of it then."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe, [load_digits])
+
+
+def load_digits(lit: Edited) -> None:
+    optimizer = lit.trainer.optimizers[0]
+    groups, saved = [], {}
+    for group in optimizer.param_groups:
+        numbers = {len(saved) + number: parameter for number, parameter in enumerate(group["params"])}
+        groups.append({**group, "params": [*numbers]})
+        saved |= {n: {"momentum_buffer": torch.full(p.shape, 1 / 3 + n)} for n, p in numbers.items()}
+    optimizer.register_load_state_dict_pre_hook(lambda _, loaded: {**loaded, "state": saved})
+    optimizer.load_state_dict({"state": {}, "param_groups": groups})
+    names = {id(parameter): name for name, parameter in lit.model.named_parameters()}
+    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    found = optimizer_state(lit.trainer, optimizer)
+    if lit.global_rank == 0:
+        assert_same_states(found, dict(zip(order, saved.values(), strict=True)))
+
+
+@ranks(2)
+@main_names
+def test_state_that_is_loaded_keeps_its_digits(pool: RankPool, name: str) -> None:
+    """Also where parameters have 16 bits, to which torch converts it."""
+    pool.run(fit, name, Recipe(optimizer="momentum", steps=3), Loads, precision="bf16-mixed")
+
+
+def drop_some(optimizer: Optimizer, *_: Any) -> None:
+    """Freezes by dropping gradients before the step, and makes one."""
+    first, second, *rest = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    first.grad, second.grad = None, torch.full(second.shape, 0.25)
+    for parameter in rest[::2]:
+        parameter.grad = None
+
+
+class Drops(Lit):
+    """Steps by hand: torch calls these hooks before a closure, which brings new gradients."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        optimizer = self.optimizers()
+        if index == 1:
+            optimizer.optimizer.register_step_pre_hook(drop_some)
+        self.manual_backward(models.next_token_loss(self.model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@ranks(2)
+@main_names
+def test_gradients_that_step_hooks_drop_are_not_used(pool: RankPool, name: str) -> None:
+    recipe = Recipe(optimizer="momentum", steps=4)
+    assert_same(pool.run(fit, name, recipe, Drops)[0].weights, pool.run(fit, DDP, recipe, Drops)[0].weights)
+
+
 @ranks(2)
 @main_names
 @pytest.mark.parametrize("edit", [clear_state, replace_state], ids=lambda edit: edit.__name__)

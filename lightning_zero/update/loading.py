@@ -1,0 +1,55 @@
+"""Reads the state of parameters from state dicts, with all its digits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def saved_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
+    """Lists the parameters of an optimizer for which a state dict has state, with that state."""
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # Lengths need not be checked here, because torch refuses groups of other lengths.
+    return [(p, state_dict["state"][k]) for k, p in zip(keys, parameters, strict=False) if k in state_dict["state"]]
+
+
+@contextlib.contextmanager
+def keeping_digits(optimizer: Optimizer) -> Iterator[None]:
+    """Give state that ``optimizer.load_state_dict`` loads inside the context the dtype in which it was saved.
+
+    Torch converts it to the dtype of its parameter. For a 16-bit parameter that would round fp32 moments, and in fp16
+    small second moments would become zero, after which an update is far too large.
+    """
+    loaded: dict[str, Any] = {}
+
+    def note(_: Optimizer, state_dict: dict[str, Any]) -> None:  # after the hooks of others, which may replace it
+        loaded.update(state_dict)
+
+    def restore(optimizer: Optimizer) -> None:  # before the hooks of others, which see what will be used
+        for parameter, saved in saved_states(optimizer, loaded):
+            own = optimizer.state[parameter]
+            own.update(
+                {name: value.detach().clone() for name, value in saved.items() if _rounded(value, own.get(name))}
+            )
+
+    handles = (
+        optimizer.register_load_state_dict_pre_hook(note),
+        optimizer.register_load_state_dict_post_hook(restore, prepend=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _rounded(saved: Any, own: Any) -> bool:
+    """Whether ``own`` is ``saved`` in another dtype, and not something that the optimizer's class has made of it."""
+    if not isinstance(saved, Tensor) or not isinstance(own, Tensor) or saved.dtype == own.dtype:
+        return False
+    return saved.shape == own.shape and bool(saved.detach().to(own).equal(own))
