@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).resolve().parents[1] / "lightning_zero"
 MOST_LINES = 500
 MOST_METHODS = 25
@@ -37,18 +39,23 @@ def vague_docstrings(source: str) -> list[str]:
     return [getattr(node, "name", "the module") for node in vague]
 
 
-def tensors_anywhere(source: str) -> list[int]:
-    """Lines with new tensors that would be on the user's default device: `torch.zeros(3)`."""
+def tensors_by_default(source: str, keyword: str) -> list[int]:
+    """Lines with new tensors whose device or dtype is the user's default one: `torch.zeros(3)`."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     new = [call for call in calls if any(ast.unparse(call.func) == f"torch.{name}" for name in FACTORIES)]
-    return [call.lineno for call in new if not {"device", None} & {argument.arg for argument in call.keywords}]
+    return [call.lineno for call in new if not {keyword, None} & {argument.arg for argument in call.keywords}]
 
 
-def test_memory_is_on_a_stated_device() -> None:
-    """A command is a process of its own, and an imagined model belongs where it is made."""
+@pytest.mark.parametrize("keyword", ["device", "dtype"])
+def test_memory_is_on_a_stated_device_in_a_stated_dtype(keyword: str) -> None:
+    """The default dtype is the process's, and 16-bit modes change it in a forward, beside which updates run.
+
+    A command is a process of its own, and an imagined model belongs where it is made.
+    """
     own = [path for path in files() if not path.startswith("cli/") and path != "planning/transformer.py"]
-    assert {path: lines for path in own if (lines := tensors_anywhere((PACKAGE / path).read_text()))} == {}
-    assert tensors_anywhere('torch.zeros(3)\ntorch.ones(3, device="cpu")\ntorch.tensor(1.0)') == [1, 3]
+    found = {path: lines for path in own if (lines := tensors_by_default((PACKAGE / path).read_text(), keyword))}
+    assert found == {}
+    assert tensors_by_default(f"torch.zeros(3)\ntorch.ones(3, {keyword}=x)\ntorch.tensor(1.0)", keyword) == [1, 3]
 
 
 def test_a_file_has_one_subject() -> None:

@@ -200,7 +200,7 @@ class _AverageOnShards:
 
     def state_dict(self) -> dict[str, Any]:
         average = _checkpoint.module_state_dict(self._engine, self.shadow)
-        return {"n_averaged": torch.tensor(self.n_averaged, device="cpu")} | {
+        return {"n_averaged": torch.tensor(self.n_averaged, dtype=torch.int64, device="cpu")} | {
             f"module.{k}": v for k, v in average.items()
         }
 

@@ -129,7 +129,7 @@ class RunReport(pl.Callback):
 
     def measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Measures at the end of a fit, while all ranks are still running; to be extended."""
-        peak = torch.tensor(peak_memory(pl_module.device), device=pl_module.device)
+        peak = torch.tensor(peak_memory(pl_module.device), dtype=torch.int64, device=pl_module.device)
         self.peak_memory = int(trainer.strategy.reduce(peak, reduce_op="max"))
 
     def summary(self, trainer: pl.Trainer) -> dict[str, Any]:

@@ -137,7 +137,9 @@ def _moved(values: _Values, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _V
         else:
             return None
     if device is not None:
-        device = torch.empty(0, device=device).device  # with its index, as in the attribute of tensors
+        device = torch.empty(
+            0, dtype=torch.uint8, device=device
+        ).device  # with its index, as in the attribute of tensors
         if device.type == "meta":
             return None
     return replace(values, cast=dtype or values.cast, device=device or values.device)

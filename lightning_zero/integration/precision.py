@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.engine import Engine
+from lightning_zero.engine.runtime import ENGINES, Engine
 from lightning_zero.sharding import MixedPrecisionPolicy
 from lightning_zero.update import DynamicLossScaler, LossScaler, StaticLossScaler
 
@@ -291,11 +291,19 @@ def _dtype(name: str, value: str | torch.dtype | None) -> torch.dtype | None:
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    _set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(previous)
+        _set_default_dtype(previous)
+
+
+def _set_default_dtype(dtype: torch.dtype) -> None:
+    """Set torch's default dtype, also for other threads: updates that may use it end before."""
+    if dtype != (previous := torch.get_default_dtype()):
+        for engine in ENGINES.in_order():
+            engine.await_updates({previous, dtype})
+        torch.set_default_dtype(dtype)
 
 
 def _cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:

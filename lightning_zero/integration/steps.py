@@ -68,7 +68,7 @@ class SteppingStrategy(EngineStrategy):
 
     def _no_gradients(self) -> Tensor:
         """Makes a loss that depends on no parameter, since Lightning does not accept ``None`` on several ranks."""
-        return torch.zeros((), device=self.root_device, requires_grad=True)
+        return torch.zeros((), dtype=torch.float32, device=self.root_device, requires_grad=True)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -72,7 +72,9 @@ def fused_on(device: torch.device) -> Fused:
     generator = torch.Generator().manual_seed(0)
     scaled = product = True
     for size in _SIZES:
-        total, values, others = (torch.randn(size, generator=generator, device="cpu").to(device) for _ in range(3))
+        total, values, others = (
+            torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(device) for _ in range(3)
+        )
         scaled &= _is_fused(_add_scaled_natively, total, values, others[0].item())
         product &= _is_fused(_add_product_natively, total, values, others)
     return Fused(_add_scaled_natively if scaled else _add_product, _add_product_natively if product else _add_product)

@@ -191,9 +191,9 @@ def cma_refusal() -> str:
         return f"{_SWITCH}={asked}"
     if sys.platform != "linux":
         return "only Linux has process_vm_readv"
-    own = torch.ones(1, device="cpu")
+    own = torch.ones(1, dtype=torch.float32, device="cpu")
     try:
-        read_memory(os.getpid(), own.data_ptr(), torch.empty(1, device="cpu"))
+        read_memory(os.getpid(), own.data_ptr(), torch.empty(1, dtype=torch.float32, device="cpu"))
     except OSError as error:  # by a container's filter of system calls
         return error.strerror or str(error)
     return ""

@@ -93,7 +93,8 @@ class Mesh:
         The sum over the world is the argument of :meth:`check_digests`.
         """
         values = torch.zeros(self.world.size, 2, dtype=torch.float64, device="cpu")
-        values[self.world.rank] = torch.tensor([self.shard.digest, self.replica.digest], device="cpu")
+        own = [self.shard.digest, self.replica.digest]
+        values[self.world.rank] = torch.tensor(own, dtype=torch.float64, device="cpu")
         return values.view(-1)
 
     def check_digests(self, digests: Sequence[float]) -> None:

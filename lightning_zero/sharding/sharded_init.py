@@ -252,7 +252,7 @@ class ShardedInit:
     def __init__(self, mesh: Mesh, device: torch.device, store: TensorStore) -> None:
         self.peak_bytes = 0
         self._mesh = mesh
-        self.device = torch.empty(0, device=device).device  # with its index, as tensors report it
+        self.device = torch.empty(0, dtype=torch.uint8, device=device).device  # with its index, as tensors report it
         self._store = store
         # By id, in the same order on all ranks. References are strong, so that the garbage collector of one rank does
         # not influence the collectives.
@@ -346,7 +346,7 @@ class ShardedInit:
         collected.
         """
         world = self._mesh.world
-        own = device_type(self.device).send(torch.tensor(flags, device="cpu"), self.device)
+        own = device_type(self.device).send(torch.tensor(flags, dtype=torch.bool, device="cpu"), self.device)
         votes = own.new_zeros(world.size, *own.shape)
         votes[world.rank] = own
         with world.explaining(what := "see who uses parameters"):

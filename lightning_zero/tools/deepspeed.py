@@ -182,7 +182,7 @@ class _Conversion:
             vectors = [base["state"].get(place.vector, {}) for base in bases]
             entry = {key: self._value(place, key, [each[key] for each in vectors]) for key in vectors[0]}
             if steps[place.vector] is not None and entry:  # some optimizers count steps per group
-                entry.setdefault("step", torch.tensor(float(steps[place.vector]), device="cpu"))
+                entry.setdefault("step", torch.tensor(float(steps[place.vector]), dtype=torch.float32, device="cpu"))
             if entry:
                 state[_name(place.name)] = entry
         return {"state": state, "param_groups": groups}
@@ -198,7 +198,7 @@ class _Conversion:
                 )
             return join((key, place.name), place.values(values), place.shape)
         # torch counts steps for each parameter, in an fp32 tensor.
-        return torch.tensor(float(value), device="cpu") if key == "step" else _copied(value)
+        return torch.tensor(float(value), dtype=torch.float32, device="cpu") if key == "step" else _copied(value)
 
     def _plain(self, value: Any, place: str) -> Any:
         """Convert a value to types that `torch.load(weights_only=True)` reads; values of other types are left out."""

@@ -414,7 +414,9 @@ def _known_squares(
         if all(chosen):
             yield number, squares.sum()
         elif any(chosen):
-            mask = device_type(squares.device).send(torch.tensor(chosen, device="cpu"), squares.device)
+            mask = device_type(squares.device).send(
+                torch.tensor(chosen, dtype=torch.bool, device="cpu"), squares.device
+            )
             yield number, squares.where(mask, 0.0).sum()  # not a product: 0 times inf is nan
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeGuard
@@ -145,6 +145,9 @@ class CombinedUpdater(ShardUpdater):
         for group in groups:
             rule = self.optimizer.rule_of(group)
             self._by_rule[type(rule.optimizer)].check([rule.hyperparameters])
+
+    def alike_under(self, defaults: Collection[torch.dtype]) -> bool:
+        return all(updater.alike_under(defaults) for updater in self._by_rule.values())
 
     def update(self, view: UpdateView) -> None:
         updater, own = self._by_rules(view)

@@ -173,7 +173,7 @@ class CPUAdagrad(CPUOptimizer):
         for group in self.param_groups:  # as torch does, whose step takes a state dict only if it has this state
             for parameter in group["params"]:
                 total = self._filled(parameter, self.rule.initial(group))
-                self.state[parameter] = {"step": torch.tensor(0.0, device="cpu"), "sum": total}
+                self.state[parameter] = {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu"), "sum": total}
 
 
 class CPULion(CPUOptimizer):

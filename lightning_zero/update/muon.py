@@ -85,8 +85,9 @@ class Muon(CombinedOptimizer):
             "on_device": on_device,
         }
         # torch's classes check the hyperparameters, with torch's messages.
-        torch.optim.Muon([torch.zeros(1, 1, device="cpu")], **{key: defaults[key] for key in _MUON})  # type: ignore[arg-type]
-        torch.optim.AdamW([torch.zeros(1, device="cpu")], lr=lr, betas=betas, eps=adamw_eps, weight_decay=weight_decay)
+        matrix = torch.zeros(1, 1, dtype=torch.float32, device="cpu")
+        torch.optim.Muon([matrix], **{key: defaults[key] for key in _MUON})  # type: ignore[arg-type]
+        torch.optim.AdamW([matrix], lr=lr, betas=betas, eps=adamw_eps, weight_decay=weight_decay)
         super().__init__(params, defaults)
 
     @staticmethod
@@ -147,9 +148,9 @@ def _parameter(member: Any) -> Tensor:
 
 @functools.cache
 def _muon() -> Optimizer:
-    return BatchedMuon([torch.zeros(1, 1, device="cpu")])
+    return BatchedMuon([torch.zeros(1, 1, dtype=torch.float32, device="cpu")])
 
 
 @functools.cache
 def _adamw() -> Optimizer:
-    return torch.optim.AdamW([torch.zeros(1, device="cpu")])
+    return torch.optim.AdamW([torch.zeros(1, dtype=torch.float32, device="cpu")])

@@ -108,7 +108,9 @@ class NativeRule(ABC):
 
     def scalars(self, step: int, numbers: Numbers) -> dict[str, Tensor]:
         """The scalar state after ``step`` steps in torch's format: 0-dim fp32 tensors on the CPU."""
-        return {"step": torch.tensor(float(step), device="cpu")} if self.counts_steps(numbers) else {}
+        return (
+            {"step": torch.tensor(float(step), dtype=torch.float32, device="cpu")} if self.counts_steps(numbers) else {}
+        )
 
     @abstractmethod
     def update(
@@ -159,7 +161,7 @@ class NativeRule(ABC):
                 "differentiable=True in a parameter group of an optimizer that a kernel drives; set it to False, "
                 "or use native_optimizer='off'"
             )
-        nothing = torch.empty(0, device="cpu")
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
         self.update(nothing, [nothing for _ in self.names(group)], nothing, group, 1, fresh=True)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -118,6 +118,9 @@ class NativeUpdater(ShardUpdater):
         each = {id(group): _bytes_per_element(self._rule, group, device) for group in groups.values()}
         return max(each[id(groups[run.segments[0].param])] * min(run.numel, formulas.TILE) for run in found)
 
+    def alike_under(self, defaults: Collection[torch.dtype]) -> bool:
+        return True
+
     def update(self, view: UpdateView) -> None:
         state = view.state
         assert isinstance(state, ShardState)
@@ -219,7 +222,9 @@ def _bytes_per_element(rule: NativeRule, group: dict[str, Any], device: torch.de
     key = rule, device, settings
     if key not in _BYTES_PER_ELEMENT:
         # The gradient is copied to fp32 whatever its dtype is, so that fp32 stands for all dtypes.
-        param, grad, *states = (torch.ones(_SAMPLE, device=device) for _ in range(2 + len(rule.names(group))))
+        param, grad, *states = (
+            torch.ones(_SAMPLE, dtype=torch.float32, device=device) for _ in range(2 + len(rule.names(group)))
+        )
         formulas.fused_on(device)  # the first call tries the device, which must not be counted below
         with Passing([param, grad, *states]) as passing:
             rule.update(param, states, grad, group, 2, fresh=False)

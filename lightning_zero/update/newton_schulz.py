@@ -171,7 +171,8 @@ def _has_bits_of_single(rows: int, columns: int, threads: int) -> bool:
         columns: number of columns of each matrix.
         threads: number of torch's threads. They may divide sums, so that the answer depends on them.
     """
-    drawn = torch.randn(3, rows, columns, generator=torch.Generator().manual_seed(0), device="cpu").bfloat16()
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(3, rows, columns, generator=generator, dtype=torch.float32, device="cpu").bfloat16()
     found = drawn.mT if rows > columns else drawn
     gram = torch.bmm(found, found.mT)
     squares = torch.baddbmm(gram, gram, gram, beta=0.5, alpha=2.0)

@@ -69,7 +69,8 @@ class _Example(NamedTuple):
     def of(cls, shape: Sequence[int], device: torch.device, dtype: torch.dtype = torch.float32) -> _Example:
         generator = torch.Generator().manual_seed(len(shape))
         made = [
-            torch.randn(tuple(shape), generator=generator, device="cpu").to(device, dtype) for _ in range(_STEPS + 1)
+            torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
+            for _ in range(_STEPS + 1)
         ]
         return cls(made[0], made[1:])
 
@@ -282,7 +283,7 @@ class _Closure:
 
     def __call__(self) -> Tensor:
         self.calls += 1
-        return torch.zeros((), device="cpu")
+        return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 def _raise_if_of_others(error: Exception) -> None:

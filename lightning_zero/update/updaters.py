@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -159,6 +159,10 @@ class ShardUpdater(ABC):
     def check(self, groups: Iterable[dict[str, Any]]) -> None:
         """See :class:`lightning_zero.update.Updater`."""
 
+    @abstractmethod
+    def alike_under(self, defaults: Collection[torch.dtype]) -> bool:
+        """See :class:`lightning_zero.update.Updater`."""
+
     def load(self, bucket: Bucket, index: int, state: dict[str, Any]) -> None:
         """Overwrite this rank's state of one parameter.
 
@@ -233,6 +237,10 @@ class TorchUpdater(ShardUpdater):
 
     def check(self, groups: Iterable[dict[str, Any]]) -> None:
         """Do nothing, because torch's optimizers check their hyperparameters."""
+
+    def alike_under(self, defaults: Collection[torch.dtype]) -> bool:
+        """Torch's own classes count in fp32, and in fp64 if that is the default; others make tensors as they like."""
+        return type(self.optimizer) in ELEMENT_WISE and torch.float64 not in defaults
 
     def state_names(self, group: dict[str, Any], parameter: Tensor) -> frozenset[str]:
         if self._has_state_at_once:  # a trial would need this state, which has been moved to shards since

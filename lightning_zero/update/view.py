@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -86,6 +87,13 @@ class Updater(Protocol):
 
         Raises:
             ValueError: a hyperparameter is out of range.
+        """
+        ...
+
+    def alike_under(self, defaults: Collection[torch.dtype]) -> bool:
+        """Tell whether updates are the same with each of ``defaults`` as torch's default dtype.
+
+        It is the dtype of the process: an update beside a forward of a 16-bit mode may run with either dtype.
         """
         ...
 

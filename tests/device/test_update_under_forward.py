@@ -436,3 +436,50 @@ def test_a_fit_whose_update_fails_ends_with_that_error(device_pool1: DevicePool,
     assert step == "3"
     assert "the update of" in note
     assert "in the lane HOST" in note
+
+
+class Noting(torch.optim.SGD):
+    """Notes the dtype of the tensors that it makes, after others had the time to change it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.made: list[torch.dtype] = []
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        time.sleep(0.02)
+        self.made.append(torch.tensor(0.0).dtype)
+        return super().step(closure)
+
+
+class ByNoting(Lit):
+    def configure_optimizers(self) -> Any:
+        return Noting(self.parameters(), lr=0.1)
+
+
+class NotingByHand(ByNoting):
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(models.next_token_loss(self.model, batch))
+        optimizer.step()
+
+
+def made_by(module: type[ByNoting]) -> set[torch.dtype]:
+    strategy = ZeroStrategy(**STRATEGIES["zero2_offload"])
+    trainer = make_trainer(strategy, accelerator=sim.DEVICE, precision="bf16-true")
+    trainer.fit(module(Recipe(steps=3)))
+    optimizer = trainer.optimizers[0]
+    assert isinstance(optimizer, Noting)
+    return set(optimizer.made)
+
+
+@pytest.mark.simulated
+@pytest.mark.device("lazy")
+def test_an_update_has_the_default_dtype_of_its_step(device_pool1: DevicePool) -> None:
+    """A forward in 16 bits changes it for the whole process; a step by hand is a part of such a forward."""
+    assert device_pool1.run(made_by, ByNoting) == [{torch.float32}]
+    assert device_pool1.run(made_by, NotingByHand) == [{torch.float32, torch.bfloat16}]

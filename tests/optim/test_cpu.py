@@ -154,6 +154,22 @@ def test_many_steps_stay_with_torch(name: str) -> None:
         torch.testing.assert_close(m, o, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["adamw", "adagrad"])
+def test_steps_are_counted_in_any_default_dtype(name: str) -> None:
+    """16-bit modes of Lightning change it around a step by hand."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(BF16)
+    try:
+        params = [Parameter(torch.zeros(3, dtype=FP32))]
+        optimizer = OURS[name](params)
+        for _ in range(258):
+            params[0].grad = torch.ones_like(params[0])
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(before)
+    assert optimizer.state_dict()["state"][0]["step"].item() == 258
+
+
 def test_lion_is_its_formula() -> None:
     mine = parameters()
     ps, ms = [p.detach().double() for p in mine], [torch.zeros(p.shape, dtype=torch.float64) for p in mine]

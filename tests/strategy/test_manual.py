@@ -20,6 +20,7 @@ from strategy.fits import (
     Lit,
     Recipe,
     assert_same,
+    assert_same_states,
     fit,
     halve,
     is_native,
@@ -65,6 +66,15 @@ def test_one_optimizer_by_hand(pool: RankPool, name: str) -> None:
     native = is_native(name, recipe)
     assert_same(results[0].weights, reference(name, recipe, pool.world_size).weights, native=native)
     assert results[0].steps == recipe.steps
+
+
+@ranks(2)
+@main_names
+def test_a_step_by_hand_in_16_bits_is_one_of_the_loop(pool: RankPool, name: str) -> None:
+    """It is made where tensors without a stated dtype have 16 bits."""
+    by_hand, by_loop = (pool.run(fit, name, Recipe(), module, precision="bf16-true")[0] for module in (Manual, Lit))
+    assert_same(by_hand.weights, by_loop.weights)
+    assert_same_states(by_hand.optimizer_states[0], by_loop.optimizer_states[0])
 
 
 class Plateau:

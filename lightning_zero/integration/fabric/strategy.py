@@ -286,7 +286,7 @@ class ZeroFabricStrategy(CheckpointingStrategy):
                 f"the norm of the gradients is {norm}, so that it cannot be clipped; with error_if_nonfinite=False the "
                 "step is skipped on all ranks"
             )
-        return torch.tensor(engine.clip_grad_norm_(optimizer, max_norm), device=self.root_device)
+        return torch.tensor(engine.clip_grad_norm_(optimizer, max_norm), dtype=torch.float32, device=self.root_device)
 
     @override
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
