@@ -453,15 +453,11 @@ class Bucket:
         note = self.rounded.add if self.placement.rounds(values.dtype, self.dtype) else self.rounded.discard
         note(index)
 
-    def gather_full(self, shard: Tensor, memory: Memory) -> Tensor:
-        """All-gather a 1-D tensor in ``memory`` with the layout of the shard: 1-D, Ψ, on the device. Collective."""
-        return self.gather_read(lambda start, stop: shard[start:stop], shard.dtype, memory)
-
     def gather_read(self, read: Callable[[int, int], Tensor], dtype: torch.dtype, memory: Memory) -> Tensor:
-        """All-gather as :meth:`gather_full` does, but read the shard in parts. Collective.
+        """All-gather values with the layout of the shard: 1-D, padded, on the device. Collective.
 
         Args:
-            read: returns elements ``[start, stop)`` of the shard, 1-D.
+            read: returns elements ``[start, stop)`` of this rank's shard, 1-D.
             dtype: dtype of the elements.
             memory: memory in which ``read`` returns them.
         """
@@ -474,7 +470,7 @@ class Bucket:
         return full
 
     def gather_master(self) -> Tensor:
-        """All-gather the full-precision values as :meth:`gather_full` does: 1-D, Ψ, the master's dtype. Collective."""
+        """All-gather the full-precision values as :meth:`gather_read` does, in the master's dtype. Collective."""
         self.await_update()
         return self.gather_read(self.master.read, self.master.dtype, self.master.memory)
 
