@@ -257,6 +257,10 @@ def _config(
     estimate, and writes the strategy that you choose among those that fit.
     Without a terminal flags and defaults answer, and it takes the fastest.
     """
+    if python:
+        for flag, value in (("--out", out), ("--experiment", experiment), ("--overwrite", overwrite)):
+            if value:
+                raise typer.BadParameter("--python writes no file", param_hint=flag)
     from lightning_zero.cli.config import run
 
     form = "python" if python else "hydra" if out or experiment else None

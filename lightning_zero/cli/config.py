@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ _KINDS = {
     "--hf": "a folder with a config.json of transformers",
     "--params": "only its size is known",
 }
+_BY_FLAGS = ("strategy.nvme_path", "strategy.activation_offload")  # what --nvme and --activation-offload have added
+_AFTER_CTRL_C = 130  # the exit code, as of the other commands
 _WHERE_NOBODY_KNOWS = "24GB"  # a GPU, on a machine that has none
 
 
@@ -109,8 +111,9 @@ def run(
         return complain(ImportError(f"questions need questionary: pip install questionary ({error})"))
     except (ValueError, OSError) as error:
         return complain(error)
-    except (KeyboardInterrupt, EOFError):
-        return complain(ValueError("given up; nothing is written"))
+    except (KeyboardInterrupt, EOFError) as error:
+        failed = complain(ValueError("given up; nothing is written"))
+        return _AFTER_CTRL_C if isinstance(error, KeyboardInterrupt) else failed
 
 
 def _run(answers: Answers, fixed: Mapping[str, Any], experiment: bool, overwrite: bool, as_json: bool) -> int:
@@ -120,7 +123,7 @@ def _run(answers: Answers, fixed: Mapping[str, Any], experiment: bool, overwrite
     estimates = estimate_all(imagined, machine, request)
     if not as_json:
         console.print(render(imagined, machine, estimates))
-    fitting = {short(each.choice.hydra): each for each in estimates if each.fits}
+    fitting = [each for each in estimates if each.fits]
     if not fitting:
         raise ValueError("nothing fits: the table says what lacks" if not as_json else "nothing fits")
     chosen = answers.ask(_which(fitting))
@@ -167,7 +170,7 @@ def _model(answers: Answers, fixed: Mapping[str, Any]) -> tuple[Request, Imagine
             if not answers.interactive:
                 raise
             complain(error)
-            for flag in (*_KINDS, "--config", "--input", "--layers", "--hidden"):
+            for flag in _OF_MODEL:
                 answers.given.pop(flag, None)
 
 
@@ -205,7 +208,8 @@ def _gpu(here: Here) -> Question[str]:
 
 
 def _sizes(answers: Answers, here: Here) -> dict[str, Any]:
-    """Asks for the model and a batch of it."""
+    """Asks for the model and a batch of it; flags beside the model's go along, for the request to judge."""
+    others = {name: read(answers.given[flag]) for flag, (name, read) in _OF_MODEL.items() if flag in answers.given}
     given = [flag for flag in (*_KINDS, "--config") if flag in answers.given]
     kind = given[0] if given else answers.ask(_kind(answers, here))
     if kind == "--params":
@@ -227,7 +231,7 @@ def _sizes(answers: Answers, here: Here) -> dict[str, Any]:
         yes = {"no": "no", "yes": "yes: less memory, a third more to compute"}
         asked = Question("--checkpointing", "Compute layers again in backward?", _yes, "no", yes)
         found["recompute"] = answers.ask(asked)
-    return found
+    return others | found
 
 
 def _kind(answers: Answers, here: Here) -> Question[str]:
@@ -252,21 +256,23 @@ def _class(answers: Answers) -> dict[str, Any]:
     return {"config": config, "model": model or None, "inputs": inputs}
 
 
-def _which(fitting: Mapping[str, Estimate]) -> Question[Estimate]:
+def _which(fitting: Sequence[Estimate]) -> Question[Estimate]:
+    whole = {short(each.choice): each for each in fitting}
+    named = {short(each.choice, *_BY_FLAGS): each for each in fitting}
     titles = {
         name: f"{name}: {size(each.plan.peak.device)} on the device, {size(each.plan.peak.host)} on the host"
         + (f", {each.times.bound:.3g} s" if each.times.compute else "")
-        for name, each in fitting.items()
+        for name, each in whole.items()
     }
 
     def read(answer: str) -> Estimate:
-        wanted = answer if answer.startswith("strategy=") else f"strategy={answer}"
-        if wanted not in fitting:
-            names = ", ".join(name.removeprefix("strategy=") for name in fitting)
+        found = (named | whole).get(answer if answer.startswith("strategy=") else f"strategy={answer}")
+        if found is None:
+            names = ", ".join(name.removeprefix("strategy=") for name in named)
             raise ValueError(f"--strategy {answer!r} does not fit, or is none; what fits: {names}")
-        return fitting[wanted]
+        return found
 
-    return Question("--strategy", "Which one (the fastest comes first)?", read, next(iter(fitting)), titles)
+    return Question("--strategy", "Which one (the fastest comes first)?", read, next(iter(whole)), titles)
 
 
 def _form() -> Question[bool]:
@@ -353,19 +359,29 @@ def _forms(answer: str) -> list[str]:
     return forms
 
 
+# The flags that say what the model is: the names of their answers in a request, and how they are read.
+_OF_MODEL: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "--model": ("model", str),
+    "--config": ("config", Path),
+    "--input": ("inputs", _forms),
+    "--hf": ("hf", Path),
+    "--params": ("params", _amount),
+    "--layers": ("layers", whole),
+    "--hidden": ("hidden", whole),
+    "--checkpointing": ("recompute", _yes),
+}
+
+
 # -- what is written --------------------------------------------------------------------------------------------------
 
 
 def configuration(chosen: Estimate, request: Request) -> tuple[dict[str, str], dict[str, Any]]:
     """The option of each Hydra group, and values by dotted keys, of what was chosen."""
-    from omegaconf import OmegaConf
-
     groups = {}
     settings: dict[str, Any] = {}
-    for word in chosen.choice.hydra.split():
-        name, value = word.split("=", maxsplit=1)
+    for name, value in chosen.choice.overrides.items():
         if "." in name:
-            settings[name] = OmegaConf.from_dotlist([f"value={value}"]).value
+            settings[name] = value
         else:
             groups[name] = value
     if request.accumulate > 1:

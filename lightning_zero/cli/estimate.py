@@ -16,11 +16,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
+from hydra.core.override_parser.types import Quote, QuotedString
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -120,7 +123,7 @@ def choice_as_json(each: Estimate) -> dict[str, Any]:
     """Makes the entry of one way to train."""
     plan, times = each.plan, each.times
     return {
-        "hydra": each.choice.hydra,
+        "hydra": typed(each.choice.overrides),
         "python": each.choice.python,
         "fits": each.fits,
         "device_fits": each.device_fits,
@@ -172,7 +175,7 @@ def render(imagined: Imagined, machine: Machine, estimates: Sequence[Estimate]) 
         lacks = " and ".join(name for name, ok in places.items() if not ok)
         table.add_row(
             Text(f"no: {lacks}" if lacks else "yes", style="red" if lacks else "green"),
-            short(each.choice.hydra),
+            short(each.choice),
             *(f"{nbytes / 2**30:,.2f}" for nbytes in figures),
             f"{times.bound:.3g}" if trace is not None else "",
             _LIMITS[times.limit] if trace is not None else "",
@@ -180,9 +183,22 @@ def render(imagined: Imagined, machine: Machine, estimates: Sequence[Estimate]) 
     return Group(facts_table(facts), table, _recommendation(estimates))
 
 
-def short(hydra: str) -> str:
-    """Leaves the words that differ from row to row."""
-    return " ".join(word for word in hydra.split() if not word.startswith(("precision=", "trainer.")))
+def typed(overrides: Mapping[str, Any]) -> str:
+    """Writes overrides as they are typed in a shell."""
+    return " ".join(shlex.quote(f"{key}={_in_hydra(value)}") for key, value in overrides.items())
+
+
+def _in_hydra(value: Any) -> str:
+    """Writes a value in the grammar of Hydra's overrides, where a text with other characters needs quotes."""
+    if not isinstance(value, str) or re.fullmatch(r"[\w./-]+", value, re.ASCII):
+        return str(value)
+    return QuotedString(value, Quote.double).with_quotes()
+
+
+def short(choice: Choice, *more: str) -> str:
+    """Writes the overrides that differ from row to row, also without those of the keys ``more``."""
+    left_out = ("precision", "trainer.devices", "trainer.num_nodes", *more)
+    return typed({key: value for key, value in choice.overrides.items() if key not in left_out})
 
 
 def _recommendation(estimates: Sequence[Estimate]) -> RenderableType:
@@ -192,10 +208,10 @@ def _recommendation(estimates: Sequence[Estimate]) -> RenderableType:
             "Nothing fits. Recomputation (--checkpointing), activations in host memory (--activation-offload), a "
             "smaller --batch, more GPUs, more host memory, or a disk (--disk) take or have what is missing."
         )
-    stands = SOME_FOLDER in best.choice.hydra
+    stands = best.choice.overrides.get("strategy.nvme_path") == SOME_FOLDER
     return Group(
         *([Text(f"{SOME_FOLDER} stands for a folder on the disk.")] if stands else []),
         Text("The fastest that fits, with Hydra and in Python:"),
-        Text(f"  python train.py {best.choice.hydra}", style="bold"),
+        Text(f"  python train.py {typed(best.choice.overrides)}", style="bold"),
         Text(f"  {best.choice.python}", style="bold"),
     )

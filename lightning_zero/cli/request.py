@@ -138,7 +138,7 @@ class Request:
         return from_class(self.model, self._arguments(), self.inputs, self.batch, self.sequence, plugin, moved)
 
     def _check_sources(self) -> None:
-        """Refuses two models, and sizes that are not used."""
+        """Refuses two models, and answers that are not used."""
         of_class = "--model" if self.model else "--config" if self.config else None
         named = {"--params": self.params, "--hf": self.hf, of_class: of_class}
         given = [str(flag) for flag, value in named.items() if value is not None]
@@ -146,6 +146,10 @@ class Request:
             raise EstimateError(f"{' and '.join(given)} name different models; give one of them")
         if self.params is None and (self.layers or self.hidden):
             raise EstimateError(f"{'--layers' if self.layers else '--hidden'} needs --params")
+        if (self.params is not None or self.hf is not None) and (self.inputs or self.changes):
+            raise EstimateError(f"{'--input' if self.inputs else '--set'} needs --model")
+        if self.recompute and of_class:
+            raise EstimateError("--checkpointing needs --params or --hf; a class of --model recomputes by its own code")
 
     def _arguments(self) -> dict[str, Any]:
         """Reads the arguments of the model's constructor: a YAML or JSON file, and the changes after it."""

@@ -235,7 +235,7 @@ class ZeroAutoStrategy(ZeroStrategy):
     def _candidate(self, way: Way, memory: Memory) -> Choice:
         options = self._options_of(way)
         size = engines.shard_size(options, self.num_nodes, self.num_processes)
-        return Choice(way.hydra, way.python, setting_of(options, size, memory.setting.precision))
+        return Choice(way.overrides, way.python, setting_of(options, size, memory.setting.precision))
 
     def _options_of(self, way: Way) -> StrategyOptions:
         return dataclasses.replace(self._given, **_ON_DEVICE | way.options)

@@ -51,7 +51,11 @@ _COLLECTING: tuple[tuple[str, dict[str, Any]], ...] = tuple(
     for name, options in (*_OFFLOADING, *_PARTS)
     if STRATEGIES[name]["stage"] >= 2
 )
-REDUCED_HYDRA = "optimizer=cpu_adamw optimizer.master_layout=split optimizer.state_dtype=bfloat16"
+REDUCED_OVERRIDES = {
+    "optimizer": "cpu_adamw",
+    "optimizer.master_layout": "split",
+    "optimizer.state_dtype": "bfloat16",
+}
 REDUCED_PYTHON = 'lightning_zero.CPUAdamW(self.parameters(), master_layout="split", state_dtype=torch.bfloat16)'
 
 
@@ -73,9 +77,9 @@ class Way:
         return {**STRATEGIES[self.name], **self.changed}
 
     @property
-    def hydra(self) -> str:
-        """The overrides to type with Hydra."""
-        return " ".join([f"strategy={self.name}", *(f"strategy.{key}={value}" for key, value in self.changed.items())])
+    def overrides(self) -> dict[str, Any]:
+        """Hydra's overrides that select it."""
+        return {"strategy": self.name} | {f"strategy.{key}": value for key, value in self.changed.items()}
 
     @property
     def python(self) -> str:
@@ -138,7 +142,9 @@ def choices(
         fixed: options that every way has.
     """
     policy = ZeroPrecision(precision).policy
-    tail = f"precision={PRECISIONS[precision]} trainer.devices={gpus}" + f" trainer.num_nodes={nodes}" * (nodes > 1)
+    common = {"precision": PRECISIONS[precision], "trainer.devices": gpus}
+    if nodes > 1:
+        common["trainer.num_nodes"] = nodes
     flags = f', precision="{precision}", devices={gpus}' + f", num_nodes={nodes}" * (nodes > 1)
     known = [name for name, arguments in STRATEGIES.items() if "nvme" not in arguments.values()]
     on_disk = [] if nvme_path is None else [(n, {"nvme_path": nvme_path}) for n in STRATEGIES if n not in known]
@@ -146,8 +152,8 @@ def choices(
         way = Way(way.name, {**way.changed, **(fixed or {})})
         options = StrategyOptions(**way.options)
         setting = setting_of(options, engines.shard_size(options, nodes, gpus), policy)
-        hydra = f"{way.hydra} {tail}"
+        overrides = way.overrides | common
         python = f"L.Trainer(strategy={way.python}{flags})"
-        yield Choice(hydra, python, setting)
+        yield Choice(overrides, python, setting)
         if setting.optimizer_memory != "device" and policy.param_dtype is not None and policy.param_dtype.itemsize == 2:
-            yield Choice(f"{hydra} {REDUCED_HYDRA}", f"{python}  # {REDUCED_PYTHON}", setting, reduced=True)
+            yield Choice(overrides | REDUCED_OVERRIDES, f"{python}  # {REDUCED_PYTHON}", setting, reduced=True)

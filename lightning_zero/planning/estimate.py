@@ -9,8 +9,9 @@ the update or the disk.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from lightning_zero.planning.account import Bytes
 from lightning_zero.planning.devices import USABLE, Machine
@@ -26,13 +27,13 @@ class Choice:
     """A way to train.
 
     Attributes:
-        hydra: the Hydra overrides that select it.
+        overrides: the Hydra overrides that select it: groups and values by their keys.
         python: the Python expression that makes the strategy.
         setting: the setting of its plan.
         reduced: whether the optimizer keeps its state in bf16.
     """
 
-    hydra: str
+    overrides: Mapping[str, Any]
     python: str
     setting: Setting
     reduced: bool = False

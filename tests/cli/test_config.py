@@ -71,8 +71,25 @@ def test_another_name_as_an_experiment_and_in_python(tmp_path: Path, monkeypatch
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1(x3)")  # which says nothing
     lines = invoke(f"{LARGE} --strategy zero2_offload --python").stdout.splitlines()
     assert lines[-1] == 'trainer = L.Trainer(strategy="zero2_offload", precision="bf16-true", devices=1)'
-    moved = json.loads(invoke(f"{LARGE} --activation-offload --out moved.yaml --json").stdout)
+    moved = json.loads(invoke(f"{LARGE} --activation-offload --strategy zero3_offload --out moved.yaml --json").stdout)
     assert moved["settings"]["strategy.activation_offload"] is True
+
+
+def test_a_name_on_a_disk_whose_folder_has_a_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name alone is an answer, and the folder's name stays in one piece: in the file, and as it is typed."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "my disk, (1)"
+    folder.mkdir()
+    nvme = f"{LARGE} --disk 1TB --nvme {shlex.quote(str(folder))}"
+    made = json.loads(invoke(f"{nvme} --strategy zero3_nvme --json").stdout)
+    assert made["groups"]["strategy"] == "zero3_nvme"
+    typed = shlex.split(made["choice"]["hydra"])
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        for cfg in (compose("config"), compose("config", typed)):
+            assert cfg.strategy.nvme_path == str(folder)
+    row = shlex.quote(shlex.join(typed[:2]))  # as the table has it
+    whole = json.loads(invoke(f"{nvme} --strategy {row} --out b.yaml --json").stdout)
+    assert whole["choice"] == made["choice"]
 
 
 @pytest.mark.parametrize(
@@ -83,6 +100,11 @@ def test_another_name_as_an_experiment_and_in_python(tmp_path: Path, monkeypatch
         (f"{LARGE} --host 8GB", "nothing fits"),
         (f"{LARGE} --out config.json", "'config.json' is not the name of a YAML file"),
         ("--model torch.nn", "'torch.nn' is not the path of a class"),
+        (f"{SMALL} --hf .", "--params and --hf name different models; give one of them"),
+        (f"{SMALL} --model torch.nn:Linear", "--params and --model name different models"),
+        ("--hf . --layers 2", "--layers needs --params"),
+        (f"{SMALL} --input float:Bx4", "--input needs --model"),
+        ("--model torch.nn:Linear --checkpointing", "--checkpointing needs --params or --hf"),
         (f"{LARGE} --gpu 5080ti", "'5080ti' is no known GPU"),
     ],
 )
@@ -96,9 +118,17 @@ def test_what_is_missing_or_wrong_is_named(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_that_is_not_written_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for flag in ("--out a.yaml", "--experiment", "--overwrite"):
+        result = invoke(f"{SMALL} --python {flag}")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"Invalid value for {flag.split()[0]}: --python writes no file" in result.stderr
+
+
 @pytest.mark.slow
 def test_what_a_person_answers_at_a_terminal_trains(tmp_path: Path, pool2: RankPool) -> None:
-    command = [sys.executable, "-P", "-m", "lightning_zero.cli", "config", "--gpus", "2", "--set", "n=1"]
+    command = [sys.executable, "-P", "-m", "lightning_zero.cli", "config", "--gpus", "2"]
     with Terminal(command, tmp_path) as terminal:
         terminal.answer("Which GPU?", DOWN + ENTER)
         terminal.answer("How many machines?")
@@ -137,6 +167,6 @@ def test_what_a_person_answers_at_a_terminal_trains(tmp_path: Path, pool2: RankP
 def test_who_gives_up_at_a_terminal_has_no_file(tmp_path: Path) -> None:
     with Terminal([sys.executable, "-P", "-m", "lightning_zero.cli", "config", *SMALL.split()], tmp_path) as terminal:
         terminal.answer("How many of them has a machine?", "\x03")
-        assert terminal.exit_code() == 1
+        assert terminal.exit_code() == 130
     assert "given up; nothing is written" in terminal.printed
     assert not list(tmp_path.iterdir())

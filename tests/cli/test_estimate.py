@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.cli import app
+from lightning_zero.cli.estimate import typed
 from lightning_zero.integration.choices import choices
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.planning.devices import GPUS, USABLE, parse_gpu, parse_size
@@ -270,6 +271,9 @@ ODD = {
     "--params 1e30 --layers 10 --hidden 100000000000000": "larger than any can be",
     "--params 7e9 --layers 99999999 --hidden 2 --vocab 3": "too many to plan; expected at most 10000",
     "--hf hf_zero --layers 3": "--layers needs --params",
+    "--hf hf_zero --input long:BxT": "--input needs --model",
+    "--params 7e9 --layers 2 --hidden 64 --set n_layer=3": "--set needs --model",
+    "--model odd_models:Plain --checkpointing": "--checkpointing needs --params or --hf",
     f"{SEVEN} --hf hf_zero": "--params and --hf name different models; give one of them",
     f"{SEVEN} --model odd_models:Plain": "--params and --model name different models",
     f"{SEVEN} --gpu 0GB": "'0GB' is too little memory for a GPU",
@@ -367,10 +371,8 @@ def test_sizes_and_gpus() -> None:
 def test_every_choice_is_a_strategy() -> None:
     """The line for Python makes the strategy whose setting was planned."""
     offered = list(choices(2, 2, "bf16-mixed"))
-    assert len({choice.hydra for choice in offered}) == len(offered)
-    assert {choice.hydra.split()[0].removeprefix("strategy=") for choice in offered} == {
-        n for n in STRATEGIES if "nvme" not in n
-    }
+    assert len({typed(choice.overrides) for choice in offered}) == len(offered)
+    assert {choice.overrides["strategy"] for choice in offered} == {n for n in STRATEGIES if "nvme" not in n}
     for choice in offered:
         argument = re.match(
             r"L\.Trainer\(strategy=(.*), precision=\"bf16-mixed\", devices=2, num_nodes=2\)", choice.python

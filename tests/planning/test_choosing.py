@@ -173,7 +173,7 @@ def test_the_choice_is_the_best_of_an_exhaustive_search(case: Case) -> None:
     assert trace is not None
     flops, several = case.micro_batches * trace.flops, case.micro_batches > 1
     offered = fine_ways(case.gpus, case.nodes, disk=case.disk > 0, parts=True, several=several, fixed={})
-    candidates = [Choice(way.hydra, way.python, setting(way, case)) for way in offered]
+    candidates = [Choice(way.overrides, way.python, setting(way, case)) for way in offered]
     plan_of = functools.partial(planned, case.model, world, case.micro_batches)
     needs = needs_of(candidates, lambda each: plan_of(each.setting), flops, False, machine)
     pick = choose(candidates, needs, ImaginedRoom(machine, case.disk * GB // case.gpus))
@@ -189,7 +189,7 @@ def test_the_choice_is_the_best_of_an_exhaustive_search(case: Case) -> None:
     assert fits(tried[chosen], case)
     took = seconds(tried[chosen], chosen, case, flops)
     assert took == pytest.approx(pick.need.times.bound, rel=1e-9)
-    assert took <= best * 1.011 or took < 2e-5, (offered[pick.number].hydra, took, best)
+    assert took <= best * 1.011 or took < 2e-5, (offered[pick.number], took, best)
 
 
 def test_the_most_that_any_rank_needs_counts() -> None:
@@ -204,7 +204,7 @@ def test_the_most_that_any_rank_needs_counts() -> None:
 
 def test_what_is_equal_stays_in_order_and_what_rounds_otherwise_comes_last() -> None:
     case = FAST[0]
-    some = [Choice(name, name, setting(Way("zero1", {}), case)) for name in "abc"]
+    some = [Choice({}, name, setting(Way("zero1", {}), case)) for name in "abc"]
     some[0] = replace(some[0], reduced=True)
     needs = [Need(Peak(1, 1, 2), 0, Times(seconds, 0.0, 0.0, 0.0)) for seconds in (0.5, 1.001, 1.0)]
     room = ImaginedRoom(case.machine())
