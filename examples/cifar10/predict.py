@@ -19,6 +19,7 @@ from train import check_options, is_checkpoint
 
 from lightning_zero import hydra_main, load_from_checkpoint
 from lightning_zero.config import ConfigError, build_trainer
+from lightning_zero.tools.contents import read_checkpoint
 
 
 @hydra_main(config_name="predict", config_path="conf")
@@ -45,8 +46,7 @@ def check_checkpoint(path: str) -> None:
         return
     if not is_checkpoint(Path(path)):
         raise ConfigError(f"ckpt_path={path} must be an existing file or sharded folder: change ckpt_path.")
-    file = Path(path, "meta.pt") if Path(path).is_dir() else path
-    checkpoint = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    checkpoint, _ = read_checkpoint(Path(path))
     if "network" not in checkpoint.get("hyper_parameters", {}):
         raise ConfigError(f"ckpt_path={path} does not name a network: expected a checkpoint of train.py.")
 

@@ -5,7 +5,6 @@ python examples/gpt2/generate.py checkpoint=outputs/gpt2/.../checkpoints/last.ck
 
 from pathlib import Path
 
-import torch
 from hydra.utils import get_class
 from model import LanguageModel
 from omegaconf import DictConfig
@@ -14,6 +13,7 @@ from tokenizer import load_tokenizer
 
 from lightning_zero import hydra_main, load_from_checkpoint
 from lightning_zero.config import ConfigError
+from lightning_zero.tools.contents import read_checkpoint
 
 
 @hydra_main(config_name="generate", config_path="conf")
@@ -41,8 +41,7 @@ def main(cfg: DictConfig) -> None:
 
 def hyperparameters(path: Path) -> dict:
     """The hyperparameters of the model in a checkpoint; nothing else is read."""
-    file = path / "meta.pt" if path.is_dir() else path
-    parameters = torch.load(file, map_location="cpu", mmap=True, weights_only=True).get("hyper_parameters", {})
+    parameters = read_checkpoint(path)[0].get("hyper_parameters", {})
     if not {"target", "tokenizer"} <= parameters.keys():
         raise ConfigError(f"checkpoint={path} does not name a model and a tokenizer: expected one of train.py.")
     return parameters

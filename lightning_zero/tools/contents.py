@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.archive import leaves
-from lightning_zero.checkpoint.commit import META
 from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.checkpoint.folder_reader import Folder, as_one
 from lightning_zero.checkpoint.lazy import StoredTensor
@@ -167,7 +166,8 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], list[str]]:
         folder = Folder(path)
         if missing := sorted(folder.missing_files()):
             raise CheckpointError(f"{path} is incomplete: {', '.join(missing[:3])} is missing.")
-        meta, opaque = _read_file(path / META)
+        assert isinstance(folder.meta, Path)  # as `path` is
+        meta, opaque = _read_file(folder.meta)
 
         def read(file: IO[bytes]) -> Any:
             value, more = _read_safely(file)
@@ -270,9 +270,10 @@ def describe(path: Path) -> Contents:
         raise CheckpointError(f"{path}: 'optimizer_states' is not in torch's format ({error!r}).") from error
     precision = _mapping(checkpoint.get("ZeroPrecision"))
     scaler = _mapping(precision.get("scaler")) or _mapping(checkpoint.get("MixedPrecision"))
+    files = path.rglob("*") if path.is_dir() else [path]
     return Contents(
         file=str(path),
-        file_bytes=sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path])),
+        file_bytes=sum(file.stat().st_size for file in files if file.is_file()),
         global_step=plain(checkpoint.get("global_step")),
         epoch=plain(checkpoint.get("epoch")),
         lightning_version=plain(checkpoint.get("pytorch-lightning_version")),

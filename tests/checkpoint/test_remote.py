@@ -24,6 +24,7 @@ from lightning_zero.checkpoint.commit import METADATA
 from lightning_zero.checkpoint.lazy import StoredTensor
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.sharding.memory_format import MemoryFormat
+from lightning_zero.tools.contents import describe, read_checkpoint
 
 FORMS = ("full", "sharded")
 
@@ -117,6 +118,9 @@ def test_a_connection_that_is_cut_anywhere_leaves_the_older_one(form: str, tmp_p
         complete = form == "sharded" and found["epoch"] == 1.0
         assert not complete or room > written // 2
         assert_equal_trees(found, newer if complete else older)
+        assert_equal_trees(read_checkpoint(path)[0], found)  # by the tools, from a copy on this machine
+    files = [each for each in (path.rglob("*") if path.is_dir() else [path]) if each.is_file()]
+    assert describe(path).file_bytes == sum(each.stat().st_size for each in files)
     assert {each.name for each in tmp_path.iterdir()} == {"last.ckpt", "counted.ckpt"}
 
 
