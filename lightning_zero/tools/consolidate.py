@@ -15,7 +15,7 @@ from lightning_zero.checkpoint.file import write_alone
 from lightning_zero.checkpoint.lazy import StoredSource, StoredTensor
 from lightning_zero.sharding import Group
 from lightning_zero.sharding.memory_format import MemoryFormat
-from lightning_zero.tools.contents import cast, explained
+from lightning_zero.tools.contents import cast, explained, tied_names
 from lightning_zero.update import holds_compact
 
 
@@ -60,22 +60,40 @@ def consolidate(source: Path, path: Path, *, dtype: torch.dtype | None = None, o
         checkpoint = decoded_lazily(load(source, Group()))
     weights: dict[str, Any] = checkpoint.get("state_dict", {})
     if dtype is not None:
-        converted: dict[int, Tensor] = {}  # tied weights stay tied
+        tied = tied_names(weights)  # they stay tied
         for name, value in weights.items():
             if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype:
-                if id(value) not in converted:
-                    converted[id(value)] = _convert(name, value, dtype)
-                weights[name] = converted[id(value)]
+                weights[name] = weights[tied[name]] if name in tied else _convert(name, value, dtype)
     write_alone(checkpoint, path)
     return Consolidated(len(weights), len(checkpoint.get("optimizer_states", [])), path.stat().st_size)
 
 
 def _convert(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-    if not isinstance(value, StoredTensor):
+    if value.layout != torch.strided:
         return cast(name, value, dtype)
-    like = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device="meta")
-    assert isinstance(value.source, StoredSource)
-    return StoredTensor(_Cast(value.source, name, value.dtype, dtype), value.param, like)
+    form = MemoryFormat(value.shape, value.stride()) if isinstance(value, StoredTensor) else MemoryFormat.of(value)
+    like = torch.empty_strided(form.shape, form.strides, dtype=dtype, device="meta")
+    source, param = (value.source, value.param) if isinstance(value, StoredTensor) else (_Mapped(value), 0)
+    assert isinstance(source, StoredSource)
+    return StoredTensor(_Cast(source, name, value.dtype, dtype), param, like)
+
+
+@dataclass(frozen=True, eq=False)
+class _Mapped:
+    """A source of one lazy tensor, whose values lie in a file that is mapped."""
+
+    values: Tensor
+    live = True
+
+    @property
+    def key(self) -> Any:
+        return self
+
+    def fetch(self, param: int) -> Tensor:
+        return self.values
+
+    def read_slice(self, param: int, form: MemoryFormat, start: int, into: Tensor) -> None:
+        form.read(self.values, start, into)
 
 
 @dataclass(frozen=True, slots=True)

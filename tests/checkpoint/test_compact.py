@@ -19,11 +19,12 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from strategy.fits import Fitted, Lit, Recipe, assert_same, assert_same_states, make_trainer, observe
 
 from lightning_zero import CPUAdamW, CPULion, ZeroFabricStrategy, ops
-from lightning_zero.checkpoint import load, locate, shards
+from lightning_zero.checkpoint import file, load, locate, shards
 from lightning_zero.integration.checkpointing import FileCheckpointIO
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.sharding.memory_format import MemoryFormat
-from lightning_zero.tools.contents import describe
+from lightning_zero.tools import consolidate
+from lightning_zero.tools.contents import cast, describe
 from lightning_zero.update import Blocks, compact, decoded, holds_compact
 
 RECIPE = Recipe(model="wide", steps=6, options={"lr": 0.05, "state_dtype": "int8", "seed": 3})
@@ -188,6 +189,29 @@ def test_other_strategies_say_what_to_do_and_resume_after_it(saved: Path, pool1:
     (expected,) = after["optimizer_states"]
     for found, saved_state in zip(optimizer.state_dict()["state"].values(), expected["state"].values(), strict=True):
         assert_equal_trees(found, saved_state)
+
+
+def test_weights_of_a_file_are_converted_a_tile_at_a_time(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = torch.load(saved, weights_only=True)
+    weights = checkpoint["state_dict"]
+    name, weight = max(weights.items(), key=lambda entry: entry[1].numel())
+    weights |= {"tied": weight.detach(), "transposed": weight.clone().t()}
+    torch.save(checkpoint, tmp_path / "a.ckpt")
+    tiles = []
+
+    def observed(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        tiles.append(values.numel())
+        return cast(name, values, dtype)
+
+    monkeypatch.setattr(consolidate, "cast", observed)
+    monkeypatch.setattr(file, "TILE", 256)
+    assert verb("consolidate", tmp_path / "a.ckpt", tmp_path / "b.ckpt", "--dtype", "bf16").exit_code == 0
+    assert max(tiles) == 128
+    found = torch.load(tmp_path / "b.ckpt", weights_only=True)["state_dict"]
+    assert_equal_trees(found, {name: value.to(torch.bfloat16) for name, value in weights.items()})
+    assert found["tied"].data_ptr() == found[name].data_ptr()
 
 
 def test_tools_read_it(saved: Path) -> None:
