@@ -51,14 +51,15 @@ def run(
     as_json: bool = False,
 ) -> int:
     """Imports, writes and prints; returns the exit code."""
-    ranks = None if devices is None and nodes is None else (devices or 1) * (nodes or 1)
     out = out or Path(f"{path.stem}.yaml")
     try:
         if path.is_dir():
             raise MigrationError(f"{path} is a folder; expected a file such as ds_config.json.")
         if not dry_run:
             _check_out(path, out)
-        imported = import_deepspeed(path, ranks=ranks)
+        imported = import_deepspeed(path, ranks=None if devices is None else devices * (nodes or 1))
+        if imported.ranks is None and nodes is not None:
+            imported = import_deepspeed(path, ranks=nodes)  # one on each, where the file leaves it open
         _set_ranks(imported, devices, nodes)
         refused = strict and bool(imported.of(Status.unsupported, Status.unknown))
         written = None if refused or dry_run else out
@@ -87,6 +88,11 @@ def _check_out(path: Path, out: Path) -> None:
 def _set_ranks(imported: Import, devices: int | None, nodes: int | None) -> None:
     """Sets the Trainer's ranks: those asked for, or those that the file's batch is for."""
     if imported.ranks is not None:
+        if devices is None and imported.ranks % (nodes or 1):
+            raise MigrationError(
+                f"train_batch_size is for {imported.ranks} ranks, which {nodes} machines cannot share evenly: use "
+                "another --nodes."
+            )
         imported.settings["trainer.devices"] = devices or imported.ranks // (nodes or 1)
     if nodes is not None:
         imported.settings["trainer.num_nodes"] = nodes

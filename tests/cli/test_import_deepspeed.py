@@ -84,6 +84,31 @@ def test_json_has_all_of_it(file: Path) -> None:
     assert not Path("ds_config.yaml").exists()
 
 
+@pytest.mark.parametrize(
+    ("accumulate", "flags", "expected"),
+    [
+        (2, "--nodes 2", (8, 4, 2, 64)),  # the file is for 8 ranks
+        (2, "--devices 4 --nodes 2", (8, 4, 2, 64)),
+        (None, "--nodes 2", (2, 1, 2, 64)),  # it is for any number: one on each machine
+        (2, "--nodes 3", "train_batch_size is for 8 ranks, which 3 machines cannot share evenly: use another --nodes"),
+        (2, "--devices 2 --nodes 2", "x 4 ranks = 32: use 8 ranks"),
+    ],
+)
+def test_ranks_of_several_machines_are_those_of_the_file(
+    accumulate: int | None, flags: str, expected: Any, file: Path
+) -> None:
+    batch = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": accumulate}
+    file.write_text(json.dumps({key: value for key, value in batch.items() if value is not None}))
+    result = invoke(file, *flags.split(), "--json", "--dry-run")
+    if isinstance(expected, str):
+        assert result.exit_code == 1
+        assert expected in result.stderr
+        return
+    printed = json.loads(result.stdout)
+    settings = [printed["settings"][key] for key in ("trainer.devices", "trainer.num_nodes", "data.batch_size")]
+    assert (printed["ranks"], *settings) == expected
+
+
 def test_nothing_is_replaced_or_written_against_the_users_will(file: Path) -> None:
     out = Path("mine.yaml")
     out.write_text("mine")
