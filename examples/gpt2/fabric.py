@@ -17,13 +17,18 @@ from options import check_options
 from rich.progress import Progress
 
 from lightning_zero import hydra_main
-from lightning_zero.config import build_fabric, build_optimizers
+from lightning_zero.config import ConfigError, build_fabric, build_optimizers
 
 
 @hydra_main(config_name="train", config_path="conf")
 def main(cfg: DictConfig) -> None:
     """Train and validate, and write a checkpoint from which another run can resume: `ckpt_path=.../last.ckpt`."""
     check_options(cfg, "seed", "ckpt_path", "strategy.start_method")
+    if cfg.ckpt_path in ("last", "hpc"):
+        raise ConfigError(
+            f"ckpt_path={cfg.ckpt_path!r} is a name that only the Trainer knows: give the path of a checkpoint, such "
+            "as outputs/.../last.ckpt."
+        )
     fabric = build_fabric(cfg)
     fabric.launch()
     L.seed_everything(cfg.seed, verbose=False)

@@ -677,6 +677,15 @@ def test_unusable_options_are_refused_at_once(
         gpt2.train.main.__wrapped__(overridden(plain, override))
 
 
+@pytest.mark.parametrize("name", ["last", "hpc"])
+def test_names_of_checkpoints_are_for_the_trainer(
+    gpt2: SimpleNamespace, plain: DictConfig, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(gpt2.fabric, "build_fabric", None)
+    with pytest.raises(ValueError, match=f"ckpt_path='{name}' is a name that only the Trainer knows: give the path"):
+        gpt2.fabric.main.__wrapped__(overridden(plain, f"ckpt_path={name}"))
+
+
 @pytest.mark.parametrize(
     "override",
     [
