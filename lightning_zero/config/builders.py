@@ -66,14 +66,21 @@ def build_fabric(cfg: "DictConfig") -> "Fabric":
     Args:
         cfg: A configuration with these groups, as for :func:`build_trainer`; of `trainer` it takes `accelerator`,
             `devices` and `num_nodes`, since the loop decides everything else.
+
+    Raises:
+        ConfigError: Fabric has no such strategy.
     """
     from hydra.utils import get_class, instantiate
     from lightning.fabric import Fabric, strategies
 
     from lightning_zero import ZeroFabricStrategy, ZeroStrategy
+    from lightning_zero.integration.auto import ZeroAutoStrategy
+    from lightning_zero.integration.names import WITHOUT_AUTO
 
     check_trainer(cfg)
     options, target = _arguments(cfg.strategy), get_class(cfg.strategy["_target_"])
+    if issubclass(target, ZeroAutoStrategy):
+        raise ConfigError(f"{WITHOUT_AUTO}.")
     if issubclass(target, ZeroStrategy):
         strategy: Any = ZeroFabricStrategy(**options)
         precision: dict[str, Any] = {"plugins": [instantiate(cfg.precision, _convert_="all")]}
@@ -219,8 +226,9 @@ def build_optimizers(
         ConfigError: A value is out of range, or the class is of a package that is not installed.
     """
     options = _arguments(optimizer)
-    if len(options.get("betas", (0, 0))) != 2:
-        raise ConfigError(f"optimizer.betas={list(options['betas'])} must be two numbers, such as [0.9,0.999].")
+    betas, known = options.get("betas"), optimizer["_target_"].startswith(("torch.optim.", "lightning_zero."))
+    if known and betas is not None and not (isinstance(betas, tuple) and len(betas) == 2):  # others may take three
+        raise ConfigError(f"optimizer.betas={optimizer.betas} must be two numbers, such as [0.9,0.999].")
     built = _build(optimizer, _groups(_find_class(optimizer), params), **options)
     if not scheduler or "_target_" not in scheduler:
         return {"optimizer": built}
@@ -232,6 +240,11 @@ def build_optimizers(
             )
         arguments["total_steps"] = int(total_steps)
     if "warmup_steps" in arguments and arguments["warmup_steps"] is None:
+        if "total_steps" not in arguments:
+            raise ConfigError(
+                "scheduler.warmup_steps is null, and no scheduler.total_steps is there that it could follow from: "
+                "set it."
+            )
         arguments["warmup_steps"] = _usual_warmup(scheduler["_target_"], arguments["total_steps"])
     schedule = _build(scheduler, built, **arguments)
     return {"optimizer": built, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

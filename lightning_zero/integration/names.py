@@ -35,6 +35,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero3_nvme": {"stage": 3, "offload_optimizer": "nvme", "offload_params": "nvme"},
 }
 AUTO = "zero_auto"  # chooses one of these names when it knows the module
+WITHOUT_AUTO = (
+    f"strategy={AUTO!r} works with the Trainer, which shows it the module together with its optimizers before either "
+    "is sharded; Fabric sets up one module after another. `lightning-zero estimate` says which name fits and is "
+    "fastest: Fabric(strategy='zero2'), for one"
+)
 _PLACES = {"none": "", "cpu": ", state in host memory", "nvme": ", state on a disk"}
 
 
@@ -141,11 +146,7 @@ def make_auto_strategy() -> ZeroAutoStrategy:
 
 def refuse_auto() -> None:
     """Raise an error that says why Fabric has no strategy that chooses."""
-    raise ValueError(
-        f"strategy={AUTO!r} works with the Trainer, which shows it the module together with its optimizers before "
-        "either is sharded; Fabric sets up one module after another. `lightning-zero estimate` says which name fits "
-        "and is fastest: Fabric(strategy='zero2'), for one"
-    )
+    raise ValueError(WITHOUT_AUTO)
 
 
 def make_fabric_strategy(**arguments: Any) -> ZeroFabricStrategy:

@@ -39,7 +39,14 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_zero
 from lightning_zero import CheckpointError, DynamicLossScaler, StaticLossScaler, ZeroPrecision, ZeroStrategy
 from lightning_zero.callbacks import EMA, Breakdown, MemoryReport
-from lightning_zero.config import ConfigError, build_optimizers, build_trainer, hydra_main, micro_batch_size
+from lightning_zero.config import (
+    ConfigError,
+    build_fabric,
+    build_optimizers,
+    build_trainer,
+    hydra_main,
+    micro_batch_size,
+)
 from lightning_zero.config.application import _prepared
 from lightning_zero.config.builders import build_group
 from lightning_zero.config.errors import groups_of_application, run_with_clear_errors
@@ -671,6 +678,29 @@ def test_additions_that_are_used_are_taken(folder: Path, monkeypatch: pytest.Mon
     assert len(seen) == 1
 
 
+class OfThree(torch.optim.SGD):
+    """An optimizer of an application, with betas of its own kind."""
+
+    def __init__(self, params: Any, betas: Any) -> None:
+        super().__init__(params)
+        self.betas = betas
+
+
+@pytest.mark.parametrize("betas", [(0.98, 0.92, 0.99), None, 0.9])
+def test_betas_of_other_optimizers_are_their_own(betas: Any) -> None:
+    optimizer = OmegaConf.create({"_target_": f"{__name__}.OfThree", "betas": betas})
+    built = build_optimizers(optimizer, OmegaConf.create(), [torch.nn.Parameter(torch.zeros(2))], 10)["optimizer"]
+    assert built.betas == betas
+    optimizer._target_ = "torch.optim.AdamW"
+    with pytest.raises(InstantiationException if betas is None else ConfigError, match=r"NoneType|must be two numbers"):
+        build_optimizers(optimizer, OmegaConf.create(), [torch.nn.Parameter(torch.zeros(2))], 10)
+
+
+def test_fabric_has_no_strategy_that_chooses(composed: Compose) -> None:
+    with pytest.raises(ConfigError, match="strategy='zero_auto' works with the Trainer, which shows it the module"):
+        build_fabric(composed("strategy=auto"))
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -680,6 +710,10 @@ def test_additions_that_are_used_are_taken(folder: Path, monkeypatch: pytest.Mon
         ),
         (["optimizer.lr=-1"], ["AdamW", "Invalid learning rate: -1"]),
         (["optimizer.betas=[0.9]"], ["optimizer.betas=[0.9] must be two numbers, such as [0.9,0.999]"]),
+        (
+            ["+scheduler._target_=lightning_zero.schedulers.WarmupLR", "+scheduler.warmup_steps=null"],
+            ["scheduler.warmup_steps is null, and no scheduler.total_steps is there that it could follow from: set it"],
+        ),
         (["scheduler=warmup", "scheduler.warmup_steps=-1"], ["WarmupLR", "warmup_steps=-1 must be at least 1"]),
         (["+scheduler._target_=torch.optim.lr_scheduler.StepLR"], ["StepLR", "missing", "'step_size'"]),
     ],
