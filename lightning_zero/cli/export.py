@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,11 +17,11 @@ import typer
 
 from lightning_zero.checkpoint.errors import CheckpointError
 from lightning_zero.cli.text import complain, number, print_json, size
+from lightning_zero.planning.devices import parse_size
 from lightning_zero.tools.export import Layout, export
 
 SCHEMA = 1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _LISTED = 5  # names of a kind that are printed at most
 
 
@@ -39,7 +38,10 @@ def run(
     as_json: bool = False,
 ) -> int:
     """Exports, and prints what was written; returns the exit code."""
-    limit = parse_size(max_shard_size)
+    try:
+        limit = parse_size(max_shard_size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--max-shard-size") from None
     if config is not None and layout != "hf":
         raise typer.BadParameter("only --format hf writes a configuration", param_hint="--config")
     try:
@@ -77,16 +79,3 @@ def _list(what: str, names: list[str]) -> None:
     if names:
         rest = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
         print(f"{what}: {', '.join(names[:_LISTED])}{rest}")
-
-
-def parse_size(text: str) -> int:
-    """Reads the number of bytes in a text such as "5GB" (10**9) or "512MiB" (2**20).
-
-    Raises:
-        typer.BadParameter: it is none, or is 0.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip(), re.IGNORECASE)
-    count = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
-    if count < 1:
-        raise typer.BadParameter(f"{text!r} is not a size such as 5GB or 512MiB", param_hint="--max-shard-size")
-    return count

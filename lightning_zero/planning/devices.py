@@ -12,8 +12,8 @@ import re
 from dataclasses import dataclass
 
 _GB, _TERA = 10**9, 10**12
-_UNITS = {"": 1, "B": 1} | {f"{prefix}B": 1000**n for n, prefix in enumerate("KMGT", start=1)}
-_UNITS |= {f"{prefix}IB": 1024**n for n, prefix in enumerate("KMGT", start=1)}
+_UNITS = {"": 1} | {prefix: 1000**n for n, prefix in enumerate("KMGT", start=1)}
+_UNITS |= {f"{prefix}I": 1024**n for n, prefix in enumerate("KMGT", start=1)}
 _NUMBER = r"([0-9.]+(?:e[0-9]+)?)"
 _LEAST_GPU = 2**28  # bytes; with less not even the runtime of a device starts
 # Fraction of a GPU's memory that can be used; the rest is for CUDA's context, NCCL's buffers and fragmentation.
@@ -138,7 +138,7 @@ def parse_size(text: str, least: int = 1) -> int:
     Raises:
         ValueError: for anything else.
     """
-    match = re.fullmatch(_NUMBER + r"\s*([KMGT]?i?B|)", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(_NUMBER + r"\s*([KMGT]?i?)B?", text.strip(), re.IGNORECASE)
     nbytes = None if match is None else _scaled(match[1], _UNITS.get(match[2].upper()))
     if nbytes is None:
         raise ValueError(f"{text!r} is not a size; expected a number with a unit, such as 128GB or 24GiB")

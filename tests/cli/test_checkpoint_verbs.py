@@ -13,12 +13,10 @@ import pytest
 import torch
 import typer
 from safetensors.torch import load_file
-from typer import BadParameter
 from typer.testing import CliRunner, Result
 
 import lightning_zero
 from lightning_zero.cli import app
-from lightning_zero.cli.export import parse_size
 
 FIELDS = [
     "schema",
@@ -186,20 +184,6 @@ def test_errors_say_what_to_do(
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
     assert {file.name for file in tmp_path.iterdir()} == {"text", "a.ckpt"}
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [("5GB", 5 * 10**9), ("1.5 kb", 1500), ("512MiB", 512 * 2**20), ("2TiB", 2**41), ("7", 7), ("3B", 3)],
-)
-def test_sizes_are_parsed(text: str, count: int) -> None:
-    assert parse_size(text) == count
-
-
-@pytest.mark.parametrize("text", ["", "GB", "0", "-1GB", "0.5B", "5 bytes", "1IB"])
-def test_wrong_sizes_are_refused(text: str) -> None:
-    with pytest.raises(BadParameter, match="is not a size such as 5GB"):
-        parse_size(text)
 
 
 def test_wrong_options_are_refused(checkpoint: Path, tmp_path: Path) -> None:

@@ -358,8 +358,19 @@ def test_models_that_are_odd_and_right() -> None:
 
 
 def test_sizes_and_gpus() -> None:
-    assert parse_size("128GB") == 128 * 10**9
-    assert parse_size("1.5 GiB") == 3 * 2**29
+    sizes = {
+        "128GB": 128 * 10**9,
+        "1.5 GiB": 3 * 2**29,
+        "1.5 kb": 1500,
+        "2TiB": 2**41,
+        "7": 7,
+        "3B": 3,
+        "5G": 5 * 10**9,
+    }
+    assert {text: parse_size(text) for text in sizes} == sizes
+    for text in ("", "GB", "0", "-1GB", "0.5B", "5 bytes", "1IB", "1i", "5PB"):
+        with pytest.raises(ValueError, match=f"^'{text}' is .*; expected"):
+            parse_size(text)
     assert parse_gpu("A100").name == parse_gpu("NVIDIA A100").name == "a100-80"
     assert parse_gpu("GeForce RTX 4090").name == parse_gpu("rtx4090").name == "4090"
     assert parse_gpu("24576MiB").memory == 24 * GIB
