@@ -136,7 +136,7 @@ class EMA(OnShards, EMAWeightAveraging):
             strategy.load_model_state_dict({"state_dict": checkpoint["current_model_state"]}, pl_module.strict_loading)
         else:
             rank_zero_warn("the checkpoint has no average of the weights; a new one starts from its weights")
-        if self._average_model is not None:  # at stage 3 there are shards before there is a checkpoint
+        if self._average_model is not None:  # within a fit, as where a finder of learning rates ends
             self.on_sharded(trainer, pl_module)
 
     @override

@@ -114,7 +114,7 @@ class ZeroFabricStrategy(CheckpointingStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: private.StrategyRegistryType) -> None:
-        """Register ``zero0`` ... ``zero3_offload``."""
+        """Register ``zero0`` ... ``zero3_nvme``."""
         register_in(strategy_registry, make_fabric_strategy, refuse_auto)
 
     # ------------------------------------------------------------------------------------------------------- set-up
