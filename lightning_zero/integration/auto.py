@@ -28,7 +28,7 @@ from lightning_zero.integration.remedies import setting_of
 from lightning_zero.integration.strategy import ZeroStrategy
 from lightning_zero.planning import preflight
 from lightning_zero.planning.calibration import CalibrationError, calibrated, read
-from lightning_zero.planning.choosing import GivenRoom, Pick, choose, most, needs_of, spared
+from lightning_zero.planning.choosing import Pick, Room, choose, most, needs_of, spared
 from lightning_zero.planning.devices import Machine
 from lightning_zero.planning.estimate import Choice
 from lightning_zero.planning.machine import this_machine
@@ -220,7 +220,7 @@ class ZeroAutoStrategy(ZeroStrategy):
         mine = self._claims(memory), _free(path) // self.num_processes, self._machine()
         everyone = world.all_gather_object(mine, "tell what memory there is")
         machine = everyone[0][2]
-        room = GivenRoom(
+        room = Room(
             [claim for claims, *_ in everyone for claim in claims],
             self.root_device,
             min(disk for _, disk, _ in everyone),

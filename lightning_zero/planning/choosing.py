@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -35,15 +34,8 @@ class Need:
     times: Times
 
 
-class Room(Protocol):
-    """The memory that is available for a training."""
-
-    def lacks(self, need: Need) -> tuple[str, ...]:
-        """Names the memories that are too small if each rank takes ``need``; empty if everything fits."""
-
-
 @dataclass(frozen=True)
-class GivenRoom:
+class Room:
     """The memory of the ranks of a run, as they have told each other.
 
     Attributes:
@@ -59,32 +51,11 @@ class GivenRoom:
     reserve: int = 0
 
     def lacks(self, need: Need) -> tuple[str, ...]:
+        """Names the memories that are too small if each rank takes ``need``; empty if everything fits."""
         peak = need.peak
         wanted = Peak(peak.device + self.reserve, peak.host, peak.total + self.reserve, peak.pinned)
         short = [str(shortage) for shortage in shortages(with_plan(self.claims, wanted, self.device))]
         return (*short, *(["the disk"] if need.disk > self.disk else []))
-
-
-@dataclass(frozen=True)
-class ImaginedRoom:
-    """The memory of imagined machines.
-
-    Attributes:
-        machine: the description of each machine.
-        disk: bytes on its disk for each rank.
-    """
-
-    machine: Machine
-    disk: int = 0
-
-    def lacks(self, need: Need) -> tuple[str, ...]:
-        machine = self.machine
-        short = {
-            "device": need.peak.device > USABLE * machine.gpu.memory,
-            "host": need.peak.host * machine.gpus > machine.host,
-            "disk": need.disk > self.disk,
-        }
-        return tuple(name for name, is_short in short.items() if is_short)
 
 
 def spared(claims: Sequence[Claim], share: float = USABLE) -> list[Claim]:

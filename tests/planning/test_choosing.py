@@ -19,11 +19,12 @@ from lightning_zero.integration.precision import ZeroPrecision
 from lightning_zero.integration.remedies import setting_of
 from lightning_zero.planning import Plan
 from lightning_zero.planning.account import Peak
-from lightning_zero.planning.choosing import ImaginedRoom, Need, choose, most, needs_of
+from lightning_zero.planning.choosing import Need, Room, choose, most, needs_of
 from lightning_zero.planning.devices import DRAM, GPUS, NETWORK, USABLE, Machine
 from lightning_zero.planning.estimate import Choice, Times
 from lightning_zero.planning.machine import known_gpu, processors
 from lightning_zero.planning.memory import Memory, Setting
+from lightning_zero.planning.preflight import Claim, Pool
 from lightning_zero.planning.transformer import Sizes, trace_of
 
 GB = 10**9
@@ -166,6 +167,15 @@ def fits(plan: Plan, case: Case) -> bool:
     return on_device and in_host <= case.host * GB and plan.held.disk * case.gpus <= case.disk * GB
 
 
+def room_of(case: Case) -> Room:
+    """The memory of the ranks of one machine."""
+    machine = case.machine()
+    host, usable = Pool("host", "the host", "host", machine.host), int(USABLE * machine.gpu.memory)
+    devices = [Pool(f"device {rank}", "the device", "device", usable) for rank in range(case.gpus)]
+    claims = [Claim(rank, pool, 0, 0) for rank, device in enumerate(devices) for pool in (host, device)]
+    return Room(claims, torch.device("meta"), case.disk * GB // case.gpus)
+
+
 @pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str)
 def test_the_choice_is_the_best_of_an_exhaustive_search(case: Case) -> None:
     world, machine = case.gpus * case.nodes, case.machine()
@@ -176,7 +186,7 @@ def test_the_choice_is_the_best_of_an_exhaustive_search(case: Case) -> None:
     candidates = [Choice(way.overrides, way.python, setting(way, case)) for way in offered]
     plan_of = functools.partial(planned, case.model, world, case.micro_batches)
     needs = needs_of(candidates, lambda each: plan_of(each.setting), flops, False, machine)
-    pick = choose(candidates, needs, ImaginedRoom(machine, case.disk * GB // case.gpus))
+    pick = choose(candidates, needs, room_of(case))
     tried = {each: plan_of(each) for each in everything(case)}
     possible = [seconds(plan, each, case, flops) for each, plan in tried.items() if fits(plan, case)]
     best = min(possible, default=None)
@@ -207,7 +217,7 @@ def test_what_is_equal_stays_in_order_and_what_rounds_otherwise_comes_last() -> 
     some = [Choice({}, name, setting(Way("zero1", {}), case)) for name in "abc"]
     some[0] = replace(some[0], reduced=True)
     needs = [Need(Peak(1, 1, 2), 0, Times(seconds, 0.0, 0.0, 0.0)) for seconds in (0.5, 1.001, 1.0)]
-    room = ImaginedRoom(case.machine())
+    room = room_of(case)
     assert choose(some, needs, room).number == 1
     assert choose(some, [needs[0], None, None], room).number == 0
     with pytest.raises(ValueError, match="cannot train with any"):
