@@ -155,7 +155,6 @@ def plan(
     prefetch_mb: float = 0.0,
     micro_batches: int = 1,
     update_in_backward: bool = False,
-    recomputed: bool = False,
     dtypes: Mapping[int, torch.dtype] | None = None,
     trace: Trace | None = None,
 ) -> Plan:
@@ -176,10 +175,10 @@ def plan(
         prefetch_mb: see :class:`Engine`.
         micro_batches: number of backward passes per step, >= 1.
         update_in_backward: see :class:`Engine`; for a training that makes its steps with a closure.
-        recomputed: whether units run under reentrant checkpointing, which at stage 3 gathers them once more.
-            (Non-reentrant checkpointing recomputes inside the unit's backward, which has gathered it already.)
         dtypes: dtypes of the module's parameters before an engine made them 16-bit, by the ids of the parameters.
-        trace: activations of a micro-batch, which the peak then includes; it also says whether units are recomputed.
+        trace: activations of a micro-batch, which the peak then includes; it also says whether units run under
+            reentrant checkpointing, which at stage 3 gathers them once more. (Non-reentrant checkpointing recomputes
+            inside the unit's backward, which has gathered it already.)
 
     Returns:
         The memory of one rank in bytes, and the bytes that it sends and copies in a step.
@@ -212,7 +211,6 @@ def plan(
     }
     names = {id(spec.parameter): spec.name for form in forms for spec in form.spec.specs}
     watched = None if trace is None else TracedParameters(trace, names)
-    recomputed = recomputed or (trace is not None and trace.recomputed)
     run = RecordedRun(
         unit_list,
         parameters,
@@ -222,7 +220,7 @@ def plan(
         account,
         max_live_numel,
         prefetch_mb,
-        recomputed,
+        trace is not None and trace.recomputed,
         held.disk,
         update_in_backward,
         watched,

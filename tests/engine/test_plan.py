@@ -23,6 +23,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.planning import Bytes, Plan, plan
 from lightning_zero.planning.account import Account
 from lightning_zero.planning.memory import held_by, planned_parts
+from lightning_zero.planning.tracing import trace
 from lightning_zero.sharding import BucketGradients, Mesh, MixedPrecisionPolicy
 from lightning_zero.sharding.partition import MAX_IMBALANCE
 from lightning_zero.sharding.prefetch import Prefetcher
@@ -375,17 +376,13 @@ def traffic(setup: Setup, micro_batches: int, model: str, mesh: Mesh) -> Traffic
     module = cases.make_model(model)
     # Frozen parameters an optimizer may have or not: nothing is sent for them.
     trained = [p for p in module.parameters() if p.requires_grad or micro_batches > 1]
-    expected = planned(
-        module,
-        setup,
-        mesh,
-        [torch.optim.AdamW(trained)],
-        micro_batches=micro_batches,
-        recomputed=model == "reentrant",
-    )
-    session = driver.start(module, lambda _: torch.optim.AdamW(trained), setup, mesh)
     loss_fn = models.next_token_loss if setup.precision.param_dtype is None else cases.autocast_loss
     batch = models.make_batches(1, 1, dist.get_world_size())[0][0][dist.get_rank()]
+    recomputes = model == "reentrant"  # only a trace knows that
+    traced = trace(module, lambda twin: loss_fn(twin, torch.zeros_like(batch))) if recomputes else None
+    optimizers = [torch.optim.AdamW(trained)]
+    expected = planned(module, setup, mesh, optimizers, micro_batches=micro_batches, trace=traced)
+    session = driver.start(module, lambda _: torch.optim.AdamW(trained), setup, mesh)
     driver.run_step(session, [batch] * micro_batches, loss_fn)
     groups = list({id(group): group for group in (mesh.world, mesh.shard, mesh.replica)}.values())
     for group in groups:
