@@ -19,16 +19,17 @@ class MemoryReport(pl.Callback):
     """Shows the planned and the measured memory of a rank, and the overrides that would need less.
 
     It prints a table on rank 0 after the first optimizer step. Below it are remedies: overrides to type, each with the
-    bytes by which it lowers the planned peak of a rank. The plan does not include activations; on an accelerator they
+    bytes by which it lowers the planned peaks of a rank. The plan does not include activations; on an accelerator they
     are the difference of the peaks, together with everything else that the plan leaves out. (If a fit runs out of
-    memory, the strategy prints the same on the rank that failed, with or without this callback.)
+    memory, the strategy prints the same on the rank that failed, with or without this callback; its remedies save
+    memory on the side that has run out, device or host.)
 
     The plan takes some milliseconds per remedy before the first step. Under another strategy than
     :class:`~lightning_zero.ZeroStrategy` the callback only warns.
 
     Attributes:
         plan: the plan of this rank; ``None`` before the fit.
-        remedies: overrides that need less memory; the one that saves most comes first.
+        remedies: overrides that need less memory on the device or in host memory; the one that saves most comes first.
 
     Args:
         table: print the report; ``False``: only set the attributes.
@@ -51,7 +52,7 @@ class MemoryReport(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if (memory := _memory_of(trainer)) is not None:
-            self.plan, self.remedies = memory.plan, memory.remedies
+            self.plan, self.remedies = memory.plan, memory.remedies()
             self._first_step = trainer.global_step
 
     @override

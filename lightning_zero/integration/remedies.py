@@ -16,6 +16,8 @@ from lightning_zero.storage import Memory
 # Flags by the names of Hydra's group.
 _PRECISIONS: dict[str, PrecisionName] = {"bf16": "bf16-mixed", "bf16_true": "bf16-true"}
 
+_STAGING_MB = 32  # enough for copies to overlap, if not at full speed
+
 _MEMORIES: dict[str, Memory] = {"none": "device", "cpu": "host", "nvme": "disk"}
 
 
@@ -65,7 +67,7 @@ def candidates(
 
     on_device = {"offload_optimizer": "none", "offload_params": "none", "offload_fraction": 1.0}
     for name, arguments in STRATEGIES.items():
-        if "nvme" in arguments.values() and (options.nvme_path is None or options.update_in_backward):
+        if "nvme" in arguments.values() and (options.disk_path is None or options.update_in_backward):
             continue  # no path is known, or the strategy would be refused
         if StrategyOptions(**arguments, nvme_path=options.nvme_path).replicates:  # it takes the most memory
             continue
@@ -77,6 +79,8 @@ def candidates(
         yield "strategy.offload_optimizer=cpu", changed(offload_optimizer="cpu")
     if options.uses_disk and options.offload_gradients != "nvme":
         yield "strategy.offload_gradients=nvme", changed(offload_gradients="nvme")
+    if options.offload_optimizer != "none" and options.overlap and options.staging_buffer_mb > _STAGING_MB:
+        yield f"strategy.staging_buffer_mb={_STAGING_MB}", changed(staging_buffer_mb=_STAGING_MB)
     if options.accumulate_on_device:
         yield "strategy.accumulate_on_device=false", changed(accumulate_on_device=False)
     if options.offload_fraction < 1:

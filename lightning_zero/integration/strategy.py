@@ -45,7 +45,7 @@ from lightning_zero.integration.options import (
 from lightning_zero.integration.precision import ZeroPrecision, as_zero_precision
 from lightning_zero.integration.steps import SteppingStrategy
 from lightning_zero.planning import Plan
-from lightning_zero.planning.memory import Memory, is_out_of_memory
+from lightning_zero.planning.memory import Memory, out_of_memory
 from lightning_zero.sharding import (
     Board,
     CollectiveError,
@@ -448,10 +448,10 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._failure = exception
         tell_why(exception, Board() if self._mesh is None else self._mesh.board, self.launcher)
-        if self.memory is not None and is_out_of_memory(exception):
+        if self.memory is not None and (side := out_of_memory(exception)) is not None:
             try:
                 console = Console(file=sys.stderr)
-                console.print(f"Rank {self.global_rank} is out of memory.", self.memory.report())
+                console.print(f"Rank {self.global_rank} is out of memory.", self.memory.report(side))
             except Exception as error:  # noqa: BLE001  (the original error is more important, and is raised anyway)
                 exception.add_note(f"ZeroStrategy could not report what the memory holds: {error!r}")
         super().on_exception(exception)

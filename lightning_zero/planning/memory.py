@@ -39,16 +39,11 @@ from lightning_zero.update import ShardUpdater
 from lightning_zero.update.attached import parameters_of
 
 _MIB = 2**20
-# Messages of torch's host allocator, of device runtimes and of mappings, whose errors have no types of their own.
-_OUT_OF_MEMORY = re.compile(
-    "|".join(
-        [
-            r"CPUAllocator: (can't allocate memory|not enough memory)",
-            "Cannot allocate memory",
-            *map(re.escape, OUT_OF_MEMORY),
-        ]
-    )
-)
+# The memory that has run out, or is to be saved.
+Side = Literal["device", "host", "either"]
+# Messages of torch's host allocator and of mappings, and of device runtimes, whose errors have no types of their own.
+_HOST_RAN_OUT = re.compile(r"CPUAllocator: (can't allocate memory|not enough memory)|Cannot allocate memory")
+_RUNTIME_RAN_OUT = re.compile("|".join(map(re.escape, OUT_OF_MEMORY)))
 # Names as in the plan, in its order.
 _HELD = ("parameters", "param_shards", "masters", "optimizer_state", "sharded_gradient", "buffers", "staging")
 
@@ -68,13 +63,19 @@ class Remedy(NamedTuple):
 
     Attributes:
         override: the override that the user types.
-        saved: bytes by which it lowers the peak of a rank on the device (on a CPU: on the host).
+        device: bytes by which it lowers the peak of a rank on the device; negative if it raises it.
+        host: the same for host memory; on a CPU rank, whose device and host are one memory, both are equal.
         plan: the plan with this change.
     """
 
     override: str
-    saved: int
+    device: int
+    host: int
     plan: Plan
+
+    def saved(self, side: Side) -> int:
+        """The bytes that it saves on one side, or on that on which it saves more."""
+        return max(self.device, self.host) if side == "either" else getattr(self, side)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,27 +144,35 @@ class Memory:
 
     @cached_property
     def changes(self) -> dict[str, Plan]:
-        """The plans of the candidates, by what the user types."""
+        """The plans of the candidates that change anything, by what the user types."""
         found = {}
         for typed, setting in self.candidates:
             with contextlib.suppress(ValueError):  # these optimizers cannot train with it
-                found[typed] = self.plan_of(setting)
+                if (planned := self.plan_of(setting)) != self.plan:
+                    found[typed] = planned
         return found
 
-    @cached_property
-    def remedies(self) -> list[Remedy]:
-        """Changes that take less memory; the one that saves most comes first."""
-        now = self._critical(self.plan)
-        found = [Remedy(typed, now - self._critical(other), other) for typed, other in self.changes.items()]
-        return sorted((remedy for remedy in found if remedy.saved > 0), key=lambda r: r.saved, reverse=True)
+    def remedies(self, side: Side = "either") -> list[Remedy]:
+        """Changes that take less memory on a side; the one that saves most there comes first."""
+        device, host = self._peaks(self.plan)
+        found = []
+        for typed, other in self.changes.items():
+            on_device, on_host = self._peaks(other)
+            found.append(Remedy(typed, device - on_device, host - on_host, other))
+        helpful = (remedy for remedy in found if remedy.saved(side) > 0)
+        return sorted(helpful, key=lambda remedy: remedy.saved(side), reverse=True)
 
-    def report(self) -> RenderableType:
-        """Returns plan, held memory and remedies, to be printed by rich."""
+    def report(self, side: Side = "either") -> RenderableType:
+        """Returns plan, held memory and remedies, to be printed by rich.
+
+        Args:
+            side: the memory that the remedies save.
+        """
         engine = next(iter(engines_of(self.module)), None)  # none if memory ran out while it was made
         held = {} if engine is None else held_by(engine)
         return Group(
             _table(self.plan, held, self.rank, device_type(self.device).peak_bytes(self.device)),
-            *_advice(self.remedies),
+            *self._advice(side),
             self.hint,
         )
 
@@ -216,20 +225,39 @@ class Memory:
             trace=self.trace,
         )
 
-    def _critical(self, planned: Plan) -> int:
-        """The peak of the memory that would run out; on CPU ranks, host and device are the same memory."""
-        return planned.peak.total if device_type(self.device).shares_host_memory else planned.peak.device
+    def _peaks(self, planned: Plan) -> tuple[int, int]:
+        """The peaks of device and host memory; on CPU ranks both are the same memory."""
+        peak = planned.peak
+        return (peak.total, peak.total) if self._shares_host else (peak.device, peak.host)
+
+    @property
+    def _shares_host(self) -> bool:
+        return device_type(self.device).shares_host_memory
+
+    def _advice(self, side: Side) -> Iterator[Table]:
+        if remedies := self.remedies(side):
+            saved = {"saved": [remedy.device for remedy in remedies]}
+            if not self._shares_host:
+                on_host = [remedy.host for remedy in remedies]
+                saved = {"saved on device": saved["saved"], "saved on host": on_host}
+            plans = {remedy.override: remedy.plan for remedy in remedies}
+            yield candidates_table("What takes less, MiB", plans, saved)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or one of its causes, says that memory of the device or of the host has run out."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    if isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)):
-        return True
-    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return True
-    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
+def out_of_memory(error: BaseException) -> Side | None:
+    """Says which memory has run out by an error or one of its causes; ``None``: none has.
+
+    Runtimes of devices have one error for memory of the device and for host memory that they pin: "either".
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return "device"
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return "host"
+    if isinstance(error, RuntimeError) and _HOST_RAN_OUT.search(str(error)):
+        return "host"
+    if isinstance(error, RuntimeError) and _RUNTIME_RAN_OUT.search(str(error)):
+        return "either"
+    return None if error.__cause__ is None else out_of_memory(error.__cause__)
 
 
 def held_by(engine: Engine) -> dict[str, Bytes]:
@@ -308,21 +336,16 @@ def _table(planned: Plan, measured: dict[str, Bytes], rank: int, peak: int | Non
     return table
 
 
-def _advice(remedies: Sequence[Remedy]) -> Iterator[Table]:
-    if remedies:
-        plans = {remedy.override: remedy.plan for remedy in remedies}
-        yield candidates_table("What takes less, MiB", plans, [remedy.saved for remedy in remedies])
-
-
-def candidates_table(title: str, plans: Mapping[str, Plan], saved: Sequence[int] = ()) -> Table:
-    """Renders overrides with the figures of their plans and, if ``saved`` is given, the bytes that each saves."""
+def candidates_table(title: str, plans: Mapping[str, Plan], saved: Mapping[str, Sequence[int]] | None = None) -> Table:
+    """Renders overrides with the figures of their plans, after columns of the bytes that each of them saves."""
+    saved = saved or {}
     table = Table(title=title)
     table.add_column("override", no_wrap=True)  # to be copied
-    for name in (*(["saved"] if saved else []), "peak on device", "on host", "sent in a step"):
+    for name in (*saved, "peak on device", "on host", "sent in a step"):
         table.add_column(name, justify="right")
     for number, (override, planned) in enumerate(plans.items()):
         figures = (planned.peak.device, planned.peak.host, sum(planned.sent.values()))
-        table.add_row(override, *map(_mib, (*saved[number : number + 1], *figures)))
+        table.add_row(override, *map(_mib, (*(column[number] for column in saved.values()), *figures)))
     return table
 
 

@@ -21,7 +21,7 @@ from lightning_zero import ZeroPrecision
 from lightning_zero.callbacks import MemoryReport
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.planning import Bytes, Plan, plan
-from lightning_zero.planning.memory import Memory, Remedy, held_by, is_out_of_memory, planned_parts
+from lightning_zero.planning.memory import Memory, Remedy, held_by, out_of_memory, planned_parts
 
 WIDTH = 160
 PRECISIONS = {"bf16": "bf16-mixed", "bf16_true": "bf16-true"}
@@ -146,12 +146,12 @@ def with_remedies(options: dict[str, Any]) -> tuple[Plan, list[tuple[Remedy, Pla
 @pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 3, "persistence_numel": 1000}], ids=["zero0", "zero3"])
 def test_remedies_save_what_they_say(pool: RankPool, options: dict[str, Any]) -> None:
     before, tried = pool.run(with_remedies, options)[0]
-    saved = [remedy.saved for remedy, _ in tried]
+    saved = [remedy.saved("either") for remedy, _ in tried]
     assert saved == sorted(saved, reverse=True)
     assert min(saved) > 0
     for remedy, applied in tried:
         assert remedy.plan == applied, remedy.override
-        assert before.peak.total - applied.peak.total == remedy.saved  # of CPU ranks
+        assert before.peak.total - applied.peak.total == remedy.device == remedy.host  # of CPU ranks
     names = {remedy.override for remedy, _ in tried}
     expected = {"strategy=zero3", "strategy=zero2"} if options == {"stage": 0} else {"strategy.max_live_numel=0"}
     assert names >= expected
@@ -202,30 +202,35 @@ def test_it_is_printed_before_there_is_an_engine(pool1: RankPool) -> None:
     assert err.count("Memory of rank 0") == 1
 
 
-def fail_to_report(error: BaseException) -> list[str]:
+def fail_to_report(error: BaseException) -> tuple[list[str], Any]:
+    """The notes of the error, and the side for which a report was asked."""
     with (
-        mock.patch.object(Memory, "report", side_effect=ValueError("no plan")),
+        mock.patch.object(Memory, "report", side_effect=ValueError("no plan")) as report,
         pytest.raises(type(error)) as raised,
     ):
         make_trainer("zero2").fit(Blocks(error))
     assert raised.value is error
-    return error.__notes__
+    return error.__notes__, report.call_args.args
 
 
-def test_a_report_that_fails_hides_no_error(pool1: RankPool) -> None:
-    (notes,) = pool1.run(fail_to_report, torch.OutOfMemoryError("a test's"))
+@pytest.mark.parametrize(("error", "side"), [(torch.OutOfMemoryError("a test's"), "device"), (MemoryError(), "host")])
+def test_a_report_that_fails_hides_no_error(pool1: RankPool, error: BaseException, side: str) -> None:
+    ((notes, asked),) = pool1.run(fail_to_report, error)
+    assert asked == (side,)
     assert notes == ["ZeroStrategy could not report what the memory holds: ValueError('no plan')"]
 
 
 def test_errors_that_mean_it() -> None:
     wrapped = RuntimeError("rank 0 could not gather")
     wrapped.__cause__ = torch.OutOfMemoryError("a test's")
-    pinned = RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+    assert out_of_memory(wrapped) == "device"
     allocator = RuntimeError(CPU_ALLOCATOR.format("can't allocate memory"))
-    for error in (MemoryError(), OSError(errno.ENOMEM, "mmap"), wrapped, pinned, allocator):
-        assert is_out_of_memory(error)
+    for error in (MemoryError(), OSError(errno.ENOMEM, "mmap"), allocator):
+        assert out_of_memory(error) == "host"
+    runtime = RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+    assert out_of_memory(runtime) == "either"  # it also refuses to pin with these words
     for error in (OSError(errno.ENOENT, "file"), RuntimeError("shape"), ValueError("memory")):
-        assert not is_out_of_memory(error)
+        assert out_of_memory(error) is None
 
 
 def report_under_ddp() -> Plan | None:

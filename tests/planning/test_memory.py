@@ -1,0 +1,63 @@
+"""Changes that take less memory: those that help where memory has run out, on the device or on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.integration import engines
+from lightning_zero.integration.options import NVME_PATH, StrategyOptions
+from lightning_zero.integration.precision import ZeroPrecision
+from lightning_zero.integration.preflight import _what_fits
+from lightning_zero.planning import preflight
+from lightning_zero.planning.memory import Memory
+from lightning_zero.planning.preflight import Claim, Pool
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+
+
+def memory(device: torch.device, **options: Any) -> Memory:
+    """Of a rank of two, with half a billion parameters in bf16."""
+    with torch.device("meta"):
+        module = nn.Sequential(*(nn.Sequential(nn.Linear(8192, 8192)) for _ in range(8)))
+    optimizers = [torch.optim.AdamW(module.parameters())]
+    chosen, precision = StrategyOptions(**options), ZeroPrecision("bf16-true")
+    return engines.describe_memory(module, optimizers, chosen, precision, device, (1, 2, 0), 1, {})
+
+
+@pytest.mark.parametrize(("store", "on_host_alone"), [("cpu", "=zero2_nvme"), ("nvme", ".offload_gradients=nvme")])
+def test_remedies_save_memory_on_the_side_that_has_run_out(store: str, on_host_alone: str) -> None:
+    described = memory(META, stage=2, offload_optimizer=store, offload_gradients="cpu", nvme_path="/disk")
+    now = described.plan.peak
+    for side in ("device", "host"):
+        found = described.remedies(side)
+        saved = [getattr(now, side) - getattr(remedy.plan.peak, side) for remedy in found]
+        assert saved == [getattr(remedy, side) for remedy in found] == sorted(saved, reverse=True)
+        assert saved[-1] > 0
+    on_host, on_device, either = ({r.override for r in described.remedies(s)} for s in ("host", "device", "either"))
+    assert either == on_host | on_device
+    assert {f"strategy{on_host_alone}", "strategy.staging_buffer_mb=32"} <= on_host - on_device
+    assert "strategy=zero3_offload" in on_device - on_host
+
+
+def test_less_staging_memory_is_offered_where_memory_that_may_be_locked_is_short() -> None:
+    described = memory(META, stage=2, offload_optimizer="cpu")
+    peak, smaller = described.plan.peak, described.changes["strategy.staging_buffer_mb=32"].peak
+    assert peak.pinned - smaller.pinned == peak.host - smaller.host == 224 << 20
+    locked = Claim(0, Pool("locked memory", "memory that may be locked", "locked", smaller.pinned), 0, 0)
+    assert not preflight.fits([locked], peak, META)
+    assert "strategy.staging_buffer_mb=32" in _what_fits(described, [locked])
+    # CPU ranks copy nothing, so it changes nothing there.
+    assert "strategy.staging_buffer_mb=32" not in memory(CPU, stage=2, offload_optimizer="cpu").changes
+    assert "strategy.staging_buffer_mb=32" not in memory(META, stage=2, offload_optimizer="cpu", overlap=False).changes
+
+
+def test_a_disk_that_the_environment_names_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NVME_PATH, raising=False)
+    for path, offered in ((None, False), ("/disk", True)):
+        if path is not None:
+            monkeypatch.setenv(NVME_PATH, path)
+        assert any("nvme" in typed for typed in memory(META, stage=2).changes) is offered
