@@ -141,9 +141,9 @@ class RecordedBucket:
             scales: whether gradients may be scaled, for clipping or by a loss scaler.
         """
         placement = self.form.placement
-        if self.form.trained and placement.optimizer_store.memory == "host" and not self._shards_params:
+        shard_memory = placement.shard_memory
+        if self.form.trained and (placement.optimizer_store.memory, shard_memory) == ("host", "device"):
             self._lanes.copied["h2d"] += self._shard_bytes  # what was updated
-        shard_memory = placement.param_store.memory if self._shards_params else "device"
         for footprint in footprints:
             if not scales and self.gradients.sharded_dtype == footprint.master.dtype:
                 footprint = footprint._replace(gradients=0)  # the update reads the sharded gradient itself

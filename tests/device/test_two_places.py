@@ -57,6 +57,31 @@ def make_optimizer(model: nn.Module, kind: type[torch.optim.Optimizer], **option
     return kind(groups if kind is Muon else groups[:1], lr=2e-2, **options)  # type: ignore[call-arg]
 
 
+@pytest.mark.device
+@pytest.mark.parametrize("store", ["device", "host"])
+@pytest.mark.parametrize("precision", [FP32, BF16])
+def test_copies_of_sharded_parameters_follow_the_plan(
+    device: torch.device, store: str, precision: MixedPrecisionPolicy
+) -> None:
+    """Of shards on the device, an update in host memory sends the new values; of those on the host, a gather does."""
+    executor = Counting(device)
+    placement = place(device, executor, 3, precision)
+    placement = placement._replace(param_store=DeviceStore(device)) if store == "device" else placement
+    options = {"bucket_size_mb": 1.0}
+    model, twin = (models.TinyTransformer(depth=2) for _ in range(2))
+    planned = plan(model, placement, [torch.optim.AdamW(model.parameters())], micro_batches=MICRO, **options)
+    engine, optimizer = Engine(twin, placement, check_steps=0, **options), torch.optim.AdamW(twin.parameters())
+    engine.attach([make_updater(optimizer, engine)])
+    session = Session(twin, engine, optimizer, engine.updaters[0])
+    for _ in range(3):
+        executor.counts.clear()
+        backward(session, device)
+        optimizer.step()
+        engine.settle()
+    assert planned.copied["h2d"] > 0
+    assert {way: executor.counts[way] for way in ("h2d", "d2h")} == dict(planned.copied)
+
+
 def place(device: torch.device, executor: Executor, stage: int, precision: MixedPrecisionPolicy) -> BucketPlacement:
     on_device, store = DeviceStore(device), HostStore(pin_for=device)
     params = store if stage == 3 else on_device
