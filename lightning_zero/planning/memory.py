@@ -187,7 +187,7 @@ class Memory:
         mesh = Mesh.imagined(size, self.world_size // size, self.rank)
         executor: Executor = (
             _ImaginedExecutor(setting.staging_bytes)
-            if self.device.type == "meta"
+            if self.device.type == "meta" and setting.overlap
             else make_executor(self.device, setting.overlap, setting.staging_bytes)
         )
         stores: dict[MemoryName, TensorStore] = {

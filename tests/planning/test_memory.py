@@ -55,6 +55,16 @@ def test_less_staging_memory_is_offered_where_memory_that_may_be_locked_is_short
     assert "strategy.staging_buffer_mb=32" not in memory(META, stage=2, offload_optimizer="cpu", overlap=False).changes
 
 
+@pytest.mark.parametrize("store", ["cpu", "nvme"])
+def test_a_plan_of_a_device_that_is_not_there_knows_whether_copies_overlap(store: str) -> None:
+    """Without overlap each copy has ended when the next begins, and none passes through staging memory."""
+    options = {"stage": 2, "offload_optimizer": store, "nvme_path": "/disk", "bucket_size_mb": 1.0}
+    overlapped, inline = (memory(META, **options, overlap=overlap).plan for overlap in (True, False))
+    assert inline.peak.device < overlapped.peak.device
+    buffer = StrategyOptions(**options).nvme_buffer_bytes if store == "nvme" else 0
+    assert buffer == inline.staging.host < overlapped.staging.host
+
+
 def test_a_disk_that_the_environment_names_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(NVME_PATH, raising=False)
     for path, offered in ((None, False), ("/disk", True)):
