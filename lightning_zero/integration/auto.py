@@ -194,7 +194,7 @@ class ZeroAutoStrategy(ZeroStrategy):
             and (optimizers is None or engine.placement.trains)
         ):
             return
-        memory = self._describe_memory(module, optimizers, trainer.accumulate_grad_batches)
+        memory = self._describe_memory(module, optimizers, trainer)
         memory = dataclasses.replace(memory, trace=self._traced(module))
         chosen = self._choose(memory, private.is_compiled(module))
         self._say(chosen)

@@ -7,7 +7,9 @@ from typing import Generic, NoReturn, TypeVar, overload
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import nn
 from torch.optim import Optimizer
 
@@ -193,7 +195,7 @@ class EngineStrategy(DDPStrategy):
         return engine.holds_whole(engines.parameters_kept_whole(self.options, optimizers, self.root_device))
 
     def _describe_memory(
-        self, module: pl.LightningModule, optimizers: Sequence[Optimizer] | None, micro_batches: int
+        self, module: pl.LightningModule, optimizers: Sequence[Optimizer] | None, trainer: pl.Trainer
     ) -> Memory:
         precision = self.precision_plugin
         assert isinstance(precision, ZeroPrecision)
@@ -204,7 +206,15 @@ class EngineStrategy(DDPStrategy):
             precision,
             self.root_device,
             (self.num_nodes, self.num_processes, self.global_rank),
-            micro_batches,
+            _micro_batches(trainer),
             self._dtypes,
             self._makes_masters(optimizers),
+            bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE,
         )
+
+
+def _micro_batches(trainer: pl.Trainer) -> int:
+    """The most backward passes of a step of any epoch."""
+    callbacks: Sequence[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    schedules = [each.scheduling for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
+    return max(trainer.accumulate_grad_batches, *(n for schedule in schedules for n in schedule.values()), 1)

@@ -191,6 +191,7 @@ def describe_memory(
     micro_batches: int,
     dtypes: Mapping[int, torch.dtype],
     trains: bool = True,
+    clips_by_value: bool = False,
 ) -> Memory:
     """Collects the inputs of plans, for the options of the run and for others that take less memory.
 
@@ -204,6 +205,7 @@ def describe_memory(
         micro_batches: backward passes per step.
         dtypes: see :class:`~lightning_zero.planning.memory.Memory`.
         trains: see there.
+        clips_by_value: see there.
     """
     num_nodes, num_processes, rank = ranks
     world_size = num_nodes * num_processes
@@ -214,6 +216,7 @@ def describe_memory(
         trains=trains,
         optimizers=optimizers or (),
         micro_batches=micro_batches,
+        clips_by_value=clips_by_value,
         setting=setting,
         dtypes=dtypes,
         units=options.units,

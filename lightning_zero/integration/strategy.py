@@ -384,8 +384,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             self._engine.in_backward.share()  # one rank alone may know that an earlier fit has left torn weights
         self._settle_options(trainer, optimizers if fitting else None)
         if fitting or self._engine is None or not self._engine.placement.trains:  # otherwise a fit has left its state
-            micro_batches, planned = trainer.accumulate_grad_batches, optimizers if fitting else None
-            self.memory = self._describe_memory(self.lightning_module, planned, micro_batches)
+            self.memory = self._describe_memory(self.lightning_module, optimizers if fitting else None, trainer)
             assert self._mesh is not None
             if fitting:
                 preflight.check(self.memory, self._engine, self._mesh.world, self.options.preflight)

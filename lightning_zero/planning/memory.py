@@ -109,7 +109,7 @@ class Memory:
         module: the module that runs; an engine may hold it.
         trains: whether masters, gradients and optimizer state are made.
         optimizers: optimizers of its parameters.
-        micro_batches: number of backward passes per step.
+        micro_batches: most backward passes per step.
         setting: the configured setting.
         dtypes: dtypes of the parameters before an engine made them 16-bit, by the ids of the parameters.
         units: see :func:`~lightning_zero.planning.plan.plan`.
@@ -120,6 +120,7 @@ class Memory:
         candidates: changes that may take less: the override that the user types, and the setting with it.
         hint: a sentence about memory that the plan does not include.
         trace: activations of a micro-batch, which the plans then include.
+        clips_by_value: see :func:`~lightning_zero.planning.plan.plan`.
     """
 
     module: nn.Module
@@ -136,6 +137,7 @@ class Memory:
     candidates: Iterable[tuple[str, Setting]]
     hint: str
     trace: Trace | None = None
+    clips_by_value: bool = False
 
     @cached_property
     def plan(self) -> Plan:
@@ -223,6 +225,7 @@ class Memory:
             update_in_backward=setting.update_in_backward,
             dtypes=self.dtypes,
             trace=self.trace,
+            clips_by_value=self.clips_by_value,
         )
 
     def _peaks(self, planned: Plan) -> tuple[int, int]:

@@ -157,6 +157,7 @@ def plan(
     update_in_backward: bool = False,
     dtypes: Mapping[int, torch.dtype] | None = None,
     trace: Trace | None = None,
+    clips_by_value: bool = False,
 ) -> Plan:
     """Plans what :class:`Engine` would hold, take and send with the same arguments, without memory of the model's size.
 
@@ -179,6 +180,7 @@ def plan(
         trace: activations of a micro-batch, which the peak then includes; it also says whether units run under
             reentrant checkpointing, which at stage 3 gathers them once more. (Non-reentrant checkpointing recomputes
             inside the unit's backward, which has gathered it already.)
+        clips_by_value: whether all gradients are clipped by value, which makes 16-bit sharded gradients fp32.
 
     Returns:
         The memory of one rank in bytes, and the bytes that it sends and copies in a step.
@@ -224,6 +226,7 @@ def plan(
         held.disk,
         update_in_backward,
         watched,
+        clips_by_value,
     )
     for first in (True, False):  # the first step learns the order of units
         run.reset_traffic()

@@ -147,8 +147,16 @@ class RecordedGradients(Reduction[RecordedTensor, RecordedPieces]):
             self._sharded = self._take(RecordedTensor(numel, dtype, placement.gradient_memory, pins))
             self._lanes.rest(self._sharded.amount.disk)
         elif torch.promote_types(self._sharded.dtype, dtype) != self._sharded.dtype:
+            before = self._sharded.amount.disk
             self._sharded = self._convert(self._sharded, dtype)
+            self._lanes.rest(self._sharded.amount.disk - before)
         return self._sharded
+
+    def clamp(self) -> None:
+        """Notes that the sharded gradient, if any has arrived, becomes at least fp32 and is changed in place."""
+        if self._sharded is not None and not self._empty:
+            self._make_sharded(torch.float32, summed=False)
+            self._move_tiles(reads=True)
 
     def read_squares(self) -> None:
         """Notes that the sharded gradient is read for its norm, if it rests on a disk."""

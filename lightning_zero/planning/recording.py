@@ -208,6 +208,7 @@ class RecordedRun:
         resting: bytes that rest on a disk.
         in_backward: whether updates begin there; see :mod:`lightning_zero.update.in_backward`.
         traced: activations, if they are known.
+        clips_by_value: whether the gradients of each step are clipped by value.
     """
 
     def __init__(
@@ -224,6 +225,7 @@ class RecordedRun:
         resting: int,
         in_backward: bool = False,
         traced: TracedParameters | None = None,
+        clips_by_value: bool = False,
     ) -> None:
         passing = max(placement.optimizer_store.passing_bytes, placement.param_store.passing_bytes)
         self._lanes = RecordedLanes(placement, account, passing, resting)
@@ -242,6 +244,7 @@ class RecordedRun:
         self._reducer = Reducer([bucket.gradients for bucket in self.buckets], placement.sharding)
         self._of_gradients = {id(bucket.gradients): n for n, bucket in enumerate(self.buckets)}
         self._in_backward = in_backward
+        self._clips_by_value = clips_by_value
         self._early = [in_backward and not left for left in left_to_forward(forms)]
         self._waiting: set[int] = set()  # numbers of the buckets that this step has not updated
         self._first = False  # whether this step is
@@ -275,6 +278,9 @@ class RecordedRun:
                 self._backward()
         self._lanes.wait()
         self._sum_norms(optimizers)
+        if self._clips_by_value:
+            for bucket in self.buckets:
+                bucket.gradients.clamp()
         updates = sorted(self._waiting, key=lambda n: not self.buckets[n].form.spec.in_root)  # as a forward needs them
         if first:  # up to here there may have been the state of a checkpoint
             self._give_state(updates)

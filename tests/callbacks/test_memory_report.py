@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import io
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from helpers.ranks import RankPool, ranks
 from lightning import Callback, LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from strategy.fits import make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -60,10 +62,16 @@ class Reported:
     printed: str
 
 
-def report(options: dict[str, Any], micro: int = 1, precision: str | None = None) -> Reported:
+def report(
+    options: dict[str, Any],
+    micro: int = 1,
+    precision: str | None = None,
+    callbacks: Sequence[Callback] = (),
+    **flags: Any,
+) -> Reported:
     callback, out = MemoryReport(), io.StringIO()
-    flags: dict[str, Any] = {"plugins": [ZeroPrecision(precision)]} if precision else {}  # type: ignore[arg-type]
-    trainer = make_trainer(options, callbacks=[callback], accumulate_grad_batches=micro, **flags)
+    flags |= {"plugins": [ZeroPrecision(precision)]} if precision else {}  # type: ignore[arg-type]
+    trainer = make_trainer(options, callbacks=[callback, *callbacks], **({"accumulate_grad_batches": micro} | flags))
     with contextlib.redirect_stdout(out):
         trainer.fit(Blocks())
     assert callback.plan is not None
@@ -71,6 +79,7 @@ def report(options: dict[str, Any], micro: int = 1, precision: str | None = None
     same = ("bucket_size_mb", "persistence_numel", "max_live_numel", "prefetch_mb")
     arguments = {name: getattr(strategy.options, name) for name in same}
     optimizers = [model.configure_optimizers()]
+    arguments["clips_by_value"] = flags.get("gradient_clip_algorithm") == "value"
     expected = plan(model, engine.placement, optimizers, micro_batches=micro, **arguments)
     return Reported(callback.plan, expected, callback.remedies, held_by(engine), out.getvalue())
 
@@ -96,6 +105,20 @@ def test_the_plan_and_what_is_held(pool: RankPool, options: dict[str, Any], prec
         sizes = [f"{nbytes / 2**20:,.2f}" for nbytes in (part.device, part.host)]
         assert shown == [sizes[0], sizes[0], sizes[1], sizes[1]]
     assert all(remedy.override in first for remedy in results[0].remedies)
+
+
+VALUE = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+SCHEDULE = {"accumulate_grad_batches": 1, "max_epochs": 2, "callbacks": [GradientAccumulationScheduler({1: 2})]}
+
+
+@ranks(2)
+@pytest.mark.parametrize(("micro", "flags"), [(1, VALUE), (2, SCHEDULE)], ids=["clipped by value", "schedule"])
+def test_what_a_setup_knows_of_later_steps_is_planned(pool: RankPool, micro: int, flags: dict[str, Any]) -> None:
+    """Sharded gradients of 16-bit parameters become fp32."""
+    options = {"stage": 2, "offload_optimizer": "cpu"}
+    for result in pool.run(report, options, micro, "bf16-true", **flags):
+        assert result.planned == result.expected
+        assert result.measured == planned_parts(result.planned)
 
 
 class Late(Blocks):

@@ -71,7 +71,7 @@ class Planned(Callback):
 
 
 def measure(
-    accelerator: str, cases: Sequence[Case], module: type[Deep] = Deep, in_backward: bool = False
+    accelerator: str, cases: Sequence[Case], module: type[Deep] = Deep, in_backward: bool = False, clips: str = "norm"
 ) -> dict[Case, dict[str, float]]:
     """What is held after two steps, and the peak from before the set-up on, in units of what is planned."""
     figures: dict[Case, dict[str, float]] = {}
@@ -90,7 +90,9 @@ def measure(
         strategy = ZeroStrategy(**options, bucket_size_mb=2.0, prefetch_mb=2.1, check_steps=1, overlap=overlap)
         # Gradients are clipped in every step: a plan expects it.
         clip = None if in_backward else 1e-6
-        flags: dict[str, Any] = {"accumulate_grad_batches": MICRO, "gradient_clip_val": clip, "precision": precision}
+        micro = MICRO if clips == "norm" else 1  # whose sum would be fp32 anyhow
+        flags: dict[str, Any] = {"accumulate_grad_batches": micro, "gradient_clip_val": clip, "precision": precision}
+        flags["gradient_clip_algorithm"] = clips
         trainer = make_trainer(strategy, accelerator=accelerator, callbacks=[planned], **flags)
         with mock.patch.object(integration, "make_executor", make_late):
             trainer.fit(module())
@@ -168,9 +170,16 @@ def test_the_peak_is_the_plans_where_updates_begin_in_backward(device_pool2: Dev
     assert_planned(device_pool2, cases, in_backward=True)
 
 
-def assert_planned(pool: DevicePool, cases: list[Case], module: type[Deep] = Deep, in_backward: bool = False) -> None:
+@pytest.mark.device
+def test_the_peak_is_the_plans_where_gradients_are_clipped_by_value(device_pool2: DevicePool) -> None:
+    """In fp32, which 16-bit gradients become then."""
+    cases = [case for name in ("zero2", "zero3", "zero3_offload") for case in both(name, "bf16-true")]
+    assert_planned(device_pool2, cases, clips="value")
+
+
+def assert_planned(pool: DevicePool, cases: list[Case], *options: Any, **flags: Any) -> None:
     wrong = []
-    for figures in pool.run(measure, pool.where.accelerator, cases, module, in_backward):
+    for figures in pool.run(measure, pool.where.accelerator, cases, *options, **flags):
         for case, found in figures.items():
             print(*case, {what: round(figure, 4) for what, figure in found.items()})
             if not (0.99 <= found["held"] <= 1.01 and 0.99 <= found["peak"] <= 1.01):
