@@ -104,6 +104,11 @@ class EMA(OnShards, EMAWeightAveraging):
             self._saved = None
         self._average_model = average  # type: ignore[assignment]  # it has what Lightning's hooks use
 
+    @override
+    def averages(self, trainer: pl.Trainer) -> list[TensorStore | None]:
+        assert isinstance(trainer.strategy, ZeroStrategy)
+        return [self._store(trainer.strategy)]
+
     def _store(self, strategy: ZeroStrategy) -> TensorStore | None:
         if self._device is None:
             return None

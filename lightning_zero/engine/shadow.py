@@ -69,6 +69,13 @@ class Shadow:
         self._work = []
         return self._shards
 
+    def held(self) -> Iterator[tuple[Memory, Tensor]]:
+        """Yields all tensors of second values, each with its memory, for their sizes: their update may be running."""
+        for bucket, shard in zip(self._map.buckets, self._shards, strict=True):
+            yield self.memory_of(bucket), shard
+        for buffer in self._buffers.values():
+            yield self._buffers_memory, buffer
+
     @property
     def buffers(self) -> dict[int, Tensor]:
         """The second values of the buffers, by id of the module's buffer."""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine import Engine
 from lightning_zero.integration import engines, private
 from lightning_zero.integration.options import StrategyOptions
-from lightning_zero.integration.patches import Undo
+from lightning_zero.integration.patches import OnShards, Undo
 from lightning_zero.integration.precision import ZeroPrecision
 from lightning_zero.planning import Plan
 from lightning_zero.planning.memory import Memory
@@ -210,11 +210,18 @@ class EngineStrategy(DDPStrategy):
             self._dtypes,
             self._makes_masters(optimizers),
             bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE,
+            []
+            if optimizers is None
+            else [store for each in _of(trainer, OnShards) for store in each.averages(trainer)],
         )
+
+
+def _of(trainer: pl.Trainer, kind: type[T]) -> list[T]:
+    """The callbacks of a kind."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
 
 
 def _micro_batches(trainer: pl.Trainer) -> int:
     """The most backward passes of a step of any epoch."""
-    callbacks: Sequence[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    schedules = [each.scheduling for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
+    schedules = [each.scheduling for each in _of(trainer, GradientAccumulationScheduler)]
     return max(trainer.accumulate_grad_batches, *(n for schedule in schedules for n in schedule.values()), 1)

@@ -192,6 +192,7 @@ def describe_memory(
     dtypes: Mapping[int, torch.dtype],
     trains: bool = True,
     clips_by_value: bool = False,
+    averages: Sequence[TensorStore | None] = (),
 ) -> Memory:
     """Collects the inputs of plans, for the options of the run and for others that take less memory.
 
@@ -206,6 +207,7 @@ def describe_memory(
         dtypes: see :class:`~lightning_zero.planning.memory.Memory`.
         trains: see there.
         clips_by_value: see there.
+        averages: see there.
     """
     num_nodes, num_processes, rank = ranks
     world_size = num_nodes * num_processes
@@ -217,6 +219,7 @@ def describe_memory(
         optimizers=optimizers or (),
         micro_batches=micro_batches,
         clips_by_value=clips_by_value,
+        averages=averages,
         setting=setting,
         dtypes=dtypes,
         units=options.units,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol, cast
@@ -28,6 +28,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 from lightning_zero.checkpoint import Background
 from lightning_zero.integration import private
+from lightning_zero.storage import TensorStore
 
 Skipped = Callable[[], bool]
 Undo = Callable[[], None]
@@ -91,6 +92,10 @@ class OnShards:
 
     def on_sharded(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Called when a fit has sharded the module, before any callback's ``on_fit_start``."""
+
+    def averages(self, trainer: pl.Trainer) -> Sequence[TensorStore | None]:
+        """The stores of the second values of all weights that the callback will keep; ``None``: the optimizer's."""
+        return ()
 
 
 class Unsharded(Protocol):

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine, engines_of
@@ -45,7 +45,8 @@ Side = Literal["device", "host", "either"]
 _HOST_RAN_OUT = re.compile(r"CPUAllocator: (can't allocate memory|not enough memory)|Cannot allocate memory")
 _RUNTIME_RAN_OUT = re.compile("|".join(map(re.escape, OUT_OF_MEMORY)))
 # Names as in the plan, in its order.
-_HELD = ("parameters", "param_shards", "masters", "optimizer_state", "sharded_gradient", "buffers", "staging")
+_OF_BUCKETS = ("param_shards", "masters", "optimizer_state", "sharded_gradient")
+_HELD = ("parameters", *_OF_BUCKETS, "buffers", "averages", "staging")
 
 
 class _ImaginedExecutor(InlineExecutor):
@@ -121,6 +122,7 @@ class Memory:
         hint: a sentence about memory that the plan does not include.
         trace: activations of a micro-batch, which the plans then include.
         clips_by_value: see :func:`~lightning_zero.planning.plan.plan`.
+        averages: see there.
     """
 
     module: nn.Module
@@ -138,6 +140,7 @@ class Memory:
     hint: str
     trace: Trace | None = None
     clips_by_value: bool = False
+    averages: Sequence[TensorStore | None] = ()
 
     @cached_property
     def plan(self) -> Plan:
@@ -226,6 +229,7 @@ class Memory:
             dtypes=self.dtypes,
             trace=self.trace,
             clips_by_value=self.clips_by_value,
+            averages=self.averages,
         )
 
     def _peaks(self, planned: Plan) -> tuple[int, int]:
@@ -289,6 +293,9 @@ def held_by(engine: Engine) -> dict[str, Bytes]:
             held[name] += part
     buffers = {id(buffer): buffer.numel() * buffer.element_size() for buffer in engine.module.buffers()}  # sparse, too
     held["buffers"] = Bytes(device=sum(buffers.values()))
+    for shadow in engine.shadows.values():
+        for memory, second in shadow.held():
+            held["averages"] += Bytes.of(memory, second.numel() * second.element_size(), _is_pinned(second))
     store = engine.placement.optimizer_store
     passing = store.staged_bytes if isinstance(store, DiskStore) else 0
     pins = device_type(engine.placement.device).can_pin
@@ -296,15 +303,19 @@ def held_by(engine: Engine) -> dict[str, Bytes]:
     return held
 
 
+def _is_pinned(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_pinned()
+
+
 def planned_parts(planned: Plan) -> dict[str, Bytes]:
     """Bytes between steps, by the plan's names."""
     parts = {name: Bytes() for name in _HELD}
     for bucket in planned.buckets:
-        for name in _HELD[1:-2]:
+        for name in _OF_BUCKETS:
             parts[name] += getattr(bucket, name)
         if bucket.unsharded:
             parts["parameters"] += bucket.parameters
-    parts["buffers"], parts["staging"] = planned.buffers, planned.staging
+    parts["buffers"], parts["averages"], parts["staging"] = planned.buffers, planned.averages, planned.staging
     return parts
 
 

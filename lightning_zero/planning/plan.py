@@ -19,7 +19,8 @@ runtime's own reducer and prefetcher run without tensors (``recording.py``). Ima
 other's gradients. Not counted are: activations and temporary memory of a module's own backward, unless
 there is a trace of them (``tracing.py``); copies of gradients that do not lie as their parameters do; tensors of a few
 bytes (scalar state, checksums); buffers of NCCL and gloo (whose threads also keep the tensors of a collective for a
-moment after its end).
+moment after its end); the copy of a background save, and temporary memory of an update of averages; full copies of the
+module that callbacks keep; what user code does with gradients.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from lightning_zero.planning.tracing import Trace
 from lightning_zero.sharding.forms import BucketForm
 from lightning_zero.sharding.mesh import Mesh
 from lightning_zero.sharding.partition import parameters_by_unit, partition
-from lightning_zero.sharding.placement import BucketPlacement
-from lightning_zero.storage import device_type
+from lightning_zero.sharding.placement import BucketPlacement, MasterForm
+from lightning_zero.storage import TensorStore, device_type
 from lightning_zero.update.attached import parameters_of
 from lightning_zero.update.choice import choose_updater, kept_whole
 from lightning_zero.update.cpu import block_of
@@ -90,6 +91,7 @@ class Plan:
         buckets: the buckets in forward order.
         buffers: the module's buffers (statistics of BatchNorm, ...).
         staging: host memory through which gradients, parameters and tiles of a disk pass, at most.
+        averages: second values of masters and buffers.
         peak: the peak of any step, including the first.
         sent: bytes per step after the first, by collective.
         calls: number of collectives per step after the first.
@@ -107,11 +109,12 @@ class Plan:
     copied: Mapping[str, int] = field(default_factory=dict)
     summed: int = 0
     added: int = 0
+    averages: Bytes = NOTHING
 
     @property
     def held(self) -> Bytes:
         """Between steps, after the first one."""
-        return sum((bucket.held for bucket in self.buckets), self.buffers + self.staging)
+        return sum((bucket.held for bucket in self.buckets), self.buffers + self.averages + self.staging)
 
     @property
     def imbalance(self) -> float:
@@ -127,7 +130,8 @@ class Plan:
         if self.held.pinned:
             places = (*places, "pinned")
             lines[0] += f"{'pinned':>12}"
-        for name, part in (*rows, ("buffers", self.buffers), ("staging", self.staging), ("held", self.held)):
+        rows += [("buffers", self.buffers), ("averages", self.averages), ("staging", self.staging), ("held", self.held)]
+        for name, part in rows:
             lines.append(f"{name:<18}" + "".join(f"{getattr(part, place) / 2**20:>12.1f}" for place in places))
         lines.append(f"{'peak of a step':<18}{self.peak.device / 2**20:>12.1f}{self.peak.host / 2**20:>12.1f}")
         if (uneven := self.imbalance) > 0:
@@ -158,6 +162,7 @@ def plan(
     dtypes: Mapping[int, torch.dtype] | None = None,
     trace: Trace | None = None,
     clips_by_value: bool = False,
+    averages: Sequence[TensorStore | None] = (),
 ) -> Plan:
     """Plans what :class:`Engine` would hold, take and send with the same arguments, without memory of the model's size.
 
@@ -180,6 +185,7 @@ def plan(
         trace: activations of a micro-batch, which the peak then includes; it also says whether units run under
             reentrant checkpointing, which at stage 3 gathers them once more. (Non-reentrant checkpointing recomputes
             inside the unit's backward, which has gathered it already.)
+        averages: stores of second values of all weights, such as a moving average; see :meth:`Engine.make_shadow`.
         clips_by_value: whether all gradients are clipped by value, which makes 16-bit sharded gradients fp32.
 
     Returns:
@@ -207,7 +213,8 @@ def plan(
     activations = NOTHING if trace is None else Bytes.on_host(trace.on_host, pins)  # kept from step to step
     account = Account()
     # Optimizer state counts from the first step on, since a checkpoint may have been loaded.
-    held = account.take(sum((row.held for row in rows), buffer_bytes + activations))
+    second = sum((_average(forms, footprints, store, buffer_bytes.device) for store in averages), NOTHING)
+    held = account.take(sum((row.held for row in rows), buffer_bytes + second + activations))
     parameters = {
         name: [spec.parameter for spec in specs] for name, specs in parameters_by_unit(module, unit_list).items()
     }
@@ -240,7 +247,7 @@ def plan(
     if trace is not None and placement.trains:
         copied.update({direction: micro_batches * nbytes for direction, nbytes in trace.copied.items()})
     traffic = sent, calls, copied, run.summed, run.added
-    return Plan(tuple(rows), buffer_bytes, run.staging + activations, account.peak, *traffic)
+    return Plan(tuple(rows), buffer_bytes, run.staging + activations, account.peak, *traffic, second)
 
 
 def _footprints(
@@ -261,7 +268,7 @@ def _row(form: BucketForm, footprints: Sequence[Footprint]) -> BucketPlan:
     """A bucket before its first backward."""
     placement, layout = form.placement, form.layout
     sharded, size = placement.sharding.shard_params, form.dtype.itemsize
-    master = footprints[-1].master if footprints else form.master
+    master = _master(form, footprints)
     # Each of the optimizers that share a bucket keeps state for the whole shard.
     resting, shards = placement.optimizer_store.resting_memory, placement.param_store
     state = sum(
@@ -287,6 +294,25 @@ def _row(form: BucketForm, footprints: Sequence[Footprint]) -> BucketPlan:
         reduce_buffer=NOTHING,
         imbalance=layout.imbalance,
     )
+
+
+def _average(
+    forms: Sequence[BucketForm], footprints: Sequence[Sequence[Footprint]], store: TensorStore | None, buffers: int
+) -> Bytes:
+    """Second values of masters and of so many bytes of buffers; see :class:`~lightning_zero.engine.Shadow`."""
+    total = Bytes.of("device" if store is None else store.memory, buffers)
+    for form, prints in zip(forms, footprints, strict=True):
+        placement, master = form.placement, _master(form, prints)
+        rests = store or placement.optimizer_store
+        crosses = rests.memory != (placement.optimizer_store.memory if master.pieces else placement.shard_memory)
+        dtype = placement.master(form.dtype, form.dtype, optimized=True).dtype
+        total += Bytes.of(rests.memory, form.layout.shard_numel * dtype.itemsize, rests.pins and crosses)
+    return total
+
+
+def _master(form: BucketForm, footprints: Sequence[Footprint]) -> MasterForm:
+    """The master of a bucket, which an optimizer may make anew."""
+    return footprints[-1].master if footprints else form.master
 
 
 def _with_gradients(row: BucketPlan, bucket: RecordedBucket) -> BucketPlan:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import io
+import itertools
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroPrecision
-from lightning_zero.callbacks import MemoryReport
+from lightning_zero.callbacks import EMA, MemoryReport
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.planning import Bytes, Plan, plan
 from lightning_zero.planning.memory import Memory, Remedy, held_by, out_of_memory, planned_parts
@@ -35,6 +36,7 @@ class Blocks(LightningModule):
     def __init__(self, error: BaseException | None = None) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(5))
+        self.register_buffer("scale", torch.ones(WIDTH))
         self.error = error
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
@@ -79,7 +81,6 @@ def report(
     same = ("bucket_size_mb", "persistence_numel", "max_live_numel", "prefetch_mb")
     arguments = {name: getattr(strategy.options, name) for name in same}
     optimizers = [model.configure_optimizers()]
-    arguments["clips_by_value"] = flags.get("gradient_clip_algorithm") == "value"
     expected = plan(model, engine.placement, optimizers, micro_batches=micro, **arguments)
     return Reported(callback.plan, expected, callback.remedies, held_by(engine), out.getvalue())
 
@@ -107,18 +108,28 @@ def test_the_plan_and_what_is_held(pool: RankPool, options: dict[str, Any], prec
     assert all(remedy.override in first for remedy in results[0].remedies)
 
 
-VALUE = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
-SCHEDULE = {"accumulate_grad_batches": 1, "max_epochs": 2, "callbacks": [GradientAccumulationScheduler({1: 2})]}
+def report_of_flags(options: dict[str, Any]) -> dict[str, Reported]:
+    """By a word for the flags."""
+    schedule = GradientAccumulationScheduler({1: 2})
+    flags: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "value": {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+        "schedule": {"max_epochs": 2, "callbacks": [schedule]},
+        "average": {"callbacks": [EMA()]},
+        "average on the host": {"callbacks": [EMA(device="cpu")]},
+    }
+    return {name: report(options, 1, "bf16-true", **each) for name, each in flags.items()}
 
 
 @ranks(2)
-@pytest.mark.parametrize(("micro", "flags"), [(1, VALUE), (2, SCHEDULE)], ids=["clipped by value", "schedule"])
-def test_what_a_setup_knows_of_later_steps_is_planned(pool: RankPool, micro: int, flags: dict[str, Any]) -> None:
-    """Sharded gradients of 16-bit parameters become fp32."""
-    options = {"stage": 2, "offload_optimizer": "cpu"}
-    for result in pool.run(report, options, micro, "bf16-true", **flags):
-        assert result.planned == result.expected
-        assert result.measured == planned_parts(result.planned)
+@pytest.mark.parametrize("options", [{"stage": 2, "offload_optimizer": "cpu"}, {"stage": 3}])
+def test_what_flags_and_callbacks_will_take_is_planned(pool: RankPool, options: dict[str, Any]) -> None:
+    """Clipping by value, and several micro-batches later on, make 16-bit sharded gradients fp32; averages are kept."""
+    for name, result in itertools.chain(*(found.items() for found in pool.run(report_of_flags, options))):
+        parts, numel = planned_parts(result.planned), sum(bucket.padded_numel for bucket in result.planned.buckets) // 2
+        assert result.measured == parts, name
+        assert parts["sharded_gradient"].total == (4 if name in ("value", "schedule") else 2) * numel, name
+        assert parts["averages"].total == ((4 * numel + 2 * WIDTH) if "average" in name else 0), name
 
 
 class Late(Blocks):

@@ -17,6 +17,7 @@ from lightning import Callback, LightningModule, Trainer
 from strategy.fits import make_trainer
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.callbacks import EMA
 from lightning_zero.integration import strategy as integration
 from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.planning import Bytes, Plan
@@ -34,7 +35,7 @@ KINDS: dict[Case, dict[str, int]] = {
     ("zero3_offload", "32-true", "fp32"): {"param_shards": 4, "sharded_gradient": 4},
     ("zero3_offload", "bf16-true", "fp32"): {"param_shards": 2, "sharded_gradient": 4},
     ("zero3_offload", "bf16-true", "split"): {"param_shards": 2, "sharded_gradient": 4},
-    ("zero2", "bf16-true", "fp32"): {},
+    ("zero2", "bf16-true", "fp32"): {"averages": 4},  # on the host, of masters on the device
 }
 SMALL = 1.25  # MiB of staging memory: two to four of what passes at a time fit
 
@@ -104,8 +105,9 @@ def fit(accelerator: str, cases: Sequence[Case]) -> dict[Case, Found]:
         watch = Watch(locked)
         options: dict[str, Any] = {**STRATEGIES[name], "master_layout": layout, "staging_buffer_mb": SMALL}
         strategy = ZeroStrategy(**options, bucket_size_mb=1.0, persistence_numel=0, check_steps=1)
+        callbacks = [watch, *([] if "offload" in name else [EMA(device="cpu")])]
         trainer = make_trainer(
-            strategy, accelerator=accelerator, callbacks=[watch], accumulate_grad_batches=2, precision=precision
+            strategy, accelerator=accelerator, callbacks=callbacks, accumulate_grad_batches=2, precision=precision
         )
         kind = device_type(device)
         with (
@@ -117,7 +119,7 @@ def fit(accelerator: str, cases: Sequence[Case]) -> dict[Case, Found]:
             assert watch.found is not None
             found[case] = watch.found
             trainer.strategy.release(trainer.lightning_module)
-            del trainer, strategy, watch
+            del trainer, strategy, watch, callbacks
             gc.collect()
     return found
 
