@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.ranks import RankPool, ranks
 from helpers.scripts import overridden
 from hydra import compose, initialize_config_dir
 from hydra.conf import HydraConf
@@ -31,6 +32,7 @@ from lightning.pytorch.callbacks import (
     ModelSummary,
     ProgressBar,
 )
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from omegaconf import DictConfig, OmegaConf
@@ -314,11 +316,40 @@ def test_parameter_groups_keep_their_own_settings(chosen: Compose) -> None:
 
 
 def test_default_callbacks_write_below_the_run_folder(chosen: Compose) -> None:
-    cfg = chosen("callbacks=default", "callbacks.model_summary=null")
+    cfg = chosen("callbacks=default", "callbacks.model_summary=null", "callbacks.checkpoint.monitor=null")
     callbacks = build_group(cfg.callbacks)
-    assert len(callbacks) == 4
-    (checkpoint,) = [c for c in callbacks if isinstance(c, ModelCheckpoint)]
-    assert checkpoint.dirpath == f"{cfg.run_dir}/checkpoints"
+    assert len(callbacks) == 5
+    best, last = [c for c in callbacks if isinstance(c, ModelCheckpoint)]
+    assert best.dirpath == last.dirpath == f"{cfg.run_dir}/checkpoints"
+    assert best.state_key != last.state_key
+
+
+class Worse(BoringModel):
+    """Its validation loss rises, so that the first checkpoint stays the best."""
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.log("val_loss", float(self.trainer.global_step))
+
+
+def keeps_the_last(cfg: DictConfig) -> list[tuple[int, dict[str, int]]]:
+    """Steps of a fit and of the one that resumes it, each with those of its checkpoints."""
+    found, folder, resumed = [], Path(cfg.run_dir, "checkpoints"), None
+    for steps in (6, 8):
+        cfg.trainer.max_steps = steps
+        build_trainer(cfg).fit(Worse(), ckpt_path=resumed)
+        found.append((steps, {file.name: torch.load(file)["global_step"] for file in folder.iterdir()}))
+        resumed = folder / "last.ckpt"
+    return found
+
+
+@ranks(1)
+def test_the_last_checkpoint_is_that_of_the_last_validation(pool: RankPool, composed: Compose, tmp_path: Path) -> None:
+    """Where none ran it is that of the end. A resumed run goes on writing it."""
+    for limit, best in ((1, {"best.ckpt": 2}), (0, {})):
+        cfg = composed("callbacks=default", "callbacks.model_summary=null", "callbacks.progress_bar=null")
+        cfg.run_dir = str(tmp_path / str(limit))
+        cfg.trainer.update(limit_val_batches=limit, val_check_interval=2, check_val_every_n_epoch=None)
+        assert pool.run(keeps_the_last, cfg) == [[(steps, {"last.ckpt": steps, **best}) for steps in (6, 8)]]
 
 
 def test_the_average_comes_on_top_of_the_default_callbacks(chosen: Compose) -> None:
@@ -393,20 +424,24 @@ def test_the_trainer_switches_callbacks_off(composed: Compose, option: str) -> N
         for value in (False, True):
             cfg = composed(f"callbacks={option}")
             cfg.trainer[flag_of(name)] = value
-            assert count_of(kind, cfg) == value, name
+            assert (count_of(kind, cfg) > 0) == value, name
 
 
 def test_the_group_switches_callbacks_off(composed: Compose) -> None:
     for name, kind in SWITCHES.items():
-        assert count_of(kind, composed("callbacks=default")) == count_of(kind, composed("callbacks=none")) == 1
+        count = 2 if kind is Checkpoint else 1  # the best one and the last one
+        assert count_of(kind, composed("callbacks=default")) == count
+        assert count_of(kind, composed("callbacks=none")) == 1
         off = composed("callbacks=default")
         off.callbacks[name] = None
+        assert count_of(kind, off) == count - 1
+        off.callbacks.last = None
         assert count_of(kind, off) == 0
         mine = [c for c in build_group(composed("callbacks=default").callbacks) if isinstance(c, kind)]
-        assert count_of(kind, off, mine) == 1
+        assert count_of(kind, off, mine) == count
         off.trainer[flag_of(name)] = True
         assert count_of(kind, off) == 1
-    gone = composed("callbacks=default", "~callbacks.checkpoint")
+    gone = composed("callbacks=default", "~callbacks.checkpoint", "~callbacks.last")
     assert count_of(Checkpoint, gone) == 0
     assert count_of(ProgressBar, gone) == 1
 
