@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import time
@@ -13,10 +14,11 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_zero import checkpoint as _checkpoint
-from lightning_zero.engine import gathered_parameters
+from lightning_zero.engine import engines_of
 from lightning_zero.integration import private
 from lightning_zero.sharding import Board, CollectiveError, Subject, is_communication_error, tells_an_end
 
@@ -56,7 +58,11 @@ class GatheringLauncher(private.MultiProcessingLauncher):
 
     @override
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
-        with gathered_parameters(trainer.lightning_module):
+        module = trainer.lightning_module
+        fitting = trainer.state.fn == TrainerFn.FITTING  # otherwise Lightning reads the weights, but sends none
+        with contextlib.ExitStack() as stack:
+            for engine in engines_of(module):
+                stack.enter_context(engine.gathered(module.parameters(), full_precision=fitting))
             return super()._collect_rank_zero_results(trainer, results)
 
 

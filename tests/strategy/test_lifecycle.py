@@ -33,11 +33,13 @@ from strategy.fits import (
     observe,
     reduces_each,
     reference,
+    state_of,
 )
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy, gathered_parameters
+from lightning_zero.integration.launchers import GatheringLauncher
 
 MOMENTUM = Recipe(optimizer="momentum")
 
@@ -382,3 +384,26 @@ def test_an_error_of_the_teardown_hides_none_from_before(pool1: RankPool) -> Non
     assert notes == ["The teardown after it failed too: RuntimeError('the device is lost')"]
     ((error, _, torn_down),) = pool1.run(end_in_vain, False)
     assert (error, torn_down) == ("RuntimeError('the device is lost')", True)
+
+
+def send_results(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
+    """What a launcher sends to the main process after a fit in 16 bits, and what is right."""
+    lit, trainer = Lit(MOMENTUM), make_trainer(name, precision="bf16-true")
+    launcher = GatheringLauncher(trainer.strategy, "spawn")  # type: ignore[arg-type]
+    trainer.fit(lit)
+    fitted, right = launcher._collect_rank_zero_results(trainer, None), state_of(trainer)
+    trainer.test(lit, verbose=False)
+    tested = launcher._collect_rank_zero_results(trainer, None)
+    if fitted is None:
+        return None
+    assert tested.weights_path is None
+    return {name.removeprefix("model."): value for name, value in torch.load(fitted.weights_path).items()}, right
+
+
+@ranks(2)
+@main_names
+def test_the_main_process_gets_weights_at_full_precision(pool: RankPool, name: str) -> None:
+    (sent, right), others = pool.run(send_results, name)
+    assert others is None
+    assert_same(sent, right)
+    assert {value.dtype for value in sent.values()} == {torch.float32}
