@@ -147,6 +147,16 @@ class EngineStrategy(DDPStrategy):
     def _settle_options(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer] | None) -> None:
         """Decide the options that the constructor left open, when module and optimizers are known. Collective."""
 
+    def _synchronize_layers(self, module: pl.LightningModule) -> None:
+        """Convert layers for ``sync_batchnorm=True`` where no engine holds the module, whose layers it hooks.
+
+        An engine outlives the run that has made it. So layers are converted in an evaluation, too, where they compute
+        as before, and they stay so after a fit.
+        """
+        held = self._engine is not None and not self._engine.released and self._engine.module is module
+        if self._layer_sync is not None and not held:
+            self.model = self._layer_sync.apply(module)
+
     def _shard(self, module: pl.LightningModule, optimizers: list[Optimizer] | None) -> None:
         """Build the engine, or give the engine of an earlier run its new optimizers."""
         engine = self._engine

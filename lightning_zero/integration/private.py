@@ -49,10 +49,12 @@ REQUEUE = "_slurm_sigusr_handler_fn"
 
 # By class of ours: the private names of its base class that it overrides or uses.
 INHERITED: dict[str, dict[str, str]] = {
+    "EngineStrategy": {
+        "_layer_sync": "applied in a run's set-up, as in that of the base which ours replaces",
+    },
     "ZeroStrategy": {
         "_configure_launcher": "overridden: the choice of a launcher has no public hook",
         "_launcher": "set there; `launcher` can only be read",
-        "_layer_sync": "applied in `setup`, as in the `setup` of the base that ours replaces",
         "_lightning_optimizers": "the wrappers that manual optimization steps; they get the engine's `zero_grad`",
         "_precision_plugin": "behind `precision_plugin`, whose default differs here",
     },

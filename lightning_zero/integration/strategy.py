@@ -373,9 +373,8 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         self._failure = None
         self._fitting = fitting = trainer.state.fn == TrainerFn.FITTING
         optimizers: list[Optimizer] = []
+        self._synchronize_layers(self.lightning_module)
         if fitting:
-            if self._layer_sync is not None and self._engine is None:
-                self.model = self._layer_sync.apply(self.lightning_module)
             self.setup_optimizers(trainer)
             optimizers = [o for o in self.optimizers if not private.is_stand_in(o)]
         if fitting and self.options.update_in_backward:

@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.tuner import Tuner
 from strategy.fits import (
     DDP,
@@ -137,6 +138,36 @@ def test_batch_norm_is_converted(pool: RankPool, name: str) -> None:
     """torch's SyncBatchNorm computes on GPUs only; that it says so shows that the layer is there."""
     with pytest.raises(Exception, match=r"SyncBatchNorm expected input tensor to be on|batch_norm_stats"):
         pool.run_within(10, fit, name, MOMENTUM, Synced, sync_batchnorm=True)
+
+
+class Watched(LayerSync):
+    """Notes the modules that it is applied to."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        self.modules.append(model)
+        return model
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+def synced() -> bool:
+    """Whether layers are synchronized of each module that one Trainer takes, before the engine holds them."""
+    sync, first, second = Watched(), Lit(MOMENTUM), Lit(MOMENTUM)
+    trainer = make_trainer("zero3", plugins=[sync], limit_val_batches=None)
+    trainer.validate(first, verbose=False)
+    trainer.fit(first)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(second)
+    trainer.test(second, verbose=False)
+    return list(map(id, sync.modules)) == [id(first), id(second)]
+
+
+def test_layers_are_synchronized_of_every_module(pool1: RankPool) -> None:
+    assert pool1.run(synced) == [True]
 
 
 # ----------------------------------------------------------------------------------------- callbacks and tuning
