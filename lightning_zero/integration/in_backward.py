@@ -6,18 +6,14 @@ parameters are updated. Code that does so in a step without being found here get
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
-from typing_extensions import override
 
-from lightning_zero.integration import private
-from lightning_zero.integration.patches import Undo, replace_methods
 from lightning_zero.integration.precision import ZeroPrecision
 from lightning_zero.update import why_not_in_backward
 
@@ -74,73 +70,3 @@ def _comes_late(hook: str) -> str:
     if hook == "backward":
         return "may change gradients after backward has updated some parameters"
     return "comes after backward, and may read or change gradients by which some parameters are updated already"
-
-
-def guard_saves(trainer: pl.Trainer, may_be_torn: Callable[[], bool]) -> list[Undo]:
-    """Have nothing save a checkpoint in the middle of a step that may be torn, where the save would be an error.
-
-    Callbacks that save when a fit fails save nothing then: the error of the save would take the place of the one with
-    which the fit fails, before other ranks learn of that one. SLURM's requeueing waits for the end of the batch.
-
-    Args:
-        trainer: that fits.
-        may_be_torn: the same on all ranks where all of them are asked at the same place of the fit.
-
-    Returns:
-        What undoes it.
-    """
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    saving = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint | OnExceptionCheckpoint)]
-    return [_requeue_later(trainer, may_be_torn), *(_pass_over_torn(callback, may_be_torn) for callback in saving)]
-
-
-def _pass_over_torn(callback: ModelCheckpoint | OnExceptionCheckpoint, may_be_torn: Callable[[], bool]) -> Undo:
-    own = callback.on_exception
-
-    def on_exception(
-        callback: Any, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        if not may_be_torn():
-            own(trainer, pl_module, exception)
-        elif isinstance(callback, OnExceptionCheckpoint) or callback.save_on_exception:
-            exception.add_note(
-                f"{type(callback).__name__} has saved nothing: with update_in_backward=True the backward that failed "
-                "may have updated some parameters and not others. Resume from an earlier checkpoint, which "
-                "ModelCheckpoint(every_n_train_steps=n) writes every n steps"
-            )
-
-    return replace_methods(callback, {"on_exception": on_exception})
-
-
-class _AfterBatch(Callback):
-    """Does at the end of a batch what came in the middle of its step."""
-
-    def __init__(self) -> None:
-        self.postponed: list[Callable[[], object]] = []
-
-    @override
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        while self.postponed:
-            self.postponed.pop(0)()
-
-
-def _requeue_later(trainer: pl.Trainer, may_be_torn: Callable[[], bool]) -> Undo:
-    """Lightning saves and requeues inside the handler of the signal, which may come at any moment."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    connector, after = private.signal_connector(trainer), _AfterBatch()
-    own = private.requeue_method(connector)
-
-    def requeue(_: Any, number: int, frame: Any) -> None:
-        if may_be_torn():
-            after.postponed.append(lambda: own(number, None))
-        else:
-            own(number, frame)
-
-    restore = replace_methods(connector, {private.REQUEUE: requeue})
-    callbacks.append(after)
-
-    def undo() -> None:
-        restore()
-        callbacks.remove(after)
-
-    return undo

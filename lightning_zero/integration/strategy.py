@@ -25,10 +25,10 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint import Background, CheckpointError
 from lightning_zero.engine import engines_of
-from lightning_zero.integration import engines, in_backward, patches, preflight, private
+from lightning_zero.integration import engines, in_backward, patches, preflight, private, saves
 from lightning_zero.integration.checkpointing import CheckpointingStrategy
 from lightning_zero.integration.deepspeed import FromDeepSpeed
-from lightning_zero.integration.launchers import make_launcher, tell_why
+from lightning_zero.integration.launchers import make_launcher
 from lightning_zero.integration.names import make_auto_strategy, make_strategy, register_in
 from lightning_zero.integration.options import (
     CheckpointStateName,
@@ -46,12 +46,7 @@ from lightning_zero.integration.precision import ZeroPrecision, as_zero_precisio
 from lightning_zero.integration.steps import SteppingStrategy
 from lightning_zero.planning import Plan
 from lightning_zero.planning.memory import Memory, out_of_memory
-from lightning_zero.sharding import (
-    Board,
-    CollectiveError,
-    Group,
-    ShardingPolicy,
-)
+from lightning_zero.sharding import CollectiveError, Group, Mesh, ShardingPolicy
 from lightning_zero.storage import InlineExecutor, make_executor
 
 
@@ -257,7 +252,8 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         self.memory: Memory | None = None  # of the running fit, or of an evaluation that no fit preceded
         self._dtypes = {}
         self._executor = InlineExecutor()
-        self._failure: BaseException | None = None  # the error that ends the fit
+        self._failure: saves.Failure | None = None
+        self._runs = 0  # the number of this run
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -298,6 +294,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         if torch.distributed.is_initialized():
             engines.check_world_size(self.num_nodes, self.num_processes, "Trainer")
         super().setup_environment()
+        self._runs += 1
         engines.check_world_size(self.num_nodes, self.num_processes, "Trainer")
         if self._mesh is None:
             self._mesh = engines.make_mesh(
@@ -316,6 +313,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             for callback in self.lightning_module.trainer.callbacks:  # type: ignore[attr-defined]
                 # Callbacks set up before the strategy, and an earlier run may have sharded the module.
                 self._undo += patches.unshard_for(callback, self._unsharded)
+            self._undo += saves.guard_exceptions(self.lightning_module.trainer, self._fail)
 
     def _warn_of_copies(self, module: pl.LightningModule) -> None:
         """Warn of callbacks that keep a full copy of the module on every rank, if parameters are sharded."""
@@ -370,7 +368,6 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         assert self.lightning_module is not None
         self._check_compiled(self.lightning_module)
         self.accelerator.setup(trainer)
-        self._failure = None
         self._fitting = fitting = trainer.state.fn == TrainerFn.FITTING
         optimizers: list[Optimizer] = []
         self._synchronize_layers(self.lightning_module)
@@ -400,9 +397,8 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
             # The wrapper inherits the optimizer's class and would find the class's method before the engine's.
             wrapper.__dict__["zero_grad"] = wrapper.optimizer.zero_grad
         self._pass_over_skips(trainer.callbacks)  # type: ignore[attr-defined]
-        if fitting and self.options.update_in_backward:
-            updates = self.engine.in_backward
-            self._undo += in_backward.guard_saves(trainer, lambda: updates.may_be_torn)
+        if fitting:
+            self._undo += saves.requeue_together(trainer)
         if self._background is not None:
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, ModelCheckpoint):
@@ -442,10 +438,16 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
     def model_to_device(self) -> None:
         """Do nothing: the engine moves the module bucket by bucket."""
 
+    def _fail(self, error: BaseException) -> saves.Failure:
+        """The failure of this run by ``error``; the first call tells the other ranks of it."""
+        if self._failure is None or self._failure.error is not error:
+            torn = self._engine is not None and self._engine.in_backward.may_be_torn
+            self._failure = saves.Failure(error, self._mesh or Mesh.single(), self.launcher, self._runs, torn)
+        return self._failure
+
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._failure = exception
-        tell_why(exception, Board() if self._mesh is None else self._mesh.board, self.launcher)
+        self._fail(exception)
         if self.memory is not None and (side := out_of_memory(exception)) is not None:
             try:
                 console = Console(file=sys.stderr)
@@ -461,7 +463,8 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         self._rng = self.memory = None
         self._forget_gradients()
         undo, self._undo = self._undo, []
-        failure, self._failure = self._failure, None
+        failure = None if self._failure is None else self._failure.error
+        self._failure = None
         with contextlib.ExitStack() as stack:  # runs all of them, the last first, even if one fails
             stack.callback(self._end_background, failure)
             for part in (self.checkpoint_io, self.accelerator, self.precision_plugin):

@@ -10,15 +10,21 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
+from functools import partial
+from typing import TypeVar
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lightning_zero.advice import Case, advice
 from lightning_zero.limits import has_ended
 
+T = TypeVar("T")
+
 _SECONDS_TO_ANSWER = 3.0  # a store that does not answer within this time counts as gone
 _SECONDS_TO_NOTE = 1.0  # time for other ranks, whose collectives fail at about the same time, to write their notes
+_SECONDS_TO_AGREE = 5.0  # time for other ranks to come to a place to which this one has come unexpectedly
 _SECONDS_BETWEEN = 0.05  # interval between two reads of the notes
+_YES, _NO = "yes", "no"  # answers of all ranks together
 _ANYONE = "-"  # the note of a rank that does not know which rank it has waited for
 
 
@@ -95,8 +101,34 @@ class Board:
         self._ask(read)
         return {rank: note for rank, note in notes.items() if note}
 
-    def _ask(self, use: Callable[[Store], None]) -> None:
-        """Call ``use`` with the store, if there is one, and wait for a limited time.
+    def agree(self, question: str, vote: Callable[[], str | None]) -> bool:
+        """Ask whether all ranks give the same vote within a few seconds of each other.
+
+        All ranks get the same answer, also those that come too late: the first rank that knows it writes it down.
+
+        Args:
+            question: its name, which is the same on all ranks, and another one for every question.
+            vote: this rank's vote; empty: against; ``None``: it has none yet, and is asked again.
+
+        Returns:
+            Whether they do; False if the store is gone.
+        """
+        if self._store is None:
+            return vote() != ""
+        own, deadline = None, time.monotonic() + _SECONDS_TO_AGREE
+        try:
+            while True:
+                if own is None and (own := vote()):
+                    self._ask(partial(_give, question=question, vote=own))
+                over = own == "" or time.monotonic() > deadline
+                if answer := self._ask(partial(_answer, question=question, vote=own, size=self.size, over=over)):
+                    return answer == _YES
+                time.sleep(_SECONDS_BETWEEN)
+        except RuntimeError:
+            return False
+
+    def _ask(self, use: Callable[[Store], T]) -> T | None:
+        """Call ``use`` with the store, if there is one, and wait for a limited time; returns what it returns.
 
         The limit is needed because a connection to a node that is cut off waits for ever.
 
@@ -104,15 +136,15 @@ class Board:
             SilentStoreError: the store has not answered in time, now or in an earlier call.
             RuntimeError: the store is gone.
         """
-        store, errors = self._store, list[RuntimeError]()
+        store, results, errors = self._store, list[T](), list[RuntimeError]()
         if store is None:
-            return
+            return None
         if self._silent:
             raise SilentStoreError
 
         def run() -> None:
             try:
-                use(store)
+                results.append(use(store))
             except RuntimeError as error:
                 errors.append(error)
 
@@ -125,6 +157,7 @@ class Board:
             raise SilentStoreError
         if errors:
             raise errors[0]
+        return results[0]
 
     def explain(self) -> str:
         """Explain from the notes why other ranks may be missing; an empty string if no note says why."""
@@ -193,3 +226,20 @@ def uneven_loaders(notes: Mapping[int, str], size: int) -> str:
     others = [str(rank) for rank in range(size) if rank not in notes]
     rest = f"; not yet on rank{'s' * (len(others) > 1)} {', '.join(others)}" if others else ""
     return f"a loader ran out of batches: {ends}{rest}{advice(Case.UNEVEN_LOADERS, '. ')}"
+
+
+def _give(store: Store, question: str, vote: str) -> None:
+    store.add(f"{question}/votes/{vote}", 1)
+    store.add(f"{question}/votes", 1)
+
+
+def _answer(store: Store, question: str, vote: str | None, size: int, over: bool) -> str:
+    """The answer that a rank has written down, or that this one can write down; empty if it is not known yet."""
+    key = f"{question}/answer"
+    if store.check([key]):
+        return store.get(key).decode()
+    given = store.add(f"{question}/votes", 0)  # before the next line: whoever is counted here is counted there, too
+    same = store.add(f"{question}/votes/{vote}", 0) if vote else 0
+    if same < size and given < size and not over:
+        return ""
+    return store.compare_set(key, "", _YES if same == size else _NO).decode()

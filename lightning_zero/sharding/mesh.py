@@ -87,6 +87,18 @@ class Mesh:
             group.issuing = ticket
         return ticket
 
+    def position(self) -> str | None:
+        """Where this rank is, the same on all ranks that have issued the same collectives.
+
+        Returns:
+            ``None`` while a lane has collectives to issue.
+
+        Raises:
+            Exception: a lane's work has failed.
+        """
+        groups = (self.world, self.shard, self.replica)
+        return " ".join(f"{group.digest:08x}" for group in groups) if all(g.issuing.done() for g in groups) else None
+
     def digests(self) -> Tensor:
         """This rank's digests of its shard and replica groups, and zeros for other ranks: [2 * world size] float64.
 

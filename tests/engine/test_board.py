@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -96,3 +97,21 @@ def test_a_store_that_never_answers_is_asked_once(boards: list[Board], monkeypat
     assert time.monotonic() - started < 10.0
     assert deaf.asked == 1
     deaf.over.set()
+
+
+def test_ranks_agree_where_all_give_the_same_vote(boards: list[Board], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each gets the answer that another has got, also a rank that comes when the others have given up."""
+
+    def ask(question: str, *votes: str) -> list[bool]:
+        with ThreadPoolExecutor(4) as pool:
+            return [*pool.map(lambda board, vote: board.agree(question, lambda: vote), boards, votes)]
+
+    assert ask("one", "here", "here", "here", "here") == [True] * 4
+    assert ask("two", "here", "here", "here", "there") == [False] * 4
+    assert ask("three", "here", "here", "", "here") == [False] * 4
+    monkeypatch.setattr("lightning_zero.sharding.board._SECONDS_TO_AGREE", 0.1)
+    assert ask("four", "here", "here", "here") == [False] * 3
+    assert not boards[3].agree("four", lambda: "here")
+    not_yet = iter([None, "here"])
+    assert Board(0, 1, dist.HashStore()).agree("five", lambda: next(not_yet))
+    assert [Board().agree("six", lambda vote=vote: vote) for vote in ("here", "")] == [True, False]

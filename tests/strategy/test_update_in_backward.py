@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from helpers import models
 from helpers.ranks import RankPool, ranks, slow_unless
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 from strategy.fits import (
     NAMES,
     Fitted,
@@ -26,7 +23,6 @@ from strategy.fits import (
     fit,
     make_trainer,
     observe,
-    state_of,
 )
 from torch import Tensor
 from torch.optim import Optimizer
@@ -191,68 +187,6 @@ def test_the_error_of_a_fit_is_not_that_of_saving_a_torn_step(pool: RankPool, tm
     for notes, saved in pool.run(fails, FailingInForward, str(tmp_path)):
         assert not notes
         assert saved == ["on_exception.ckpt", "other.ckpt"]
-
-
-class Signalled(Counting):
-    """SLURM's signal comes in the second step, when only the gradient of the embedding is missing."""
-
-    after: dict[str, Tensor]
-    at: str
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
-        if index == 1 and self.at == "forward":
-            self._signal()
-        if index == 1 and self.at == "backward":
-            next(self.model.parameters()).register_hook(lambda _: self._signal())  # type: ignore[arg-type,return-value]
-        return super().training_step(batch, index)
-
-    def _signal(self) -> None:
-        if self.trainer.global_step == 1:
-            signal.raise_signal(signal.SIGUSR2)
-            self.notes.append(sorted(path.name for path in Path(self.trainer.default_root_dir).glob("*.ckpt")))
-
-    def on_train_batch_end(self, outputs: Any, batch: Tensor, index: int) -> None:
-        if index == 1:
-            self.after = state_of(self.trainer)
-
-
-def is_requeued(at: str, folder: str) -> list[str]:
-    """The files that are there when the handler of the signal has returned."""
-    program = Path(folder, "scontrol")
-    program.write_text(f"#!/bin/sh\necho $@ > {folder}/{at}")
-    program.chmod(0o755)
-    variables = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "1"}
-    variables["SLURM_JOB_ID"] = "4711"
-    before = {**os.environ}
-    os.environ |= {**variables, "PATH": f"{folder}:{os.environ['PATH']}"}
-    try:
-        trainer = make_trainer(
-            options_of("zero2_offload", **ON),
-            plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR2)],
-            default_root_dir=folder,
-            callbacks=[],
-        )
-        lit = Signalled(Recipe())
-        lit.at = at
-        trainer.fit(lit)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    (saved,) = Path(folder).glob("hpc_ckpt_*.ckpt")
-    weights = torch.load(saved, weights_only=True)["state_dict"]
-    saved.unlink()
-    assert Path(folder, at).read_text() == "requeue 4711\n"
-    same = all(torch.equal(weights[f"model.{name}"], value) for name, value in lit.after.items())
-    assert same == (at == "backward")
-    (seen,) = [note for note in lit.notes if isinstance(note, list)]
-    return seen
-
-
-@ranks(1)
-def test_a_requeued_job_saves_at_the_end_of_the_batch(pool: RankPool, tmp_path: Path) -> None:
-    """Where the signal comes in a step that may be torn; at once elsewhere."""
-    assert pool.run(is_requeued, "backward", str(tmp_path)) == [[]]
-    assert pool.run(is_requeued, "forward", str(tmp_path)) == [["hpc_ckpt_1.ckpt"]]
 
 
 class Manual(Lit):

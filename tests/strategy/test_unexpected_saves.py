@@ -1,0 +1,145 @@
+"""Saves that come unexpectedly, when a fit fails or SLURM requeues a job: by all ranks at one place, or by none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine import driver
+from helpers.ranks import RankPool, ranks
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from strategy.fits import Lit, Recipe, make_trainer, state_of
+from torch import Tensor
+
+from lightning_zero import CollectiveError, ZeroStrategy
+from lightning_zero.sharding import Subject
+
+
+class Failing(Lit):
+    """Fails in the second step: on all ranks, on rank 1 alone, or on rank 0 a collective later than on rank 1."""
+
+    where: str
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        if index == 1:
+            self._fail()
+        return super().training_step(batch, index)
+
+    def _fail(self) -> None:
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, ZeroStrategy)
+        assert strategy._mesh is not None
+        driver.limit_waits(strategy._mesh, 1.0)
+        if self.where == "apart":
+            strategy._mesh.world.digest += dist.get_rank()  # as after another collective
+        if self.where == "alone" and dist.get_rank() == 0:
+            while not strategy._mesh.board.read(Subject.FAILURE):  # then it begins to wait for the other
+                time.sleep(0.01)
+            return
+        raise LookupError("no such token")
+
+
+def fail(where: str, strategy: dict[str, Any], folder: str) -> tuple[str, list[str], list[str]]:
+    """The error of a fit, its notes, and the checkpoints that callbacks have saved then."""
+    callbacks = [OnExceptionCheckpoint(folder), ModelCheckpoint(folder, filename="other", save_on_exception=True)]
+    trainer, lit = make_trainer(strategy, callbacks=callbacks, enable_checkpointing=True), Failing(Recipe())
+    lit.where = where
+    with (
+        mock.patch("lightning_zero.sharding.board._SECONDS_TO_AGREE", 0.2 if where == "alone" else 5.0),
+        pytest.raises((LookupError, CollectiveError)) as caught,
+    ):
+        trainer.fit(lit)
+    notes = getattr(caught.value, "__notes__", [])
+    return str(caught.value), notes, sorted(path.name for path in Path(folder).glob("*.ckpt"))
+
+
+@ranks(2)
+@pytest.mark.parametrize("where", ["alone", "apart"])
+def test_a_failing_rank_saves_nothing_that_others_do_not_save(pool: RankPool, where: str, tmp_path: Path) -> None:
+    """Its error reaches the others first, and nobody waits until the timeout for a save that not all have begun."""
+    errors, notes, saved = zip(*pool.run(fail, where, {"stage": 3}, str(tmp_path)), strict=True)
+    assert errors[1] == "no such token"
+    assert where == "apart" or errors[0].endswith("because rank 1 failed: LookupError: no such token")
+    for of_rank in notes:
+        starts = [note.partition(" has saved nothing: all ranks must save together")[0] for note in of_rank]
+        assert starts == ["OnExceptionCheckpoint", "ModelCheckpoint"]
+    assert saved == ([], [])
+
+
+@ranks(2, slow=[4])
+def test_what_fails_on_all_ranks_is_saved(pool: RankPool, tmp_path: Path) -> None:
+    """Also where there are several shard groups."""
+    for error, notes, saved in pool.run(fail, "everywhere", {"stage": 3, "shard_size": 2}, str(tmp_path)):
+        assert (error, notes) == ("no such token", [])
+        assert saved == ["on_exception.ckpt", "other.ckpt"]
+
+
+class Signalled(Lit):
+    """SLURM's signal comes to the last rank alone, in the second step."""
+
+    after: dict[str, Tensor]
+    at: str
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        if index == 1 and self.at == "forward":
+            self._signal()
+        if index == 1 and self.at == "backward":
+            next(self.model.parameters()).register_hook(lambda _: self._signal())  # type: ignore[arg-type,return-value]
+        return super().training_step(batch, index)
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        super().validation_step(batch, index)
+        if self.at == "validation":
+            self._signal()
+
+    def _signal(self) -> None:
+        if self.trainer.global_step == 1 and dist.get_rank() == dist.get_world_size() - 1:
+            signal.raise_signal(signal.SIGUSR2)
+            self.notes.append(sorted(path.name for path in Path(self.trainer.default_root_dir).glob("*.ckpt")))
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, index: int) -> None:
+        if index == (0 if self.at == "validation" else 1):
+            self.after = state_of(self.trainer)
+
+
+def requeue(at: str, options: dict[str, Any], folder: str) -> list[Any]:
+    """Which files were there when the handler of the signal had returned, where it has run."""
+    program, rank, size = Path(folder, "scontrol"), dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        program.write_text(f"#!/bin/sh\necho $@ >> {folder}/requeued")
+        program.chmod(0o755)
+    variables = {"PROCID": rank, "LOCALID": rank, "NODEID": 0, "NTASKS": size, "NTASKS_PER_NODE": size, "JOB_ID": 4711}
+    slurm = {f"SLURM_{name}": str(value) for name, value in variables.items()}
+    with mock.patch.dict(os.environ, {**slurm, "PATH": f"{folder}:{os.environ['PATH']}"}):
+        trainer = make_trainer(
+            ZeroStrategy(persistence_numel=0, **options),
+            plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR2)],
+            default_root_dir=folder,
+            limit_val_batches=1,
+            val_check_interval=1,
+        )
+        lit = Signalled(Recipe())
+        lit.at = at
+        trainer.fit(lit)
+    if rank == 0:
+        (saved,) = Path(folder).glob("hpc_ckpt_*.ckpt")
+        weights = torch.load(saved, weights_only=True)["state_dict"]
+        assert all(torch.equal(weights[f"model.{name}"], value) for name, value in lit.after.items())
+        assert Path(folder, "requeued").read_text() == "requeue 4711\n"
+    return lit.notes
+
+
+@ranks(2)
+@pytest.mark.parametrize("at", ["forward", "backward", "validation"])
+def test_a_requeued_job_saves_at_the_end_of_the_batch(pool: RankPool, at: str, tmp_path: Path) -> None:
+    """Of the batch, or of the validation, in which one rank was signalled: all ranks save there, once."""
+    options = {"stage": 3, "skip_nonfinite": False, "update_in_backward": at == "backward"}
+    assert pool.run(requeue, at, options, str(tmp_path)) == [[], [[]]]
