@@ -106,7 +106,8 @@ def claims(
         held = Bytes(host=_module_bytes(module, torch.device("cpu")))
         held += Bytes() if kind.shares_host_memory else Bytes(device=_module_bytes(module, device))
     else:
-        held = sum(held_by(engine).values(), Bytes())
+        # A fit makes its averages anew; those that are still there at its start belong to somebody else.
+        held = sum((part for name, part in held_by(engine).items() if name != "averages"), Bytes())
     mine = held.total if kind.shares_host_memory else held.host
     sizes = limits.process_memory(root)
     resident = max(0, sizes.get("RssAnon", 0) + sizes.get("RssShmem", 0) - mine)

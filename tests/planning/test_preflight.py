@@ -15,6 +15,7 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
+from engine import driver
 from helpers.ranks import RankPool, ranks
 from strategy.fits import make_trainer
 from torch import Tensor, nn
@@ -24,7 +25,9 @@ from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.integration.preflight import DoesNotFitError
 from lightning_zero.planning import preflight
 from lightning_zero.planning.account import Peak
+from lightning_zero.planning.memory import held_by
 from lightning_zero.planning.preflight import Claim, Pool, Shortage, claims, shortages, with_plan
+from lightning_zero.sharding import Mesh
 
 MIB = 2**20
 WIDTH = 256
@@ -88,6 +91,16 @@ def test_what_a_process_has_and_uses(tmp_path: Path) -> None:
     # On CPU device and host are one memory; the plan's peak of both together is what counts.
     wanted = {claim.wanted for claim in with_plan(found, Peak(5, 6, 7), CPU)}
     assert wanted == {7}
+
+
+def test_an_average_of_an_earlier_fit_is_in_use(tmp_path: Path) -> None:
+    """The plan of the next fit includes the engine's memory and the averages that this fit makes."""
+    root, model = write_machine(tmp_path, 64 * MIB, None, resident=16 * MIB), nn.Linear(512, 1024, bias=False)
+    engine = driver.make_engine(model, driver.Setup(1), Mesh.single())
+    used = of(claims(model, engine, CPU, 0, root), "machine").used
+    average = engine.make_shadow()
+    assert of(claims(model, engine, CPU, 0, root), "machine").used == used
+    assert held_by(engine)["averages"].total == 2 * MIB == sum(shard.nbytes for shard in average.shards)
 
 
 def test_ranks_that_share_memory_share_the_limit() -> None:
