@@ -80,7 +80,7 @@ def test_a_name_on_a_disk_whose_folder_has_a_blank(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "my disk, (1)"
     folder.mkdir()
-    nvme = f"{LARGE} --disk 1TB --nvme {shlex.quote(str(folder))}"
+    nvme = f"--params 7e6 --layers 2 --hidden 128 --disk 1TB --nvme {shlex.quote(str(folder))}"
     made = json.loads(invoke(f"{nvme} --strategy zero3_nvme --json").stdout)
     assert made["groups"]["strategy"] == "zero3_nvme"
     typed = shlex.split(made["choice"]["hydra"])
