@@ -302,7 +302,9 @@ def _set_default_dtype(dtype: torch.dtype) -> None:
     """Set torch's default dtype, also for other threads: updates that may use it end before."""
     if dtype != (previous := torch.get_default_dtype()):
         for engine in ENGINES.in_order():
-            engine.await_updates({previous, dtype})
+            # An update that has failed has ended, too. Whoever needs it raises its error: here it may be another fit's.
+            with contextlib.suppress(Exception):
+                engine.await_updates({previous, dtype})
         torch.set_default_dtype(dtype)
 
 

@@ -294,7 +294,7 @@ class ZeroStrategy(FromDeepSpeed, SteppingStrategy, CheckpointingStrategy):
         if torch.distributed.is_initialized():
             engines.check_world_size(self.num_nodes, self.num_processes, "Trainer")
         super().setup_environment()
-        self._runs += 1
+        self._runs, self._failure = self._runs + 1, None
         engines.check_world_size(self.num_nodes, self.num_processes, "Trainer")
         if self._mesh is None:
             self._mesh = engines.make_mesh(

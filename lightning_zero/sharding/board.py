@@ -104,7 +104,8 @@ class Board:
     def agree(self, question: str, vote: Callable[[], str | None]) -> bool:
         """Ask whether all ranks give the same vote within a few seconds of each other.
 
-        All ranks get the same answer, also those that come too late: the first rank that knows it writes it down.
+        All ranks get the same answer, also those that come too late: the first rank that knows it writes it down. But a
+        rank to which the store does not answer takes False for it, whatever the others have found.
 
         Args:
             question: its name, which is the same on all ranks, and another one for every question.

@@ -287,9 +287,9 @@ def attach_optimizer(optimizer: Optimizer, target: Target) -> list[RemovableHand
             with _replaced_zero_grad(clear):
                 type(optimizer).zero_grad(optimizer, *args, **kwargs)
 
-    def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         with keeping_digits(optimizer):
-            type(optimizer).load_state_dict(optimizer, state_dict)
+            return type(optimizer).load_state_dict(optimizer, *args, **kwargs)
 
     # This is without torch's wrapper, which calls step hooks: the engine calls them around the update, and does not
     # call them if it skips the update.

@@ -52,4 +52,6 @@ def _rounded(saved: Any, own: Any) -> bool:
     """Whether ``own`` is ``saved`` in another dtype, and not something that the optimizer's class has made of it."""
     if not isinstance(saved, Tensor) or not isinstance(own, Tensor) or saved.dtype == own.dtype:
         return False
+    if not (saved.is_floating_point() and own.is_floating_point()):
+        return False
     return saved.shape == own.shape and bool(saved.detach().to(own).equal(own))

@@ -33,6 +33,8 @@ class BatchedMuon(torch.optim.Muon):
     torch's own step.
     """
 
+    dtypes_stated = True  # of all tensors that it makes; see `TorchUpdater.alike_under`
+
     def at_once(self, group: Group, shape: torch.Size, device: torch.device) -> int:
         """The most matrices of a shape that are iterated on together on ``device``.
 

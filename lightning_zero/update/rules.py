@@ -29,6 +29,9 @@ ELEMENT_WISE = frozenset(
     for name in "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
 )
 
+# Torch's classes that make tensors in fp32, or in fp64 if that is the default dtype; ASGD makes some in any other, too.
+DTYPES_STATED = (ELEMENT_WISE - {torch.optim.ASGD}) | {torch.optim.Muon}
+
 # The keys are names of classes, so that the same rule in another library is recognized, too.
 REFUSED = {
     "LBFGS": "it keeps one history over all parameters and evaluates the loss several times in a step",

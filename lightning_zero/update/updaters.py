@@ -19,7 +19,7 @@ from lightning_zero.storage import Memory
 from lightning_zero.torch_private import tree_map
 from lightning_zero.update.footprint import Footprint, passing_bytes
 from lightning_zero.update.native import MasterLayout
-from lightning_zero.update.rules import ELEMENT_WISE, Traits, state_dtypes, state_names
+from lightning_zero.update.rules import DTYPES_STATED, ELEMENT_WISE, Traits, state_dtypes, state_names
 from lightning_zero.update.shell import ShellGroup, StepCall, in_form_for, run_step, steps_together
 from lightning_zero.update.state import OptimizerState, OwnedTensor, ParameterState, ShardState, WholeState
 from lightning_zero.update.view import UpdateView
@@ -239,8 +239,9 @@ class TorchUpdater(ShardUpdater):
         """Do nothing, because torch's optimizers check their hyperparameters."""
 
     def alike_under(self, defaults: Collection[torch.dtype]) -> bool:
-        """Torch's own classes count in fp32, and in fp64 if that is the default; others make tensors as they like."""
-        return type(self.optimizer) in ELEMENT_WISE and torch.float64 not in defaults
+        """Whether the class is known to state the dtypes of the tensors that it makes."""
+        own = type(self.optimizer)
+        return torch.float64 not in defaults and (own in DTYPES_STATED or "dtypes_stated" in vars(own))
 
     def state_names(self, group: dict[str, Any], parameter: Tensor) -> frozenset[str]:
         if self._has_state_at_once:  # a trial would need this state, which has been moved to shards since

@@ -177,7 +177,6 @@ class VisibleGradients:
         bucket = self._map[parameter]
         with torch.no_grad():
             self._show(parameter).copy_(value)
-        self._map.gradients_of(bucket).mark_assigned(bucket.index[id(parameter)])
         self._clipping.note_change(used=parameter)
 
     def _assign_local(self, parameter: Parameter, value: Tensor) -> None:
@@ -252,6 +251,7 @@ class _SharedSlice:
         self.name = name
         self._owner = owner
         self._clipping = clipping
+        self._gradients, self._index = gradients, gradients.bucket.index[id(parameter)]
         self._sharded = gradients.sharded
         self._parameter = parameter
         self._start, self._stop = (0, 0) if segment is None else (segment.start, segment.stop)
@@ -281,6 +281,7 @@ class _SharedSlice:
             if scale != 1.0:
                 values.mul_(scale)
             self._sharded.keep(self._start, values)
+        self._gradients.mark_assigned(self._index)
         self._clipping.note_change()
 
     def norm(self, order: float) -> float:

@@ -13,7 +13,7 @@ from helpers import models
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero import ops
+from lightning_zero import CPUAdamW, ops
 from lightning_zero.checkpoint import load_optimizer_state_dict, optimizer_state_dict
 from lightning_zero.sharding import Bucket, Mesh, MixedPrecisionPolicy, Run
 from lightning_zero.sharding.held import local_grad
@@ -21,9 +21,15 @@ from lightning_zero.sharding.masters import CopyMaster
 from lightning_zero.storage.rested import Resident
 from lightning_zero.update import NativeUpdater, ShardState, TorchUpdater, make_updater, shell, updaters
 from lightning_zero.update import whole as whole_parameters
+from lightning_zero.update.loading import keeping_digits
+from lightning_zero.update.newton_schulz import BatchedMuon
+from lightning_zero.update.rules import ELEMENT_WISE, Traits
 from lightning_zero.update.shell import ShellGroup, StepCall, run_step
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+FP32 = torch.float32
+KINDS = sorted({*ELEMENT_WISE, torch.optim.Muon, BatchedMuon}, key=lambda kind: kind.__name__)
+NO_TRAITS = Traits((), frozenset())
 
 
 def start(setup: Setup, optimizer: str = "adamw", model: str = "mlp", **options: Any) -> Session:
@@ -426,3 +432,38 @@ def test_a_learning_rate_that_is_a_tensor_works() -> None:
 
     for native in ("auto", "off"):
         assert_close(weights(torch.tensor(0.01), native), weights(0.01, native), rtol=1e-6, atol=1e-7)
+
+
+def in_default_dtype(kind: type[Optimizer], dtype: torch.dtype) -> list[Tensor]:
+    """The parameter and its state after some steps in which `dtype` is torch's default."""
+    before, parameter = torch.get_default_dtype(), nn.Parameter(torch.linspace(-1, 1, 24).view(4, 6))
+    optimizer = kind([parameter], lr=0.01)
+    torch.set_default_dtype(dtype)
+    try:
+        for number in range(3):
+            parameter.grad = torch.full_like(parameter, 0.1 + number)
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(before)
+    return [parameter.detach(), *(value for value in optimizer.state[parameter].values() if isinstance(value, Tensor))]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_updates_that_may_run_in_any_default_dtype_are_the_same_there(kind: type[Optimizer]) -> None:
+    updater, expected = TorchUpdater(kind([nn.Parameter(torch.ones(2, 2))]), NO_TRAITS), in_default_dtype(kind, FP32)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        if updater.alike_under({FP32, dtype}):
+            found = in_default_dtype(kind, dtype)
+            assert [value.dtype for value in found] == [value.dtype for value in expected]
+            assert all(map(torch.equal, found, expected))
+    assert updater.alike_under({FP32, torch.bfloat16}) == (kind is not torch.optim.ASGD)
+
+
+def test_state_that_a_class_has_made_of_what_it_loads_stays_so() -> None:
+    """Zeros are equal in any dtype."""
+    parameter = nn.Parameter(torch.ones(300, dtype=torch.bfloat16))
+    optimizer = CPUAdamW([parameter], state_dtype=torch.int8)
+    saved = {name: torch.zeros(300) for name in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(1.0)}
+    with keeping_digits(optimizer):
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": {0: saved}})
+    assert optimizer.state[parameter]["exp_avg"].dtype == torch.int8

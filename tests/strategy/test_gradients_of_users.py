@@ -290,13 +290,16 @@ class Assigned(Lit):
     def training_step(self, batch: Tensor, index: int) -> None:
         optimizer = self.optimizers()
         for parameter in self.model.parameters():
+            if parameter.grad is not None:  # zeros
+                parameter.grad.copy_(torch.full(parameter.shape, 0.25))
+                continue
             parameter.grad = torch.full(parameter.shape, 1.0)
             parameter.grad = None
             parameter.grad = torch.full(parameter.shape, 0.5)
         for parameter in list(self.model.parameters())[1::2]:
             parameter.grad = None
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=index != 1)
 
 
 @ranks(2)

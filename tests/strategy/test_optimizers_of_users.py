@@ -276,6 +276,10 @@ class PassesOn(SGD):
         self.asked.append(True)
         super().zero_grad(*args, **kwargs)
 
+    def load_state_dict(self, state_dict: dict[str, Any], answer: str = "") -> str:  # type: ignore[override]
+        super().load_state_dict(state_dict)
+        return answer
+
 
 class WithOwn(Lit):
     def configure_optimizers(self) -> Optimizer:
@@ -297,6 +301,13 @@ class WithPassedOn(WithOwn):
             optimizer.step(closure=closure)
         else:
             optimizer.optimizer.step(closure)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        optimizer: Any = self.trainer.optimizers[0]
+        (group,) = optimizer.param_groups
+        loaded = {"state": {}, "param_groups": [{**group, "params": list(range(len(group["params"])))}]}
+        self.notes.append(len(optimizer.load_state_dict(loaded, answer="taken")))
 
 
 class WithOwnByHand(WithOwn):
