@@ -174,7 +174,6 @@ class VisibleGradients:
 
     def _take_over(self, parameter: Parameter, value: Tensor) -> None:
         """Make ``value`` the averaged gradient of ``parameter``."""
-        bucket = self._map[parameter]
         with torch.no_grad():
             self._show(parameter).copy_(value)
         self._clipping.note_change(used=parameter)
