@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import sys
 import time
@@ -18,8 +17,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_zero import checkpoint as _checkpoint
-from lightning_zero.engine import engines_of
 from lightning_zero.integration import private
+from lightning_zero.integration.patches import replace_methods
 from lightning_zero.sharding import Board, CollectiveError, Subject, is_communication_error, tells_an_end
 
 _SECONDS_TO_END = 1.0
@@ -58,12 +57,13 @@ class GatheringLauncher(private.MultiProcessingLauncher):
 
     @override
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
-        module = trainer.lightning_module
-        fitting = trainer.state.fn == TrainerFn.FITTING  # otherwise Lightning reads the weights, but sends none
-        with contextlib.ExitStack() as stack:
-            for engine in engines_of(module):
-                stack.enter_context(engine.gathered(module.parameters(), full_precision=fitting))
+        fitted = trainer.state.fn == TrainerFn.FITTING  # otherwise Lightning reads the weights, but sends none
+        state = trainer.strategy.lightning_module_state_dict() if fitted else {}  # bucket by bucket, to rank 0's host
+        undo = replace_methods(trainer.lightning_module, {"state_dict": lambda *_, **__: state})
+        try:
             return super()._collect_rank_zero_results(trainer, results)
+        finally:
+            undo()
 
 
 def tell_why(exception: BaseException, board: Board, launcher: object) -> None:
