@@ -591,7 +591,7 @@ def test_a_tilde_is_the_home_folder(gpt2: SimpleNamespace, tmp_path: Path, monke
     options = {"context": 8, "batch_size": 4, "epoch_steps": 2}
     text, tokens = gpt2.data.TextData("~/text", **options), gpt2.data.TokenData("~/tokens", **options)
     assert torch.equal(text.train.int(), tokens.train.int())
-    torch.save({}, tmp_path / "other.ckpt")
+    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
     with pytest.raises(ValueError, match="does not name a model and a tokenizer"):
         generated(gpt2, "'~/other.ckpt'")
 
