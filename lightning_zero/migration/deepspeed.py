@@ -407,7 +407,7 @@ class _Translation(Classification):
                 self._row(path, Status.no_meaning, note=f"one size serves both directions: that of {taken}")
             else:
                 note = f"elements of {width} bytes; the default here is 25"
-                self._set(path, "strategy.bucket_size_mb", round(size * width / 2**20, 2), note)
+                self._set(path, "strategy.bucket_size_mb", max(round(size * width / 2**20, 2), 0.01), note)
                 taken = name
 
     def _defaults(self) -> None:

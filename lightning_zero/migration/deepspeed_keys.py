@@ -232,7 +232,11 @@ _OFFLOAD_OPTIMIZER = (
     Key("fast_init", BOOL, moot="for NVMe: masters are written tile by tile as they are made"),
     Key("ratio", FRACTION, as_here=(1,), remedy="all optimizer state rests in host memory, or none of it"),
     Key("super_offload", BOOL, as_here=(False,), remedy="the update is exact and waits for clipping"),
-    Key("cpuadam_cores_perc", FRACTION, moot="the ranks of a machine share its cores; OMP_NUM_THREADS limits them"),
+    Key(
+        "cpuadam_cores_perc",
+        FRACTION,
+        moot="the ranks of a machine share its cores; LIGHTNING_ZERO_NUM_THREADS limits them",
+    ),
 )
 _OFFLOAD_PARAM = (
     Key("device", DEVICE, here="strategy.offload_params", computed=True),

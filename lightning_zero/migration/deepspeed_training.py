@@ -78,7 +78,7 @@ TORCH_CLASSES = {"nadam": "NAdam", "radam": "RAdam", "adamax": "Adamax", "adadel
 
 _WARMUP = frozenset({"min_lr", "max_lr", "warmup_steps", "warmup_type"})
 SCHEDULERS: dict[str, Target] = {
-    "warmuplr": Target("warmup", _WARMUP, {"max_lr": 0.001}),
+    "warmuplr": Target("warmup", _WARMUP),
     "warmupdecaylr": Target("warmup_decay", _WARMUP | {"total_steps"}, {"max_lr": 0.001, "warmup_steps": 1000}),
     "warmupcosinelr": Target(
         "cosine",

@@ -26,6 +26,7 @@ _OWN = frozenset(
     num_experts optimizer param_shapes random_ltd shared_params skipped_steps sparse_tensor_module_names
     universal_checkpoint_info""".split()
 )
+_POSITIONS = frozenset({"last_epoch", "last_batch_iteration"})  # of schedules of torch and of DeepSpeed
 _AS_IT_IS = (str, bytes, int, float, bool, type(None), torch.Size, torch.dtype, torch.device)
 _CONVERSIONS: list[tuple[type, Callable[[Any], Any]]] = [
     (enum.Enum, lambda value: value.value),
@@ -136,13 +137,13 @@ class _Conversion:
         scaler = _scaler_state(run.optimizers[0].get("loss_scaler"))
         skipped = run.model.get("skipped_steps") or 0
         plain = self._plain({key: value for key, value in run.model.items() if key not in _OWN}, "")
-        schedulers = [state for state in [run.model.get("lr_scheduler")] if state and "last_epoch" in state]
+        schedulers = [state for state in [run.model.get("lr_scheduler")] if state and _POSITIONS & state.keys()]
         return {
             "epoch": 0,
             "global_step": run.model.get("global_steps", 0),
             "pytorch-lightning_version": version("lightning"),
-            "lr_schedulers": self._plain(schedulers, "lr_scheduler"),
             **plain,
+            "lr_schedulers": [*map(_at_step, plain.get("lr_schedulers") or self._plain(schedulers, "lr_scheduler"))],
             "state_dict": self._state_dict(),
             "optimizer_states": [self._optimizer_state()],
             "ZeroPrecision": {"skipped_steps": skipped, "scaler": scaler},
@@ -242,6 +243,17 @@ def _scaler_state(scaler: Any) -> dict[str, float]:
 def _name(name: str) -> str:
     """A parameter's name in the module, without the prefix of the wrapper that Lightning before 2.1 used."""
     return plain_name(name.removeprefix("_forward_module."))
+
+
+def _at_step(scheduler: dict[str, Any]) -> dict[str, Any]:
+    """The state of one of DeepSpeed's schedulers as torch's; the state of others is returned unchanged.
+
+    DeepSpeed counts from -1 before the first step, and its schedules lag one step behind their count.
+    """
+    if "last_batch_iteration" not in scheduler:
+        return scheduler
+    steps = scheduler["last_batch_iteration"] + 1
+    return {"last_epoch": steps, "_step_count": steps + 1}
 
 
 def _copied(value: Any) -> Any:

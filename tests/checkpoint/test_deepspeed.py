@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lightning_zero import DynamicLossScaler
 from lightning_zero.checkpoint import CheckpointError
+from lightning_zero.schedulers import WarmupLR
 from lightning_zero.tools import deepspeed_runs as runs
 from lightning_zero.tools.contents import describe
 from lightning_zero.tools.deepspeed import convert
@@ -199,6 +200,26 @@ def test_a_folder_without_lightnings_entries(original: dict[str, Any], tmp_path:
     loaded = load(tmp_path / "a.ckpt")
     assert (loaded["global_step"], loaded["epoch"]) == (3, 0)
     assert loaded["lr_schedulers"] == [{"last_epoch": 3, "base_lrs": [0.1]}]
+
+
+@pytest.mark.parametrize("lightning", [False, True])
+def test_a_schedule_of_deepspeed_goes_on(original: dict[str, Any], tmp_path: Path, lightning: bool) -> None:
+    """Its scheduler, which Lightning's strategy hands to the Trainer, counts from -1 on."""
+    state: Any = {"last_batch_iteration": 2}
+    bare = {key: original[key] for key in ("state_dict", "optimizer_states")}
+    more = {"lr_schedulers": [state]} if lightning else {"lr_scheduler": state}
+    folder = write(tmp_path / "a", original if lightning else bare, Folder(3, more=more))
+    convert(folder if lightning else folder / "checkpoint", tmp_path / "a.ckpt", trust=True)
+    schedule = WarmupLR(torch.optim.SGD([torch.zeros(1)], lr=0.5), warmup_steps=9)
+    schedule.load_state_dict(load(tmp_path / "a.ckpt")["lr_schedulers"][0])
+    through = WarmupLR(torch.optim.SGD([torch.zeros(1)], lr=0.5), warmup_steps=9)
+    for _ in range(3):
+        through.optimizer.step()
+        through.step()
+    assert (schedule.last_epoch, schedule._step_count) == (through.last_epoch, through._step_count)
+    schedule.step()
+    through.step()
+    assert schedule.get_last_lr() == through.get_last_lr()
 
 
 # --------------------------------------------------------------------------------------------------------------- errors

@@ -346,13 +346,15 @@ def test_batch(config: dict[str, int], ranks: int | None, expected: tuple[int | 
 
 
 def test_what_the_file_leaves_out_is_written_where_the_defaults_differ() -> None:
-    imported = import_deepspeed({"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}})
+    imported = import_deepspeed({"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupDecayLR"}})
     assert imported.groups["optimizer"] == "adamw"  # adam_w_mode is true by default
     assert imported.settings == {
         "trainer.gradient_clip_val": 1.0,
         "optimizer.weight_decay": 0.0,
         "scheduler.max_lr": 0.001,
+        "scheduler.warmup_steps": 1000,
     }
+    assert not import_deepspeed({"scheduler": {"type": "WarmupLR"}}).below("scheduler")  # the optimizer's rate in both
     assert {row.line for row in imported.rows} == {None}
     plain = import_deepspeed({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "max_grad_norm": 0.5}}})
     assert plain.groups["optimizer"] == "adam"

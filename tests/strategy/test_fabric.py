@@ -207,6 +207,23 @@ def test_a_run_goes_on_from_a_checkpoint_of_fabric_or_trainer(pool2: RankPool, b
     assert not results[1].weights
 
 
+def hand_scale_over(path: str) -> list[float]:
+    """The loss scales of a Trainer's run, and of the one under Fabric that goes on with it."""
+    recipe = Recipe(steps=2)
+    trainer = make_trainer("zero2", plugins=[overflowing()])
+    trainer.fit(Lit(recipe))
+    trainer.save_checkpoint(path)
+    fabric = make_fabric("zero2", plugins=[overflowing()])
+    sharded, optimizer = fabric.setup(model := WithLoss(recipe.make_model()), recipe.make_optimizer(model.model))
+    fabric.load(path, {"state_dict": sharded, "optimizer_states": [optimizer]})
+    return [strategy.loss_scale for strategy in (trainer.strategy, fabric.strategy)]  # type: ignore[attr-defined]
+
+
+def test_the_loss_scale_of_a_trainer_goes_on_under_fabric(pool2: RankPool, tmp_path: Path) -> None:
+    ((trainers, fabrics), _) = pool2.run(hand_scale_over, str(tmp_path / "saved.ckpt"))
+    assert trainers == fabrics < 2.0**19
+
+
 class Layers(nn.Module):
     """Two blocks, and a root with parameters of its own."""
 

@@ -148,7 +148,8 @@ class CheckpointingStrategy(EnginesStrategy):
             if not self._load_into(state[name], saved, strict):
                 state[name] = saved
         if any(self._has_engine(value) for value in state.values()):
-            self.precision.load_state_dict(written_by.get(SCALER) or {})
+            of_trainer = loaded.get("ZeroPrecision") or {}
+            self.precision.load_state_dict(written_by.get(SCALER) or of_trainer.get("scaler") or {})
         return rest
 
     def _check(self, value: Any, saved: Any) -> None:
