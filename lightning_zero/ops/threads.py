@@ -40,11 +40,12 @@ class _Threads:
         self.processes = 1
         self.cores = _cores()
         self.near: tuple[int, ...] = ()  # the cores near the device that the kernels are restricted to; empty: all
+        self.bound: frozenset[int] = frozenset()  # the cores to which the kernels' threads are bound; empty: to none
 
     @property
     def share(self) -> int:
-        share = self.cores // self.processes
-        return max(1, min(share, len(self.near)) if self.near else share)
+        limits = [len(cores) for cores in (self.near, self.bound) if cores]
+        return max(1, min([self.cores // self.processes, *limits]))
 
     @property
     def number(self) -> int:
@@ -133,7 +134,7 @@ def keep_near(cores: Sequence[int]) -> None:
 
 
 def bind_threads(cores: Sequence[int] | None) -> None:
-    """Binds each of the kernels' threads to one core, in turn.
+    """Binds each of the kernels' threads to one core, in turn. By default there are no more threads than cores then.
 
     The calling thread, which takes part in the work, is not bound.
 
@@ -147,6 +148,7 @@ def bind_threads(cores: Sequence[int] | None) -> None:
     if outside := [core for core in wanted if not 0 <= core < 2**31]:
         raise ValueError(f"core {outside[0]} is out of range; expected the number of a core")
     _C.bind_threads(wanted, together=False)
+    _THREADS.bound = frozenset(wanted)  # more threads would wait for each other there
 
 
 def _cores_named(text: str) -> list[int]:

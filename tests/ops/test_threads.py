@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -153,6 +154,19 @@ def test_ranks_of_a_machine_share_the_cores_that_are_named(monkeypatch: pytest.M
     for processes, number in [(1, 0), (2, 0), (2, 1), (4, 3), (8, 5)]:
         ops.share_cores(processes, number)
     assert bound == [[0, 1, 4, 5], [0, 1], [4, 5], [5], [1]]
+
+
+def test_there_are_no_more_threads_than_cores_they_are_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops.threads, "_C", SimpleNamespace(bind_threads=lambda *_, **__: None))
+    monkeypatch.setattr(ops.threads, "_THREADS", threads := ops.threads._Threads(""))
+    monkeypatch.setattr(ops.threads, "_NAMED_CORES", [*range(8)])
+    threads.cores = 64
+    counts = []
+    for processes in (1, 2, 16):
+        ops.share_cores(processes)
+        counts.append(ops.get_num_threads())
+    ops.bind_threads(None)
+    assert [*counts, ops.get_num_threads()] == [8, 4, 1, 4]
 
 
 @pytest.mark.slow
