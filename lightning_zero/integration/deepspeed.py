@@ -31,7 +31,9 @@ class FromDeepSpeed:
     def from_deepspeed(
         cls, config: str | Path | Mapping[str, Any], *, ranks: int | None = None, **options: Any
     ) -> Self:
-        """Make a strategy from a DeepSpeed configuration, with its precision unless that is "auto".
+        """Make a strategy from a DeepSpeed configuration, with its precision.
+
+        If it names none, or "auto", that is ``Trainer(precision=...)``, as under Lightning's strategy for DeepSpeed.
 
         A warning lists the keys that are not supported or unknown. Clipping, accumulation, batch size, optimizer and
         scheduler are not options of a strategy; a message says where to set them. ``lightning-zero import-deepspeed``
@@ -48,7 +50,8 @@ class FromDeepSpeed:
         """
         imported = import_deepspeed(config, ranks=ranks)
         settings = STRATEGIES[imported.groups["strategy"]] | imported.below("strategy") | options
-        if "precision" in imported.groups and "precision_plugin" not in options:
+        named = imported.groups.get("precision", "fp32") != "fp32" or imported.below("precision")
+        if named and "precision_plugin" not in options:
             settings["precision_plugin"] = _precision(imported)
         _report(imported)
         return cls(**settings)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.ranks import RankPool
 from hydra import compose, initialize_config_dir
-from lightning import LightningModule
+from lightning import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -548,3 +548,10 @@ def test_in_code_the_rest_is_reported(caplog: pytest.LogCaptureFixture) -> None:
         assert part in said
     with pytest.raises(TypeError, match="no option 'stge'"):
         ZeroStrategy.from_deepspeed({}, stge=1)
+
+
+def test_a_file_without_a_precision_leaves_it_to_the_trainer() -> None:
+    for config, expected in (({}, "bf16-mixed"), ({"bf16": {"enabled": True}}, "bf16-true")):
+        strategy = ZeroStrategy.from_deepspeed({"zero_optimization": {"stage": 2}} | config)
+        trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, precision="bf16-mixed", logger=False)
+        assert trainer.precision_plugin.precision == expected
