@@ -346,6 +346,7 @@ def load_optimizer_state_dict(engine: Engine, updater: ShardUpdater, saved: Mapp
     """
     kept, saved = saved, decoded_lazily(saved)
     keys, optimizer = check_optimizer_state_dict(engine, updater, saved), updater.optimizer
+    engine.await_updates()  # they write the state that is dropped now
     updater.clear()
     for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         # Copied as in `load_state_dict`: tensors, such as a learning rate, may lie on the pages of the file.

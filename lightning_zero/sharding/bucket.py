@@ -472,6 +472,8 @@ class Bucket:
     def gather_master(self) -> Tensor:
         """All-gather the full-precision values as :meth:`gather_read` does, in the master's dtype. Collective."""
         self.await_update()
+        if self.master.tile is not None:
+            self.placement.await_host(self.reading)  # tiles have one reader at a time
         return self.gather_read(self.master.read, self.master.dtype, self.master.memory)
 
     def release(self) -> None:

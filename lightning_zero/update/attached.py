@@ -71,6 +71,9 @@ class AttachedOptimizers:
         """
         for updater in updaters:
             self._check_held(updater.optimizer)
+        for optimizer in self:
+            if state_was_edited(optimizer):  # between two fits
+                self.adopt_state(optimizer)
         before = self._attached
         self.detach()
         for updater in updaters:

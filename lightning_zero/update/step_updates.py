@@ -114,7 +114,8 @@ def _end_gather(bucket: Bucket) -> None:
     """Wait for a gather under way, and drop tiles that were fetched for a later one: the shard is about to change."""
     if bucket.state is BucketState.GATHERING:
         bucket.unshard()
-    bucket.shard.drop(0, bucket.shard.numel)
+    if not bucket.updating:  # or another optimizer's update, which goes on, writes tiles of its own
+        bucket.shard.drop(0, bucket.shard.numel)
 
 
 def _fetch_nothing() -> None:

@@ -14,7 +14,7 @@ from device import sim
 from device.sim import Schedule
 from device.test_overlap import BF16, Case, Late, assert_overlapped_is_inline, start
 from device.test_training import EAGER, LAZY, Digests, digests
-from device.test_update_under_forward import Held, left_by_zeros
+from device.test_update_under_forward import Held, backward, left_by_zeros
 from device.where import DevicePool
 from helpers import models
 from strategy.fits import Recipe, fit
@@ -24,6 +24,7 @@ from lightning_zero.integration.names import STRATEGIES
 from lightning_zero.sharding import BucketPlacement
 from lightning_zero.storage import InlineExecutor
 from lightning_zero.storage.nvme import DiskTensor
+from lightning_zero.storage.threads import in_lane
 
 RECIPE = Recipe(steps=3, micro=2, optimizer="adamw")
 SEEDS = 10
@@ -115,3 +116,30 @@ def test_parameters_are_fetched_when_nobody_else_reads_them(
         session.model(torch.zeros(2, 4, dtype=torch.long, device=device))
     assert seen
     assert all(seen)
+
+
+@pytest.mark.device("lazy")
+def test_no_tile_is_let_go_that_an_update_writes(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another optimizer with parameters in the same buckets steps while the update of the first one goes on."""
+    executor, drop = Held(device), DiskTensor.drop
+    session = start(Case(3, disk=tmp_path, optimizers=2), executor, device)
+    first, second = (updater.optimizer for updater in session.engine.updaters)
+    backward(session, device)
+    executor.word = "the update of"
+    first.step()
+    running = {id(bucket.shard) for bucket in session.engine.buckets if bucket.updating}
+    dropped = []
+
+    def noted(tensor: DiskTensor, *args: Any, **kwargs: Any) -> None:
+        dropped.append(id(tensor) in running and not in_lane())
+        drop(tensor, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTensor, "drop", noted)
+        second.step()
+    executor.gate.set()
+    session.engine.settle()
+    assert running
+    assert not any(dropped)

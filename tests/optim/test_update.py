@@ -467,3 +467,15 @@ def test_state_that_a_class_has_made_of_what_it_loads_stays_so() -> None:
     with keeping_digits(optimizer):
         optimizer.load_state_dict(optimizer.state_dict() | {"state": {0: saved}})
     assert optimizer.state[parameter]["exp_avg"].dtype == torch.int8
+
+
+def test_state_that_is_cleared_before_optimizers_are_attached_again_is_gone() -> None:
+    """As between two fits with the same optimizer."""
+    session = start(Setup())
+    step(session)
+    step(session, 1)
+    session.optimizer.state.clear()
+    session.engine.attach([session.updater])
+    step(session, 2)
+    state = optimizer_state_dict(session.engine, session.updater)["state"]
+    assert {float(values["step"]) for values in state.values()} == {1.0}
