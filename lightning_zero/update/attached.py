@@ -72,8 +72,7 @@ class AttachedOptimizers:
         for updater in updaters:
             self._check_held(updater.optimizer)
         for optimizer in self:
-            if state_was_edited(optimizer):  # between two fits
-                self.adopt_state(optimizer)
+            self._adopt_edits(optimizer)  # between two fits
         before = self._attached
         self.detach()
         for updater in updaters:
@@ -157,6 +156,10 @@ class AttachedOptimizers:
         """The buckets with updates that may differ between some default dtypes of torch."""
         return [b for a in self._attached.values() if not a.updater.alike_under(defaults) for b in a.buckets]
 
+    def _adopt_edits(self, optimizer: Optimizer) -> None:
+        if state_was_edited(optimizer):
+            self.adopt_state(optimizer)
+
     def with_parameter(self, parameter: Parameter) -> list[Optimizer]:
         """The optimizers that have ``parameter`` in a group."""
         return [a.updater.optimizer for a in self._attached.values() if id(parameter) in a.admitted]
@@ -180,8 +183,7 @@ class AttachedOptimizers:
         Raises:
             ValueError: a hyperparameter is out of range; nothing has been written then.
         """
-        if state_was_edited(optimizer):
-            self.adopt_state(optimizer)
+        self._adopt_edits(optimizer)
         attached = self._attached[id(optimizer)]
         updates = StepUpdates(attached.updater, self._map, grad_scale, call)
         self._prepare(attached)
