@@ -291,21 +291,23 @@ def _dtype(name: str, value: str | torch.dtype | None) -> torch.dtype | None:
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     previous = torch.get_default_dtype()
-    _set_default_dtype(dtype)
+    _await_updates_between({previous, dtype})
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        _set_default_dtype(previous)
+        try:
+            _await_updates_between({previous, dtype})
+        finally:  # also where the user interrupts the wait
+            torch.set_default_dtype(previous)
 
 
-def _set_default_dtype(dtype: torch.dtype) -> None:
-    """Set torch's default dtype, also for other threads: updates that may use it end before."""
-    if dtype != (previous := torch.get_default_dtype()):
-        for engine in ENGINES.in_order():
-            # An update that has failed has ended, too. Whoever needs it raises its error: here it may be another fit's.
-            with contextlib.suppress(Exception):
-                engine.await_updates({previous, dtype})
-        torch.set_default_dtype(dtype)
+def _await_updates_between(defaults: set[torch.dtype]) -> None:
+    """Wait for updates that may use torch's default dtype, which is that of other threads, too, before it changes."""
+    for engine in ENGINES.in_order() if len(defaults) > 1 else ():
+        # An update that has failed has ended, too. Whoever needs it raises its error: here it may be another fit's.
+        with contextlib.suppress(Exception):
+            engine.await_updates(defaults)
 
 
 def _cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -20,6 +20,7 @@ from engine import driver
 from engine.driver import Session
 from helpers import models
 from strategy.fits import Lit, Recipe, make_trainer
+from strategy.test_manual import Manual
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -456,16 +457,8 @@ class ByNoting(Lit):
         return Noting(self.parameters(), lr=0.1)
 
 
-class NotingByHand(ByNoting):
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, index: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(models.next_token_loss(self.model, batch))
-        optimizer.step()
+class NotingByHand(ByNoting, Manual):
+    """Steps by hand."""
 
 
 def made_by(module: type[ByNoting]) -> set[torch.dtype]:
